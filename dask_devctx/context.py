@@ -1,0 +1,509 @@
+"""CUDA contexts as objects: owned ones, borrowed ones, and the primary one of each device."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, ParamSpec, Self, TypeVar
+
+from dask_devctx import driver
+from dask_devctx.device import Device
+from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.calls import Calls
+from dask_devctx.errors import DeviceScopeError
+from dask_devctx.scope import Scope, open_scopes
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ContextFlags(enum.IntFlag):
+    """How a context waits, and what else it does: the driver's ``CUctx_flags``."""
+
+    SCHED_AUTO = 0x00
+    SCHED_SPIN = 0x01
+    SCHED_YIELD = 0x02
+    SCHED_BLOCKING_SYNC = 0x04
+    MAP_HOST = 0x08
+    LMEM_RESIZE_TO_MAX = 0x10
+    COREDUMP_ENABLE = 0x20
+    USER_COREDUMP_ENABLE = 0x40
+    SYNC_MEMOPS = 0x80
+
+
+class Limit(enum.IntEnum):
+    """What can be limited in a context: the driver's ``CUlimit``; bytes unless it says else."""
+
+    STACK_SIZE = 0
+    PRINTF_FIFO_SIZE = 1
+    MALLOC_HEAP_SIZE = 2
+    DEV_RUNTIME_SYNC_DEPTH = 3  # launches in depth
+    DEV_RUNTIME_PENDING_LAUNCH_COUNT = 4  # launches
+    MAX_L2_FETCH_GRANULARITY = 5
+    PERSISTING_L2_CACHE_SIZE = 6
+    SHMEM_SIZE = 7
+    CIG_ENABLED = 8  # 0 or 1
+    CIG_SHMEM_FALLBACK_ENABLED = 9  # 0 or 1
+
+
+class CacheConfig(enum.IntEnum):
+    """Whether kernels prefer first-level cache or shared memory: ``CUfunc_cache``."""
+
+    PREFER_NONE = 0
+    PREFER_SHARED = 1
+    PREFER_L1 = 2
+    PREFER_EQUAL = 3
+
+
+class SharedMemoryConfig(enum.IntEnum):
+    """The width of shared memory's banks: ``CUsharedconfig``, deprecated in CUDA 13."""
+
+    DEFAULT_BANK_SIZE = 0
+    FOUR_BYTE_BANK_SIZE = 1
+    EIGHT_BYTE_BANK_SIZE = 2
+
+
+class StreamPriorityRange(NamedTuple):
+    """The priorities that streams can have; the greater priority is the smaller number."""
+
+    least: int
+    greatest: int
+
+
+class Context(Scope):
+    """A CUDA context that this object owns, or borrows.
+
+    Parameters
+    ----------
+    device
+        What :class:`~dask_devctx.Device` accepts.
+    flags
+        Any of :class:`ContextFlags`.
+
+    Raises
+    ------
+    DriverError
+        The driver does not make it.
+
+    Notes
+    -----
+    ``Context(device)`` makes a context of its own, beside the primary one that CUDA's libraries
+    use, and owns it: :meth:`close` destroys it, and nothing else does. An owner that is collected
+    unclosed warns, and leaves the context, which may be current on some thread, to the end of the
+    process. ``Context.current()`` borrows; ``device.primary_context`` is shared.
+
+    Making one leaves the thread's current context as it was, as does every property.
+
+    References
+    ----------
+    ``cuCtxCreate``, ``cuCtxDestroy``.
+
+    Examples
+    --------
+    >>> from contextlib import closing
+    >>> with closing(Context(1, ContextFlags.SCHED_BLOCKING_SYNC)) as own, own:
+    ...     Context.current() is own, Device.current().device_id
+    (True, 1)
+    """
+
+    __slots__ = ("_device", "_identity", "_owned")
+
+    _device: Device
+    _identity: int | None  # which context the handle meant when it was taken
+    _owned: bool
+
+    def __init__(self, device: object, *flags: ContextFlags) -> None:
+        self._owned = False  # until it is made
+        self._device = Device(device)
+        self._backend = self._device._backend
+        calls = self._backend.driver()
+        wanted = ContextFlags(0)
+        for flag in flags:
+            wanted |= flag
+        self._handle = calls.create(self._device._ordinal(), int(wanted))
+        calls.set_current(0)  # making it also put it on the driver's stack: this takes it off
+        self._identity = calls.context_id(self._handle)
+        self._owned = True
+        _owned.setdefault(self._backend, weakref.WeakValueDictionary())[self._handle] = self
+
+    @classmethod
+    def current(cls) -> Context | None:
+        """Return the context that is current on this thread, borrowed, or None.
+
+        Returns
+        -------
+        Context or None
+            The owner itself where it is a context of ours, the device's ``primary_context`` where
+            it is primary, else an object that borrows it and never destroys it.
+
+        References
+        ----------
+        ``cuCtxGetCurrent``, ``cuCtxGetId``.
+        """
+        backend = driver.backend()
+        handle = backend.current_context()
+        if not handle:
+            return None
+        calls = backend.driver()
+        identity = calls.context_id(handle)
+        owner = _owned.get(backend, {}).get(handle)
+        if owner is not None and owner._identity == identity:
+            return owner
+        device = Device(calls.current_device())
+        if _is_primary(backend, device, handle):
+            return device.primary_context
+        return cls._borrowed(backend, device, handle, identity)
+
+    @classmethod
+    def _borrowed(
+        cls, backend: Backend, device: Device, handle: int, identity: int | None
+    ) -> Context:
+        self = Context.__new__(Context)
+        self._backend = backend
+        self._device = device
+        self._handle = handle
+        self._identity = identity
+        self._owned = False
+        return self
+
+    def _bind(self) -> int:
+        raise DeviceScopeError(self, "cannot be entered: this context was closed")
+
+    def __enter__(self) -> Self:
+        self._check_alive()
+        return super().__enter__()
+
+    def _check_alive(self) -> None:
+        if not self._handle:
+            self._bind()
+        if self._identity is None or self._backend.calls.context_id(self._handle) != self._identity:
+            raise DeviceScopeError(
+                self, "cannot be entered: the context was destroyed by somebody else"
+            )
+
+    def __repr__(self) -> str:
+        kind = "owned" if self._owned else "borrowed"
+        state = f"0x{self._handle:x}" if self._handle else "closed"
+        return f"<Context {state} on {self._device!r}, {kind}>"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Context):
+            return NotImplemented
+        return (self._backend, self._handle, self._identity) == (
+            other._backend,
+            other._handle,
+            other._identity,
+        )
+
+    def __hash__(self) -> int:
+        return hash((self._handle, self._identity))
+
+    def __del__(self) -> None:
+        if getattr(self, "_owned", False) and self._handle:
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+
+    def close(self) -> None:
+        """Destroy the context that this object owns; closing twice does nothing.
+
+        Raises
+        ------
+        DeviceScopeError
+            It is borrowed or primary, and not this object's to destroy.
+        DriverError
+            The driver refuses; the object counts as closed all the same.
+
+        Notes
+        -----
+        A scope that was entered while it was current cannot restore it any more: it raises
+        ``DeviceScopeError`` on leaving, and leaves its thread without a current context. Other
+        threads on which it is current must make another one current.
+
+        References
+        ----------
+        ``cuCtxDestroy``.
+        """
+        if not self._owned:
+            raise DeviceScopeError(self, "cannot be closed: the context belongs to somebody else")
+        handle, self._handle = self._handle, 0
+        if handle:
+            self._backend.calls.destroy(handle)
+
+    # -- what it is
+
+    @property
+    def device(self) -> Device:
+        """The device that it is on."""
+        return self._device
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle, a ``CUcontext``; 0 once it is closed."""
+        return self._handle
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is current on this thread."""
+        return bool(self._handle) and self._backend.current_context() == self._handle
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether it is its device's primary context."""
+        return bool(self._handle) and _is_primary(self._backend, self._device, self._handle)
+
+    @property
+    def api_version(self) -> int:
+        """The version of the driver API that it was made with, such as 3020.
+
+        References
+        ----------
+        ``cuCtxGetApiVersion``.
+        """
+        return self.run(lambda: self._calls.api_version(self._handle))
+
+    @property
+    def flags(self) -> ContextFlags:
+        """What it was made with, and what was set since.
+
+        References
+        ----------
+        ``cuCtxGetFlags``, ``cuCtxSetFlags``.
+        """
+        return ContextFlags(self.run(self._calls.flags))
+
+    @flags.setter
+    def flags(self, value: ContextFlags) -> None:
+        self.run(self._calls.set_flags, int(value))
+
+    @property
+    def limits(self) -> Limits:
+        """Its limits, which can be read and set by name: ``context.limits[Limit.STACK_SIZE]``."""
+        return Limits(self)
+
+    @property
+    def cache_config(self) -> CacheConfig:
+        """Whether its kernels prefer cache or shared memory.
+
+        References
+        ----------
+        ``cuCtxGetCacheConfig``, ``cuCtxSetCacheConfig``.
+        """
+        return CacheConfig(self.run(self._calls.cache_config))
+
+    @cache_config.setter
+    def cache_config(self, value: CacheConfig) -> None:
+        self.run(self._calls.set_cache_config, CacheConfig(value))
+
+    @property
+    def shared_memory_config(self) -> SharedMemoryConfig:
+        """The width of shared memory's banks.
+
+        .. deprecated:: CUDA 13
+            The driver accepts any width and, on GPUs of this decade, uses four bytes.
+
+        References
+        ----------
+        ``cuCtxGetSharedMemConfig``, ``cuCtxSetSharedMemConfig``.
+        """
+        _warn_shared_memory_config()
+        return SharedMemoryConfig(self.run(self._calls.shared_memory_config))
+
+    @shared_memory_config.setter
+    def shared_memory_config(self, value: SharedMemoryConfig) -> None:
+        _warn_shared_memory_config()
+        self.run(self._calls.set_shared_memory_config, SharedMemoryConfig(value))
+
+    @property
+    def stream_priority_range(self) -> StreamPriorityRange:
+        """The priorities that its streams can have.
+
+        References
+        ----------
+        ``cuCtxGetStreamPriorityRange``.
+        """
+        return StreamPriorityRange(*self.run(self._calls.stream_priority_range))
+
+    @property
+    def _calls(self) -> Calls:
+        return self._backend.driver()
+
+    # -- what it does
+
+    def set_current(self) -> None:
+        """Make it current on this thread, for good: nothing is restored.
+
+        Raises
+        ------
+        DeviceScopeError
+            It was closed or destroyed.
+
+        References
+        ----------
+        ``cuCtxSetCurrent``.
+        """
+        self._check_alive()
+        self._calls.set_current(self._handle)
+
+    def synchronize(self) -> None:
+        """Wait until it has done all work that it was given; the current context stays.
+
+        Raises
+        ------
+        DriverError
+            That work failed.
+
+        References
+        ----------
+        ``cuCtxSynchronize``.
+        """
+        self.run(self._calls.synchronize)
+
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return ``fn(*args, **kwargs)``, called inside the context's scope."""
+        with self:
+            return fn(*args, **kwargs)
+
+
+class PrimaryContext(Context):
+    """The context of a device that all libraries of this process share.
+
+    Notes
+    -----
+    Got from ``device.primary_context``. Asking for the object creates nothing; the first scope of
+    the device or of this object retains it, once per process.
+
+    References
+    ----------
+    ``cuDevicePrimaryCtxRetain``, ``cuDevicePrimaryCtxGetState``, ``cuDevicePrimaryCtxSetFlags``,
+    ``cuDevicePrimaryCtxRelease``.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._backend = device._backend
+        self._handle = 0
+        self._identity = None
+        self._owned = False
+
+    def _bind(self) -> int:
+        self._handle = self._device._bind()
+        return self._handle
+
+    def _check_alive(self) -> None:
+        self._bind()
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return hash(self._device)
+
+    def __repr__(self) -> str:
+        return f"<PrimaryContext of {self._device!r}>"
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle, a ``CUcontext``; asking for it retains the context."""
+        return self._bind()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is current on this thread."""
+        return self.is_active and self._backend.current_context() == self.handle
+
+    @property
+    def is_primary(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def is_active(self) -> bool:
+        """Whether somebody in this process has retained it; asking does not."""
+        return self._calls.primary_state(self._device._ordinal())[1]
+
+    @property
+    def flags(self) -> ContextFlags:
+        """How it waits; can be read and set whether it is active or not."""
+        return ContextFlags(self._calls.primary_state(self._device._ordinal())[0])
+
+    @flags.setter
+    def flags(self, value: ContextFlags) -> None:
+        self._calls.primary_set_flags(self._device._ordinal(), int(value))
+
+    def release(self) -> None:
+        """Give back this process's hold of it; it is destroyed when no library holds it either.
+
+        Raises
+        ------
+        DeviceScopeError
+            A scope of it is open on this thread.
+
+        Notes
+        -----
+        The next scope retains it again. No other thread may have a scope of it open.
+        """
+        if self._device in open_scopes() or self in open_scopes():
+            raise DeviceScopeError(self, "cannot be released while a scope of it is open")
+        self._handle = 0
+        self._device._unbind()
+
+
+class Limits(Mapping[Limit, int]):
+    """The limits of a context: a mapping from :class:`Limit` to numbers, which can be set.
+
+    Notes
+    -----
+    Reading or setting a limit that the device does not have raises ``DriverError`` with the status
+    ``CUDA_ERROR_UNSUPPORTED_LIMIT``. The driver may round what is set: read it back.
+
+    References
+    ----------
+    ``cuCtxGetLimit``, ``cuCtxSetLimit``.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __getitem__(self, limit: Limit) -> int:
+        return self._context.run(self._context._calls.limit, Limit(limit))
+
+    def __setitem__(self, limit: Limit, value: int) -> None:
+        self._context.run(self._context._calls.set_limit, Limit(limit), value)
+
+    def __iter__(self) -> Iterator[Limit]:
+        return iter(Limit)
+
+    def __len__(self) -> int:
+        return len(Limit)
+
+    def __repr__(self) -> str:
+        return f"<Limits of {self._context!r}>"
+
+
+_owned: weakref.WeakKeyDictionary[Backend, weakref.WeakValueDictionary[int, Context]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _is_primary(backend: Backend, device: Device, handle: int) -> bool:
+    if device._handle:
+        return device._handle == handle
+    calls = backend.driver()
+    ordinal = device._ordinal()
+    if not calls.primary_state(ordinal)[1]:
+        return False
+    try:  # somebody else holds it: its handle is only told to those who retain it too
+        return calls.primary_retain(ordinal) == handle
+    finally:
+        calls.primary_release(ordinal)
+
+
+def _warn_shared_memory_config() -> None:
+    warnings.warn(
+        "shared_memory_config is deprecated in CUDA 13 and has no effect on current GPUs",
+        DeprecationWarning,
+        stacklevel=3,
+    )

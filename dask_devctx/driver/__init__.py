@@ -1,0 +1,96 @@
+"""The one door to the CUDA driver and to NVML.
+
+:func:`backend` gives the pair that this process uses, chosen at first use: the real ones, or
+the simulated ones where ``DASK_DEVCTX__SIMULATED_DEVICES`` (in dask's configuration
+``devctx.simulated-devices``) asks for them. Nothing is simulated that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from dask_devctx.errors import DriverUnavailableError
+
+if TYPE_CHECKING:
+    from dask_devctx.driver.backends import Backend
+
+__all__ = ["SIMULATED_DEVICES_VARIABLE", "backend", "current_backend", "use"]
+
+SIMULATED_DEVICES_VARIABLE = "DASK_DEVCTX__SIMULATED_DEVICES"
+
+_active: Backend | None = None
+_lock = threading.Lock()
+
+
+def backend() -> Backend:
+    """Return the driver and NVML that this process uses; the first call chooses them.
+
+    Raises
+    ------
+    DriverUnavailableError
+        ``devctx.simulated-devices`` is not a count, or ``cuda-bindings`` is missing.
+
+    Notes
+    -----
+    Chooses once per process, from any thread. Initialises nothing.
+    """
+    return _active or _choose()
+
+
+def current_backend() -> Backend | None:
+    """Return what :func:`backend` has chosen, or None where nothing has asked it yet."""
+    return _active
+
+
+@contextmanager
+def use(other: Backend) -> Iterator[Backend]:
+    """Make this process use another driver and NVML inside the ``with`` block.
+
+    For a program that brings its own driver, such as one that simulates several machines.
+    Devices made inside belong to ``other`` and mean nothing outside.
+
+    Notes
+    -----
+    For the whole process, not for the calling thread.
+    """
+    global _active
+    before, _active = _active, other
+    try:
+        yield other
+    finally:
+        _active = before
+
+
+def _choose() -> Backend:
+    global _active
+    from dask_devctx.driver import backends
+
+    with _lock:
+        if _active is None:
+            count = _simulated_devices()
+            _active = backends.simulated(count) if count else backends.real()
+        return _active
+
+
+def _simulated_devices() -> int:
+    """What the configuration says. dask is asked only where somebody has imported it."""
+    value: object = None
+    if "dask.config" in sys.modules:
+        value = sys.modules["dask.config"].get("devctx.simulated-devices", None)
+    if value is None:
+        value = os.environ.get(SIMULATED_DEVICES_VARIABLE) or 0
+    try:
+        count = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        count = -1
+    if isinstance(value, (bool, float)) or count < 0:
+        raise DriverUnavailableError(
+            f"devctx.simulated-devices must be a number of devices, 0 or more, got {value!r}",
+            f"Set or unset {SIMULATED_DEVICES_VARIABLE}",
+        )
+    return int(count)

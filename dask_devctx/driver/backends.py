@@ -1,0 +1,130 @@
+"""A driver and an NVML that belong together."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE
+from dask_devctx.driver.calls import Calls
+from dask_devctx.driver.protocol import Driver, Nvml
+from dask_devctx.errors import DevctxError, DriverError, DriverUnavailableError
+
+if TYPE_CHECKING:
+    from dask_devctx.driver.simulated.machine import SimulatedMachine
+
+_REMEDY = (
+    "Install NVIDIA's driver where the GPUs are, or set "
+    f"{SIMULATED_DEVICES_VARIABLE}=4 to run on simulated devices"
+)
+
+
+class Backend:
+    """A driver, the NVML of the same machine, and whether this process initialised them.
+
+    Parameters
+    ----------
+    driver
+        ``cuda.bindings.driver``, or an object with its functions.
+    nvml
+        ``pynvml``, or an object with its functions.
+    machine
+        The simulated machine, or None where the devices are real.
+    """
+
+    def __init__(
+        self, driver: Driver, nvml: Nvml, machine: SimulatedMachine | None = None
+    ) -> None:
+        self.nvml = nvml
+        self.machine = machine
+        self.calls = Calls(driver)
+        self.initialised = False
+        # Handles that stay safe to make current: none at all, and the primary contexts that this
+        # process retains. Any other context may be destroyed while it waits to be restored.
+        self.lasting: set[int] = {0}
+        self._lock = threading.Lock()
+        _backends.add(self)
+
+    @property
+    def simulated(self) -> bool:
+        return self.machine is not None
+
+    def driver(self) -> Calls:
+        """Return the driver's calls, after ``cuInit``.
+
+        Raises
+        ------
+        DriverUnavailableError
+            There is no driver, or it shows this process no device.
+        """
+        if not self.initialised:
+            with self._lock:
+                if not self.initialised:
+                    self._initialise()
+        return self.calls
+
+    def _initialise(self) -> None:
+        try:
+            self.calls.init()
+        except DriverUnavailableError:
+            raise
+        except DriverError as error:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            seen = "" if visible is None else f", with CUDA_VISIBLE_DEVICES={visible!r}"
+            raise DriverUnavailableError(
+                f"the CUDA driver does not start: {error}{seen}", _REMEDY
+            ) from error
+        except Exception as error:  # the bindings' own words for a missing library vary
+            raise _no_driver(error) from error
+        self.initialised = True
+
+    def current_context(self) -> int:
+        """Return the context that is current on this thread, without initialising anything.
+
+        0 where there is none, so also before anything in this process has used CUDA.
+
+        Raises
+        ------
+        DriverUnavailableError
+            There is no driver.
+        """
+        try:
+            return self.calls.current_or_uninitialised()
+        except DevctxError:
+            raise
+        except Exception as error:  # the bindings' own words for a missing library vary
+            raise _no_driver(error) from error
+
+
+def _no_driver(error: Exception) -> DriverUnavailableError:
+    return DriverUnavailableError(f"there is no CUDA driver: {error}", _REMEDY)
+
+
+_backends: weakref.WeakSet[Backend] = weakref.WeakSet()
+
+
+def _mark_forked() -> None:
+    # The driver answers NOT_INITIALIZED for ever in the child of a process that used it.
+    for backend in _backends:
+        if backend.initialised:
+            backend.calls.forked = True
+
+
+os.register_at_fork(after_in_child=_mark_forked)
+
+
+def real() -> Backend:
+    """The machine's own driver and NVML; loads neither library yet."""
+    import pynvml
+    from cuda.bindings import driver
+
+    return Backend(driver, pynvml)
+
+
+def simulated(count: int) -> Backend:
+    """``count`` simulated GPUs; see :class:`~dask_devctx.driver.simulated.SimulatedMachine`."""
+    from dask_devctx.driver.simulated.machine import SimulatedMachine
+
+    return SimulatedMachine(count).backend()

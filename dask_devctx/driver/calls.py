@@ -1,0 +1,234 @@
+"""The driver's calls as this package makes them: checked, and in Python's own types.
+
+Contexts are the integers of their handles, 0 for none; devices are CUDA's ordinals. Each
+method makes the one call that its ``References`` would name: the C name stands in its body.
+A call that fails raises :class:`~dask_devctx.errors.DriverError`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from dask_devctx.driver.protocol import Driver
+from dask_devctx.errors import DriverError, ForkedProcessError
+
+
+class Calls:
+    """Checked calls of one driver.
+
+    Parameters
+    ----------
+    driver
+        ``cuda.bindings.driver``, or anything with its functions.
+
+    Notes
+    -----
+    Thread-safe, as the driver is. "Current" is a matter of the calling thread.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        from cuda.bindings import driver as types  # the enumerations; loads no driver
+
+        self.driver = driver
+        self.types: Any = types
+        self.forked = False
+
+    def _value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+        status, *values = function(*args)
+        if status != 0:
+            raise self._error(function.__name__, status)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _error(self, function: str, status: Any) -> Exception:
+        if self.forked:
+            return ForkedProcessError(
+                f"{function} failed: CUDA was initialised before this process was forked",
+                "Start processes that use a GPU with the 'spawn' or 'forkserver' method",
+            )
+        _, text = self.driver.cuGetErrorString(status)
+        return DriverError(function, status.name, int(status), (text or b"").decode())
+
+    # -- the process
+
+    def init(self) -> None:
+        self._value(self.driver.cuInit, 0)
+
+    def version(self) -> int:
+        """CUDA's version that the driver supports, 13000 for 13.0."""
+        return int(self._value(self.driver.cuDriverGetVersion))
+
+    # -- devices
+
+    def device_count(self) -> int:
+        return int(self._value(self.driver.cuDeviceGetCount))
+
+    def device_uuid(self, ordinal: int) -> uuid.UUID:
+        """A MIG instance's own where the ordinal names one; nothing in it says which it is."""
+        # CUDA 12's bindings have the function that knows instances beside one that does not.
+        function = getattr(self.driver, "cuDeviceGetUuid_v2", self.driver.cuDeviceGetUuid)
+        return uuid.UUID(bytes=bytes(self._value(function, self._device(ordinal)).bytes))
+
+    def device_name(self, ordinal: int) -> str:
+        raw: bytes = self._value(self.driver.cuDeviceGetName, 128, self._device(ordinal))
+        return raw.split(b"\0")[0].decode()
+
+    def device_pci_bus_id(self, ordinal: int) -> str:
+        raw: bytes = self._value(self.driver.cuDeviceGetPCIBusId, 32, self._device(ordinal))
+        return raw.split(b"\0")[0].decode()
+
+    def device_total_memory(self, ordinal: int) -> int:
+        """Bytes."""
+        return int(self._value(self.driver.cuDeviceTotalMem, self._device(ordinal)))
+
+    def device_compute_capability(self, ordinal: int) -> tuple[int, int]:
+        kind = self.types.CUdevice_attribute
+        major, minor = (
+            int(self._value(self.driver.cuDeviceGetAttribute, which, self._device(ordinal)))
+            for which in (
+                kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )
+        )
+        return major, minor
+
+    def can_access_peer(self, ordinal: int, peer: int) -> bool:
+        return bool(
+            self._value(
+                self.driver.cuDeviceCanAccessPeer, self._device(ordinal), self._device(peer)
+            )
+        )
+
+    def _device(self, ordinal: int) -> Any:
+        return self._value(self.driver.cuDeviceGet, ordinal)
+
+    # -- the primary context of a device
+
+    def primary_retain(self, ordinal: int) -> int:
+        return int(self._value(self.driver.cuDevicePrimaryCtxRetain, self._device(ordinal)))
+
+    def primary_release(self, ordinal: int) -> None:
+        self._value(self.driver.cuDevicePrimaryCtxRelease, self._device(ordinal))
+
+    def primary_state(self, ordinal: int) -> tuple[int, bool]:
+        """The flags that are set, and whether the context is active."""
+        flags, active = self._value(
+            self.driver.cuDevicePrimaryCtxGetState, self._device(ordinal)
+        )
+        return int(flags), bool(active)
+
+    def primary_set_flags(self, ordinal: int, flags: int) -> None:
+        self._value(self.driver.cuDevicePrimaryCtxSetFlags, self._device(ordinal), flags)
+
+    # -- contexts
+
+    def create(self, ordinal: int, flags: int) -> int:
+        """A new context; the driver makes it current."""
+        device = self._device(ordinal)
+        try:
+            return int(self._value(self.driver.cuCtxCreate, None, flags, device))
+        except TypeError:  # CUDA 12's bindings take no parameters' structure
+            return int(self._value(self.driver.cuCtxCreate, flags, device))
+
+    def destroy(self, context: int) -> None:
+        self._value(self.driver.cuCtxDestroy, self.types.CUcontext(context))
+
+    def current(self) -> int:
+        """The context that is current on this thread; 0 where there is none."""
+        status, context = self.driver.cuCtxGetCurrent()
+        if status != 0:
+            raise self._error("cuCtxGetCurrent", status)
+        return int(context)
+
+    def current_or_uninitialised(self) -> int:
+        """As :meth:`current`, and 0 where nothing has initialised CUDA yet."""
+        status, context = self.driver.cuCtxGetCurrent()
+        if int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_INITIALIZED) and not self.forked:
+            return 0
+        if status != 0:
+            raise self._error("cuCtxGetCurrent", status)
+        return int(context)
+
+    def set_current(self, context: int) -> None:
+        (status,) = self.driver.cuCtxSetCurrent(self.types.CUcontext(context))
+        if status != 0:
+            raise self._error("cuCtxSetCurrent", status)
+
+    def context_id(self, context: int) -> int | None:
+        """A number that no other context of the process ever has; None if it was destroyed.
+
+        Only for a handle that was a context once: the driver does not look twice.
+        """
+        status, number = self.driver.cuCtxGetId(self.types.CUcontext(context))
+        if int(status) == int(self.types.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED):
+            return None
+        if status != 0:
+            raise self._error("cuCtxGetId", status)
+        return int(number)
+
+    def api_version(self, context: int) -> int:
+        return int(self._value(self.driver.cuCtxGetApiVersion, self.types.CUcontext(context)))
+
+    # -- the current context
+
+    def current_device(self) -> int:
+        return int(self._value(self.driver.cuCtxGetDevice))
+
+    def flags(self) -> int:
+        return int(self._value(self.driver.cuCtxGetFlags))
+
+    def set_flags(self, flags: int) -> None:
+        self._value(self.driver.cuCtxSetFlags, flags)
+
+    def limit(self, which: int) -> int:
+        return int(self._value(self.driver.cuCtxGetLimit, self.types.CUlimit(which)))
+
+    def set_limit(self, which: int, value: int) -> None:
+        self._value(self.driver.cuCtxSetLimit, self.types.CUlimit(which), value)
+
+    def cache_config(self) -> int:
+        return int(self._value(self.driver.cuCtxGetCacheConfig))
+
+    def set_cache_config(self, config: int) -> None:
+        self._value(self.driver.cuCtxSetCacheConfig, self.types.CUfunc_cache(config))
+
+    def shared_memory_config(self) -> int:
+        return int(self._value(self.driver.cuCtxGetSharedMemConfig))
+
+    def set_shared_memory_config(self, config: int) -> None:
+        self._value(self.driver.cuCtxSetSharedMemConfig, self.types.CUsharedconfig(config))
+
+    def stream_priority_range(self) -> tuple[int, int]:
+        """The least and the greatest priority; the greater is the smaller number."""
+        least, greatest = self._value(self.driver.cuCtxGetStreamPriorityRange)
+        return int(least), int(greatest)
+
+    def synchronize(self) -> None:
+        self._value(self.driver.cuCtxSynchronize)
+
+    def enable_peer_access(self, peer_context: int) -> bool:
+        """Whether this call enabled it: False where it was enabled already."""
+        (status,) = self.driver.cuCtxEnablePeerAccess(self.types.CUcontext(peer_context), 0)
+        if int(status) == int(self.types.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
+            return False
+        if status != 0:
+            raise self._error("cuCtxEnablePeerAccess", status)
+        return True
+
+    # -- memory of the current context
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        free, total = self._value(self.driver.cuMemGetInfo)
+        return int(free), int(total)
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self._value(self.driver.cuMemAlloc, nbytes))
+
+    def free(self, pointer: int) -> None:
+        self._value(self.driver.cuMemFree, pointer)
+
+    def probe(self) -> None:
+        """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""
+        self._value(self.driver.cuMemFree, 0)

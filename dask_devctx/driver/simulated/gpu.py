@@ -1,0 +1,70 @@
+"""A simulated GPU and the contexts on it: plain state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cuda.bindings import driver as types
+
+_LIMITS = {
+    types.CUlimit.CU_LIMIT_STACK_SIZE: 1024,
+    types.CUlimit.CU_LIMIT_PRINTF_FIFO_SIZE: 8_650_752,
+    types.CUlimit.CU_LIMIT_MALLOC_HEAP_SIZE: 8_388_608,
+    types.CUlimit.CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT: 2048,
+    types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY: 64,
+    types.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE: 11_796_480,
+}
+
+
+@dataclass(eq=False)
+class SimulatedGPU:
+    """One simulated GPU; its attributes may be changed before ``cuInit``.
+
+    Parameters
+    ----------
+    index
+        Its NVML index.
+    uuid
+        ``"GPU-…"``.
+    total_memory, used_memory
+        Bytes.
+    mig
+        The ``"MIG-…"`` UUIDs of its instances, or None where MIG mode is off.
+    lost
+        Whether it has fallen off the bus.
+    peers
+        The indices of the GPUs whose memory it can reach; None for all.
+    """
+
+    index: int
+    uuid: str
+    total_memory: int = 16 * 2**30
+    name: str = "Simulated GPU"
+    compute_capability: tuple[int, int] = (9, 0)
+    mig: tuple[str, ...] | None = None
+    numa_node: int = 0
+    peers: frozenset[int] | None = None
+    lost: bool = False
+    used_memory: int = 0
+    primary: Context | None = None
+    primary_flags: int = 0
+    primary_retained: int = 0
+
+    @property
+    def pci_bus_id(self) -> str:
+        return f"0000:{self.index + 1:02x}:00.0"
+
+
+@dataclass(eq=False)
+class Context:
+    handle: int
+    id: int
+    gpu: SimulatedGPU
+    ordinal: int
+    flags: int
+    is_primary: bool
+    alive: bool = True
+    limits: dict[Any, int] = field(default_factory=lambda: dict(_LIMITS))
+    cache_config: Any = types.CUfunc_cache.CU_FUNC_CACHE_PREFER_NONE
+    peers: set[int] = field(default_factory=set)

@@ -1,0 +1,57 @@
+"""A machine with simulated GPUs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+
+from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.simulated.driver import SimulatedDriver
+from dask_devctx.driver.simulated.faults import Faults
+from dask_devctx.driver.simulated.gpu import SimulatedGPU
+from dask_devctx.driver.simulated.nvml import SimulatedNvml
+
+
+class SimulatedMachine:
+    """Simulated GPUs with a driver and an NVML to talk to them.
+
+    Parameters
+    ----------
+    count
+        How many GPUs.
+    host
+        What tells this machine's UUIDs from those of another: by default
+        ``DASK_DEVCTX__SIMULATED_HOST``, else the host's name.
+    total_memory
+        Bytes per GPU.
+
+    Attributes
+    ----------
+    gpus
+        Their states; changed before ``cuInit`` they make another machine.
+    faults
+        Where faults are injected and calls are counted.
+    driver, nvml
+        Stand-ins for ``cuda.bindings.driver`` and ``pynvml``.
+    """
+
+    def __init__(
+        self, count: int, *, host: str | None = None, total_memory: int = 16 * 2**30
+    ) -> None:
+        host = host or os.environ.get("DASK_DEVCTX__SIMULATED_HOST") or socket.gethostname()
+        self.gpus = [
+            SimulatedGPU(
+                index,
+                f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{host}')}",
+                total_memory=total_memory,
+            )
+            for index in range(count)
+        ]
+        self.faults = Faults()
+        self.driver = SimulatedDriver(self.gpus, self.faults)
+        self.nvml = SimulatedNvml(self.gpus)
+
+    def backend(self) -> Backend:
+        """Return this machine as what :func:`dask_devctx.driver.use` takes."""
+        return Backend(self.driver, self.nvml, machine=self)

@@ -1,0 +1,79 @@
+"""NVML for simulated GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+
+from dask_devctx.driver.simulated.gpu import SimulatedGPU
+
+
+class SimulatedNvml:
+    """``pynvml`` for simulated GPUs; the GPUs themselves are the handles."""
+
+    def __init__(self, gpus: Sequence[SimulatedGPU]) -> None:
+        self._gpus = gpus
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the simulated NVML has no {name}: it cannot be simulated")
+
+    @staticmethod
+    def _check(gpu: SimulatedGPU) -> SimulatedGPU:
+        if gpu.lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        return gpu
+
+    def nvmlInit(self) -> None:
+        pass
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.0.simulated"
+
+    def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
+        return 13000
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self._gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
+        if not 0 <= index < len(self._gpus):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        return self._check(self._gpus[index])
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        return handle if isinstance(handle, str) else self._check(handle).uuid
+
+    def nvmlDeviceGetName(self, handle: Any) -> str:
+        return self._check(handle).name
+
+    def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
+        # NVML writes the domain with eight digits, CUDA with four.
+        return SimpleNamespace(busId="0000" + self._check(handle).pci_bus_id)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+        gpu = self._check(handle)
+        free = gpu.total_memory - gpu.used_memory
+        return SimpleNamespace(total=gpu.total_memory, used=gpu.used_memory, free=free)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
+        return self._check(handle).compute_capability
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
+        on = int(self._check(handle).mig is not None)
+        return [on, on]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        return len(self._check(handle).mig or ())
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
+        return (self._check(handle).mig or ())[index]  # an instance's handle is its UUID
+
+    def nvmlDeviceGetCpuAffinity(self, handle: Any, words: int) -> Any:
+        self._check(handle)
+        return [2**64 - 1] * words
+
+    def nvmlDeviceGetMemoryAffinity(self, handle: Any, words: int, scope: int) -> Any:
+        return [1 << self._check(handle).numa_node] + [0] * (words - 1)

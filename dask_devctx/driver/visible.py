@@ -1,0 +1,147 @@
+"""How ``CUDA_VISIBLE_DEVICES`` chooses and orders devices: a pure function.
+
+It lives with the driver because it is the driver's rule: the simulated driver follows it,
+and :mod:`dask_devctx.discovery` foretells by it what the driver will show.
+
+References
+----------
+CUDA C++ Programming Guide, "CUDA Environment Variables"; NVIDIA MIG User Guide, "CUDA
+Visible Devices". What they leave open (letter case, white space, mixed kinds, repeated
+devices, numbers past 32 bits) is as driver 580 answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# What strtol reads: leading white space, a sign, decimal digits; the rest is ignored.
+_NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
+_UUID_KINDS = ("GPU-", "MIG-")
+_UUID_LENGTH = len("GPU-00000000-0000-0000-0000-000000000000")
+_LONG_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class PhysicalDevice:
+    """One GPU of the machine, as the visibility rule sees it.
+
+    Parameters
+    ----------
+    uuid
+        ``"GPU-…"``.
+    mig
+        The ``"MIG-…"`` UUIDs of its instances; empty unless MIG mode is on.
+    mig_enabled
+        Whether MIG mode is on: then the GPU itself can run nothing.
+    """
+
+    uuid: str
+    mig: tuple[str, ...] = ()
+    mig_enabled: bool = False
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a value of ``CUDA_VISIBLE_DEVICES`` shows.
+
+    Parameters
+    ----------
+    uuids
+        The UUIDs that are visible, in CUDA's order: the position is the ordinal.
+    stopped_at
+        The entry that hid itself and all after it, or None.
+    reason
+        Why that entry did so, or "".
+    """
+
+    uuids: tuple[str, ...]
+    stopped_at: str | None = None
+    reason: str = ""
+
+
+def visible_devices(value: str | None, devices: Sequence[PhysicalDevice]) -> Visible:
+    """Return which of the machine's devices CUDA shows.
+
+    Parameters
+    ----------
+    value
+        The value of ``CUDA_VISIBLE_DEVICES``; None where it is not set.
+    devices
+        All devices of the machine, in the order that ``CUDA_DEVICE_ORDER`` says.
+
+    Notes
+    -----
+    Entries are indices, or UUIDs of which a unique prefix is enough; the first one decides
+    which. The first entry that names nothing hides itself and all after it; a device named
+    twice hides everything. A GPU in MIG mode is seen only through its instances, and a
+    process uses at most one instance, so one instance at most is visible and nothing beside.
+
+    Examples
+    --------
+    >>> machine = [PhysicalDevice("GPU-aa"), PhysicalDevice("GPU-ab"), PhysicalDevice("GPU-b")]
+    >>> visible_devices("2,0", machine).uuids
+    ('GPU-b', 'GPU-aa')
+    >>> visible_devices("GPU-b,GPU-a", machine)
+    Visible(uuids=('GPU-b',), stopped_at='GPU-a', reason='several devices have this prefix')
+    """
+    if value is None:
+        return Visible(_unset(devices))
+    resolve = _by_uuid if value.startswith(_UUID_KINDS) else _by_index
+    chosen: list[str] = []
+    for entry in value.split(","):
+        found = resolve(entry, devices)
+        if isinstance(found, _Unusable):
+            return Visible(_one_instance(chosen, devices), entry, found.reason)
+        if found in chosen:
+            return Visible((), entry, "a device that is named twice hides every device")
+        chosen.append(found)
+    return Visible(_one_instance(chosen, devices))
+
+
+@dataclass(frozen=True)
+class _Unusable:
+    reason: str
+
+
+def _unset(devices: Sequence[PhysicalDevice]) -> tuple[str, ...]:
+    whole = tuple(device.uuid for device in devices if not device.mig_enabled)
+    return whole or tuple(uuid for device in devices for uuid in device.mig)[:1]
+
+
+def _by_uuid(entry: str, devices: Sequence[PhysicalDevice]) -> str | _Unusable:
+    if not entry.startswith(_UUID_KINDS):
+        return _Unusable("it is not a UUID, as the first entry is")
+    # The digits may be of either case, and what follows a whole UUID is ignored.
+    prefix = entry[:_UUID_LENGTH].rstrip().lower()
+    known = [d.uuid for d in devices] + [uuid for d in devices for uuid in d.mig]
+    found = [uuid for uuid in known if uuid.lower().startswith(prefix)]
+    if not found:
+        return _Unusable("no device has this UUID")
+    if len(found) > 1:
+        return _Unusable("several devices have this prefix")
+    parent = next((device for device in devices if device.uuid == found[0]), None)
+    return found[0] if parent is None else _whole_or_first_instance(parent)
+
+
+def _by_index(entry: str, devices: Sequence[PhysicalDevice]) -> str | _Unusable:
+    number = _NUMBER.match(entry)
+    if number is None:
+        return _Unusable("it is not an index" + (", as the first entry is" if entry else ""))
+    wide = max(-_LONG_MAX - 1, min(_LONG_MAX, int(number[1])))
+    index = (wide + 2**31) % 2**32 - 2**31  # a C long that is stored in a C int
+    if not 0 <= index < len(devices):
+        return _Unusable(f"the machine has {len(devices)} devices")
+    return _whole_or_first_instance(devices[index])
+
+
+def _whole_or_first_instance(device: PhysicalDevice) -> str | _Unusable:
+    if not device.mig_enabled:
+        return device.uuid
+    return device.mig[0] if device.mig else _Unusable("it is in MIG mode without an instance")
+
+
+def _one_instance(chosen: list[str], devices: Sequence[PhysicalDevice]) -> tuple[str, ...]:
+    instances = {uuid for device in devices for uuid in device.mig}
+    return next(((uuid,) for uuid in chosen if uuid in instances), tuple(chosen))

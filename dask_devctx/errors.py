@@ -1,0 +1,146 @@
+"""The exceptions that this package raises.
+
+Every error keeps what it reports as attributes and hands all of them to
+``super().__init__``, so that it survives pickling on its way from a worker to a client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DevctxError(Exception):
+    """Base class of every error that this package raises."""
+
+
+class DriverError(DevctxError):
+    """A call to the CUDA driver failed.
+
+    Parameters
+    ----------
+    function
+        The driver function that failed, such as ``"cuCtxSetCurrent"``.
+    status
+        The name of the status it returned, such as ``"CUDA_ERROR_OUT_OF_MEMORY"``.
+    code
+        The number of that status.
+    description
+        The driver's own description of the status, or "".
+    """
+
+    def __init__(self, function: str, status: str, code: int, description: str = "") -> None:
+        super().__init__(function, status, code, description)
+        self.function = function
+        self.status = status
+        self.code = code
+        self.description = description
+
+    def __str__(self) -> str:
+        detail = f": {self.description}" if self.description else ""
+        return f"{self.function} failed with {self.status} ({self.code}){detail}"
+
+
+class DriverUnavailableError(DevctxError):
+    """There is no CUDA driver to talk to, or none that this process may talk to.
+
+    Parameters
+    ----------
+    reason
+        What is missing.
+    remedy
+        What to do about it.
+    """
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason, remedy)
+        self.reason = reason
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.reason}. {self.remedy}"
+
+
+class ForkedProcessError(DriverUnavailableError):
+    """CUDA was initialised before this process was forked, so it cannot be used here."""
+
+
+class DeviceNotFoundError(DevctxError, LookupError):
+    """A device was asked for that this process does not have.
+
+    Parameters
+    ----------
+    requested
+        What was asked for, as it was given.
+    available
+        A description of each device that there is, in CUDA's order.
+    visible_devices
+        The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
+    hint
+        What to do about it, or "".
+    """
+
+    def __init__(
+        self,
+        requested: object,
+        available: Sequence[str] = (),
+        visible_devices: str | None = None,
+        hint: str = "",
+    ) -> None:
+        # The request may be any object, of a class that the other end does not have.
+        requested = requested if isinstance(requested, (int, str)) else repr(requested)
+        available = tuple(available)
+        super().__init__(requested, available, visible_devices, hint)
+        self.requested = requested
+        self.available = available
+        self.visible_devices = visible_devices
+        self.hint = hint
+
+    def __str__(self) -> str:
+        have = ", ".join(self.available) or "none"
+        seen = "not set" if self.visible_devices is None else repr(self.visible_devices)
+        hint = f". {self.hint}" if self.hint else ""
+        return (
+            f"no device {self.requested!r}; available: {have}; CUDA_VISIBLE_DEVICES is {seen}{hint}"
+        )
+
+
+class VisibleDevicesError(DevctxError):
+    """What ``CUDA_VISIBLE_DEVICES`` shows and what the driver has do not fit together.
+
+    Parameters
+    ----------
+    value
+        The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
+    reason
+        What does not fit, and what to do about it.
+    """
+
+    def __init__(self, value: str | None, reason: str) -> None:
+        super().__init__(value, reason)
+        self.value = value
+        self.reason = reason
+
+    def __str__(self) -> str:
+        seen = "not set" if self.value is None else repr(self.value)
+        return f"CUDA_VISIBLE_DEVICES is {seen}: {self.reason}"
+
+
+class DeviceScopeError(DevctxError):
+    """A device scope was left in a way that cannot restore what was before it.
+
+    Parameters
+    ----------
+    scope
+        The device or context whose scope it is.
+    reason
+        What happened, and what to do about it.
+    """
+
+    def __init__(self, scope: object, reason: str) -> None:
+        scope = scope if isinstance(scope, str) else repr(scope)
+        super().__init__(scope, reason)
+        self.scope = scope
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the scope of {self.scope} {self.reason}"

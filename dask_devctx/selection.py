@@ -1,0 +1,141 @@
+"""From what somebody calls a device to the device: names are read here and nowhere else."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable
+from typing import Any
+
+from dask_devctx.discovery import DeviceInfo, Inventory
+from dask_devctx.errors import DeviceNotFoundError
+
+ACCEPTED = (
+    'an ordinal (1, "1", "cuda:1"), a UUID or a unique prefix of one ("GPU-…", "MIG-…"), a PCI '
+    "bus id, a Device, or a device object of torch, CuPy, Numba, JAX or cuda.core"
+)
+
+_ORDINAL = re.compile(r"(?:(?:cuda|gpu):)?([0-9]+)")
+_PCI_BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
+_UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f][0-9a-f-]*", re.IGNORECASE)
+
+
+def find(which: object, inventory: Inventory) -> DeviceInfo | None:
+    """Return the device that ``which`` names; None where it names the current one.
+
+    Parameters
+    ----------
+    which
+        What :class:`~dask_devctx.Device` accepts.
+    inventory
+        The devices to choose from.
+
+    Raises
+    ------
+    DeviceNotFoundError
+        It has the right form, and there is no such device, or several.
+    TypeError
+        It is no way to name a device.
+    """
+    if isinstance(which, str):
+        return _by_name(which, inventory)
+    foreign = _FOREIGN.get(type(which).__module__.partition(".")[0])
+    if foreign is not None:
+        return _by_foreign(which, foreign, inventory)
+    if isinstance(which, bool):
+        raise _not_a_name(which)
+    try:
+        ordinal = operator.index(which)  # type: ignore[arg-type]
+    except TypeError:
+        raise _not_a_name(which) from None
+    return _by_ordinal(ordinal, which, inventory)
+
+
+def not_found(which: object, inventory: Inventory, hint: str = "") -> DeviceNotFoundError:
+    """Return the error for a device that is not there."""
+    available = [str(info) for info in inventory.devices]
+    return DeviceNotFoundError(which, available, inventory.visible_devices, hint)
+
+
+def _not_a_name(which: object) -> TypeError:
+    return TypeError(f"a device is {ACCEPTED}; got {which!r} of type {type(which).__name__}")
+
+
+def _by_ordinal(ordinal: int, which: object, inventory: Inventory) -> DeviceInfo:
+    if 0 <= ordinal < len(inventory.devices):
+        return inventory.devices[ordinal]
+    count = len(inventory.devices)
+    hint = f"Ordinals go from 0 to {count - 1}" if count else "CUDA shows this process no device"
+    raise not_found(which, inventory, hint)
+
+
+def _by_name(name: str, inventory: Inventory) -> DeviceInfo | None:
+    if name in ("cuda", "gpu"):
+        return None
+    if match := _ORDINAL.fullmatch(name):
+        return _by_ordinal(int(match[1]), name, inventory)
+    if _UUID.fullmatch(name):
+        return _by_uuid(name, inventory)
+    if match := _PCI_BUS_ID.fullmatch(name):
+        wanted = f"{int(match[1] or '0', 16):04x}:{match[2].lower()}"
+        for info in inventory.devices:
+            if info.pci_bus_id == wanted:
+                return info
+        raise not_found(name, inventory, "No visible device has this PCI bus id")
+    raise not_found(name, inventory, f"A device is {ACCEPTED}")
+
+
+def _by_uuid(name: str, inventory: Inventory) -> DeviceInfo:
+    def matches(devices: tuple[DeviceInfo, ...]) -> list[DeviceInfo]:
+        return [info for info in devices if info.uuid.lower().startswith(name.lower())]
+
+    found = matches(inventory.devices)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise not_found(name, inventory, f"{len(found)} devices have this prefix: add digits")
+    hint = (
+        "This machine has it, and CUDA_VISIBLE_DEVICES hides it from this process"
+        if matches(inventory.hidden)
+        else "No device of this machine has this UUID"
+    )
+    raise not_found(name, inventory, hint)
+
+
+def _by_foreign(
+    which: object, ordinal_of: Callable[[Any], int | None], inventory: Inventory
+) -> DeviceInfo | None:
+    try:
+        ordinal = ordinal_of(which)
+    except AttributeError:
+        raise _not_a_name(which) from None
+    except LookupError:
+        raise not_found(which, inventory, "It is not a CUDA device") from None
+    return None if ordinal is None else _by_ordinal(ordinal, which, inventory)
+
+
+def _torch_ordinal(device: Any) -> int | None:
+    if device.type != "cuda":
+        raise LookupError(device)
+    return None if device.index is None else int(device.index)
+
+
+def _jax_ordinal(device: Any) -> int:
+    if device.platform not in ("gpu", "cuda"):
+        raise LookupError(device)
+    return int(device.local_hardware_id)
+
+
+def _id_ordinal(device: Any) -> int:
+    return int(device.id)
+
+
+# By the first part of the module that defines the object's class: nothing is imported.
+_FOREIGN: dict[str, Callable[[Any], int | None]] = {
+    "torch": _torch_ordinal,
+    "cupy": _id_ordinal,
+    "numba": _id_ordinal,
+    "jaxlib": _jax_ordinal,
+    "jax": _jax_ordinal,
+    "cuda": lambda device: int(device.device_id),
+}
