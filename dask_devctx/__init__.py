@@ -1,4 +1,71 @@
-"""Run dask tasks, and anything else, on the GPU that they were assigned."""
+"""Run dask tasks, and anything else, on the GPU that they were assigned.
 
+``Device``, ``Context`` and ``on_device`` work alone; importing them imports neither dask nor
+distributed and touches no driver. The distributed half is imported on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dask_devctx.context import (
+    CacheConfig,
+    Context,
+    ContextFlags,
+    Limit,
+    PrimaryContext,
+    SharedMemoryConfig,
+)
 from dask_devctx.device import Device, devices
-__all__=["Device","devices"]
+from dask_devctx.errors import (
+    DevctxError,
+    DeviceNotFoundError,
+    DeviceScopeError,
+    DriverError,
+    DriverUnavailableError,
+    ForkedProcessError,
+    VisibleDevicesError,
+)
+from dask_devctx.tasks import on_device
+
+if TYPE_CHECKING:
+    from dask_devctx.cluster import LocalDeviceCluster
+    from dask_devctx.plugin import DevicePlugin
+
+__all__ = [
+    "CacheConfig",
+    "Context",
+    "ContextFlags",
+    "DevctxError",
+    "Device",
+    "DeviceNotFoundError",
+    "DevicePlugin",
+    "DeviceScopeError",
+    "DriverError",
+    "DriverUnavailableError",
+    "ForkedProcessError",
+    "Limit",
+    "LocalDeviceCluster",
+    "PrimaryContext",
+    "SharedMemoryConfig",
+    "VisibleDevicesError",
+    "devices",
+    "on_device",
+]
+
+# What needs dask, and where it is.
+_DISTRIBUTED_HALF = {
+    "DevicePlugin": "dask_devctx.plugin",
+    "LocalDeviceCluster": "dask_devctx.cluster",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _DISTRIBUTED_HALF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_DISTRIBUTED_HALF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

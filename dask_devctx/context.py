@@ -148,7 +148,8 @@ class Context(Scope):
             return None
         calls = backend.driver()
         identity = calls.context_id(handle)
-        owner = _owned.get(backend, {}).get(handle)
+        owners = _owned.get(backend)
+        owner = None if owners is None else owners.get(handle)
         if owner is not None and owner._identity == identity:
             return owner
         device = Device(calls.current_device())

@@ -113,7 +113,7 @@ class Device(Scope):
                 device._info = None
                 device._primary = None
                 known[uuid] = device
-        return device  # type: ignore[return-value]
+        return device
 
     @classmethod
     def current(cls) -> Self | None:

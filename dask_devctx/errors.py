@@ -12,6 +12,10 @@ from collections.abc import Sequence
 class DevctxError(Exception):
     """Base class of every error that this package raises."""
 
+    def __repr__(self) -> str:
+        # dask logs a failed task's error by its repr: let that be what a person can read.
+        return f"{type(self).__name__}({str(self)!r})"
+
 
 class DriverError(DevctxError):
     """A call to the CUDA driver failed.

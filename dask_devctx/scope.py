@@ -106,8 +106,8 @@ class Scope:
                 del entries[place]
                 raise DeviceScopeError(
                     self,
-                    f"was left while that of {above.scope!r}, entered after it, is open. Scopes that "
-                    "interleave come from a 'with' around an 'await' or a 'yield': use "
+                    f"was left while that of {above.scope!r}, entered after it, is open. Scopes "
+                    "that interleave come from a 'with' around an 'await' or a 'yield': use "
                     "on_device(...), which leaves the device at each of them",
                 )
         raise DeviceScopeError(

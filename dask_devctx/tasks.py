@@ -11,6 +11,7 @@ import inspect
 import sys
 import types
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 from dask_devctx.device import Device
@@ -92,7 +93,8 @@ class DeviceFunction(Generic[P, T]):
         self.which = which
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        return call(Device(self.which), self.__wrapped__, *args, **kwargs)
+        result: T = call(Device(self.which), self.__wrapped__, *args, **kwargs)
+        return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., T]:
         return self if instance is None else types.MethodType(self, instance)
@@ -142,7 +144,7 @@ def within(scope: Scope, result: Any) -> Any:
     return result
 
 
-def drive(scope: Scope, inner: _Suspending) -> Generator[Any, Any, Any]:
+def drive(scope: AbstractContextManager[Any], inner: _Suspending) -> Generator[Any, Any, Any]:
     """Run what suspends, with the scope entered at each resume and left at each suspend.
 
     Yields what ``inner`` yields, passes on what is sent and thrown, and returns what it returns.
@@ -167,12 +169,13 @@ def drive(scope: Scope, inner: _Suspending) -> Generator[Any, Any, Any]:
 
 
 @types.coroutine
-def _awaiting(scope: Scope, inner: Any) -> Generator[Any, Any, Any]:
+def awaiting(scope: AbstractContextManager[Any], inner: Any) -> Generator[Any, Any, Any]:
+    """Return an awaitable that awaits ``inner`` with the scope entered at each resume."""
     return (yield from drive(scope, inner))
 
 
 async def _coroutine(scope: Scope, inner: Coroutine[Any, Any, T]) -> T:
-    result: T = await _awaiting(scope, inner)
+    result: T = await awaiting(scope, inner)
     return result
 
 
@@ -182,13 +185,13 @@ async def _asynchronous_generator(
     step: Awaitable[T] = inner.__anext__()
     while True:
         try:
-            item = await _awaiting(scope, step)
+            item = await awaiting(scope, step)
         except StopAsyncIteration:
             return
         try:
             sent = yield item
         except GeneratorExit:
-            await _awaiting(scope, inner.aclose())
+            await awaiting(scope, inner.aclose())
             raise
         except BaseException as error:
             step = inner.athrow(error)

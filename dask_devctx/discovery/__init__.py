@@ -136,7 +136,9 @@ def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inven
     try:
         calls = backend.driver()
     except DriverUnavailableError as error:
-        raise DriverUnavailableError(f"{'; '.join(problems)}; {error.reason}", error.remedy) from error
+        raise DriverUnavailableError(
+            f"{'; '.join(problems)}; {error.reason}", error.remedy
+        ) from error
     devices = tuple(_driver_info(calls, ordinal) for ordinal in range(calls.device_count()))
     return Inventory(devices, (), visible, "driver", problems)
 

@@ -118,7 +118,7 @@ def _instances(nvml: Nvml, handle: Any) -> Iterator[Any]:
 
 
 def _or_none(question: Callable[[Any], T], handle: Any) -> T | None:
-    """NVML on WSL, Jetson and in some containers leaves questions open that it answers elsewhere."""
+    """On WSL, on Jetson and in some containers NVML leaves questions open."""
     try:
         return question(handle)
     except pynvml.NVMLError:

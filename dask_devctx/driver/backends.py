@@ -34,9 +34,7 @@ class Backend:
         The simulated machine, or None where the devices are real.
     """
 
-    def __init__(
-        self, driver: Driver, nvml: Nvml, machine: SimulatedMachine | None = None
-    ) -> None:
+    def __init__(self, driver: Driver, nvml: Nvml, machine: SimulatedMachine | None = None) -> None:
         self.nvml = nvml
         self.machine = machine
         self.calls = Calls(driver)

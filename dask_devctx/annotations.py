@@ -1,0 +1,41 @@
+"""The ``device`` annotation: what a task asks for, as the worker reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Final, Literal
+
+from dask_devctx.device import Device
+
+ANNOTATION: Final = "device"
+AUTO: Final = "auto"
+# The scheduler drops a layer's annotation that is None: this says the same and arrives.
+NO_DEVICE: Final = "none"
+
+Unannotated = Literal["assign", "leave"]
+
+
+def requested_device(
+    annotations: Mapping[str, Any] | None, key: Hashable, unannotated: Unannotated
+) -> object:
+    """Return what a task asks for.
+
+    Parameters
+    ----------
+    annotations
+        The task's annotations as they reached the worker.
+    key
+        The task's key, which a callable annotation is given.
+    unannotated
+        What a task that says nothing gets: ``"assign"`` or ``"leave"``.
+
+    Returns
+    -------
+    object
+        ``"auto"`` for any device, None for none, else what :class:`~dask_devctx.Device` is to make
+        a device of; that is not tried here.
+    """
+    wanted = (annotations or {}).get(ANNOTATION, AUTO if unannotated == "assign" else None)
+    if callable(wanted) and not isinstance(wanted, (type, Device)):
+        wanted = wanted(key)
+    return None if wanted == NO_DEVICE else wanted

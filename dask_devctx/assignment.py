@@ -1,0 +1,63 @@
+"""Which device a task gets that asks for none: a policy, which is one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dask_devctx.device import Device
+
+# What a link between two GPUs carries, in bytes per second: PCIe 5 at 16 lanes, the slower one.
+LINK_BYTES_PER_S = 50e9
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A device that a task could get, as things stand.
+
+    Parameters
+    ----------
+    device
+        The device.
+    queued
+        How many tasks run there or wait for it.
+    busy_s
+        In how many seconds the last of them is expected to be done.
+    move_nbytes
+        How many bytes of the task's inputs live on other devices.
+    since
+        How many tasks were assigned since this device last got one; larger is longer ago.
+    """
+
+    device: Device
+    queued: int
+    busy_s: float
+    move_nbytes: int
+    since: int
+
+
+Policy = Callable[[Sequence[Candidate]], Candidate]
+
+
+def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
+    """Return the candidate where the task would start first.
+
+    It has to wait for what is queued there and for its inputs to be moved. Among equals the one
+    with the shortest queue, then the one that has waited longest for a task: round-robin.
+
+    Parameters
+    ----------
+    candidates
+        One for each device of the worker; not empty.
+
+    Examples
+    --------
+    >>> near = Candidate(Device(0), queued=1, busy_s=0.01, move_nbytes=0, since=0)
+    >>> far = Candidate(Device(1), queued=0, busy_s=0, move_nbytes=10**9, since=1)
+    >>> start_soonest([near, far]) is near  # 20 ms of moving against 10 of waiting
+    True
+    """
+    return min(
+        candidates,
+        key=lambda c: (c.busy_s + c.move_nbytes / LINK_BYTES_PER_S, c.queued, -c.since),
+    )

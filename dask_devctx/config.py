@@ -1,0 +1,34 @@
+"""The ``devctx`` section of dask's configuration, and its defaults.
+
+Files, ``DASK_DEVCTX__…`` variables and ``dask.config.set`` work as for dask's own sections. What
+each key means is in ``devctx.yaml``; what it may be, in ``devctx-schema.yaml``.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+import dask
+import yaml
+
+
+def _read(name: str) -> Any:
+    return yaml.safe_load(resources.files("dask_devctx").joinpath(name).read_text("utf-8"))
+
+
+defaults: dict[str, Any] = _read("devctx.yaml")
+dask.config.update_defaults(defaults)
+
+
+def get(key: str, given: Any = None) -> Any:
+    """Return what was given, else what the configuration says.
+
+    Parameters
+    ----------
+    key
+        A key of the section, such as ``"tasks-per-device"``.
+    given
+        An argument that overrides the configuration; None where there is none.
+    """
+    return dask.config.get(f"devctx.{key}") if given is None else given

@@ -1,0 +1,90 @@
+"""The threads of a device: a pool that starts the most urgent task first.
+
+A GPU's tasks run on the GPU's own threads, near it, so that what libraries keep per thread and GPU
+(handles, workspaces) is made once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextvars import ContextVar
+from typing import Any
+
+from distributed.threadpoolexecutor import ThreadPoolExecutor
+
+# The priority of the task that is about to be submitted in this context: dask's executors are
+# given a function, and not the task it is of.
+submitting: ContextVar[tuple[int, ...] | None] = ContextVar("submitting", default=None)
+
+_FIRST: tuple[float, ...] = (float("-inf"),)
+_LAST: tuple[float, ...] = (float("inf"),)
+
+
+class DevicePool(ThreadPoolExecutor):  # type: ignore[misc]
+    """The threads that run a device's tasks.
+
+    Parameters
+    ----------
+    name
+        What the threads are called.
+    threads
+        How many tasks run at a time.
+    cpus
+        The CPUs that the threads keep to; None for any that the process may use.
+
+    Notes
+    -----
+    A distributed pool, so that ``secede`` and ``rejoin`` work in it.
+    """
+
+    def __init__(self, name: str, threads: int, cpus: frozenset[int] | None) -> None:
+        super().__init__(threads, thread_name_prefix=name)
+        self._work_queue = _ByPriority()
+        self._cpus = cpus
+        self._pinned = threading.local()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        priority = submitting.get() or _FIRST  # else it is the pool's own, such as a rejoin's
+
+        def near() -> Any:
+            self._keep_to_cpus()
+            return fn(*args, **kwargs)
+
+        near.priority = priority  # type: ignore[attr-defined]
+        future: Future[Any] = super().submit(near)
+        return future
+
+    def _keep_to_cpus(self) -> None:
+        if self._cpus and not getattr(self._pinned, "done", False):
+            self._pinned.done = True
+            os.sched_setaffinity(0, self._cpus)  # of the calling thread
+
+
+def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
+    """Return those of a device's CPUs that this process may use; None where that says nothing."""
+    if not cpus or not hasattr(os, "sched_setaffinity"):
+        return None
+    usable = frozenset(os.sched_getaffinity(0))
+    near = cpus & usable
+    return near if near and near != usable else None
+
+
+class _ByPriority(queue.Queue[Any]):
+    """A queue of work items; the least priority first, then the earliest."""
+
+    def _init(self, maxsize: int) -> None:
+        self.queue: Any = []
+        self._counter = itertools.count()
+
+    def _put(self, item: Any) -> None:
+        priority = _LAST if item is None else item.fn.priority
+        heapq.heappush(self.queue, (priority, next(self._counter), item))
+
+    def _get(self) -> Any:
+        return heapq.heappop(self.queue)[-1]
