@@ -1,0 +1,35 @@
+# `make demo` and `make test` set up what they need, in a virtual environment of their own.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# CuPy, where there is a GPU to compute on.
+EXTRAS := test,demo,lint$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
+TEST_ARGS ?=
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/ready
+	$(BIN)/python examples/segment_images.py --out demo
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/ready
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo build dist *.egg-info
