@@ -47,6 +47,7 @@ class Limit(enum.IntEnum):
     SHMEM_SIZE = 7
     CIG_ENABLED = 8  # 0 or 1
     CIG_SHMEM_FALLBACK_ENABLED = 9  # 0 or 1
+    PER_BLOCK_MEMORY_SIZE = 10
 
 
 class CacheConfig(enum.IntEnum):
@@ -457,6 +458,10 @@ class PrimaryContext(Context):
         self._device._unbind()
 
 
+# A driver that is older than a limit says the second.
+_NO_SUCH_LIMIT = ("CUDA_ERROR_UNSUPPORTED_LIMIT", "CUDA_ERROR_INVALID_VALUE")
+
+
 class Limits(Mapping[Limit, int]):
     """The limits of a context: a mapping from :class:`Limit` to numbers, which can be set.
 
@@ -488,7 +493,7 @@ class Limits(Mapping[Limit, int]):
             try:
                 self[limit]
             except DriverError as error:
-                if error.status != "CUDA_ERROR_UNSUPPORTED_LIMIT":
+                if error.status not in _NO_SUCH_LIMIT:
                     raise
             else:
                 yield limit

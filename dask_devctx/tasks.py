@@ -103,7 +103,7 @@ class DeviceFunction(Generic[P, T]):
 
     def __getattr__(self, name: str) -> Any:
         # inspect, and with it asyncio and dask, tells what kind of function this is by its code.
-        if name in ("__code__", "__defaults__", "__kwdefaults__"):
+        if name in ("__code__", "__defaults__", "__kwdefaults__", "__name__"):
             fn: Any = self.__wrapped__
             while isinstance(fn, (functools.partial, staticmethod)):
                 fn = fn.func if isinstance(fn, functools.partial) else fn.__func__

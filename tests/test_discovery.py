@@ -275,7 +275,14 @@ def test_what_nvml_leaves_open_is_none(machine):
             "uuid": machine.gpus[1].uuid,
             "nvml_index": 1,
             **dict.fromkeys(
-                "name pci_bus_id compute_capability total_memory numa_node cpu_affinity".split()
+                [
+                    "name",
+                    "pci_bus_id",
+                    "compute_capability",
+                    "total_memory",
+                    "numa_node",
+                    "cpu_affinity",
+                ]
             ),
         }
         assert device.compute_capability == (9, 0)  # the driver knows it without a context
