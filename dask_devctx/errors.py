@@ -91,7 +91,7 @@ class DeviceNotFoundError(DevctxError, LookupError):
         hint: str = "",
     ) -> None:
         # The request may be any object, of a class that the other end does not have.
-        requested = requested if isinstance(requested, (int, str)) else repr(requested)
+        requested = requested if type(requested) in (int, str) else repr(requested)
         available = tuple(available)
         super().__init__(requested, available, visible_devices, hint)
         self.requested = requested

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, NoReturn, Self
 
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DevctxError, DeviceScopeError
@@ -58,8 +58,17 @@ class Scope:
         calls = backend.calls
         previous = calls.current()
         identity = 0 if previous in backend.lasting else calls.context_id(previous)
-        calls.set_current(handle)
-        _thread.entries.append(_Entry(self, previous, identity))
+        entries = _thread.entries
+        depth = len(entries)
+        try:
+            entries.append(_Entry(self, previous, identity))
+            calls.set_current(handle)
+        except BaseException:
+            # Refused by the driver, or interrupted on either side of the call: as if never entered.
+            del entries[depth:]
+            if calls.current() != previous:
+                self._restore(_Entry(self, previous, identity))
+            raise
         return self
 
     def __exit__(
@@ -78,26 +87,54 @@ class Scope:
         entries = _thread.entries
         if not entries or entries[-1].scope is not self:
             self._leave_out_of_order(entries)
+        entry = entries[-1]
         try:
-            self._restore(entries[-1])
+            self._restore(entry)
+        except Exception:
+            raise
+        except BaseException:  # interrupted: the thread gets its context back all the same
+            self._restore(entry)
+            raise
         finally:
             entries.pop()
 
     def _restore(self, entry: _Entry) -> None:
         calls = self._backend.calls
-        previous = entry.previous
-        if entry.identity == 0 or entry.identity == calls.context_id(previous):
+        previous, identity = entry.previous, entry.identity
+        if previous == 0:
+            self._clear()
+            return
+        if identity == 0 or self._lives(previous, identity):
             calls.set_current(previous)
             return
         # Made current, it would end the process: the driver does not look whether it lives.
-        calls.set_current(0)
+        self._clear()
+        when = "before this scope was entered" if identity is None else "in the meantime"
         raise DeviceScopeError(
             self,
-            f"cannot restore the context 0x{previous:x}, which was destroyed in the meantime; this "
-            "thread has no current context now. Close a context after the scopes inside it",
+            f"cannot restore the context 0x{previous:x}, which was destroyed {when}; this thread "
+            "has no current context now. Close a context after the scopes inside it",
         )
 
-    def _leave_out_of_order(self, entries: list[_Entry]) -> None:
+    def _clear(self) -> None:
+        """Leave this thread without a current context, whatever the body pushed and did not pop.
+
+        The driver has nothing current where its stack of contexts is empty, and setting none takes
+        one context off it.
+        """
+        calls = self._backend.calls
+        calls.set_current(0)
+        while calls.current():
+            calls.set_current(0)
+
+    def _lives(self, handle: int, identity: int | None) -> bool:
+        """Whether a handle still means the context with this number."""
+        backend = self._backend
+        if identity is None or identity in backend.destroyed:
+            return False
+        return backend.calls.context_id(handle) == identity
+
+    def _leave_out_of_order(self, entries: list[_Entry]) -> NoReturn:
         """Take this scope out of the stack, so that the others still restore right; then raise."""
         for place in range(len(entries) - 1, -1, -1):
             if entries[place].scope is self:

@@ -118,7 +118,7 @@ def _instances(nvml: Nvml, handle: Any) -> Iterator[Any]:
 
 
 def _or_none(question: Callable[[Any], T], handle: Any) -> T | None:
-    """On WSL, on Jetson and in some containers NVML leaves questions open."""
+    """NVML on WSL, Jetson and in some containers leaves open what it answers elsewhere."""
     try:
         return question(handle)
     except pynvml.NVMLError:
@@ -144,9 +144,9 @@ def _pair(value: tuple[int, int]) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _cpu_affinity(nvml: Nvml, handle: Any) -> frozenset[int]:
+def _cpu_affinity(nvml: Nvml, handle: Any) -> frozenset[int] | None:
     words = -(-(os.cpu_count() or 1) // _WORD_BITS)
-    return frozenset(_bits(nvml.nvmlDeviceGetCpuAffinity(handle, words)))
+    return frozenset(_bits(nvml.nvmlDeviceGetCpuAffinity(handle, words))) or None
 
 
 def _numa_node(nvml: Nvml, handle: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE
 from dask_devctx.driver.calls import Calls
@@ -42,6 +42,14 @@ class Backend:
         # Handles that stay safe to make current: none at all, and the primary contexts that this
         # process retains. Any other context may be destroyed while it waits to be restored.
         self.lasting: set[int] = {0}
+        # The numbers of contexts that this process destroyed itself: the driver need not be shown
+        # their handles again to know it.
+        self.destroyed: set[int] = set()
+        # One Device per GPU, by UUID; kept here so that they live and die with their driver.
+        self.devices: dict[str, Any] = {}
+        # What the environment said when this process initialised CUDA, which reads it once.
+        self.environment: tuple[str | None, str | None] | None = None
+        self._uuids: tuple[str, ...] = ()
         self._lock = threading.Lock()
         _backends.add(self)
 
@@ -76,7 +84,25 @@ class Backend:
             ) from error
         except Exception as error:  # the bindings' own words for a missing library vary
             raise _no_driver(error) from error
+        self.environment = environment()
         self.initialised = True
+
+    def uuids(self) -> tuple[str, ...]:
+        """Return the bare UUIDs that the driver shows: the position is the ordinal.
+
+        Raises
+        ------
+        DriverUnavailableError
+            There is no driver, or it shows this process no device.
+
+        Notes
+        -----
+        Asked once: what the driver shows is settled when it is initialised.
+        """
+        calls = self.driver()
+        if not self._uuids:
+            self._uuids = tuple(str(calls.device_uuid(n)) for n in range(calls.device_count()))
+        return self._uuids
 
     def current_context(self) -> int:
         """Return the context that is current on this thread, without initialising anything.
@@ -94,6 +120,11 @@ class Backend:
             raise
         except Exception as error:  # the bindings' own words for a missing library vary
             raise _no_driver(error) from error
+
+
+def environment() -> tuple[str | None, str | None]:
+    """Return the values of ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
 
 
 def _no_driver(error: Exception) -> DriverUnavailableError:

@@ -180,10 +180,18 @@ class Calls:
         self._value(self.driver.cuCtxSetFlags, flags)
 
     def limit(self, which: int) -> int:
-        return int(self._value(self.driver.cuCtxGetLimit, self.types.CUlimit(which)))
+        return int(self._value(self.driver.cuCtxGetLimit, self._limit(which)))
 
     def set_limit(self, which: int, value: int) -> None:
-        self._value(self.driver.cuCtxSetLimit, self.types.CUlimit(which), value)
+        self._value(self.driver.cuCtxSetLimit, self._limit(which), value)
+
+    def _limit(self, which: int) -> Any:
+        try:
+            return self.types.CUlimit(which)
+        except ValueError:  # bindings that are older than the limit
+            raise self._error(
+                "cuCtxGetLimit", self.types.CUresult.CUDA_ERROR_UNSUPPORTED_LIMIT
+            ) from None
 
     def cache_config(self) -> int:
         return int(self._value(self.driver.cuCtxGetCacheConfig))

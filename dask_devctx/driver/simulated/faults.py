@@ -9,17 +9,17 @@ from typing import Any
 
 # Which calls report a sticky error; those that only say what is current do not.
 _REPORT_STICKY = frozenset(
-    {
-        "cuCtxCreate",
-        "cuCtxEnablePeerAccess",
-        "cuCtxGetLimit",
-        "cuCtxSetLimit",
+    (
         "cuCtxSynchronize",
-        "cuDevicePrimaryCtxRetain",
         "cuMemAlloc",
         "cuMemFree",
         "cuMemGetInfo",
-    }
+        "cuCtxEnablePeerAccess",
+        "cuDevicePrimaryCtxRetain",
+        "cuCtxCreate",
+        "cuCtxGetLimit",
+        "cuCtxSetLimit",
+    )
 )
 
 

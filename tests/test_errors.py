@@ -1,0 +1,118 @@
+"""Every error tells its fields, and keeps them on the way to another process."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import cloudpickle
+import pytest
+
+from dask_devctx import errors
+
+CASES = [
+    (errors.DevctxError("why"), {}, "why"),
+    (
+        errors.DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory"),
+        {
+            "function": "cuMemAlloc",
+            "status": "CUDA_ERROR_OUT_OF_MEMORY",
+            "code": 2,
+            "description": "out of memory",
+        },
+        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
+    ),
+    (
+        errors.DriverError("cuInit", "CUDA_ERROR_UNKNOWN", 999),
+        {"description": ""},
+        "cuInit failed with CUDA_ERROR_UNKNOWN (999)",
+    ),
+    (
+        errors.DriverUnavailableError("there is no driver", "Install it"),
+        {"reason": "there is no driver", "remedy": "Install it"},
+        "there is no driver. Install it",
+    ),
+    (
+        errors.ForkedProcessError("forked", "Use 'spawn'"),
+        {"reason": "forked", "remedy": "Use 'spawn'"},
+        "forked. Use 'spawn'",
+    ),
+    (
+        errors.DeviceNotFoundError(7, ["cuda:0 (GPU-a)"], "0", "Ordinals go from 0 to 0"),
+        {
+            "requested": 7,
+            "available": ("cuda:0 (GPU-a)",),
+            "visible_devices": "0",
+            "hint": "Ordinals go from 0 to 0",
+        },
+        "no device 7; available: cuda:0 (GPU-a); CUDA_VISIBLE_DEVICES is '0'. "
+        "Ordinals go from 0 to 0",
+    ),
+    (
+        errors.DeviceNotFoundError("cuda:7"),
+        {"available": (), "visible_devices": None, "hint": ""},
+        "no device 'cuda:7'; available: none; CUDA_VISIBLE_DEVICES is not set",
+    ),
+    (
+        errors.VisibleDevicesError("1,0", "it does not fit"),
+        {"value": "1,0", "reason": "it does not fit"},
+        "CUDA_VISIBLE_DEVICES is '1,0': it does not fit",
+    ),
+    (
+        errors.VisibleDevicesError(None, "it does not fit"),
+        {"value": None},
+        "CUDA_VISIBLE_DEVICES is not set: it does not fit",
+    ),
+    (
+        errors.DeviceScopeError("cuda:1", "was left too late"),
+        {"scope": "cuda:1", "reason": "was left too late"},
+        "the scope of cuda:1 was left too late",
+    ),
+]
+
+
+def same(error):
+    return type(error), str(error), error.args, vars(error)
+
+
+@pytest.mark.parametrize(("error", "fields", "message"), CASES, ids=lambda case: repr(case)[:30])
+def test_fields_message_and_pickle(error, fields, message):
+    assert str(error) == message
+    assert {name: getattr(error, name) for name in fields} == fields
+    error.add_note("on the way")
+    for there in (pickle.dumps, cloudpickle.dumps):
+        assert same(pickle.loads(there(error))) == same(error)
+    assert same(copy.copy(error)) == same(error)
+
+
+def test_every_class_is_tested():
+    classes = {
+        cls
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(cls, errors.DevctxError) and cls.__module__ == errors.__name__
+    }
+    assert classes == {type(error) for error, _, _ in CASES}
+    assert all(cls.__doc__ for cls in classes)
+
+
+class Local:
+    """Of a class that the other process does not have."""
+
+    def __repr__(self):
+        return "<Local>"
+
+
+class Number(int):
+    pass
+
+
+def test_what_was_given_is_kept_as_text_where_it_cannot_travel():
+    assert errors.DeviceNotFoundError(Local()).requested == "<Local>"
+    assert errors.DeviceNotFoundError(Number(7)).requested == "7"
+    assert errors.DeviceScopeError(Local(), "").scope == "<Local>"
+
+
+def test_a_lookup_that_fails_is_a_lookup_error():
+    assert issubclass(errors.DeviceNotFoundError, LookupError)
+    assert issubclass(errors.ForkedProcessError, errors.DriverUnavailableError)
