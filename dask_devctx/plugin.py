@@ -53,6 +53,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     Examples
     --------
+    >>> import dask
     >>> from distributed import Client, LocalCluster
     >>> with LocalCluster(processes=False, dashboard_address=None) as cluster, Client(cluster) as c:
     ...     _ = c.register_plugin(DevicePlugin())

@@ -118,13 +118,13 @@ def _torch_ordinal(device: Any) -> int | None:
     if not isinstance(device.type, str):  # a tensor's is a method
         raise TypeError(device)
     if device.type != "cuda":
-        raise LookupError(device)
+        raise LookupError(repr(device))  # the object itself may not travel
     return None if device.index is None else int(device.index)
 
 
 def _jax_ordinal(device: Any) -> int:
     if device.platform not in ("gpu", "cuda"):
-        raise LookupError(device)
+        raise LookupError(repr(device))  # the object itself may not travel
     return int(device.local_hardware_id)
 
 
