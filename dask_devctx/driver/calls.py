@@ -47,8 +47,23 @@ class Calls:
                 f"{function} failed: CUDA was initialised before this process was forked",
                 "Start processes that use a GPU with the 'spawn' or 'forkserver' method",
             )
-        _, text = self.driver.cuGetErrorString(status)
-        return DriverError(function, status.name, int(status), (text or b"").decode())
+        try:
+            known = self.types.CUresult(status)
+        except ValueError:  # a driver newer than the bindings
+            return DriverError(function, "an unknown status", int(status))
+        _, text = self.driver.cuGetErrorString(known)
+        return DriverError(function, known.name, int(known), (text or b"").decode())
+
+    def address(self, function: str, version: int) -> int | None:
+        """Where a C function of the driver is, or None where the driver does not tell.
+
+        ``version`` is that of the CUDA that gave the function the shape that the caller knows.
+        """
+        ask = getattr(self.driver, "cuGetProcAddress", None)
+        if ask is None:
+            return None
+        status, address, *_ = ask(function.encode(), version, 0)
+        return int(address) if status == 0 and address else None
 
     # -- the process
 
@@ -113,9 +128,7 @@ class Calls:
 
     def primary_state(self, ordinal: int) -> tuple[int, bool]:
         """The flags that are set, and whether the context is active."""
-        flags, active = self._value(
-            self.driver.cuDevicePrimaryCtxGetState, self._device(ordinal)
-        )
+        flags, active = self._value(self.driver.cuDevicePrimaryCtxGetState, self._device(ordinal))
         return int(flags), bool(active)
 
     def primary_set_flags(self, ordinal: int, flags: int) -> None:
@@ -154,6 +167,22 @@ class Calls:
         (status,) = self.driver.cuCtxSetCurrent(self.types.CUcontext(context))
         if status != 0:
             raise self._error("cuCtxSetCurrent", status)
+
+    def current_address(self) -> int | None:
+        """Where the C function behind :meth:`current` is: ``int f(void **context)``."""
+        return self.address("cuCtxGetCurrent", 4000)
+
+    def set_current_address(self) -> int | None:
+        """Where the C function behind :meth:`set_current` is: ``int f(void *context)``."""
+        return self.address("cuCtxSetCurrent", 4000)
+
+    def current_error(self, status: int) -> Exception:
+        """What :meth:`current` raises for a status, for those who called by the address."""
+        return self._error("cuCtxGetCurrent", status)
+
+    def set_current_error(self, status: int) -> Exception:
+        """What :meth:`set_current` raises for a status, for those who called by the address."""
+        return self._error("cuCtxSetCurrent", status)
 
     def context_id(self, context: int) -> int | None:
         """A number that no other context of the process ever has; None if it was destroyed.
