@@ -436,47 +436,51 @@ scope_prepare(ScopeBase *self)
     return self->handle && self->native != NULL;
 }
 
-/* Raise what self._backend.calls.<method>(status) returns. */
-static void
-scope_raise_status(ScopeBase *self, PyObject *method, int status)
-{
-    PyObject *calls = PyObject_GetAttr(self->backend, name_calls);
-    PyObject *number = PyLong_FromLong(status);
-    PyObject *error = NULL;
-    if (calls != NULL && number != NULL)
-        error = PyObject_CallMethodObjArgs(calls, method, number, NULL);
-    if (error != NULL)
-        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
-    Py_XDECREF(error);
-    Py_XDECREF(number);
-    Py_XDECREF(calls);
-}
-
-/* self._failed_restore(status, exc): raises, or notes it on the body's own exception. */
+/* self._backend.calls.<method>(number); takes over the reference to the number. */
 static PyObject *
-scope_failed_restore(ScopeBase *self, int status, PyObject *exc)
+scope_ask(ScopeBase *self, PyObject *method, PyObject *number)
 {
-    PyObject *number = PyLong_FromLong(status);
     if (number == NULL)
         return NULL;
-    PyObject *result =
-        PyObject_CallMethodObjArgs((PyObject *)self, name_failed_restore, number, exc, NULL);
+    PyObject *calls = PyObject_GetAttr(self->backend, name_calls);
+    PyObject *answer = NULL;
+    if (calls != NULL)
+        answer = PyObject_CallMethodObjArgs(calls, method, number, NULL);
     Py_DECREF(number);
-    return result;
+    Py_XDECREF(calls);
+    return answer;
 }
 
-/* self._backend.calls.context_id(previous) */
+/* The exception for a status, which `method` of the backend's calls makes. */
 static PyObject *
-scope_identity(ScopeBase *self, uintptr_t previous)
+scope_error(ScopeBase *self, PyObject *method, int status)
 {
-    PyObject *calls = PyObject_GetAttr(self->backend, name_calls);
-    PyObject *number = PyLong_FromVoidPtr((void *)previous);
-    PyObject *identity = NULL;
-    if (calls != NULL && number != NULL)
-        identity = PyObject_CallMethodObjArgs(calls, name_context_id, number, NULL);
-    Py_XDECREF(number);
-    Py_XDECREF(calls);
-    return identity;
+    return scope_ask(self, method, PyLong_FromLong(status));
+}
+
+/* Raise it; NULL. */
+static PyObject *
+scope_raise(ScopeBase *self, PyObject *method, int status)
+{
+    PyObject *error = scope_error(self, method, status);
+    if (error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+        Py_DECREF(error);
+    }
+    return NULL;
+}
+
+/* self._failed_restore(error, exc): raises it, or notes it on the body's own exception. */
+static PyObject *
+scope_failed_restore(ScopeBase *self, PyObject *method, int status, PyObject *exc)
+{
+    PyObject *error = scope_error(self, method, status);
+    if (error == NULL)
+        return NULL;
+    PyObject *result =
+        PyObject_CallMethodObjArgs((PyObject *)self, name_failed_restore, error, exc, NULL);
+    Py_DECREF(error);
+    return result;
 }
 
 static PyObject *
@@ -496,14 +500,12 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
     Native *native = self->native;
     void *current = NULL;
     int status = native->get_current(&current);
-    if (status) {
-        scope_raise_status(self, name_current_error, status);
-        return NULL;
-    }
+    if (status)
+        return scope_raise(self, name_current_error, status);
     uintptr_t previous = (uintptr_t)current;
     PyObject *identity = NULL;
     if (previous && native_find(native, previous) < 0) {
-        identity = scope_identity(self, previous);
+        identity = scope_ask(self, name_context_id, PyLong_FromVoidPtr((void *)previous));
         /* Python ran, and may have left the stack fuller than it was. */
         if (identity == NULL || stack_reserve(stack) < 0) {
             Py_XDECREF(identity);
@@ -513,11 +515,30 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
     status = native->set_current((void *)(uintptr_t)self->handle);
     if (status) {
         Py_XDECREF(identity);
-        scope_raise_status(self, name_set_current_error, status);
-        return NULL;
+        return scope_raise(self, name_set_current_error, status);
     }
     stack->entries[stack->count++] = (Entry){Py_NewRef((PyObject *)self), previous, identity};
     return Py_NewRef((PyObject *)self);
+}
+
+/* Make what was remembered current again; the status of the call that failed, or 0.
+ *
+ * Setting none takes one context off the driver's stack, where the body may have pushed several. */
+static int
+restore(Native *native, uintptr_t previous, PyObject **failed)
+{
+    *failed = name_set_current_error;
+    int status = native->set_current((void *)previous);
+    while (!status && !previous) {
+        void *current = NULL;
+        *failed = name_current_error;
+        status = native->get_current(&current);
+        if (status || current == NULL)
+            break;
+        *failed = name_set_current_error;
+        status = native->set_current(NULL);
+    }
+    return status;
 }
 
 static PyObject *
@@ -536,9 +557,11 @@ scope_exit(ScopeBase *self, PyObject *const *args, Py_ssize_t nargs)
         || stack->entries[top].identity != NULL)
         return PyObject_CallMethodObjArgs((PyObject *)self, name_exit, args[0], args[1], args[2],
                                           NULL);
-    int status = native->set_current((void *)stack->entries[top].previous);
+    PyObject *failed;
+    int status = restore(native, stack->entries[top].previous, &failed);
     Entry entry = stack->entries[--stack->count]; /* only now, after the restore was tried */
-    PyObject *result = status ? scope_failed_restore(self, status, args[1]) : Py_NewRef(Py_False);
+    PyObject *result =
+        status ? scope_failed_restore(self, failed, status, args[1]) : Py_NewRef(Py_False);
     entry_clear(entry); /* the top one: identity is NULL, and self lives on in the caller */
     return result;
 }

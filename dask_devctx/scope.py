@@ -89,6 +89,13 @@ class Scope(ScopeBase):
 
     def _restore(self, previous: int, identity: int | None) -> None:
         calls = self._backend.calls
+        if previous == 0:
+            # Setting none takes one context off the driver's stack, where the body may have pushed
+            # several.
+            calls.set_current(0)
+            while calls.current():
+                calls.set_current(0)
+            return
         if identity == 0 or identity == calls.context_id(previous):
             calls.set_current(previous)
             return
@@ -100,9 +107,9 @@ class Scope(ScopeBase):
             "thread has no current context now. Close a context after the scopes inside it",
         )
 
-    def _failed_restore(self, status: int, exc: BaseException | None) -> Literal[False]:
-        """The driver refused what the C code tried: say so as :meth:`_exit` does."""
-        raise_or_note(self._backend.calls.set_current_error(status), exc)
+    def _failed_restore(self, error: Exception, exc: BaseException | None) -> Literal[False]:
+        """Say what the driver refused in C as :meth:`_exit` does."""
+        raise_or_note(error, exc)
         return False
 
     def _leave_out_of_order(self, entries: Stack) -> None:
