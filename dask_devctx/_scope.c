@@ -36,7 +36,7 @@ typedef int(DRIVER_CALL *set_current_function)(void *);
 static PyTypeObject *native_type, *stack_type;
 static PyObject *stack_key; /* of a thread's stack, in the thread's own dictionary */
 static PyObject *name_native, *name_calls, *name_context_id, *name_bind, *name_enter, *name_exit,
-    *name_failed_restore, *name_current_error, *name_set_current_error;
+    *name_failed_restore, *name_undo, *name_current_error, *name_set_current_error;
 
 /* -- Native: two addresses of one driver, and the handles that last */
 
@@ -483,6 +483,26 @@ scope_failed_restore(ScopeBase *self, PyObject *method, int status, PyObject *ex
     return result;
 }
 
+/* self._undo(previous, identity), and raise why. Takes over the reference to identity. */
+static PyObject *
+scope_refused(ScopeBase *self, int status, uintptr_t previous, PyObject *identity)
+{
+    PyObject *error = scope_error(self, name_set_current_error, status);
+    PyObject *handle = PyLong_FromVoidPtr((void *)previous);
+    PyObject *undone = NULL;
+    if (identity == NULL)
+        identity = PyLong_FromLong(0);
+    if (error != NULL && handle != NULL && identity != NULL)
+        undone = PyObject_CallMethodObjArgs((PyObject *)self, name_undo, handle, identity, NULL);
+    if (undone != NULL)
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_XDECREF(undone);
+    Py_XDECREF(handle);
+    Py_XDECREF(identity);
+    Py_XDECREF(error);
+    return NULL;
+}
+
 static PyObject *
 scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
 {
@@ -513,10 +533,8 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
         }
     }
     status = native->set_current((void *)(uintptr_t)self->handle);
-    if (status) {
-        Py_XDECREF(identity);
-        return scope_raise(self, name_set_current_error, status);
-    }
+    if (status)
+        return scope_refused(self, status, previous, identity);
     stack->entries[stack->count++] = (Entry){Py_NewRef((PyObject *)self), previous, identity};
     return Py_NewRef((PyObject *)self);
 }
@@ -649,6 +667,7 @@ PyInit__scope(void)
         {&name_enter, "_enter"},
         {&name_exit, "_exit"},
         {&name_failed_restore, "_failed_restore"},
+        {&name_undo, "_undo"},
         {&name_current_error, "current_error"},
         {&name_set_current_error, "set_current_error"},
     };

@@ -57,9 +57,18 @@ class Scope(ScopeBase):
         previous = calls.current()
         # Where the previous context may die before it is restored, which one it was.
         identity = 0 if previous in backend.lasting else calls.context_id(previous)
-        calls.set_current(handle)
+        try:
+            calls.set_current(handle)
+        except BaseException:
+            self._undo(previous, identity)
+            raise
         stack().append((self, previous, identity))
         return self
+
+    def _undo(self, previous: int, identity: int | None) -> None:
+        """After an enter that the driver refused: as if never entered."""
+        if self._backend.calls.current() != previous:
+            self._restore(previous, identity)
 
     def _exit(
         self,

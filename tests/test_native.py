@@ -96,6 +96,23 @@ def test_a_failing_set_leaves_the_thread_as_it_was(machine: SimulatedMachine) ->
         assert Device.current() is outer
 
 
+def test_a_set_that_fails_after_it_was_done_is_undone(machine: SimulatedMachine) -> None:
+    outer, device = Device(0), Device(1)
+    with device:
+        pass
+    with outer:
+
+        def done_all_the_same(context: object) -> bool:
+            machine.driver._thread.stack[-1] = machine.driver._known(device._handle)
+            return True
+
+        machine.faults.inject("cuCtxSetCurrent", ILLEGAL, when=done_all_the_same)
+        with pytest.raises(DriverError):
+            device.__enter__()
+        assert open_scopes() == (outer,)
+        assert Device.current() is outer
+
+
 def test_a_failing_get_leaves_the_thread_as_it_was(machine: SimulatedMachine) -> None:
     device = Device(1)
     with device:
@@ -115,9 +132,10 @@ def test_a_failing_restore_is_raised(machine: SimulatedMachine) -> None:
 
 
 def test_a_failing_restore_is_a_note_on_the_bodys_own_exception(machine: SimulatedMachine) -> None:
-    Device(0).set_current()
+    first = Device(0)
+    first.set_current()
+    machine.faults.inject("cuCtxSetCurrent", ILLEGAL, when=lambda ctx: int(ctx) == first._handle)
     with pytest.raises(KeyError) as caught, Device(1):
-        machine.faults.inject("cuCtxSetCurrent", ILLEGAL)
         raise KeyError
     assert "cuCtxSetCurrent failed" in caught.value.__notes__[0]
     assert open_scopes() == ()

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE
 from dask_devctx.driver.calls import Calls
-from dask_devctx.driver.protocol import Driver, Nvml
 from dask_devctx.errors import DevctxError, DriverError, DriverUnavailableError
 
 if TYPE_CHECKING:
     from dask_devctx._scope import Native
+    from dask_devctx.driver.protocol import Driver, Nvml
     from dask_devctx.driver.simulated.machine import SimulatedMachine
 
 _REMEDY = (

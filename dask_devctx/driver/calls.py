@@ -7,12 +7,15 @@ A call that fails raises :class:`~dask_devctx.errors.DriverError`.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dask_devctx.driver.protocol import Driver
 from dask_devctx.errors import DriverError, ForkedProcessError
+
+if TYPE_CHECKING:
+    import uuid
+
+    from dask_devctx.driver.protocol import Driver
 
 
 class Calls:
@@ -81,6 +84,8 @@ class Calls:
 
     def device_uuid(self, ordinal: int) -> uuid.UUID:
         """A MIG instance's own where the ordinal names one; nothing in it says which it is."""
+        import uuid
+
         # CUDA 12's bindings have the function that knows instances beside one that does not.
         function = getattr(self.driver, "cuDeviceGetUuid_v2", self.driver.cuDeviceGetUuid)
         return uuid.UUID(bytes=bytes(self._value(function, self._device(ordinal)).bytes))
