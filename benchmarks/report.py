@@ -98,6 +98,7 @@ def plot(path: Path, title: str, cases: Sequence[dict[str, Any]]) -> bool:
     """Draw the cases of a subject; False where matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import EngFormatter, NullFormatter
     except ImportError:
         return False
     rows = sum(len(case["contenders"]) for case in cases)
@@ -111,21 +112,34 @@ def plot(path: Path, title: str, cases: Sequence[dict[str, Any]]) -> bool:
         median = [one["spread"]["median"] for one in found]
         below = [one["spread"]["median"] - one["spread"]["low"] for one in found]
         above = [one["spread"]["high"] - one["spread"]["median"] for one in found]
-        axis.barh(
-            [one["name"] for one in found],
-            median,
-            xerr=[below, above],
-            color=[colours[one["role"]] for one in found],
-        )
+        for place, one in enumerate(found):
+            axis.errorbar(
+                median[place],
+                place,
+                xerr=[[below[place]], [above[place]]],
+                fmt="o" if one["counts"] else "x",
+                capsize=3,
+                color=colours[one["role"]],
+            )
+        axis.set_yticks(range(len(found)), [one["name"] for one in found])
+        axis.set_ylim(-0.6, len(found) - 0.4)
         axis.set_xscale("log")
+        # Room for the labels, and a whole decade at least, so that little looks little.
+        axis.set_xlim(min(median) / 2, max(max(median) * 4, min(median) * 10))
+        axis.grid(axis="x", which="both", alpha=0.3)
+        axis.xaxis.set_major_formatter(EngFormatter(unit=case["unit"]))
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.set_title(case["name"], fontsize=9)
         for place, (one, value) in enumerate(zip(found, median, strict=True)):
             less = "" if one["counts"] else " (not the whole job)"
             axis.text(
-                value, place, f"  {quantity(value, case['unit'])}{less}", va="center", fontsize=8
+                value,
+                place + 0.25,
+                f"{quantity(value, case['unit'])}{less}",
+                va="center",
+                fontsize=8,
             )
-        axis.set_xlabel(f"{case['unit']} per {case['per']}", fontsize=8)
-        axis.margins(x=0.25)
+        axis.set_xlabel(f"per {case['per']}", fontsize=8)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
     return True
