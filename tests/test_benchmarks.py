@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from addressed import addressed
 
 from benchmarks import subjects
 from benchmarks.case import TINY, Case, Contender, Size
@@ -18,6 +17,7 @@ from benchmarks.measure import measure, verdict
 from benchmarks.report import as_data, judgement, plot, quantity, table
 from dask_devctx import driver
 from dask_devctx.driver.simulated import SimulatedMachine
+from tests.addressed import addressed
 
 ROOT = Path(__file__).parent.parent
 

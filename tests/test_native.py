@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from addressed import addressed
 from cuda.bindings import driver as types
 
 from dask_devctx import Device, driver
@@ -21,6 +20,7 @@ from dask_devctx.context import Context
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceScopeError, DriverError, ForkedProcessError
 from dask_devctx.scope import Scope, open_scopes, stack
+from tests.addressed import addressed
 
 native = pytest.importorskip("dask_devctx._scope", reason="the extension was not built")
 

@@ -12,11 +12,15 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from dask_devctx.discovery.inventory import DeviceInfo, Inventory
 from dask_devctx.driver.backends import Backend, environment
 from dask_devctx.driver.visible import UUID_KINDS, PhysicalDevice, visible_devices
 from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
+
+if TYPE_CHECKING:
+    from dask_devctx.discovery import nvml
 
 __all__ = [
     "DeviceInfo",
