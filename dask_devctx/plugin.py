@@ -55,7 +55,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     --------
     >>> import dask
     >>> from distributed import Client, LocalCluster
-    >>> with LocalCluster(processes=False, dashboard_address=None) as cluster, Client(cluster) as c:
+    >>> with LocalCluster(processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
     ...     _ = c.register_plugin(DevicePlugin())
     ...     with dask.annotate(device=1):
     ...         print(c.submit(lambda: Device.current().device_id).result())
