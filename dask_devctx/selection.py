@@ -105,12 +105,18 @@ def _by_uuid(name: str, inventory: Inventory) -> DeviceInfo:
 def _by_foreign(
     which: object, ordinal_of: Callable[[Any], int | None], inventory: Inventory
 ) -> DeviceInfo | None:
+    # Raised outside of the handlers: as its context, the first error would take the object, which
+    # may not be picklable, on the way to another process.
+    problem: Exception | None = None
+    ordinal: int | None = None
     try:
         ordinal = ordinal_of(which)
-    except (AttributeError, TypeError, ValueError):
-        raise _not_a_name(which) from None
     except LookupError:
-        raise not_found(which, inventory, "It is not a CUDA device") from None
+        problem = not_found(which, inventory, "It is not a CUDA device")
+    except (AttributeError, TypeError, ValueError):
+        problem = _not_a_name(which)
+    if problem is not None:
+        raise problem
     return None if ordinal is None else _by_ordinal(ordinal, which, inventory)
 
 

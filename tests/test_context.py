@@ -1,5 +1,7 @@
 """``Context``: owned, borrowed and primary ones, and all that can be read and set on them."""
 
+# ruff: noqa: PT031
+
 from __future__ import annotations
 
 import gc
@@ -304,6 +306,18 @@ def test_current_is_borrowed(backend):
     assert not borrowed.is_current
     del borrowed
     gc.collect()  # a borrower warns of nothing
+
+
+def test_borrowed_has_it_all(backend):
+    calls = backend.driver()
+    handle = calls.create(0, 0)
+    borrowed = Context.current()
+    assert borrowed.api_version == calls.api_version(handle)
+    assert borrowed.flags == ContextFlags.SCHED_AUTO
+    assert borrowed.limits[Limit.STACK_SIZE] > 0
+    borrowed.synchronize()
+    assert current() == handle
+    calls.destroy(handle)
 
 
 def test_current_is_dead(backend):

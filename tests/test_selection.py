@@ -173,6 +173,7 @@ def test_not_there(which, hint):
     for said in (repr(error.requested), A, B, C, "CUDA_VISIBLE_DEVICES", error.hint):
         assert said in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert error.__context__ is None  # distributed sends that along, with the object inside
 
 
 def test_no_device_at_all():

@@ -1,5 +1,7 @@
 """``on_device``: each kind of function runs on the device, and nobody who runs in between."""
 
+# ruff: noqa: PT031
+
 from __future__ import annotations
 
 import asyncio
