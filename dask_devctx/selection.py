@@ -105,18 +105,12 @@ def _by_uuid(name: str, inventory: Inventory) -> DeviceInfo:
 def _by_foreign(
     which: object, ordinal_of: Callable[[Any], int | None], inventory: Inventory
 ) -> DeviceInfo | None:
-    # Raised outside of the handlers: as its context, the first error would take the object, which
-    # may not be picklable, on the way to another process.
-    problem: Exception | None = None
-    ordinal: int | None = None
     try:
         ordinal = ordinal_of(which)
-    except LookupError:
-        problem = not_found(which, inventory, "It is not a CUDA device")
     except (AttributeError, TypeError, ValueError):
-        problem = _not_a_name(which)
-    if problem is not None:
-        raise problem
+        raise _not_a_name(which) from None
+    except LookupError:
+        raise not_found(which, inventory, "It is not a CUDA device") from None
     return None if ordinal is None else _by_ordinal(ordinal, which, inventory)
 
 
@@ -124,13 +118,13 @@ def _torch_ordinal(device: Any) -> int | None:
     if not isinstance(device.type, str):  # a tensor's is a method
         raise TypeError(device)
     if device.type != "cuda":
-        raise LookupError(device)
+        raise LookupError(repr(device))  # the object itself may not travel
     return None if device.index is None else int(device.index)
 
 
 def _jax_ordinal(device: Any) -> int:
     if device.platform not in ("gpu", "cuda"):
-        raise LookupError(device)
+        raise LookupError(repr(device))  # the object itself may not travel
     return int(device.local_hardware_id)
 
 

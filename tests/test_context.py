@@ -221,10 +221,12 @@ def test_failing_close_counts_as_closed(machine):
 def test_equality_and_hash_last(machine):
     own, other = Context(0), Context(0)
     known = {own: "own", other: "other"}
+    hashes = hash(own), hash(other)
     assert own != other
     assert own != "own"
     own.close()
     other.close()
+    assert (hash(own), hash(other)) == hashes
     assert known[own] == "own"
     assert known[other] == "other"
 
