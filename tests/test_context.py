@@ -1,5 +1,7 @@
 """``Context``: owned, borrowed and primary ones, and all that can be read and set on them."""
 
+# ruff: noqa: PT031
+
 from __future__ import annotations
 
 import gc
@@ -219,10 +221,12 @@ def test_failing_close_counts_as_closed(machine):
 def test_equality_and_hash_last(machine):
     own, other = Context(0), Context(0)
     known = {own: "own", other: "other"}
+    hashes = hash(own), hash(other)
     assert own != other
     assert own != "own"
     own.close()
     other.close()
+    assert (hash(own), hash(other)) == hashes
     assert known[own] == "own"
     assert known[other] == "other"
 
@@ -304,6 +308,18 @@ def test_current_is_borrowed(backend):
     assert not borrowed.is_current
     del borrowed
     gc.collect()  # a borrower warns of nothing
+
+
+def test_borrowed_has_it_all(backend):
+    calls = backend.driver()
+    handle = calls.create(0, 0)
+    borrowed = Context.current()
+    assert borrowed.api_version == calls.api_version(handle)
+    assert borrowed.flags == ContextFlags.SCHED_AUTO
+    assert borrowed.limits[Limit.STACK_SIZE] > 0
+    borrowed.synchronize()
+    assert current() == handle
+    calls.destroy(handle)
 
 
 def test_current_is_dead(backend):

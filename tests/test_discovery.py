@@ -274,16 +274,12 @@ def test_what_nvml_leaves_open_is_none(machine):
             "device_id": 1,
             "uuid": machine.gpus[1].uuid,
             "nvml_index": 1,
-            **dict.fromkeys(
-                [
-                    "name",
-                    "pci_bus_id",
-                    "compute_capability",
-                    "total_memory",
-                    "numa_node",
-                    "cpu_affinity",
-                ]
-            ),
+            "name": None,
+            "pci_bus_id": None,
+            "compute_capability": None,
+            "total_memory": None,
+            "numa_node": None,
+            "cpu_affinity": None,
         }
         assert device.compute_capability == (9, 0)  # the driver knows it without a context
         assert machine.gpus[1].primary is None

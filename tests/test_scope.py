@@ -1,5 +1,7 @@
 """The device scope: each sentence of what it promises, and the ways in which it is left."""
 
+# ruff: noqa: F821, PT012 - some run elsewhere, where the fixture `child` defines these names
+
 from __future__ import annotations
 
 import asyncio

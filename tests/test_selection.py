@@ -173,6 +173,8 @@ def test_not_there(which, hint):
     for said in (repr(error.requested), A, B, C, "CUDA_VISIBLE_DEVICES", error.hint):
         assert said in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    # distributed sends an error's context along: the object itself must not be in it
+    assert error.__context__ is None or pickle.dumps(error.__context__.args)
 
 
 def test_no_device_at_all():
