@@ -122,9 +122,7 @@ class Calls:
 
     def primary_state(self, ordinal: int) -> tuple[int, bool]:
         """The flags that are set, and whether the context is active."""
-        flags, active = self._value(
-            self.driver.cuDevicePrimaryCtxGetState, self._device(ordinal)
-        )
+        flags, active = self._value(self.driver.cuDevicePrimaryCtxGetState, self._device(ordinal))
         return int(flags), bool(active)
 
     def primary_set_flags(self, ordinal: int, flags: int) -> None:

@@ -91,9 +91,7 @@ class SimulatedDriver:
             seen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
             if not seen.uuids:
                 twice = seen.stopped_at is not None and "twice" in seen.reason
-                return (
-                    Status.CUDA_ERROR_INVALID_DEVICE if twice else Status.CUDA_ERROR_NO_DEVICE,
-                )
+                return (Status.CUDA_ERROR_INVALID_DEVICE if twice else Status.CUDA_ERROR_NO_DEVICE,)
             owner = {g.uuid: g for g in self._gpus}
             owner |= {mig: g for g in self._gpus for mig in g.mig or ()}
             self._visible = [(owner[name], name) for name in seen.uuids]

@@ -10,8 +10,8 @@ from typing import Any
 # Which calls report a sticky error; those that only say what is current do not.
 _REPORT_STICKY = frozenset(
     "cuCtxSynchronize cuMemAlloc cuMemFree cuMemGetInfo cuCtxEnablePeerAccess "
-    "cuDevicePrimaryCtxRetain cuCtxCreate cuCtxGetLimit cuCtxSetLimit cuEventCreate cuEventRecord "
-    "cuEventQuery cuStreamWaitEvent cuCtxRecordEvent".split()
+    "cuDevicePrimaryCtxRetain cuCtxCreate cuCtxGetLimit cuCtxSetLimit cuCtxRecordEvent "
+    "cuEventCreate cuEventRecord cuEventQuery cuStreamWaitEvent".split()
 )
 
 
