@@ -6,6 +6,9 @@ users register. A library's part is imported when a value of it first appears.
 
 from __future__ import annotations
 
+import importlib
+import threading
+
 from dask_devctx.transfer.move import stamp, to_device
 from dask_devctx.transfer.order import Stamp, hold, release_held
 from dask_devctx.transfer.where import device_of, nbytes_by_device
@@ -33,11 +36,16 @@ _LIBRARIES = {
 }
 
 
+_registered: set[str] = set()
+_lock = threading.RLock()
+
+
 def _register_lazily(toplevel: str, module: str) -> None:
     def register() -> None:
-        import importlib
-
-        importlib.import_module(f"dask_devctx.transfer.{module}").register()
+        with _lock:  # once, for all three: not over what a user registered since
+            if module not in _registered:
+                importlib.import_module(f"dask_devctx.transfer.{module}").register()
+                _registered.add(module)
 
     for registry in (device_of, nbytes_by_device, to_device):
         registry.register_lazy(toplevel, register)

@@ -18,6 +18,8 @@ def _device_of(array: Any) -> Device:
 
 
 def _to_device(array: Any, device: Device) -> Any:
+    if not array.size:
+        return cupy.empty(array.shape, array.dtype)
     source = _device_of(array)
     if not _is_dense(array):
         # Gathered where it is, so that only its own elements travel. CuPy does that on the
@@ -42,7 +44,7 @@ def _is_dense(array: Any) -> bool:
         if length == 1:
             continue
         if stride != expected:
-            return not array.size
+            return False
         expected *= length
     return True
 

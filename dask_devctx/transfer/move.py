@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from dask_devctx.device import Device
@@ -35,6 +36,8 @@ class Move:
         Whether what is there already is copied too.
     guard_source
         Whether the source's streams wait for the copies.
+    read_only
+        Whether copies are made read-only, where their library can.
     omit
         Parts of the ordering to leave out, so that a test can show that they are needed:
         ``"before"``, ``"hold"``.
@@ -47,6 +50,7 @@ class Move:
         *,
         copy: bool = False,
         guard_source: bool = True,
+        read_only: bool = False,
         omit: frozenset[str] = frozenset(),
     ) -> None:
         self.device = device
@@ -55,6 +59,7 @@ class Move:
             () if after is None else (after,) if isinstance(after, Stamp) else tuple(after)
         )
         self._guard_source = guard_source
+        self._read_only = read_only
         self._omit = omit
         self._sources: dict[Device, list[Stamp]] = {}
         self._read: list[Any] = []
@@ -92,10 +97,16 @@ class Move:
             with self.device:
                 moved = function(value, self.device)
             self._changed |= moved is not value
+            if self._read_only and moved is not value:
+                with suppress(AttributeError):  # most libraries cannot say it
+                    moved.flags.writeable = False
         elif places:
             self._wait_here()
+        return self._memo.setdefault(id(value), (value, moved))[1]
+
+    def remember(self, value: Any, moved: Any) -> None:
+        """Say what a value becomes before all of it is there: its parts may refer to it."""
         self._memo[id(value)] = value, moved
-        return moved
 
     def container(self, value: Any, container: Container) -> Any:
         """Take there what is in a container, which may hold itself."""
@@ -243,6 +254,7 @@ class ToDevice(Registry):
         Examples
         --------
         >>> from dask_devctx.simulated_array import SimulatedArray
+        >>> from dask_devctx.transfer import device_of, to_device
         >>> class Grid:
         ...     def __init__(self, cells):
         ...         self.cells = cells

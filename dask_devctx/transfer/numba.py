@@ -22,6 +22,10 @@ def _bytes(array: Any) -> dict[Device, int]:
     return {_device_of(array): int(array.size * array.dtype.itemsize)}
 
 
+def _address(array: Any) -> int:
+    return int(array.__cuda_array_interface__["data"][0] or 0)
+
+
 def _to_device(array: Any, device: Device) -> Any:
     source = _device_of(array)
     if not (array.is_c_contiguous() or array.is_f_contiguous()):
@@ -38,9 +42,9 @@ def _to_device(array: Any, device: Device) -> Any:
     with cuda.gpus[device.device_id]:
         moved = cuda.device_array(array.shape, array.dtype, strides=array.strides)
     copy_bytes(
-        moved.device_ctypes_pointer.value or 0,
+        _address(moved),
         device,
-        array.device_ctypes_pointer.value or 0,
+        _address(array),
         source,
         array.size * array.dtype.itemsize,
         numba_stream(device.device_id),

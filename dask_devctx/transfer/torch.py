@@ -24,7 +24,8 @@ def _device_of(tensor: Any) -> Device | None:
 
 
 def _tensor_to_device(tensor: Any, device: Device) -> Any:
-    if tensor.grad_fn is not None or tensor.layout is not torch.strided or tensor.is_conj():
+    ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if tensor.grad_fn is not None or not ordinary or tensor.is_conj():
         moved = _by_torch(tensor, device)
     else:
         plain = tensor.detach()
@@ -87,12 +88,18 @@ def _module_bytes(module: Any) -> dict[Device, int]:
 
 
 def _module_to_device(module: Any, device: Device) -> Any:
-    moved = type(module).__new__(type(module))
+    moved: Any = object.__new__(type(module))
+    current_move().remember(module, moved)  # a submodule may know its parent
     for name, value in vars(module).items():
         there = to_device(value, device)
-        # Parameters, submodules and hooks are kept in dictionaries that each module owns.
-        moved.__dict__[name] = copy.copy(there) if there is value and type(value) is dict else there
+        # Parameters, submodules and hooks are kept in collections that each module owns.
+        moved.__dict__[name] = copy.copy(there) if name in _OWNED and there is value else there
     return moved
+
+
+_OWNED = frozenset(
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, (dict, set))
+)
 
 
 def _optimizer_bytes(optimizer: Any) -> dict[Device, int]:
@@ -100,7 +107,7 @@ def _optimizer_bytes(optimizer: Any) -> dict[Device, int]:
 
 
 def _optimizer_to_device(optimizer: Any, device: Device) -> Any:
-    moved = type(optimizer).__new__(type(optimizer))
+    moved: Any = object.__new__(type(optimizer))
     # As it is pickled: what a scheduler hung onto it stays behind.
     moved.__setstate__(to_device(optimizer.__getstate__(), device))
     return moved
