@@ -30,6 +30,10 @@ _METHODS = (
 )
 
 
+# Where indices may be in host memory, as in x[indices].
+_TAKE_HOST_INDICES = frozenset([np.take, np.compress, np.repeat])
+
+
 class SimulatedArray(NDArrayOperatorsMixin):
     """A NumPy-backed array that lives on one simulated device: the one current when it is made.
 
@@ -202,7 +206,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return _apply(getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _apply(function, args, kwargs)
+        return _apply(function, args, kwargs, host=function in _TAKE_HOST_INDICES)
 
     def __len__(self) -> int:
         return len(self._data)

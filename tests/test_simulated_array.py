@@ -37,7 +37,10 @@ def test_lives_where_it_is_made():
 
 def test_refuses_another_device_naming_both_and_the_remedy():
     x = on(1, [[1.0, 2.0]])
-    with Device(3), pytest.raises(DeviceMismatchError, match=r"cuda:1 .* cuda:3.*to_device") as error:
+    with (
+        Device(3),
+        pytest.raises(DeviceMismatchError, match=r"cuda:1 .* cuda:3.*to_device") as error,
+    ):
         x + 1
     assert (error.value.device, error.value.current) == ("cuda:1", "cuda:3")
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
@@ -131,6 +134,18 @@ def test_arrives_on_the_device_that_is_current(host):
     assert copy.deepcopy(arrived).device is Device(2)
 
 
+def test_distributed_sends_its_host_bytes_without_a_copy_of_them(host):
+    from distributed.protocol import deserialize, serialize
+
+    header, frames = serialize(on(1, host))
+    assert header["serializer"] == "pickle"
+    assert sum(memoryview(frame).nbytes for frame in frames) < 1.1 * host.nbytes
+    with Device(3):
+        arrived = deserialize(header, frames)
+    assert arrived.device is Device(3)
+    assert (arrived.get() == host).all()
+
+
 def test_dask_counts_its_bytes_and_tells_it_apart(host):
     x = on(1, host)
     assert dask.sizeof.sizeof(x) >= x.nbytes
@@ -143,8 +158,6 @@ def test_is_for_simulated_devices_only(machine):
     Device(0)._backend.machine = None
     with pytest.raises(DriverUnavailableError, match="simulated devices"):
         SimulatedArray(3)
-
-
 
 
 @pytest.mark.parametrize(

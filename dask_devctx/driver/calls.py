@@ -269,6 +269,11 @@ class Calls:
             raise self._error("cuEventQuery", status)
         return True
 
+    def stream_create(self) -> int:
+        """A stream of the current context, which the legacy default stream does not wait for."""
+        flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return int(self._value(self.driver.cuStreamCreate, flag))
+
     def stream_wait(self, stream: int, event: int) -> None:
         """Let what the stream is given from now on wait for the event, of any device."""
         self._value(

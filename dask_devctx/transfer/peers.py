@@ -8,7 +8,9 @@ import weakref
 
 from dask_devctx.device import Device
 from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.calls import LEGACY_STREAM
 from dask_devctx.errors import DriverError
+from dask_devctx.transfer.order import Event
 
 logger = logging.getLogger(__name__)
 
@@ -64,16 +66,41 @@ def copy_bytes(
     stream
         A stream of ``device``, whose context is current on this thread.
 
+    Notes
+    -----
+    What the stream is given later comes after the copy, and the copy after what it was given
+    before.
+
     References
     ----------
     ``cuMemcpyPeerAsync``.
     """
-    if nbytes:
-        device._backend.calls.copy_peer(
-            target,
-            device.primary_context.handle,
-            source,
-            source_device.primary_context.handle,
-            nbytes,
-            stream,
-        )
+    if not nbytes:
+        return
+    calls = device._backend.calls
+    own = device.primary_context.handle
+    way = stream
+    if stream == LEGACY_STREAM:
+        # There, a copy between devices waits for all work of both and holds back all of both.
+        way = _copy_stream(device)
+        Event(device).record(stream).holds_back(way)
+    calls.copy_peer(target, own, source, source_device.primary_context.handle, nbytes, way)
+    if way != stream:
+        Event(device).record(way).holds_back(stream)
+
+
+def _copy_stream(device: Device) -> int:
+    """Return the stream for copies to a device; kept as long as its context."""
+    context = device.primary_context
+    with _lock:
+        streams = _copy_streams.setdefault(device._backend, {})
+        known = streams.get(context.handle)
+        identity = device._backend.calls.context_id(context.handle)
+        if known is None or known[0] != identity:  # a primary context can die and come again
+            known = streams[context.handle] = identity, device._backend.calls.stream_create()
+    return known[1]
+
+
+_copy_streams: weakref.WeakKeyDictionary[Backend, dict[int, tuple[int | None, int]]] = (
+    weakref.WeakKeyDictionary()
+)
