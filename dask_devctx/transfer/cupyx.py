@@ -12,9 +12,9 @@ from dask_devctx.transfer.where import device_of, nbytes_by_device
 
 
 def _arrays(matrix: Any) -> tuple[Any, ...]:
-    if isinstance(matrix, sparse.coo_matrix):
+    if matrix.format == "coo":
         return matrix.data, matrix.row, matrix.col
-    if isinstance(matrix, sparse.dia_matrix):
+    if matrix.format == "dia":
         return matrix.data, matrix.offsets
     return matrix.data, matrix.indices, matrix.indptr  # CSR and CSC
 
@@ -29,7 +29,7 @@ def _bytes(matrix: Any) -> dict[Device, int]:
 
 def _to_device(matrix: Any, device: Device) -> Any:
     arrays = to_device(_arrays(matrix), device)
-    if isinstance(matrix, sparse.coo_matrix):
+    if matrix.format == "coo":
         moved = type(matrix)((arrays[0], arrays[1:]), shape=matrix.shape)
     else:
         moved = type(matrix)(arrays, shape=matrix.shape)
@@ -41,9 +41,13 @@ def _to_device(matrix: Any, device: Device) -> Any:
     return moved
 
 
+_KINDS = ("matrix", "array")  # the arrays are CuPy 14's
+
+
 def register() -> None:
     """Make the matrices of ``cupyx.scipy.sparse`` known."""
-    for kind in (sparse.csr_matrix, sparse.csc_matrix, sparse.coo_matrix, sparse.dia_matrix):
+    names = [f"{form}_{kind}" for form in ("csr", "csc", "coo", "dia") for kind in _KINDS]
+    for kind in [getattr(sparse, name) for name in names if hasattr(sparse, name)]:
         device_of.register(kind, _device_of)
         nbytes_by_device.register(kind, _bytes)
         to_device.register(kind, _to_device)

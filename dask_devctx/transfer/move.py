@@ -115,8 +115,9 @@ class Move:
         if known is not None:
             return known[1]
         if key in self._open:  # inside itself
-            self._open[key] = shell = self._open[key] or container.shell(value)
-            return shell
+            if self._open[key] is None:
+                self._open[key] = container.shell(value)
+            return self._open[key]
         parts = container.parts(value)
         if to_device.all_plain(parts):
             return value
@@ -188,12 +189,11 @@ class ToDevice(Registry):
         for kind, container in BUILT_IN.items():
             self.register(kind, container)
 
-    def find(self, kind: type) -> Any:
-        """Return how a type is moved, or None where it stays."""
-        found = super().find(kind)
+    def _look_up(self, kind: type) -> Any:
+        found = super()._look_up(kind)
         if found is None and hasattr(kind, "__dataclass_fields__"):
             self.register(kind, DataclassLike(kind))
-            return super().find(kind)
+            return super()._look_up(kind)
         return found
 
     def __call__(

@@ -84,15 +84,15 @@ class BytesByDevice(Registry):
         count = self.find(type(value))
         return {} if count is None else count(value)
 
-    def find(self, kind: type) -> Any:
-        """Return the function for a type, or None: one registered with ``device_of`` will do."""
-        count = super().find(kind)
+    def _look_up(self, kind: type) -> Any:
+        # One registered with ``device_of`` will do.
+        count = super()._look_up(kind)
         if count is None:
             if device_of.find(kind) is not None:
                 return _on_one_device
             if hasattr(kind, "__dataclass_fields__"):
                 self.register(kind, functools.partial(count_parts, DataclassLike(kind)))
-                return super().find(kind)
+                return super()._look_up(kind)
         return count
 
 
