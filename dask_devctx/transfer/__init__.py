@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import threading
 
-from dask_devctx.transfer.move import stamp, to_device
-from dask_devctx.transfer.order import Stamp, hold, release_held
+from dask_devctx.transfer.move import to_device
+from dask_devctx.transfer.order import Stamp, hold, release_held, stamp
 from dask_devctx.transfer.where import device_of, nbytes_by_device
 
 __all__ = [

@@ -303,24 +303,3 @@ def current_move() -> Move:
     """Return the move that a registered function is called in."""
     assert _thread.move is not None
     return _thread.move
-
-
-def stamp(*values: object) -> Stamp | None:
-    """Return a stamp of the work that makes ``values``; None where they are on no device.
-
-    To be called where that work was given, such as at the end of a task and on its thread. It
-    does not wait.
-
-    Notes
-    -----
-    It means all that the values' devices have been given so far, by any stream and thread: what a
-    task leaves behind in a stream that it made itself has no other name. Where the driver does
-    not have that (before CUDA 12.5, or while a graph is being captured), it means the streams that
-    are current on this thread.
-
-    References
-    ----------
-    ``cuCtxRecordEvent``, ``cuEventRecord``.
-    """
-    devices = dict.fromkeys(device for value in values for device in nbytes_by_device(value))
-    return Stamp.of_devices(devices) if devices else None

@@ -14,7 +14,7 @@ from dask_devctx.transfer.order import Event
 
 logger = logging.getLogger(__name__)
 
-_pairs: weakref.WeakKeyDictionary[Backend, dict[tuple[str, str], bool]] = (
+_pairs: weakref.WeakKeyDictionary[Backend, dict[frozenset[int | None], bool]] = (
     weakref.WeakKeyDictionary()
 )
 _lock = threading.Lock()
@@ -25,19 +25,21 @@ def connect(device: Device, peer: Device) -> bool:
 
     Notes
     -----
-    Asked of the driver once per pair and process. Where the machine has no such path the answer
+    Asked of the driver once per pair of contexts. Where the machine has no such path the answer
     is False, and copies go through the host.
 
     References
     ----------
     ``cuDeviceCanAccessPeer``, ``cuCtxEnablePeerAccess``.
     """
+    calls = device._backend.calls
+    # A primary context that was released comes back under its old handle and without its peers.
+    pair = frozenset(calls.context_id(each.primary_context.handle) for each in (device, peer))
     with _lock:
         known = _pairs.setdefault(device._backend, {})
-        found = known.get((device.uuid, peer.uuid))
+        found = known.get(pair)
         if found is None:
-            found = _enable(device, peer) and _enable(peer, device)
-            known[device.uuid, peer.uuid] = known[peer.uuid, device.uuid] = found
+            found = known[pair] = _enable(device, peer) and _enable(peer, device)
     return found
 
 

@@ -268,3 +268,12 @@ def test_plain_values_touch_neither_the_driver_nor_a_library():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+def test_peer_access_is_enabled_again_where_a_context_is_new(machine, x):
+    to_device(x, 1)
+    release_held()
+    before = machine.faults.calls["cuCtxEnablePeerAccess"]
+    Device(1).primary_context.release()
+    to_device(x, 1)
+    assert machine.faults.calls["cuCtxEnablePeerAccess"] == before + 2
