@@ -225,9 +225,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def __repr__(self) -> str:
         return f"<SimulatedArray {self.dtype}{list(self.shape)} on {self._device}>"
 
-    def __str__(self) -> str:
-        return f"an array of shape {self.shape}"
-
     def __sizeof__(self) -> int:
         # What dask asks of a type that it does not know; as for CuPy, the device's bytes.
         return object.__sizeof__(self) + self.nbytes
@@ -274,7 +271,7 @@ def _here() -> Device:
 def _check(array: SimulatedArray) -> _Array:
     """Return the values, to be computed on now: the one place that asks whether this is allowed."""
     if array._data.size and array._device is not (here := _here()):
-        raise DeviceMismatchError(array, array._device, here)
+        raise DeviceMismatchError(f"an array of shape {array.shape}", array._device, here)
     return array._data
 
 
