@@ -89,6 +89,7 @@ def test_flags_that_exclude_each_other(backend):
 def test_flags_are_the_drivers():
     ours = {f"CU_CTX_{name}": flag.value for name, flag in ContextFlags.__members__.items()}
     theirs = {flag.name: flag.value for flag in types.CUctx_flags if "MASK" not in flag.name}
+    theirs.pop("CU_CTX_BLOCKING_SYNC", None)  # an older name that some bindings keep as well
     assert ours == theirs
 
 

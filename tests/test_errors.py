@@ -29,6 +29,17 @@ CASES = [
         "cuInit failed with CUDA_ERROR_UNKNOWN (999)",
     ),
     (
+        errors.DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory"),
+        {"function": "cuMemAlloc", "code": 2},
+        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
+    ),
+    (
+        errors.DeviceMismatchError("an array", "cuda:1", "cuda:0"),
+        {"value": "an array", "device": "cuda:1", "current": "cuda:0"},
+        "an array lives on cuda:1 and cannot be used on cuda:0. Take it there with "
+        "to_device(value, 'cuda:0'), or compute where it is, inside 'with Device('cuda:1'):'",
+    ),
+    (
         errors.DriverUnavailableError("there is no driver", "Install it"),
         {"reason": "there is no driver", "remedy": "Install it"},
         "there is no driver. Install it",

@@ -10,15 +10,20 @@ from typing import Any
 # Which calls report a sticky error; those that only say what is current do not.
 _REPORT_STICKY = frozenset(
     (
+        "cuCtxCreate",
+        "cuCtxEnablePeerAccess",
+        "cuCtxGetLimit",
+        "cuCtxRecordEvent",
+        "cuCtxSetLimit",
         "cuCtxSynchronize",
+        "cuDevicePrimaryCtxRetain",
+        "cuEventCreate",
+        "cuEventQuery",
+        "cuEventRecord",
         "cuMemAlloc",
         "cuMemFree",
         "cuMemGetInfo",
-        "cuCtxEnablePeerAccess",
-        "cuDevicePrimaryCtxRetain",
-        "cuCtxCreate",
-        "cuCtxGetLimit",
-        "cuCtxSetLimit",
+        "cuStreamWaitEvent",
     )
 )
 
