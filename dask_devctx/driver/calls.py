@@ -7,12 +7,15 @@ A call that fails raises :class:`~dask_devctx.errors.DriverError`.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dask_devctx.driver.protocol import Driver
 from dask_devctx.errors import DriverError, ForkedProcessError
+
+if TYPE_CHECKING:
+    import uuid
+
+    from dask_devctx.driver.protocol import Driver
 
 
 class Calls:
@@ -47,8 +50,23 @@ class Calls:
                 f"{function} failed: CUDA was initialised before this process was forked",
                 "Start processes that use a GPU with the 'spawn' or 'forkserver' method",
             )
-        _, text = self.driver.cuGetErrorString(status)
-        return DriverError(function, status.name, int(status), (text or b"").decode())
+        try:
+            known = self.types.CUresult(status)
+        except ValueError:  # a driver newer than the bindings
+            return DriverError(function, "an unknown status", int(status))
+        _, text = self.driver.cuGetErrorString(known)
+        return DriverError(function, known.name, int(known), (text or b"").decode())
+
+    def address(self, function: str, version: int) -> int | None:
+        """Where a C function of the driver is, or None where the driver does not tell.
+
+        ``version`` is that of the CUDA that gave the function the shape that the caller knows.
+        """
+        ask = getattr(self.driver, "cuGetProcAddress", None)
+        if ask is None:
+            return None
+        status, address, *_ = ask(function.encode(), version, 0)
+        return int(address) if status == 0 and address else None
 
     # -- the process
 
@@ -66,6 +84,8 @@ class Calls:
 
     def device_uuid(self, ordinal: int) -> uuid.UUID:
         """A MIG instance's own where the ordinal names one; nothing in it says which it is."""
+        import uuid
+
         # CUDA 12's bindings have the function that knows instances beside one that does not.
         function = getattr(self.driver, "cuDeviceGetUuid_v2", self.driver.cuDeviceGetUuid)
         return uuid.UUID(bytes=bytes(self._value(function, self._device(ordinal)).bytes))
@@ -152,6 +172,22 @@ class Calls:
         (status,) = self.driver.cuCtxSetCurrent(self.types.CUcontext(context))
         if status != 0:
             raise self._error("cuCtxSetCurrent", status)
+
+    def current_address(self) -> int | None:
+        """Where the C function behind :meth:`current` is: ``int f(void **context)``."""
+        return self.address("cuCtxGetCurrent", 4000)
+
+    def set_current_address(self) -> int | None:
+        """Where the C function behind :meth:`set_current` is: ``int f(void *context)``."""
+        return self.address("cuCtxSetCurrent", 4000)
+
+    def current_error(self, status: int) -> Exception:
+        """What :meth:`current` raises for a status, for those who called by the address."""
+        return self._error("cuCtxGetCurrent", status)
+
+    def set_current_error(self, status: int) -> Exception:
+        """What :meth:`set_current` raises for a status, for those who called by the address."""
+        return self._error("cuCtxSetCurrent", status)
 
     def context_id(self, context: int) -> int | None:
         """A number that no other context of the process ever has; None if it was destroyed.
