@@ -12,14 +12,15 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import pynvml
-
-from dask_devctx.discovery import nvml
 from dask_devctx.discovery.inventory import DeviceInfo, Inventory
 from dask_devctx.driver.backends import Backend, environment
 from dask_devctx.driver.visible import UUID_KINDS, PhysicalDevice, visible_devices
 from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
+
+if TYPE_CHECKING:
+    from dask_devctx.discovery import nvml
 
 __all__ = [
     "DeviceInfo",
@@ -58,6 +59,8 @@ def inventory(backend: Backend) -> Inventory:
 
 def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:
     """Return free and total bytes by NVML, or None where it does not say."""
+    from dask_devctx.discovery import nvml
+
     return nvml.memory_info(backend.nvml, info)
 
 
@@ -115,9 +118,11 @@ def _bare(uuid: str) -> str:
 
 
 def _discover(backend: Backend, visible: str | None, order: str | None) -> Inventory:
+    from dask_devctx.discovery import nvml  # with pynvml, which takes a while to import
+
     try:
         gpus, problems = nvml.read(backend.nvml)
-    except pynvml.NVMLError as error:
+    except nvml.NVMLError as error:
         return _from_driver(backend, visible, f"NVML does not answer: {error}")
     if not gpus:
         return _from_driver(backend, visible, *problems or ["NVML shows no GPU"])

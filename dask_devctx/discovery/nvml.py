@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import pynvml
+from pynvml import NVMLError
 
 from dask_devctx.discovery.inventory import DeviceInfo
 from dask_devctx.driver.protocol import Nvml
+
+__all__ = ["NVMLError", "NvmlGPU", "memory_info", "read"]
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ def read(nvml: Nvml) -> tuple[list[NvmlGPU], list[str]]:
 
     Raises
     ------
-    pynvml.NVMLError
+    NVMLError
         NVML is missing or does not start.
     """
     nvml.nvmlInit()  # counted by NVML; in a forked process the parent's start does not hold
@@ -50,7 +52,7 @@ def read(nvml: Nvml) -> tuple[list[NvmlGPU], list[str]]:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             found.append(_gpu(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index)))
-        except pynvml.NVMLError as error:
+        except NVMLError as error:
             problems.append(f"NVML index {index} is left out: {error}")
     return found, problems
 
@@ -70,7 +72,7 @@ def memory_info(nvml: Nvml, info: DeviceInfo) -> tuple[int, int] | None:
         if info.uuid.startswith("MIG-"):
             handle = next(h for h in _instances(nvml, handle) if _uuid(nvml, h) == info.uuid)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except (pynvml.NVMLError, StopIteration):
+    except (NVMLError, StopIteration):
         return None
     return int(memory.free), int(memory.total)
 
@@ -113,7 +115,7 @@ def _instances(nvml: Nvml, handle: Any) -> Iterator[Any]:
     for number in range(_or_none(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-        except pynvml.NVMLError:
+        except NVMLError:
             continue  # the places of instances that were not made answer NOT_FOUND
 
 
@@ -121,7 +123,7 @@ def _or_none(question: Callable[[Any], T], handle: Any) -> T | None:
     """NVML on WSL, Jetson and in some containers leaves open what it answers elsewhere."""
     try:
         return question(handle)
-    except pynvml.NVMLError:
+    except NVMLError:
         return None
 
 
