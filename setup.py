@@ -11,7 +11,8 @@ setup(
     ext_modules=[
         Extension(
             "dask_devctx._scope",
-            ["dask_devctx/_scope.c"],
+            ["csrc/scope.c"],
+            depends=["csrc/native.h", "csrc/stack.h"],
             py_limited_api=True,
             optional=True,  # without a compiler the same is done in Python
         )

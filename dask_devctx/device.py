@@ -89,6 +89,10 @@ class Device(Scope):
         if isinstance(which, cls):
             return which
         backend = driver.backend()
+        if type(which) is int and which in backend.ordinals:
+            found: Self = backend.ordinals[which]
+            return found
+        settled = backend.initialised
         inventory = discovery.inventory(backend)
         info = None if which is None else selection.find(which, inventory)
         if info is None:
@@ -97,7 +101,10 @@ class Device(Scope):
                 return current
             info = selection.find(0, inventory)
             assert info is not None
-        return cls._interned(backend, info.uuid)
+        device = cls._interned(backend, info.uuid)
+        if type(which) is int and settled:
+            backend.ordinals[which] = device
+        return device
 
     @classmethod
     def _interned(cls, backend: Backend, uuid: str) -> Self:

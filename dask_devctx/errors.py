@@ -7,6 +7,7 @@ Every error keeps what it reports as attributes and hands all of them to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class DevctxError(Exception):
@@ -15,6 +16,11 @@ class DevctxError(Exception):
     def __repr__(self) -> str:
         # dask logs a failed task's error by its repr: let that be what a person can read.
         return f"{type(self).__name__}({str(self)!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made again from its arguments: what rebuilds an exception without calling its class, as
+        # dask does, fails for one that is a MemoryError as well.
+        return type(self), self.args, self.__dict__
 
 
 class DriverError(DevctxError):

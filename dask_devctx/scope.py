@@ -4,9 +4,9 @@ One stack per thread holds what the driver said was current at each enter; the t
 asked which *device* is current, because "device 0" and "nothing" are different answers to one
 question. Contexts are got and set, never pushed and popped.
 
-Where the extension ``_scope`` was built and the driver tells the addresses of its functions, the
-ordinary enter and leave are made in C; everything else is made here, on the same stack. Without it
-all is made here, and nothing else is different.
+Where the extension ``_scope`` was built (its source is in ``csrc``) and the driver tells the
+addresses of its functions, the ordinary enter and leave are made in C; everything else is made
+here, on the same stack. Without it all is made here, and nothing else is different.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ class Scope(ScopeBase):
         return self
 
     def _undo(self, previous: int, identity: int | None) -> None:
-        """After an enter that the driver refused: as if never entered."""
         if self._backend.calls.current() != previous:
             self._restore(previous, identity)
 
@@ -105,6 +104,11 @@ class Scope(ScopeBase):
             raise
         finally:
             entries.pop()
+
+    def _failed_restore(self, error: Exception, exc: BaseException | None) -> Literal[False]:
+        """Say what the driver refused in C as :meth:`_exit` does."""
+        raise_or_note(error, exc)
+        return False
 
     def _restore(self, previous: int, identity: int | None) -> None:
         calls = self._backend.calls
@@ -141,11 +145,6 @@ class Scope(ScopeBase):
             return False
         return backend.calls.context_id(handle) == identity
 
-    def _failed_restore(self, error: Exception, exc: BaseException | None) -> Literal[False]:
-        """Say what the driver refused in C as :meth:`_exit` does."""
-        raise_or_note(error, exc)
-        return False
-
     def _leave_out_of_order(self, entries: Stack) -> NoReturn:
         """Take this scope out of the stack, so that the others still restore right; then raise."""
         for place in range(len(entries) - 1, -1, -1):
@@ -156,8 +155,8 @@ class Scope(ScopeBase):
                 del entries[place]
                 raise DeviceScopeError(
                     self,
-                    f"was left while that of {above!r}, entered after it, is open. Scopes "
-                    "that interleave come from a 'with' around an 'await' or a 'yield': use "
+                    f"was left while that of {above!r}, entered after it, is open. Scopes that "
+                    "interleave come from a 'with' around an 'await' or a 'yield': use "
                     "on_device(...), which leaves the device at each of them",
                 )
         raise DeviceScopeError(

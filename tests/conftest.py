@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -15,18 +16,27 @@ from dask_devctx import driver
 from dask_devctx.driver import backends
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
+from tests.addressed import addressed
 
+# Where the driver tells the addresses of its functions, scopes call them in C.
+_IN_C = pytest.param(
+    "addressed",
+    id="addressed",
+    marks=pytest.mark.skipif(
+        find_spec("dask_devctx._scope") is None, reason="the extension _scope was not built"
+    ),
+)
 _BACKENDS = [
     pytest.param("simulated", id="simulated"),
     pytest.param("real", id="real", marks=pytest.mark.gpu(count=1)),
 ]
 
 
-@pytest.fixture
-def machine() -> Iterator[SimulatedMachine]:
+@pytest.fixture(params=["simulated", _IN_C])
+def machine(request: pytest.FixtureRequest) -> Iterator[SimulatedMachine]:
     """A fresh simulated machine with four GPUs, whose driver the package uses in this test."""
     machine = SimulatedMachine(4, host="test")
-    with driver.use(machine.backend()):
+    with driver.use(addressed(machine) if request.param == "addressed" else machine.backend()):
         yield machine
         handle = machine.driver.cuCtxGetCurrent()[1]
         assert handle is None or int(handle) == 0
@@ -38,13 +48,17 @@ def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def backend(kind: str) -> Iterator[Backend]:
+@pytest.fixture(params=[*_BACKENDS, _IN_C])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """The package's driver in this test: simulated always, and real where there is a GPU.
 
     What the test retained is released after it, and nothing may be left current.
     """
-    used = SimulatedMachine(4, host="test").backend() if kind == "simulated" else backends.real()
+    machine = SimulatedMachine(4, host="test")
+    if request.param == "real":
+        used = backends.real()
+    else:
+        used = addressed(machine) if request.param == "addressed" else machine.backend()
     with driver.use(used):
         yield used
         assert used.current_context() == 0

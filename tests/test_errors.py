@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import pickle
 
@@ -92,6 +93,7 @@ def test_fields_message_and_pickle(error, fields, message):
     assert str(error) == message
     assert {name: getattr(error, name) for name in fields} == fields
     error.add_note("on the way")
+    importlib.import_module("distributed")  # has its own way of pickling exceptions
     for there in (pickle.dumps, cloudpickle.dumps):
         assert same(pickle.loads(there(error))) == same(error)
     assert same(copy.copy(error)) == same(error)

@@ -17,6 +17,7 @@ from cuda.bindings import driver as types
 
 from dask_devctx import Device, driver
 from dask_devctx.context import Context
+from dask_devctx.driver import backends
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceScopeError, DriverError, ForkedProcessError
 from dask_devctx.scope import Scope, open_scopes, stack
@@ -216,6 +217,18 @@ def test_after_a_fork_scopes_say_so(machine: SimulatedMachine) -> None:
             finally:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.gpu(count=1)
+def test_the_real_driver_tells_its_addresses() -> None:
+    with driver.use(backends.real()) as backend:
+        device = Device(0)
+        with device:
+            assert isinstance(backend.native, native.Native)
+            assert backend.current_context() == device._handle
+            assert device._handle in backend.lasting
+        assert backend.current_context() == 0
+        device.primary_context.release()
 
 
 # -- the stack is a list

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from concurrent.futures import Future
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import settings
@@ -20,6 +21,7 @@ from dask_devctx.context import Context
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceScopeError
 from dask_devctx.scope import open_scopes
+from tests.addressed import addressed
 
 THREADS = 3
 threads = st.integers(0, THREADS - 1)
@@ -62,11 +64,12 @@ class Model:
 
 class Scopes(RuleBasedStateMachine):
     owned = Bundle("owned")
+    make_backend = staticmethod(SimulatedMachine.backend)
 
     def __init__(self):
         super().__init__()
         self.machine = SimulatedMachine(3, host="model")
-        self._use = driver.use(self.machine.backend())
+        self._use = driver.use(self.make_backend(self.machine))
         self.backend = self._use.__enter__()
         self.calls = self.backend.driver()
         self.workers = [Worker() for _ in range(THREADS)]
@@ -202,3 +205,13 @@ class Scopes(RuleBasedStateMachine):
 
 TestScopes = Scopes.TestCase
 TestScopes.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+class ScopesInC(Scopes):
+    make_backend = staticmethod(addressed)
+
+
+TestScopesInC = pytest.mark.skipif(
+    find_spec("dask_devctx._scope") is None, reason="the extension _scope was not built"
+)(ScopesInC.TestCase)
+TestScopesInC.settings = TestScopes.settings

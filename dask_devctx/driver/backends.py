@@ -58,6 +58,8 @@ class Backend:
         self.destroyed: set[int] = set()
         # One Device per GPU, by UUID; kept here so that they live and die with their driver.
         self.devices: dict[str, Any] = {}
+        # The same by ordinal, once CUDA is initialised: what an ordinal means is settled then.
+        self.ordinals: dict[int, Any] = {}
         # What the environment said when this process initialised CUDA, which reads it once.
         self.environment: tuple[str | None, str | None] | None = None
         self._uuids: tuple[str, ...] = ()
