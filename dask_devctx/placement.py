@@ -187,3 +187,35 @@ class Placement:
         if name[0] in (int, str) and wanted not in ("cuda", "gpu"):
             self._named[name] = device
         return device
+
+
+class NoDevices:
+    """What a worker has in place of :class:`Placement` whose devices could not be found.
+
+    Parameters
+    ----------
+    reason
+        Why; whoever asks for a device is told.
+    """
+
+    devices: tuple[Device, ...] = ()
+
+    def __init__(self, reason: Exception) -> None:
+        self._reason = reason
+
+    def place(
+        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[object] = ()
+    ) -> Device:
+        raise self._reason
+
+    def remove(self, key: Hashable) -> None:
+        pass
+
+    def took(self, prefix: str, seconds: float) -> None:
+        pass
+
+    def device_of(self, key: Hashable) -> Device | None:
+        return None
+
+    def __contains__(self, key: Hashable) -> bool:
+        return False

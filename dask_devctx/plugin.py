@@ -16,8 +16,8 @@ from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.pinned import PinnedTask
-from dask_devctx.placement import NbytesByDevice, Placement
-from dask_devctx.pools import DevicePool, near_cpus
+from dask_devctx.placement import NbytesByDevice, NoDevices, Placement
+from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +90,31 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     # -- dask's hooks
 
     def setup(self, worker: Worker) -> None:
-        """Take the worker's tasks in hand; those that run already are left as they are."""
+        """Take the worker's tasks in hand; those that run already are left as they are.
+
+        Raises
+        ------
+        DeviceNotFoundError, DriverUnavailableError, TypeError
+            The worker does not have the devices. It goes on without: tasks that ask for a device
+            fail on it with the same error, and all others run as they did.
+        """
         self.worker = worker
-        self.placement = Placement(
-            _worker_devices(self.devices), self.tasks_per_device, self.policy, _nbytes_by_device()
-        )
+        self.placement: Placement | NoDevices
+        failure: Exception | None = None
+        try:
+            self.placement = Placement(
+                _worker_devices(self.devices),
+                self.tasks_per_device,
+                self.policy,
+                _nbytes_by_device(),
+            )
+        except Exception as error:
+            failure = error
+            self.placement = NoDevices(error)
+        self._unannotated: Unannotated = "leave" if failure else self.unannotated
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
-            name: DevicePool(
+            name: DeviceThreadPoolExecutor(
                 f"devctx-{device}", self.tasks_per_device, near_cpus(device.info.cpu_affinity)
             )
             for device, name in self._executor_names.items()
@@ -105,6 +122,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         worker.executors.update(self.pools)
         self.actors = PinnedActors(worker)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
+        if failure:
+            raise failure  # dask tells the client, and keeps the plugin
 
     def teardown(self, worker: Worker) -> None:
         """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
@@ -134,7 +153,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """Wrap the task, and send it to its device's threads unless it asked for others."""
         annotations = ts.annotations
         try:
-            wanted = requested_device(annotations, ts.key, self.unannotated)
+            wanted = requested_device(annotations, ts.key, self._unannotated)
             if wanted is None:
                 self.placement.remove(ts.key)  # where it was asked for again, in other words
                 return
