@@ -15,6 +15,7 @@ from dask_devctx.annotations import AUTO, Unannotated, requested_device
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
 from dask_devctx.placement import NbytesByDevice, NoDevices, Placement
 from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
@@ -77,6 +78,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         unannotated: Unannotated | None = None,
         policy: Policy = start_soonest,
     ) -> None:
+        keep_annotations()
         self.devices = config.get("devices", devices)
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
         self.unannotated = config.get("unannotated", unannotated)
