@@ -11,11 +11,7 @@ from distributed.protocol.pickle import dumps, loads
 
 from dask_devctx.device import Device
 from dask_devctx.device import devices as all_devices
-from dask_devctx.plugin import DevicePlugin
-
-# How many tasks a worker is shown for each that can run. A device's tasks run on the device's own
-# threads, so a worker's `nthreads` is how far dask lets it look ahead; it costs nothing.
-_LOOK_AHEAD = 16
+from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin
 
 
 class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
@@ -72,7 +68,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         used = all_devices() if plugin.devices is None else [Device(d) for d in plugin.devices]
         if threads_per_worker is None:
             running = len(used) * plugin.tasks_per_device
-            threads_per_worker = max(_LOOK_AHEAD * running, CPU_COUNT // n_workers, 1)
+            threads_per_worker = max(LOOK_AHEAD * running, CPU_COUNT // n_workers, 1)
         self._plugin = plugin
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
-from distributed import Worker, WorkerPlugin
+from distributed import Status, Worker, WorkerPlugin
 
-from dask_devctx import config, tasks
-from dask_devctx.annotations import Unannotated, requested_device
+from dask_devctx import config
+from dask_devctx.actors import PinnedActors
+from dask_devctx.annotations import AUTO, Unannotated, requested_device
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
-from dask_devctx.placement import Placement
-from dask_devctx.pools import DevicePool, near_cpus
+from dask_devctx.placement import NbytesByDevice, NoDevices, Placement
+from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 
 logger = logging.getLogger(__name__)
+
+# How many tasks a worker should be shown for each that can run. A device's tasks run on the
+# device's own threads, so a worker's `nthreads` is how far dask lets it look ahead.
+LOOK_AHEAD = 16
 
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
@@ -72,6 +79,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         unannotated: Unannotated | None = None,
         policy: Policy = start_soonest,
     ) -> None:
+        keep_annotations()
         self.devices = config.get("devices", devices)
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
         self.unannotated = config.get("unannotated", unannotated)
@@ -85,27 +93,48 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     # -- dask's hooks
 
     def setup(self, worker: Worker) -> None:
-        """Take the worker's tasks in hand; those that run already are left as they are."""
+        """Take the worker's tasks in hand; those that run already are left as they are.
+
+        Raises
+        ------
+        DeviceNotFoundError, DriverUnavailableError, TypeError
+            The worker does not have the devices. It goes on without: tasks that ask for a device
+            fail on it with the same error, and all others run as they did.
+        """
         self.worker = worker
-        self.placement = Placement(
-            _worker_devices(self.devices), self.tasks_per_device, self.policy
-        )
+        self.placement: Placement | NoDevices
+        failure: Exception | None = None
+        try:
+            self.placement = Placement(
+                _worker_devices(self.devices),
+                self.tasks_per_device,
+                self.policy,
+                _nbytes_by_device(),
+            )
+        except Exception as error:
+            failure = error
+            self.placement = NoDevices(error)
+        self._unannotated: Unannotated = "leave" if failure else self.unannotated
+        self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
-            f"devctx:{device}": DevicePool(
+            name: DeviceThreadPoolExecutor(
                 f"devctx-{device}", self.tasks_per_device, near_cpus(device.info.cpu_affinity)
             )
-            for device in self.placement.devices
+            for device, name in self._executor_names.items()
         }
         worker.executors.update(self.pools)
-        self._actor_devices: dict[Hashable, Device] = {}
-        self._actor_execute = worker.handlers["actor_execute"]
-        worker.handlers["actor_execute"] = self._pinned_actor_execute
+        self.actors = PinnedActors(worker)
+        self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
+        if failure:
+            raise failure  # dask tells the client, and keeps the plugin
 
     def teardown(self, worker: Worker) -> None:
         """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        self.actors.restore()
+        if worker.status is Status.closing:
+            return  # it empties and ends its executors itself, these with the others
         for ts in worker.state.tasks.values():
             self._unpin(ts)
-        worker.handlers["actor_execute"] = self._actor_execute
         for name, pool in self.pools.items():
             del worker.executors[name]
             pool.shutdown(wait=False)
@@ -116,7 +145,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         # A task that was cancelled and asked for again comes back to "executing" without a
         # transition to it, so what counts is the state and not `finish`.
         if ts is not None and ts.state == "executing":
-            if not isinstance(ts.run_spec, PinnedTask):
+            if ts.run_spec.__class__ is not PinnedTask:
                 self._pin(ts)
         elif key in self.placement and (ts is None or ts.state not in _UNDER_WAY):
             self._done(key, ts)
@@ -125,21 +154,25 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def _pin(self, ts: Any) -> None:
         """Wrap the task, and send it to its device's threads unless it asked for others."""
-        executor = ts.annotations.get("executor")
+        annotations = ts.annotations
         try:
-            wanted = requested_device(ts.annotations, ts.key, self.unannotated)
+            wanted = requested_device(annotations, ts.key, self._unannotated)
             if wanted is None:
+                self.placement.remove(ts.key)  # where it was asked for again, in other words
                 return
-            device = self.placement.place(ts.key, ts.prefix, wanted)
+            device = self.placement.place(ts.key, ts.prefix, wanted, self._inputs(ts))
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
             ts.run_spec = PinnedTask(ts.run_spec, failure, ts.priority)
-        else:
-            if ts.key in self.worker.state.actors:
-                self._actor_devices[ts.key] = device
-            if executor is None:
-                ts.annotations = {**ts.annotations, "executor": f"devctx:{device}"}
-            ts.run_spec = PinnedTask(ts.run_spec, device, ts.priority)
+            return
+        if ts.key in self.worker.state.actors:
+            self.actors.live_on(ts, device)
+        if not annotations or "executor" not in annotations:
+            ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
+        asked_for = wanted.__class__ is not str or wanted != AUTO
+        ts.run_spec = PinnedTask(ts.run_spec, device, ts.priority, asked_for=asked_for)
+        if self._advice:
+            self._advise()
 
     def _unpin(self, ts: Any) -> None:
         if isinstance(ts.run_spec, PinnedTask):
@@ -154,40 +187,40 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 if times["action"] == "compute":
                     self.placement.took(ts.prefix, times["stop"] - times["start"])
 
-    # -- actors
+    def _inputs(self, ts: Any) -> Iterator[object]:
+        """Yield those inputs of a task that are in memory; what is on disk stays there."""
+        data = self.worker.data
+        data = getattr(data, "memory", data)
+        return (data[dep.key] for dep in ts.dependencies if dep.key in data)
 
-    async def _pinned_actor_execute(self, actor: Hashable = None, **kwargs: Any) -> Any:
-        """Call an actor's method on the device that the actor was made on."""
-        running = self._actor_execute(actor=actor, **kwargs)
-        device = self._actor_devices.get(actor)
-        if device is None:
-            return await running
-        swap = _PinnedMethods(self.worker.state.actors, actor, device)
-        return await tasks.awaiting(swap, running)
+    def _advise(self) -> None:
+        """Say once what to change, where the client can read it too: its events of ``devctx``."""
+        logger.warning("%s: %s", self.worker.address, self._advice)
+        self.worker.log_event("devctx", {"level": "warning", "message": self._advice})
+        self._advice = ""
 
 
-class _PinnedMethods:
-    """While entered, an actor's methods run on its device.
+def _advice(worker: Worker, running: int) -> str:
+    """Return what to change of a worker that is shown too few tasks to keep its devices busy."""
+    nthreads = worker.state.nthreads
+    if nthreads >= 2 * running:
+        return ""
+    return (
+        f"This worker has nthreads={nthreads}, and its devices run {running} tasks at a time: dask "
+        "will not show it enough tasks to keep them busy, and a queue for one device can keep the "
+        f"others waiting. Start it with nthreads={LOOK_AHEAD * running}, which costs nothing here, "
+        "because the devices' own threads run the tasks; LocalDeviceCluster does so"
+    )
 
-    Entered whenever dask's own handler is resumed, and left whenever it suspends: only the handler
-    sees the stand-in.
-    """
 
-    def __init__(self, actors: dict[Hashable, Any], key: Hashable, device: Device) -> None:
-        self._actors = actors
-        self._key = key
-        self._device = device
-        self._actor: Any = None
-
-    def __enter__(self) -> None:
-        self._actor = self._actors[self._key]
-        self._actors[self._key] = self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._actors[self._key] = self._actor
-
-    def __getattr__(self, name: str) -> Any:
-        return tasks.DeviceFunction(self._device, getattr(self._actor, name))
+def _nbytes_by_device() -> NbytesByDevice | None:
+    """Return what says where a value lives."""
+    try:
+        transfer = import_module("dask_devctx.transfer")
+    except ModuleNotFoundError:
+        return None
+    found: NbytesByDevice = transfer.nbytes_by_device
+    return found
 
 
 def _worker_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:
