@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed import Worker, WorkerPlugin
 
-from dask_devctx import config, tasks
+from dask_devctx import config, membership, splitting, tasks
 from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
@@ -16,6 +16,7 @@ from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.pinned import PinnedTask
 from dask_devctx.placement import Placement
 from dask_devctx.pools import DevicePool, near_cpus
+from dask_devctx.record import Record
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     devices
         The devices that the worker uses, each anything that :class:`~dask_devctx.Device` accepts;
         all that it sees by default.
+    devices_per_worker
+        How many of them the worker takes for itself alone: workers of one machine and user that
+        are given this share the devices out without overlap. None for all, shared with anybody.
     tasks_per_device
         How many tasks run on a device at a time.
     unannotated
@@ -49,7 +53,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     -----
     What is not given is taken from dask's configuration (``devctx.*``) where the plugin is made.
     It works on a cluster that is running and on workers that join later, and is wholly undone by
-    ``client.unregister_worker_plugin("devctx")``, while tasks run.
+    ``client.unregister_worker_plugin("devctx")``, while tasks run. A worker that joins and cannot
+    use its devices leaves again.
 
     Examples
     --------
@@ -67,28 +72,44 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self,
         *,
         devices: Sequence[object] | None = None,
+        devices_per_worker: int | None = None,
         tasks_per_device: int | None = None,
         unannotated: Unannotated | None = None,
         policy: Policy = start_soonest,
     ) -> None:
         self.devices = config.get("devices", devices)
+        self.devices_per_worker = config.get("devices-per-worker", devices_per_worker)
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
         self.unannotated = config.get("unannotated", unannotated)
         self.policy = policy
-        count = self.tasks_per_device
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"tasks_per_device must be a whole number, 1 or more, got {count!r}")
+        _check_count("tasks_per_device", self.tasks_per_device)
+        if self.devices_per_worker is not None:
+            _check_count("devices_per_worker", self.devices_per_worker)
         if self.unannotated not in ("assign", "leave"):
             raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
 
     # -- dask's hooks
 
-    def setup(self, worker: Worker) -> None:
+    async def setup(self, worker: Worker) -> None:
         """Take the worker's tasks in hand; those that run already are left as they are."""
+        try:
+            self._install(worker)
+        except Exception as error:
+            await membership.refuse(worker, error)
+            raise
+        await membership.announce(worker, self.placement.devices)
+
+    async def teardown(self, worker: Worker) -> None:
+        """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        self._uninstall(worker)
+        await membership.withdraw(worker)
+
+    def _install(self, worker: Worker) -> None:
         self.worker = worker
-        self.placement = Placement(
-            _worker_devices(self.devices), self.tasks_per_device, self.policy
-        )
+        self.share = self._share(worker)
+        self.placement = Placement(self.share.devices, self.tasks_per_device, self.policy)
+        self.record = Record(self.placement.devices, self.tasks_per_device)
+        worker.metrics[Record.metric] = self.record.metrics
         self.pools = {
             f"devctx:{device}": DevicePool(
                 f"devctx-{device}", self.tasks_per_device, near_cpus(device.info.cpu_affinity)
@@ -100,14 +121,28 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self._actor_execute = worker.handlers["actor_execute"]
         worker.handlers["actor_execute"] = self._pinned_actor_execute
 
-    def teardown(self, worker: Worker) -> None:
-        """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+    def _uninstall(self, worker: Worker) -> None:
+        if not hasattr(self, "placement"):
+            return  # it was never installed
         for ts in worker.state.tasks.values():
             self._unpin(ts)
         worker.handlers["actor_execute"] = self._actor_execute
         for name, pool in self.pools.items():
             del worker.executors[name]
             pool.shutdown(wait=False)
+        del worker.metrics[Record.metric]
+        self.share.release()
+
+    def _share(self, worker: Worker) -> splitting.Share:
+        found = _worker_devices(self.devices)
+        if self.devices_per_worker is None:
+            return splitting.Share(found)
+        return splitting.take(
+            found,
+            self.devices_per_worker,
+            holder=f"worker {worker.name}",
+            directory=config.get("lock-directory"),
+        )
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Pin a task that is about to be executed; stop counting one that is done."""
@@ -118,6 +153,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if not isinstance(ts.run_spec, PinnedTask):
                 self._pin(ts)
         elif key in self.placement and (ts is None or ts.state not in _UNDER_WAY):
+            self.record.left(key, ts)
             self._done(key, ts)
 
     # -- a task's way
@@ -130,6 +166,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if wanted is None:
                 return
             device = self.placement.place(ts.key, ts.prefix, wanted)
+            self.record.placed(ts, device)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
             ts.run_spec = PinnedTask(ts.run_spec, failure, ts.priority)
@@ -187,6 +224,11 @@ class _PinnedMethods:
 
     def __getattr__(self, name: str) -> Any:
         return tasks.DeviceFunction(self._device, getattr(self._actor, name))
+
+
+def _check_count(name: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be a whole number, 1 or more, got {count!r}")
 
 
 def _worker_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:
