@@ -15,7 +15,7 @@ from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.pinned import PinnedTask
 from dask_devctx.placement import Placement
-from dask_devctx.pools import DevicePool, near_cpus
+from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 from dask_devctx.record import Record
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.record = Record(self.placement.devices, self.tasks_per_device)
         worker.metrics[Record.metric] = self.record.metrics
         self.pools = {
-            f"devctx:{device}": DevicePool(
+            f"devctx:{device}": DeviceThreadPoolExecutor(
                 f"devctx-{device}", self.tasks_per_device, near_cpus(device.info.cpu_affinity)
             )
             for device in self.placement.devices

@@ -26,7 +26,7 @@ _FIRST: tuple[float, ...] = (float("-inf"),)
 _LAST: tuple[float, ...] = (float("inf"),)
 
 
-class DevicePool(ThreadPoolExecutor):  # type: ignore[misc]
+class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     """The threads that run a device's tasks.
 
     Parameters
@@ -40,7 +40,8 @@ class DevicePool(ThreadPoolExecutor):  # type: ignore[misc]
 
     Notes
     -----
-    A distributed pool, so that ``secede`` and ``rejoin`` work in it.
+    dask takes an executor for one of threads by its class's name, which has to say
+    ``ThreadPoolExecutor``. It is a distributed one, so that ``secede`` and ``rejoin`` work in it.
     """
 
     def __init__(self, name: str, threads: int, cpus: frozenset[int] | None) -> None:
