@@ -60,7 +60,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     Examples
     --------
     >>> from distributed import Client
-    >>> with LocalDeviceCluster(processes=False, dashboard_address=None) as cluster:
+    >>> with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
     ...     with Client(cluster) as client:
     ...         print(client.submit(lambda: Device.current().device_id).result())
     0
@@ -94,6 +94,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         else:
             used = _found(plugin.devices)
         self._plugin = plugin
+        self._routing = DeviceRouting()
         self._n_devices = len(used)
         self._check_enough(n_workers)
         if threads_per_worker is None:
@@ -124,7 +125,6 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
 
     async def _start(self) -> None:
         await super()._start()
-        self._routing = DeviceRouting()
         await self.scheduler.register_scheduler_plugin(self._routing, idempotent=False)
         # There are no workers yet. Each is given the plugin while it joins.
         await self.scheduler.register_worker_plugin(

@@ -59,7 +59,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     Examples
     --------
     >>> from distributed import Client, LocalCluster
-    >>> with LocalCluster(processes=False, dashboard_address=None) as cluster, Client(cluster) as c:
+    >>> with LocalCluster(processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
     ...     _ = c.register_plugin(DevicePlugin())
     ...     with dask.annotate(device=1):
     ...         print(c.submit(lambda: Device.current().device_id).result())
@@ -82,6 +82,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
         self.unannotated = config.get("unannotated", unannotated)
         self.policy = policy
+        self.share: splitting.Share | None = None
         _check_count("tasks_per_device", self.tasks_per_device)
         if self.devices_per_worker is not None:
             _check_count("devices_per_worker", self.devices_per_worker)
@@ -102,11 +103,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     async def teardown(self, worker: Worker) -> None:
         """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
         self._uninstall(worker)
+        worker.metrics.pop(Record.metric, None)
+        if self.share is not None:
+            self.share.release()
         await membership.withdraw(worker)
 
     def _install(self, worker: Worker) -> None:
         self.worker = worker
-        self.share = self._share(worker)
+        self.share = self._take(worker)
         self.placement = Placement(self.share.devices, self.tasks_per_device, self.policy)
         self.record = Record(self.placement.devices, self.tasks_per_device)
         worker.metrics[Record.metric] = self.record.metrics
@@ -122,7 +126,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         worker.handlers["actor_execute"] = self._pinned_actor_execute
 
     def _uninstall(self, worker: Worker) -> None:
-        if not hasattr(self, "placement"):
+        if self.share is None:
             return  # it was never installed
         for ts in worker.state.tasks.values():
             self._unpin(ts)
@@ -130,10 +134,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         for name, pool in self.pools.items():
             del worker.executors[name]
             pool.shutdown(wait=False)
-        del worker.metrics[Record.metric]
-        self.share.release()
 
-    def _share(self, worker: Worker) -> splitting.Share:
+    def _take(self, worker: Worker) -> splitting.Share:
         found = _worker_devices(self.devices)
         if self.devices_per_worker is None:
             return splitting.Share(found)

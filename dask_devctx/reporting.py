@@ -97,7 +97,7 @@ def report(client: Client) -> Any:
     Examples
     --------
     >>> from dask_devctx import LocalDeviceCluster
-    >>> with LocalDeviceCluster(processes=False, dashboard_address=None) as cluster:
+    >>> with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
     ...     with Client(cluster) as client:
     ...         with dask.annotate(device=2):
     ...             _ = client.submit(sum, [1, 2], key="sum-1").result()

@@ -1,4 +1,4 @@
-"""Clusters on four simulated devices, whose locks are the test's own."""
+"""Clusters on simulated devices, with dask's own checks of its state on."""
 
 from __future__ import annotations
 
@@ -13,22 +13,28 @@ from dask_devctx.driver.simulated import SimulatedMachine
 
 
 @pytest.fixture(autouse=True)
-def lock_directory(tmp_path: Path) -> Path:
-    """The test's own, so that tests that run at the same time do not take each other's devices."""
-    return tmp_path / "locks"
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
+    """Four simulated devices, in this process and, with the same UUIDs, in those it starts."""
+    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "4")
+    machine = SimulatedMachine(4)
+    with driver.use(machine.backend()):
+        yield machine
+        handle = machine.driver.cuCtxGetCurrent()[1]
+        assert handle is None or int(handle) == 0, "a context was left current"
 
 
 @pytest.fixture(autouse=True)
-def simulated(monkeypatch: pytest.MonkeyPatch, lock_directory: Path) -> Iterator[SimulatedMachine]:
-    """The machine of this process; processes that it starts simulate the same one."""
-    monkeypatch.setenv("DASK_DEVCTX__SIMULATED_DEVICES", "4")
-    monkeypatch.setenv("DASK_DEVCTX__LOCK_DIRECTORY", str(lock_directory))
-    machine = SimulatedMachine(4)
-    settings = {
-        "devctx.simulated-devices": 4,
-        "devctx.lock-directory": str(lock_directory),
-        "distributed.scheduler.validate": True,
-        "distributed.worker.validate": True,
-    }
-    with dask.config.set(settings), driver.use(machine.backend()):
-        yield machine
+def validate() -> Iterator[None]:
+    with dask.config.set(
+        {"distributed.worker.validate": True, "distributed.scheduler.validate": True}
+    ):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def lock_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The test's own, so that tests that run at the same time do not take each other's devices."""
+    directory = tmp_path / "locks"
+    monkeypatch.setenv("DASK_DEVCTX__LOCK_DIRECTORY", str(directory))
+    with dask.config.set({"devctx.lock-directory": str(directory)}):
+        yield directory

@@ -127,7 +127,7 @@ def test_machines_do_not_share(lock_directory: Path) -> None:
 
 def test_workers_of_one_process(lock_directory: Path) -> None:
     with (
-        LocalCluster(n_workers=2, processes=False, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         client.register_plugin(DevicePlugin(devices_per_worker=2))
@@ -144,7 +144,7 @@ def test_workers_of_one_process(lock_directory: Path) -> None:
 
 def test_a_live_worker_that_gets_none_is_reported() -> None:
     with (
-        LocalCluster(n_workers=3, processes=False, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=3, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
         pytest.raises(DevicesInUseError, match="wants 2 devices for itself and 0 of 4 are free"),
     ):
@@ -153,7 +153,7 @@ def test_a_live_worker_that_gets_none_is_reported() -> None:
 
 def test_a_worker_that_joins_in_vain_leaves(lock_directory: Path) -> None:
     with (
-        LocalCluster(n_workers=2, processes=False, dashboard_address=None) as cluster,
+        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         client.register_plugin(DevicePlugin(devices_per_worker=2))
