@@ -96,6 +96,7 @@ def report(client: Client) -> Any:
 
     Examples
     --------
+    >>> import dask
     >>> from dask_devctx import LocalDeviceCluster
     >>> with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
     ...     with Client(cluster) as client:
