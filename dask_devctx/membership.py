@@ -11,6 +11,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_devctx import discovery, driver
 from dask_devctx.device import Device
+from dask_devctx.errors import DevicesInUseError, LockDirectoryError
 from dask_devctx.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ async def withdraw(worker: Worker) -> None:
 
 
 async def refuse(worker: Worker, error: Exception) -> None:
-    """Keep a worker out of the cluster whose plugin could not be set up while it was joining.
+    """Tell the scheduler that a worker has no devices; one that joins without its share leaves.
 
     Parameters
     ----------
@@ -68,20 +69,25 @@ async def refuse(worker: Worker, error: Exception) -> None:
 
     Notes
     -----
-    dask logs the error and lets such a worker join: it would run tasks on whatever device.
+    dask logs the error and lets a worker join whose plugin could not be set up. That suits a
+    worker on a machine without GPUs; one whose machine's devices are taken would run tasks on
+    devices that are others'.
     """
-    joining = (
-        worker.status == Status.running and not worker.periodic_callbacks["heartbeat"].is_running()
-    )
-    if not joining:
-        return
-    logger.error("This worker leaves the cluster, as it cannot use its devices: %s", error)
+    if worker.status != Status.running:
+        return  # it is starting, and the error ends the start
+    joining = not worker.periodic_callbacks["heartbeat"].is_running()
+    leaves = joining and isinstance(error, (DevicesInUseError, LockDirectoryError))
     try:
         await _install_routing(worker)
-        await _tell(worker, REFUSE, error=dumps(error))
+        if leaves:
+            await _tell(worker, REFUSE, error=dumps(error))
+        else:
+            await _tell(worker, ANNOUNCE, seen=[], used=[])
     except Exception as untold:
         logger.debug("The scheduler was not told: %r", untold)
-    worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
+    if leaves:
+        logger.error("This worker leaves the cluster, as it cannot take its devices: %s", error)
+        worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
 
 
 async def _install_routing(worker: Worker) -> None:

@@ -53,11 +53,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     -----
     What is not given is taken from dask's configuration (``devctx.*``) where the plugin is made.
     It works on a cluster that is running and on workers that join later, and is wholly undone by
-    ``client.unregister_worker_plugin("devctx")``, while tasks run. A worker that joins and cannot
-    use its devices leaves again.
+    ``client.unregister_worker_plugin("devctx")``, while tasks run. A worker that joins and finds
+    too few devices free for ``devices_per_worker`` leaves again.
 
     Examples
     --------
+    >>> import dask
     >>> from distributed import Client, LocalCluster
     >>> with LocalCluster(processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
     ...     _ = c.register_plugin(DevicePlugin())

@@ -247,7 +247,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             holders, lost = there, False
         if not holders and (lost or cluster.joined) and may_wait:
             return _NOBODY
-        holders = holders or there
+        # Else whoever has devices at all tells best that this one is not there.
+        holders = holders or {a for a in there if cluster.holdings[a].used} or there
         return None if not holders or len(holders) == len(self.scheduler.workers) else holders
 
     def _allowed(self, wish: _Wish) -> set[str] | None:

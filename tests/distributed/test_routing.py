@@ -236,12 +236,13 @@ def test_queued_tasks_are_led_anew_when_a_worker_joins_that_has_less() -> None:
         assert not cluster.scheduler.queued
 
 
-async def join(cluster: LocalCluster, devices: list[int] | None = None) -> None:
+async def join(cluster: LocalCluster, devices: list[int] | None = None) -> Worker:
     """Add a worker, with the cluster's plugin or with one for these devices."""
     worker = await Worker(cluster.scheduler.address, nthreads=1, name="late")
     cluster.workers["late"] = worker  # which closes it
     if devices is not None:
         await worker.plugin_add(DevicePlugin(devices=devices))
+    return worker
 
 
 def test_unregistering_lets_go(client: Client, cluster: LocalDeviceCluster) -> None:
@@ -305,3 +306,27 @@ def test_errors_of_a_users_callable_reach_the_task(client: Client) -> None:
         future = client.submit(where, key="broken-key")
     with pytest.raises(KeyError):
         future.result(timeout=10)
+
+
+def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        # As on a machine whose devices are not these: the plugin's set-up fails there.
+        worker = client.sync(join, cluster)
+        assert worker.address in cluster.scheduler.workers
+        with pytest.raises(DeviceNotFoundError):
+            client.sync(set_up, worker, DevicePlugin(devices=["GPU-ffffffff"]))
+        start = time.monotonic()
+        with dask.annotate(device=7):
+            future = client.submit(where, pure=False)
+        assert isinstance(future.exception(timeout=20), DeviceNotFoundError)
+        with dask.annotate(device=2):
+            future = client.submit(worker_and_device, pure=False)
+        assert future.result(timeout=20) == (cluster.workers[0].address, 2)
+        assert time.monotonic() - start < 10
+
+
+async def set_up(worker: Worker, plugin: DevicePlugin) -> None:
+    await worker.plugin_add(plugin, catch_errors=False)
