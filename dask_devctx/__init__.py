@@ -20,9 +20,11 @@ from dask_devctx.errors import (
     DevctxError,
     DeviceNotFoundError,
     DeviceScopeError,
+    DevicesInUseError,
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
+    LockDirectoryError,
     VisibleDevicesError,
 )
 from dask_devctx.tasks import on_device
@@ -30,6 +32,8 @@ from dask_devctx.tasks import on_device
 if TYPE_CHECKING:
     from dask_devctx.cluster import LocalDeviceCluster
     from dask_devctx.plugin import DevicePlugin
+    from dask_devctx.reporting import report
+    from dask_devctx.routing import DeviceRouting
 
 __all__ = [
     "CacheConfig",
@@ -39,23 +43,31 @@ __all__ = [
     "Device",
     "DeviceNotFoundError",
     "DevicePlugin",
+    "DeviceRouting",
     "DeviceScopeError",
+    "DevicesInUseError",
     "DriverError",
     "DriverUnavailableError",
     "ForkedProcessError",
     "Limit",
     "LocalDeviceCluster",
+    "LockDirectoryError",
     "PrimaryContext",
     "SharedMemoryConfig",
     "VisibleDevicesError",
     "devices",
     "on_device",
+    "report",
 ]
 
 # What needs dask, and where it is.
 _DISTRIBUTED_HALF = {
     "DevicePlugin": "dask_devctx.plugin",
+    "DeviceRouting": "dask_devctx.routing",
     "LocalDeviceCluster": "dask_devctx.cluster",
+    # `--preload dask_devctx` looks for this here
+    "dask_setup": "dask_devctx.preload",
+    "report": "dask_devctx.reporting",
 }
 
 

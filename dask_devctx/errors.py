@@ -6,7 +6,7 @@ Every error keeps what it reports as attributes and hands all of them to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -185,4 +185,58 @@ class DeviceMismatchError(DevctxError, ValueError):
             f"{self.value} lives on {self.device} and cannot be used on {self.current}. Take it "
             f"there with to_device(value, {self.current!r}), or compute where it is, inside "
             f"'with Device({self.device!r}):'"
+        )
+
+
+class LockDirectoryError(DevctxError):
+    """The directory of the device locks cannot be trusted, or cannot be used.
+
+    Parameters
+    ----------
+    path
+        The directory, or the file in it.
+    reason
+        What is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"devices cannot be shared out: {self.path} {self.reason}. Remove or repair it, or "
+            "name another directory with the configuration devctx.lock-directory"
+        )
+
+
+class DevicesInUseError(DevctxError):
+    """A worker wants more devices for itself than are free.
+
+    Parameters
+    ----------
+    wanted
+        How many it wants.
+    free
+        A description of each device that is free.
+    holders
+        Who holds each of the others, by the device's description.
+    """
+
+    def __init__(self, wanted: int, free: Sequence[str], holders: Mapping[str, str]) -> None:
+        free = tuple(free)
+        holders = dict(holders)
+        super().__init__(wanted, free, holders)
+        self.wanted = wanted
+        self.free = free
+        self.holders = holders
+
+    def __str__(self) -> str:
+        total = len(self.free) + len(self.holders)
+        held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
+        return (
+            f"this worker wants {self.wanted} devices for itself and {len(self.free)} of {total} "
+            f"are free{': ' if held else ''}{held}. Start fewer workers on this machine, or lower "
+            "devices_per_worker"
         )

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Sequence
-from importlib import import_module
 from typing import Any
 
 from distributed import Status, Worker, WorkerPlugin
 
-from dask_devctx import config
+from dask_devctx import config, membership, splitting
 from dask_devctx.actors import PinnedActors
 from dask_devctx.annotations import AUTO, Unannotated, requested_device
 from dask_devctx.assignment import Policy, start_soonest
@@ -17,8 +16,10 @@ from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
-from dask_devctx.placement import NbytesByDevice, NoDevices, Placement
+from dask_devctx.placement import NoDevices, Placement
 from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
+from dask_devctx.record import Record
+from dask_devctx.transfer import nbytes_by_device
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     devices
         The devices that the worker uses, each anything that :class:`~dask_devctx.Device` accepts;
         all that it sees by default.
+    devices_per_worker
+        How many of them the worker takes for itself alone: workers of one machine and user that
+        are given this share the devices out without overlap. None for all, shared with anybody.
     tasks_per_device
         How many tasks run on a device at a time.
     unannotated
@@ -56,7 +60,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     -----
     What is not given is taken from dask's configuration (``devctx.*``) where the plugin is made.
     It works on a cluster that is running and on workers that join later, and is wholly undone by
-    ``client.unregister_worker_plugin("devctx")``, while tasks run.
+    ``client.unregister_worker_plugin("devctx")``, while tasks run. A worker that joins and finds
+    too few devices free for ``devices_per_worker`` leaves again.
 
     Examples
     --------
@@ -75,46 +80,64 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self,
         *,
         devices: Sequence[object] | None = None,
+        devices_per_worker: int | None = None,
         tasks_per_device: int | None = None,
         unannotated: Unannotated | None = None,
         policy: Policy = start_soonest,
     ) -> None:
         keep_annotations()
         self.devices = config.get("devices", devices)
+        self.devices_per_worker = config.get("devices-per-worker", devices_per_worker)
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
         self.unannotated = config.get("unannotated", unannotated)
         self.policy = policy
-        count = self.tasks_per_device
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"tasks_per_device must be a whole number, 1 or more, got {count!r}")
+        _check_count("tasks_per_device", self.tasks_per_device)
+        if self.devices_per_worker is not None:
+            _check_count("devices_per_worker", self.devices_per_worker)
         if self.unannotated not in ("assign", "leave"):
             raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
 
     # -- dask's hooks
 
-    def setup(self, worker: Worker) -> None:
+    async def setup(self, worker: Worker) -> None:
         """Take the worker's tasks in hand; those that run already are left as they are.
 
         Raises
         ------
-        DeviceNotFoundError, DriverUnavailableError, TypeError
-            The worker does not have the devices. It goes on without: tasks that ask for a device
-            fail on it with the same error, and all others run as they did.
+        DevctxError, TypeError
+            The worker does not have the devices. It goes on without, unless they are others':
+            tasks that ask for a device fail on it with the same error, and all others run as they
+            did.
         """
+        failure = self._install(worker)
+        if failure is None:
+            await membership.announce(worker, self.placement.devices)
+        else:
+            await membership.refuse(worker, failure)
+            raise failure  # dask tells the client, and keeps the plugin
+
+    async def teardown(self, worker: Worker) -> None:
+        """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        self._uninstall(worker)
+        self.share.release()
+        await membership.withdraw(worker)
+
+    def _install(self, worker: Worker) -> Exception | None:
         self.worker = worker
+        self.share = splitting.Share(())
         self.placement: Placement | NoDevices
         failure: Exception | None = None
         try:
+            self.share = self._take(worker)
             self.placement = Placement(
-                _worker_devices(self.devices),
-                self.tasks_per_device,
-                self.policy,
-                _nbytes_by_device(),
+                self.share.devices, self.tasks_per_device, self.policy, nbytes_by_device
             )
         except Exception as error:
             failure = error
             self.placement = NoDevices(error)
         self._unannotated: Unannotated = "leave" if failure else self.unannotated
+        self.record = Record(self.placement.devices, self.tasks_per_device)
+        worker.metrics[Record.metric] = self.record.metrics
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
             name: DeviceThreadPoolExecutor(
@@ -125,11 +148,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         worker.executors.update(self.pools)
         self.actors = PinnedActors(worker)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
-        if failure:
-            raise failure  # dask tells the client, and keeps the plugin
+        return failure
 
-    def teardown(self, worker: Worker) -> None:
-        """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+    def _uninstall(self, worker: Worker) -> None:
+        worker.metrics.pop(Record.metric, None)
         self.actors.restore()
         if worker.status is Status.closing:
             return  # it empties and ends its executors itself, these with the others
@@ -138,6 +160,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         for name, pool in self.pools.items():
             del worker.executors[name]
             pool.shutdown(wait=False)
+
+    def _take(self, worker: Worker) -> splitting.Share:
+        found = _worker_devices(self.devices)
+        if self.devices_per_worker is None:
+            return splitting.Share(found)
+        return splitting.take(
+            found,
+            self.devices_per_worker,
+            holder=f"worker {worker.name}",
+            directory=config.get("lock-directory"),
+        )
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Pin a task that is about to be executed; stop counting one that is done."""
@@ -148,6 +181,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if ts.run_spec.__class__ is not PinnedTask:
                 self._pin(ts)
         elif key in self.placement and (ts is None or ts.state not in _UNDER_WAY):
+            self.record.left(key, ts)
             self._done(key, ts)
 
     # -- a task's way
@@ -161,6 +195,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 self.placement.remove(ts.key)  # where it was asked for again, in other words
                 return
             device = self.placement.place(ts.key, ts.prefix, wanted, self._inputs(ts))
+            self.record.placed(ts, device)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
             ts.run_spec = PinnedTask(ts.run_spec, failure, ts.priority)
@@ -213,14 +248,9 @@ def _advice(worker: Worker, running: int) -> str:
     )
 
 
-def _nbytes_by_device() -> NbytesByDevice | None:
-    """Return what says where a value lives."""
-    try:
-        transfer = import_module("dask_devctx.transfer")
-    except ModuleNotFoundError:
-        return None
-    found: NbytesByDevice = transfer.nbytes_by_device
-    return found
+def _check_count(name: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} must be a whole number, 1 or more, got {count!r}")
 
 
 def _worker_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:

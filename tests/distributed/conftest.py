@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import dask
 import pytest
@@ -28,3 +29,12 @@ def validate() -> Iterator[None]:
         {"distributed.worker.validate": True, "distributed.scheduler.validate": True}
     ):
         yield
+
+
+@pytest.fixture(autouse=True)
+def lock_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The test's own, so that tests that run at the same time do not take each other's devices."""
+    directory = tmp_path / "locks"
+    monkeypatch.setenv("DASK_DEVCTX__LOCK_DIRECTORY", str(directory))
+    with dask.config.set({"devctx.lock-directory": str(directory)}):
+        yield directory
