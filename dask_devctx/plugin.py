@@ -193,6 +193,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             wanted = requested_device(annotations, ts.key, self._unannotated)
             if wanted is None:
                 self.placement.remove(ts.key)  # where it was asked for again, in other words
+                self.record.left(ts.key, None)
                 return
             device = self.placement.place(ts.key, ts.prefix, wanted, self._inputs(ts))
             self.record.placed(ts, device)

@@ -41,6 +41,18 @@ CASES = [
         "to_device(value, 'cuda:0'), or compute where it is, inside 'with Device('cuda:1'):'",
     ),
     (
+        errors.LockDirectoryError("/locks", "is a link"),
+        {"path": "/locks", "reason": "is a link"},
+        "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "
+        "directory with the configuration devctx.lock-directory",
+    ),
+    (
+        errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
+        {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
+        "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "
+        "Start fewer workers on this machine, or lower devices_per_worker",
+    ),
+    (
         errors.DriverUnavailableError("there is no driver", "Install it"),
         {"reason": "there is no driver", "remedy": "Install it"},
         "there is no driver. Install it",
