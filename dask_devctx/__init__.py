@@ -18,6 +18,8 @@ from dask_devctx.context import (
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import (
     DevctxError,
+    DeviceMemoryError,
+    DeviceMismatchError,
     DeviceNotFoundError,
     DeviceScopeError,
     DevicesInUseError,
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from dask_devctx.plugin import DevicePlugin
     from dask_devctx.reporting import report
     from dask_devctx.routing import DeviceRouting
+    from dask_devctx.simulated_array import SimulatedArray
+    from dask_devctx.transfer import device_of, to_device
 
 __all__ = [
     "CacheConfig",
@@ -41,6 +45,8 @@ __all__ = [
     "ContextFlags",
     "DevctxError",
     "Device",
+    "DeviceMemoryError",
+    "DeviceMismatchError",
     "DeviceNotFoundError",
     "DevicePlugin",
     "DeviceRouting",
@@ -54,10 +60,13 @@ __all__ = [
     "LockDirectoryError",
     "PrimaryContext",
     "SharedMemoryConfig",
+    "SimulatedArray",
     "VisibleDevicesError",
+    "device_of",
     "devices",
     "on_device",
     "report",
+    "to_device",
 ]
 
 # What needs dask, and where it is.
@@ -67,7 +76,10 @@ _DISTRIBUTED_HALF = {
     "LocalDeviceCluster": "dask_devctx.cluster",
     # `--preload dask_devctx` looks for this here
     "dask_setup": "dask_devctx.preload",
+    "SimulatedArray": "dask_devctx.simulated_array",
+    "device_of": "dask_devctx.transfer",
     "report": "dask_devctx.reporting",
+    "to_device": "dask_devctx.transfer",
 }
 
 

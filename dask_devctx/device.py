@@ -301,6 +301,18 @@ class Device(Scope):
         handle = self._handle or self._bind()
         self._backend.calls.set_current(handle)
 
+    def unset_current(self) -> None:
+        """Undo :meth:`set_current`: leave nothing current, where this is what is current.
+
+        Raises
+        ------
+        DriverError
+            The driver refuses.
+        """
+        calls = self._backend.calls
+        if self._handle and calls.current() == self._handle:
+            calls.set_current(0)
+
     def sync(self) -> None:
         """Wait until its primary context has done all work that it was given.
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
 from dask_devctx import driver, tasks
 from dask_devctx.device import Device
 from dask_devctx.pools import submitting
+
+if TYPE_CHECKING:
+    from dask_devctx.inputs import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,10 @@ class PinnedTask:
         Dask's priority of it; the least runs first.
     asked_for
         Whether somebody asked for this device; else any would have done.
+    key
+        Dask's key of it.
+    inputs
+        Brings the inputs to the device; None leaves them where they are.
 
     Notes
     -----
@@ -36,7 +43,7 @@ class PinnedTask:
     without one, any other fails.
     """
 
-    __slots__ = ("asked_for", "device", "priority", "task")
+    __slots__ = ("asked_for", "device", "inputs", "key", "priority", "task")
 
     def __init__(
         self,
@@ -45,7 +52,11 @@ class PinnedTask:
         priority: tuple[int, ...] | None = None,
         *,
         asked_for: bool = True,
+        key: Hashable = None,
+        inputs: Inputs | None = None,
     ) -> None:
+        self.key = key
+        self.inputs = inputs
         self.task = task
         self.device = device
         self.priority = priority
@@ -55,7 +66,16 @@ class PinnedTask:
         device = self.device
         if isinstance(device, Exception):
             raise device
-        return tasks.call(device, self.task, data)
+        inputs = self.inputs
+        if inputs is None:
+            return tasks.call(device, self.task, data)
+        with device:
+            brought = inputs.bring(data, device) if data else data
+            result = self.task(brought)
+            if self.task.is_coro:  # type: ignore[attr-defined]
+                return tasks.within(device, result)
+            inputs.made(self.key, result, brought, device)
+        return tasks.within(device, result)
 
     @property
     def is_coro(self) -> bool:

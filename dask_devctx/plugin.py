@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from distributed import Status, Worker, WorkerPlugin
@@ -11,14 +11,17 @@ from distributed import Status, Worker, WorkerPlugin
 from dask_devctx import config, membership, splitting
 from dask_devctx.actors import PinnedActors
 from dask_devctx.annotations import AUTO, Unannotated, requested_device
+from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.inputs import Inputs
 from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
 from dask_devctx.placement import NoDevices, Placement
 from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 from dask_devctx.record import Record
+from dask_devctx.replicas import check_limit
 from dask_devctx.transfer import nbytes_by_device
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     unannotated
         ``"assign"`` gives a task without a ``device`` annotation a device; ``"leave"`` leaves it on
         dask's own threads without one.
+    move_inputs
+        Whether a task's inputs that live on another device are copied to its own before it runs.
+    replica_limit
+        How much of each device's memory such copies may take, as a fraction.
     policy
         Chooses the device of a task that names none, given one
         :class:`~dask_devctx.assignment.Candidate` per device.
@@ -83,6 +90,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         devices_per_worker: int | None = None,
         tasks_per_device: int | None = None,
         unannotated: Unannotated | None = None,
+        move_inputs: bool | None = None,
+        replica_limit: float | None = None,
         policy: Policy = start_soonest,
     ) -> None:
         keep_annotations()
@@ -90,10 +99,15 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.devices_per_worker = config.get("devices-per-worker", devices_per_worker)
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
         self.unannotated = config.get("unannotated", unannotated)
+        self.move_inputs = config.get("move-inputs", move_inputs)
+        self.replica_limit = config.get("replica-limit", replica_limit)
         self.policy = policy
         _check_count("tasks_per_device", self.tasks_per_device)
         if self.devices_per_worker is not None:
             _check_count("devices_per_worker", self.devices_per_worker)
+        if not isinstance(self.move_inputs, bool):
+            raise ValueError(f"move_inputs must be True or False, got {self.move_inputs!r}")
+        check_limit(self.replica_limit)
         if self.unannotated not in ("assign", "leave"):
             raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
 
@@ -138,6 +152,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self._unannotated: Unannotated = "leave" if failure else self.unannotated
         self.record = Record(self.placement.devices, self.tasks_per_device)
         worker.metrics[Record.metric] = self.record.metrics
+        self.inputs: Inputs | None = None
+        if self.move_inputs:
+            self.inputs = Inputs(self.replica_limit)
+            worker.metrics[Inputs.metric] = self.inputs.metrics
+        self.arrivals = Arrivals(worker, self.placement.devices)
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
             name: DeviceThreadPoolExecutor(
@@ -151,7 +170,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         return failure
 
     def _uninstall(self, worker: Worker) -> None:
-        worker.metrics.pop(Record.metric, None)
+        for metric in (Record.metric, Inputs.metric):
+            worker.metrics.pop(metric, None)
+        self.arrivals.close()
+        if self.inputs is not None:
+            self.inputs.close()
         self.actors.restore()
         if worker.status is Status.closing:
             return  # it empties and ends its executors itself, these with the others
@@ -183,6 +206,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         elif key in self.placement and (ts is None or ts.state not in _UNDER_WAY):
             self.record.left(key, ts)
             self._done(key, ts)
+        if start == "memory" and self.inputs is not None:
+            self.inputs.forget(key)
 
     # -- a task's way
 
@@ -195,7 +220,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 self.placement.remove(ts.key)  # where it was asked for again, in other words
                 self.record.left(ts.key, None)
                 return
-            device = self.placement.place(ts.key, ts.prefix, wanted, self._inputs(ts))
+            values = (value for _, value in self._inputs(ts))
+            device = self.placement.place(ts.key, ts.prefix, wanted, values)
             self.record.placed(ts, device)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
@@ -206,7 +232,16 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if not annotations or "executor" not in annotations:
             ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
         asked_for = wanted.__class__ is not str or wanted != AUTO
-        ts.run_spec = PinnedTask(ts.run_spec, device, ts.priority, asked_for=asked_for)
+        ts.run_spec = PinnedTask(
+            ts.run_spec,
+            device,
+            ts.priority,
+            asked_for=asked_for,
+            key=ts.key,
+            inputs=self.inputs,
+        )
+        if self.inputs is not None and ts.dependencies:
+            self.inputs.start_moving(self._inputs(ts), device)
         if self._advice:
             self._advise()
 
@@ -223,11 +258,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 if times["action"] == "compute":
                     self.placement.took(ts.prefix, times["stop"] - times["start"])
 
-    def _inputs(self, ts: Any) -> Iterator[object]:
-        """Yield those inputs of a task that are in memory; what is on disk stays there."""
+    def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
+        """Return those inputs of a task that are in memory; what is on disk stays there."""
         data = self.worker.data
         data = getattr(data, "memory", data)
-        return (data[dep.key] for dep in ts.dependencies if dep.key in data)
+        return [(dep.key, data[dep.key]) for dep in ts.dependencies if dep.key in data]
 
     def _advise(self) -> None:
         """Say once what to change, where the client can read it too: its events of ``devctx``."""

@@ -14,13 +14,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import dask
-
+from dask_devctx import config
 from dask_devctx.device import Device
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held, to_device
 from dask_devctx.transfer.move import After, Move
-
-DEFAULT_LIMIT = 0.25
 
 
 @dataclass
@@ -58,7 +55,7 @@ class Replicas:
     ----------
     limit
         How much of each device's memory copies may take, as a fraction; by default
-        ``devctx.replica-limit``, else 0.25. Beyond it the ones not used for longest are dropped;
+        ``devctx.replica-limit``. Beyond it the ones not used for longest are dropped;
         0 keeps none.
 
     Raises
@@ -86,13 +83,8 @@ class Replicas:
     """
 
     def __init__(self, *, limit: float | None = None) -> None:
-        if limit is None:
-            limit = dask.config.get("devctx.replica-limit", DEFAULT_LIMIT)
-        if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= 1:
-            raise ValueError(
-                "devctx.replica-limit is a fraction of a device's memory between 0 and 1, "
-                f"got {limit!r}"
-            )
+        limit = config.get("replica-limit", limit)
+        check_limit(limit)
         self.limit = float(limit)
         self._lock = threading.RLock()
         # The one used last is last.
@@ -215,6 +207,11 @@ class Replicas:
                         self._remove(each, key, entry)
         return dropped
 
+    def has_room(self, device: Device, nbytes: int) -> bool:
+        """Return whether that many bytes fit beside the copies there, without any being dropped."""
+        with self._lock:
+            return self.nbytes(device) + nbytes <= self._limit_of(device)
+
     def nbytes(self, device: object) -> int:
         """Return the bytes of the copies that are kept on a device."""
         with self._lock:
@@ -235,10 +232,14 @@ class Replicas:
             for use in entry.uses:
                 hold(use, entry.made)
 
-    def _keep_to_limit(self, device: Device) -> None:
+    def _limit_of(self, device: Device) -> int:
         limit = self._limits.get(device)
         if limit is None:
             limit = self._limits[device] = int(self.limit * device.memory_info.total)
+        return limit
+
+    def _keep_to_limit(self, device: Device) -> None:
+        limit = self._limit_of(device)
         entries = self._entries[device]
         total = sum(entry.nbytes for entry in entries.values())
         for key, entry in list(entries.items()):
@@ -264,6 +265,15 @@ class Replicas:
                 traffic.copies += copies
                 traffic.saved += saved
                 traffic.seconds += seconds / len(sources)
+
+
+def check_limit(limit: object) -> None:
+    """Raise ``ValueError`` if that is not a fraction of a device's memory."""
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= 1:
+        raise ValueError(
+            "devctx.replica-limit is a fraction of a device's memory between 0 and 1, "
+            f"got {limit!r}"
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
