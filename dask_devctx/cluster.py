@@ -45,7 +45,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     Examples
     --------
     >>> from distributed import Client
-    >>> with LocalDeviceCluster(processes=False, dashboard_address=None) as cluster:
+    >>> with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
     ...     with Client(cluster) as client:
     ...         print(client.submit(lambda: Device.current().device_id).result())
     0

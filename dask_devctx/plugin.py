@@ -58,10 +58,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     It works on a cluster that is running and on workers that join later, and is wholly undone by
     ``client.unregister_worker_plugin("devctx")``, while tasks run.
 
+    Making one also makes ``device`` annotations of this process' arrays, bags and delayed values
+    survive dask's optimization: see :func:`~dask_devctx.keeping.keep_annotations`.
+
     Examples
     --------
+    >>> import dask
     >>> from distributed import Client, LocalCluster
-    >>> with LocalCluster(processes=False, dashboard_address=None) as cluster, Client(cluster) as c:
+    >>> with LocalCluster(processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
     ...     _ = c.register_plugin(DevicePlugin())
     ...     with dask.annotate(device=1):
     ...         print(c.submit(lambda: Device.current().device_id).result())
@@ -101,6 +105,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             fail on it with the same error, and all others run as they did.
         """
         self.worker = worker
+        self._tasks = worker.state.tasks  # looked into at every transition of every task
         self.placement: Placement | NoDevices
         failure: Exception | None = None
         try:
@@ -140,13 +145,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Pin a task that is about to be executed; stop counting one that is done."""
-        ts = self.worker.state.tasks.get(key)
+        ts = self._tasks.get(key)
         # A task that was cancelled and asked for again comes back to "executing" without a
         # transition to it, so what counts is the state and not `finish`.
         if ts is not None and ts.state == "executing":
             if ts.run_spec.__class__ is not PinnedTask:
                 self._pin(ts)
-        elif key in self.placement and (ts is None or ts.state not in _UNDER_WAY):
+        elif key in self.placement.placed and (ts is None or ts.state not in _UNDER_WAY):
             self._done(key, ts)
 
     # -- a task's way
@@ -159,7 +164,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if wanted is None:
                 self.placement.remove(ts.key)  # where it was asked for again, in other words
                 return
-            device = self.placement.place(ts.key, ts.prefix, wanted, self._inputs(ts))
+            inputs = self._inputs(ts) if ts.dependencies else ()
+            device = self.placement.place(ts.key, ts.prefix, wanted, inputs)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
             ts.run_spec = PinnedTask(ts.run_spec, failure, ts.priority)
