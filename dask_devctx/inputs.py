@@ -75,7 +75,7 @@ class Inputs:
 
     def _move_ahead(self, key: Hashable, value: object, device: Device) -> None:
         try:
-            self.replicas.get(key, value, device, after=self._stamps.get(key))
+            self.replicas.get(key, value, device, after=self._stamps.get(key), ahead=True)
         except Exception:  # the task will try for itself, and fail with this if it must
             logger.debug("%r was not brought to %s ahead of its task", key, device, exc_info=True)
 

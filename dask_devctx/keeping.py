@@ -102,8 +102,9 @@ def _warn_of_loss(frame_base: Any) -> None:
         if device is not _warn_of_loss:
             warnings.warn(
                 f"dask.dataframe drops the annotation device={device!r} of frames that are made "
-                "under it. Annotate around compute() or persist() instead, with a function of the "
-                "key where partitions are to differ, or map_partitions(on_device(...)(function))",
+                "under it, and heeds that under which compute() or persist() is called: annotate "
+                "there, with a function of the key where partitions are to differ, or use "
+                "map_partitions(on_device(...)(function))",
                 stacklevel=2,
             )
         init(self, *args, **kwargs)

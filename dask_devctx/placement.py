@@ -50,6 +50,11 @@ class Placement:
     nbytes_by_device
         Says where a task's inputs live; nothing is known of them by default.
 
+    Attributes
+    ----------
+    placed
+        The tasks that are counted now, and their devices.
+
     Notes
     -----
     Used from the worker's event loop alone. An input whose size cannot be told counts as if it
@@ -68,7 +73,7 @@ class Placement:
         self._policy = policy
         self._nbytes_by_device = nbytes_by_device
         self._loads = {device: _Load(device) for device in devices}
-        self._placed: dict[Hashable, Device] = {}
+        self.placed: dict[Hashable, Device] = {}
         self._named: dict[tuple[type, object], Device] = {}
         self._durations_s: dict[str, float] = {}
         self._typical_s = 0.0  # of a prefix that was not measured yet
@@ -101,7 +106,7 @@ class Placement:
             It is no way to name a device.
         """
         if wanted.__class__ is str and wanted == AUTO:
-            device = self._placed.get(key) or self._assign(inputs)
+            device = self.placed.get(key) or self._assign(inputs)
         else:
             device = self._asked_for(wanted)
         self.remove(key)
@@ -111,30 +116,24 @@ class Placement:
         seconds = self._durations_s.get(prefix, self._typical_s)
         load.expected_s[key] = seconds
         load.busy_s += seconds
-        self._placed[key] = device
+        self.placed[key] = device
         return device
 
-    def remove(self, key: Hashable) -> None:
-        """Forget a task: it is done, or it left its device's threads."""
-        device = self._placed.pop(key, None)
+    def remove(self, key: Hashable) -> Device | None:
+        """Forget a task that is done; return where it was, or None."""
+        device = self.placed.pop(key, None)
         if device is not None:
             load = self._loads[device]
             seconds = load.expected_s.pop(key)
             # Back to zero where nothing is left, so that no rounding stays behind.
             load.busy_s = load.busy_s - seconds if load.expected_s else 0.0
+        return device
 
     def took(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
         known = self._durations_s.get(prefix, seconds)
         self._durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
-
-    def device_of(self, key: Hashable) -> Device | None:
-        """Return the device where a task is counted now, or None."""
-        return self._placed.get(key)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._placed
 
     def _assign(self, inputs: Iterable[object]) -> Device:
         self._read_memory()
@@ -201,6 +200,7 @@ class NoDevices:
     devices: tuple[Device, ...] = ()
 
     def __init__(self, reason: Exception) -> None:
+        self.placed: dict[Hashable, Device] = {}
         self._reason = reason
 
     def place(
@@ -208,14 +208,8 @@ class NoDevices:
     ) -> Device:
         raise self._reason
 
-    def remove(self, key: Hashable) -> None:
-        pass
+    def remove(self, key: Hashable) -> Device | None:
+        return None
 
     def took(self, prefix: str, seconds: float) -> None:
         pass
-
-    def device_of(self, key: Hashable) -> Device | None:
-        return None
-
-    def __contains__(self, key: Hashable) -> bool:
-        return False

@@ -70,6 +70,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     ``client.unregister_worker_plugin("devctx")``, while tasks run. A worker that joins and finds
     too few devices free for ``devices_per_worker`` leaves again.
 
+    Making one also makes ``device`` annotations of this process' arrays, bags and delayed values
+    survive dask's optimization: see :func:`~dask_devctx.keeping.keep_annotations`.
+
     Examples
     --------
     >>> import dask
@@ -139,6 +142,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     def _install(self, worker: Worker) -> Exception | None:
         self.worker = worker
         self.share = splitting.Share(())
+        self._tasks = worker.state.tasks  # looked into at every transition of every task
         self.placement: Placement | NoDevices
         failure: Exception | None = None
         try:
@@ -197,14 +201,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Pin a task that is about to be executed; stop counting one that is done."""
-        ts = self.worker.state.tasks.get(key)
+        ts = self._tasks.get(key)
         # A task that was cancelled and asked for again comes back to "executing" without a
         # transition to it, so what counts is the state and not `finish`.
         if ts is not None and ts.state == "executing":
             if ts.run_spec.__class__ is not PinnedTask:
                 self._pin(ts)
-        elif key in self.placement and (ts is None or ts.state not in _UNDER_WAY):
-            self.record.left(key, ts)
+        elif key in self.placement.placed and (ts is None or ts.state not in _UNDER_WAY):
             self._done(key, ts)
         if start == "memory" and self.inputs is not None:
             self.inputs.forget(key)
@@ -217,12 +220,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         try:
             wanted = requested_device(annotations, ts.key, self._unannotated)
             if wanted is None:
-                self.placement.remove(ts.key)  # where it was asked for again, in other words
-                self.record.left(ts.key, None)
+                self._done(ts.key, None)  # where it was asked for again, in other words
                 return
-            values = (value for _, value in self._inputs(ts))
+            before = self.placement.placed.get(ts.key)  # where it was asked for again
+            inputs = self._inputs(ts) if ts.dependencies else []
+            values = (value for _, value in inputs)
             device = self.placement.place(ts.key, ts.prefix, wanted, values)
-            self.record.placed(ts, device)
+            self.record.placed(ts, device, before)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
             ts.run_spec = PinnedTask(ts.run_spec, failure, ts.priority)
@@ -240,8 +244,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             key=ts.key,
             inputs=self.inputs,
         )
-        if self.inputs is not None and ts.dependencies:
-            self.inputs.start_moving(self._inputs(ts), device)
+        if self.inputs is not None and inputs:
+            self.inputs.start_moving(inputs, device)
         if self._advice:
             self._advise()
 
@@ -252,11 +256,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             ts.annotations = {k: v for k, v in ts.annotations.items() if k != "executor"}
 
     def _done(self, key: Hashable, ts: Any) -> None:
-        self.placement.remove(key)
-        if ts is not None:
-            for times in ts.startstops:
-                if times["action"] == "compute":
-                    self.placement.took(ts.prefix, times["stop"] - times["start"])
+        device = self.placement.remove(key)
+        if device is None:
+            return
+        run = self.record.left(device, ts)
+        if run is not None and run.start is not None and run.stop is not None:
+            self.placement.took(run.prefix, run.stop - run.start)
 
     def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""

@@ -82,29 +82,28 @@ class Record:
         self.runs: deque[TaskRun] = deque(maxlen=config.get("history"))
         self._tallies = {device: _Tally(device) for device in devices}
         self._tasks_per_device = tasks_per_device
-        self._placed: dict[Hashable, Device] = {}
 
-    def placed(self, ts: Any, device: Device) -> None:
-        """Count a task that is about to run on a device."""
-        self._forget(ts.key)
-        self._placed[ts.key] = device
+    def placed(self, ts: Any, device: Device, before: Device | None) -> None:
+        """Count a task that is about to run on a device; no longer on the one it was on before."""
+        if before is not None:
+            self._tallies[before].under_way -= 1
         self._tallies[device].under_way += 1
         ts.metadata[METADATA] = device.uuid
 
-    def left(self, key: Hashable, ts: Any) -> None:
-        """Count a task that was on a device and is not any more.
+    def left(self, device: Device, ts: Any) -> TaskRun | None:
+        """Count a task that was on a device and is not any more; return its run, if it was one.
 
         Parameters
         ----------
-        key
-            Its key.
+        device
+            Where it was.
         ts
             The worker's state of it, or None where it was forgotten.
         """
-        device = self._forget(key)
-        if device is None or ts is None or ts.state not in ("memory", "error"):
-            return  # given up or started anew: not a run
         tally = self._tallies[device]
+        tally.under_way -= 1
+        if ts is None or ts.state not in ("memory", "error"):
+            return None  # given up or started anew: not a run
         start = stop = None
         for times in ts.startstops:
             if times["action"] == "compute":
@@ -115,8 +114,9 @@ class Record:
             tally.done += 1
         if start is not None and stop is not None:
             tally.busy_s += stop - start
-        run = TaskRun(key, ts.prefix, device.uuid, device.device_id, start, stop, ts.state)
+        run = TaskRun(ts.key, ts.prefix, device.uuid, device.device_id, start, stop, ts.state)
         self.runs.append(run)
+        return run
 
     def metrics(self, worker: object) -> list[dict[str, Any]]:
         """Return what the worker's heartbeat tells: a row for each device, plain data.
@@ -144,9 +144,3 @@ class Record:
                 }
             )
         return rows
-
-    def _forget(self, key: Hashable) -> Device | None:
-        device = self._placed.pop(key, None)
-        if device is not None:
-            self._tallies[device].under_way -= 1
-        return device

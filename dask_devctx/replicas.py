@@ -46,6 +46,7 @@ class _Entry:
     made: Future[tuple[Any, Stamp]] = field(default_factory=Future)
     nbytes: int = 0  # counted against the limit; 0 while it is being made
     uses: list[Stamp] = field(default_factory=list)
+    expected: bool = False  # made ahead of the task that will be the first to use it
 
 
 class Replicas:
@@ -92,7 +93,15 @@ class Replicas:
         self._limits: dict[Device, int] = {}
         self._traffic: dict[tuple[Device, Device], Traffic] = {}
 
-    def get(self, key: Hashable, value: Any, device: object, *, after: After = None) -> Any:
+    def get(
+        self,
+        key: Hashable,
+        value: Any,
+        device: object,
+        *,
+        after: After = None,
+        ahead: bool = False,
+    ) -> Any:
         """Return a value as it is on a device: the copy that is there, or one made now.
 
         Parameters
@@ -105,6 +114,9 @@ class Replicas:
             What :class:`~dask_devctx.Device` accepts.
         after
             Stamps of the work that makes the value, as ``to_device`` takes them.
+        ahead
+            Whether this is for a task that will ask itself: that one is then not counted as one
+            that was saved a copy.
 
         Returns
         -------
@@ -129,14 +141,17 @@ class Replicas:
                 entry = entries.get(key)
                 mine = entry is None
                 if entry is None:
-                    entry = entries[key] = _Entry(sources)
+                    entry = entries[key] = _Entry(sources, expected=ahead)
                 entries.move_to_end(key)
             if mine:
                 return self._make(key, entry, value, device, after)
             if entry.made.exception() is not None:  # waits; the maker's error is the maker's
                 continue
             moved, stamp = entry.made.result()
-            self._count(sources, device, saved=1)
+            with self._lock:
+                first, entry.expected = entry.expected, entry.expected and ahead
+                if not first and not ahead:
+                    self._count(sources, device, saved=1)
             stamp.hold_back(device)
             return moved
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from dask.utils import Dispatch
+
+
+def _by_name(name: str) -> Registry:
+    importlib.import_module("dask_devctx.transfer")
+    return next(registry for registry in Registry._every if registry._name == name)
 
 
 class Registry(Dispatch):  # type: ignore[misc]
@@ -17,10 +23,14 @@ class Registry(Dispatch):  # type: ignore[misc]
 
     def __init__(self, name: str, default: Any) -> None:
         super().__init__(name)
+        self._name = name
         self._default = default
         self._known: dict[type, Any] = {}
         self._every.append(self)
         self.register(object, default)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return _by_name, (self._name,)  # each is one object in a process, as a function is
 
     def register(self, type: Any, func: Any = None) -> Any:
         """Register a function for a type, or a tuple of types; without one, a decorator."""

@@ -53,7 +53,7 @@ def mark(block: Any, add: int = 0) -> Any:
 
 
 def marked(x: Any) -> Any:
-    return x.map_blocks(mark, dtype=int, token=dask.base.tokenize(x.name))
+    return x.map_blocks(mark, dtype=int, name=f"marked-{dask.base.tokenize(x.name)}")
 
 
 # -- collections

@@ -136,7 +136,7 @@ def test_what_names_no_device(make: Callable[..., Placement], wanted: object) ->
     placement.place("before", "f", 1)  # True == 1
     with pytest.raises(TypeError, match='"auto" for any device'):
         placement.place("x", "f", wanted)
-    assert "x" not in placement
+    assert "x" not in placement.placed
 
 
 def test_a_device_of_another_worker(make: Callable[..., Placement]) -> None:
