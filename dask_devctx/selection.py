@@ -39,7 +39,8 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
     """
     if isinstance(which, str):
         return _by_name(which, inventory)
-    foreign = _FOREIGN.get(type(which).__module__.partition(".")[0])
+    # Asked of the object, which may be a proxy: Numba hands its devices out as such.
+    foreign = _FOREIGN.get(str(which.__class__.__module__).partition(".")[0])
     if foreign is not None:
         return _by_foreign(which, foreign, inventory)
     if isinstance(which, bool):

@@ -203,6 +203,8 @@ def test_exit_takes_three_arguments(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # forking is what is tested
+# Threads, and JAX' own words, of whatever was imported in this process: the child only looks.
+@pytest.mark.filterwarnings("ignore:.*fork")
 def test_after_a_fork_scopes_say_so(machine: SimulatedMachine) -> None:
     with Device(1) as device:
         child = os.fork()

@@ -34,7 +34,7 @@ def _to_device(array: Any, device: Device) -> Any:
         move.order(source, on_source=True)
         with source, cuda.gpus[source.device_id]:
             dense = cuda.device_array(array.shape, array.dtype)
-            dense[...] = array
+            dense[(slice(None),) * array.ndim] = array  # Numba knows no ellipsis here
         move.order_copy_after(source)
         move.keep(dense)
         array = dense

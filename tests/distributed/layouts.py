@@ -6,6 +6,7 @@ Prints a line of JSON for each layout. Run by ``test_layouts.py``, in a process 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 import dask
@@ -13,12 +14,12 @@ import dask.array as da
 import numpy as np
 from distributed import Client
 
-from dask_devctx import Device, LocalDeviceCluster, devices, report
+from dask_devctx import Device, LocalDeviceCluster, devices, driver, report
 
-try:
-    import cupy
-except ImportError:
-    cupy = None
+cupy = None
+if not driver.backend().simulated:
+    with suppress(ImportError):
+        import cupy
 
 
 def to_device(block: np.ndarray[Any, Any]) -> Any:
