@@ -44,6 +44,10 @@ class DriverError(DevctxError):
         return f"{self.function} failed with {self.status} ({self.code}){detail}"
 
 
+class DeviceMemoryError(DriverError, MemoryError):
+    """The device has no memory left for what was asked; its context is healthy."""
+
+
 class DriverUnavailableError(DevctxError):
     """There is no CUDA driver to talk to, or none that this process may talk to.
 
@@ -148,3 +152,31 @@ class DeviceScopeError(DevctxError):
 
     def __str__(self) -> str:
         return f"the scope of {self.scope} {self.reason}"
+
+
+class DeviceMismatchError(DevctxError, ValueError):
+    """A value was used on a device that it does not live on.
+
+    Parameters
+    ----------
+    value
+        What it is.
+    device
+        Where it lives.
+    current
+        Where it was used.
+    """
+
+    def __init__(self, value: object, device: object, current: object) -> None:
+        value, device, current = str(value), str(device), str(current)
+        super().__init__(value, device, current)
+        self.value = value
+        self.device = device
+        self.current = current
+
+    def __str__(self) -> str:
+        return (
+            f"{self.value} lives on {self.device} and cannot be used on {self.current}. Take it "
+            f"there with to_device(value, {self.current!r}), or compute where it is, inside "
+            f"'with Device({self.device!r}):'"
+        )

@@ -12,7 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dask_devctx.driver.protocol import Driver
-from dask_devctx.errors import DriverError, ForkedProcessError
+from dask_devctx.errors import DeviceMemoryError, DriverError, ForkedProcessError
+
+# CUDA's own handles for the streams that need no making.
+LEGACY_STREAM = 1
+PER_THREAD_STREAM = 2
 
 
 class Calls:
@@ -48,7 +52,12 @@ class Calls:
                 "Start processes that use a GPU with the 'spawn' or 'forkserver' method",
             )
         _, text = self.driver.cuGetErrorString(status)
-        return DriverError(function, status.name, int(status), (text or b"").decode())
+        kind = (
+            DeviceMemoryError
+            if int(status) == int(self.types.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+            else DriverError
+        )
+        return kind(function, status.name, int(status), (text or b"").decode())
 
     # -- the process
 
@@ -214,6 +223,61 @@ class Calls:
             raise self._error("cuCtxEnablePeerAccess", status)
         return True
 
+    # -- events: points in the work that a device was given
+
+    def event_create(self) -> int:
+        """An event of the current context, which measures no time."""
+        flag = int(self.types.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        return int(self._value(self.driver.cuEventCreate, flag))
+
+    def event_destroy(self, event: int) -> None:
+        """What waits for it still does."""
+        self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Let the event mean what the stream has been given so far."""
+        self._value(
+            self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
+        )
+
+    def event_record_context(self, event: int, context: int) -> bool:
+        """Let the event mean what every stream of the context has been given so far.
+
+        False where this is not to be had: a driver before CUDA 12.5, or a stream of the context
+        is being captured into a graph.
+        """
+        try:
+            function = self.driver.cuCtxRecordEvent
+            (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
+        except (AttributeError, RuntimeError):  # the bindings' words for a function that is missing
+            return False
+        kind = self.types.CUresult
+        if int(status) in (
+            int(kind.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
+            int(kind.CUDA_ERROR_NOT_SUPPORTED),
+        ):
+            return False
+        if status != 0:
+            raise self._error("cuCtxRecordEvent", status)
+        return True
+
+    def event_done(self, event: int) -> bool:
+        (status,) = self.driver.cuEventQuery(self.types.CUevent(event))
+        if int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_READY):
+            return False
+        if status != 0:
+            raise self._error("cuEventQuery", status)
+        return True
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """Let what the stream is given from now on wait for the event, of any device."""
+        self._value(
+            self.driver.cuStreamWaitEvent,
+            self.types.CUstream(stream),
+            self.types.CUevent(event),
+            0,
+        )
+
     # -- memory of the current context
 
     def memory_info(self) -> tuple[int, int]:
@@ -226,6 +290,20 @@ class Calls:
 
     def free(self, pointer: int) -> None:
         self._value(self.driver.cuMemFree, pointer)
+
+    def copy_peer(
+        self, target: int, context: int, source: int, source_context: int, nbytes: int, stream: int
+    ) -> None:
+        """Enqueue a copy between two contexts' memory, through the host where it must be."""
+        self._value(
+            self.driver.cuMemcpyPeerAsync,
+            self.types.CUdeviceptr(target),
+            self.types.CUcontext(context),
+            self.types.CUdeviceptr(source),
+            self.types.CUcontext(source_context),
+            nbytes,
+            self.types.CUstream(stream),
+        )
 
     def probe(self) -> None:
         """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""

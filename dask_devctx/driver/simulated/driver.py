@@ -21,6 +21,7 @@ Status = types.CUresult
 _OK = Status.CUDA_SUCCESS
 _SCHEDULING_FLAGS = (0, 1, 2, 4)
 _KNOWN_FLAGS = 0x1FF
+_STREAMS = (0, 1, 2)  # the default ones; no others can be made here
 
 
 class SimulatedCrashError(BaseException):
@@ -70,6 +71,7 @@ class SimulatedDriver:
         self._ids = itertools.count(1)
         self._allocations: dict[int, tuple[SimulatedGPU, int]] = {}
         self._pointers = itertools.count(0x7F00_0000_0000, 2**41)
+        self._events: dict[int, Context] = {}
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
@@ -399,6 +401,48 @@ class SimulatedDriver:
             return (Status.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,)
         current.peers.add(peer.id)
         return (_OK,)
+
+    # -- events: a simulated device has done its work before the call returns, so they are done
+
+    @_function(1)
+    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        status, context = self._of_current(lambda ctx: ctx)
+        if status != _OK:
+            return (status,)
+        event = types.CUevent(next(self._handles))
+        self._events[int(event)] = context
+        return _OK, event
+
+    @_function(0)
+    def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
+        found = self._events.pop(int(event), None)
+        return (_OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @_function(0)
+    def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
+        status, current = self._of_current(lambda ctx: ctx)
+        if status != _OK:
+            return (status,)
+        same = self._events.get(int(event)) is current and int(stream) in _STREAMS
+        return (_OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @_function(0)
+    def cuCtxRecordEvent(self, context: Any, event: Any) -> tuple[Any, ...]:
+        same = self._events.get(int(event)) is self._known(context)
+        return (_OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @_function(0)
+    def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
+        known = int(event) in self._events
+        return (_OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @_function(0)
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
+        known = int(event) in self._events and int(stream) in _STREAMS
+        status = self._of_current(lambda ctx: None)[0]
+        if status != _OK:
+            return (status,)
+        return (_OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
 
     # -- memory
 

@@ -13,12 +13,17 @@ _REPORT_STICKY = frozenset(
         "cuCtxCreate",
         "cuCtxEnablePeerAccess",
         "cuCtxGetLimit",
+        "cuCtxRecordEvent",
         "cuCtxSetLimit",
         "cuCtxSynchronize",
         "cuDevicePrimaryCtxRetain",
+        "cuEventCreate",
+        "cuEventQuery",
+        "cuEventRecord",
         "cuMemAlloc",
         "cuMemFree",
         "cuMemGetInfo",
+        "cuStreamWaitEvent",
     }
 )
 
