@@ -1,0 +1,356 @@
+"""An array on a simulated device: NumPy does the work, this module says where it may be done.
+
+It stands in for CuPy's array where there is no GPU, and is as strict: it is not computed on
+another device than its own, not mixed with host arrays, and never turned into one unasked.
+NumPy is imported here and nowhere else in the package.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+from dask_devctx import driver
+from dask_devctx.device import Device
+from dask_devctx.driver.backends import Backend
+from dask_devctx.errors import DeviceMismatchError, DevctxError, DriverUnavailableError
+
+_Array = np.ndarray[Any, Any]
+
+_METHODS = """
+all any argmax argmin argsort astype choose clip conj copy cumprod cumsum diagonal dot flatten max
+mean min nonzero prod ravel repeat reshape round searchsorted squeeze std sum swapaxes take trace
+transpose var view
+""".split()
+
+
+class SimulatedArray(NDArrayOperatorsMixin):
+    """A NumPy-backed array that lives on one simulated device: the one current when it is made.
+
+    Parameters
+    ----------
+    shape
+        Its shape.
+    dtype
+        Its type.
+    order
+        ``"C"`` or ``"F"``. The values are zeros.
+
+    Raises
+    ------
+    DeviceMemoryError
+        The device has not enough memory left.
+    DriverUnavailableError
+        The devices are real.
+
+    Notes
+    -----
+    Where no device is current, the first is used, as CuPy does. Functions and methods of NumPy
+    work on it through NumPy's protocols and give arrays on the same device; Python's and NumPy's
+    scalars mix with it, host arrays do not. An array without elements may be used anywhere, since
+    nothing is computed on it. Its bytes are taken from the simulated device's memory and given
+    back with the last array that looks at them. It is pickled by its values, and arrives on the
+    device that is current where it is unpickled.
+
+    Examples
+    --------
+    >>> with Device(1):
+    ...     x = SimulatedArray.asarray([[1.0, 2.0], [3.0, 4.0]])
+    ...     y = (x + x.T).sum()
+    >>> y.device.device_id, y.get()
+    (1, array(20.))
+    >>> x + 1
+    Traceback (most recent call last):
+      ...
+    dask_devctx.errors.DeviceMismatchError: an array of shape (2, 2) lives on cuda:1 and cannot be
+    used on cuda:0. ...
+    """
+
+    __slots__ = ("__weakref__", "_data", "_device", "_memory")
+    # NumPy's own arrays leave operators to it, and dask takes its functions before NumPy's.
+    __array_priority__ = 100
+
+    _data: _Array
+    _device: Device
+    _memory: _Memory | None
+
+    def __init__(
+        self, shape: int | tuple[int, ...], dtype: Any = float, order: Any = "C"
+    ) -> None:
+        self._place(np.zeros(shape, dtype, order), _here())
+
+    @classmethod
+    def asarray(cls, values: Any, dtype: Any = None) -> Self:
+        """Return ``values`` as an array on the current device, copied from the host.
+
+        What is one already, and lives there, is returned as it is.
+        """
+        if isinstance(values, cls):
+            _check(values)
+            return values if dtype in (None, values.dtype) else values.astype(dtype)
+        return cls._new(np.array(values, dtype), _here())
+
+    @classmethod
+    def _new(cls, data: _Array, device: Device) -> Self:
+        array = object.__new__(cls)
+        array._place(data, device)
+        return array
+
+    def _place(self, data: _Array, device: Device, memory: _Memory | None = None) -> None:
+        if memory is None and data.nbytes:
+            memory = _Memory(device, data.nbytes)
+        self._data, self._device, self._memory = data, device, memory
+        _register_with_dask_array()
+
+    # -- what it is
+
+    @property
+    def device(self) -> Device:
+        """Where it lives."""
+        return self._device
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._data.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._data.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._data.ndim
+
+    @property
+    def size(self) -> int:
+        return self._data.size
+
+    @property
+    def itemsize(self) -> int:
+        return self._data.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self._data.strides
+
+    @property
+    def flags(self) -> Any:
+        """NumPy's flags; ``flags.writeable`` is False for a shared copy that a task was given."""
+        return self._data.flags
+
+    @property
+    def T(self) -> Self:
+        return self.transpose()  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def real(self) -> Any:
+        return _apply(np.real, (self,), {})
+
+    @property
+    def imag(self) -> Any:
+        return _apply(np.imag, (self,), {})
+
+    # -- what leaves the device, asked for
+
+    def get(self) -> _Array:
+        """Return a copy in host memory; may be called with any device current."""
+        return self._data.copy(order="K")
+
+    def copy_to(self, device: Device) -> Self:
+        """Return a copy on another device, of the same layout; from whichever is current."""
+        return self._new(self._data.copy(order="K"), device)
+
+    def item(self, *args: Any) -> Any:
+        """Return one element as Python's own number."""
+        return _check(self).item(*args)
+
+    def tolist(self) -> Any:
+        return _check(self).tolist()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __index__(self) -> int:
+        return _check(self).__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(_check(self))
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise TypeError(
+            "a SimulatedArray is not turned into a NumPy array unasked: it lives on "
+            f"{self._device}. Copy it to the host with .get()"
+        )
+
+    # -- what is computed
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        return _apply(getattr(ufunc, method), inputs, kwargs)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _apply(function, args, kwargs)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return _apply(lambda data, where: data[where], (self, index), {}, host=True)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        _check(self)[_unwrapped(index, [], host=True)] = _unwrapped(value, [])
+
+    # -- how it is shown and sent
+
+    def __repr__(self) -> str:
+        return f"<SimulatedArray {self.dtype}{list(self.shape)} on {self._device}>"
+
+    def __str__(self) -> str:
+        return f"an array of shape {self.shape}"
+
+    def __sizeof__(self) -> int:
+        # What dask asks of a type that it does not know; as for CuPy, the device's bytes.
+        return object.__sizeof__(self) + self.nbytes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).asarray, (self._data,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.copy_to(self._device)
+
+    def __dask_tokenize__(self) -> tuple[Any, ...]:
+        from dask.base import normalize_token
+
+        return "dask_devctx.SimulatedArray", self._device.uuid, normalize_token(self._data)
+
+
+class _Memory:
+    """Bytes taken from a simulated device, until the last array that looks at them is gone."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        backend = device._backend
+        if not backend.simulated:
+            raise DriverUnavailableError(
+                "SimulatedArray lives on simulated devices and this process has real ones",
+                f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
+            )
+        with device:
+            pointer = backend.calls.allocate(nbytes)
+        weakref.finalize(self, _free, backend, pointer).atexit = False
+
+
+def _free(backend: Backend, pointer: int) -> None:
+    try:
+        backend.calls.free(pointer)
+    except DevctxError:
+        pass  # a poisoned or forked process: its memory goes with it, and nobody could be told
+
+
+def _here() -> Device:
+    return Device.current() or Device(0)
+
+
+def _check(array: SimulatedArray) -> _Array:
+    """Return the values, to be computed on now: the one place that asks whether this is allowed."""
+    if array._data.size and array._device is not (here := _here()):
+        raise DeviceMismatchError(array, array._device, here)
+    return array._data
+
+
+def _apply(
+    function: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, host: bool = False
+) -> Any:
+    """Let NumPy compute on the values, and put what it gives on the device."""
+    used: list[SimulatedArray] = []
+    args = _unwrapped(tuple(args), used, host=host)
+    kwargs = _unwrapped(kwargs, used, host=host)
+    return _wrapped(function(*args, **kwargs), used)
+
+
+def _unwrapped(value: Any, used: list[SimulatedArray], *, host: bool = False) -> Any:
+    if isinstance(value, SimulatedArray):
+        used.append(value)
+        return _check(value)
+    if type(value) in (list, tuple):
+        return type(value)(_unwrapped(item, used, host=host) for item in value)
+    if type(value) is dict:
+        return {key: _unwrapped(item, used, host=host) for key, item in value.items()}
+    if isinstance(value, np.ndarray) and value.ndim and not host:
+        raise TypeError(
+            f"a NumPy array of shape {value.shape} is in host memory and cannot be computed with "
+            "a SimulatedArray. Put it on the device with SimulatedArray.asarray"
+        )
+    return value
+
+
+def _wrapped(result: Any, used: list[SimulatedArray]) -> Any:
+    if type(result) in (list, tuple):
+        return type(result)(_wrapped(item, used) for item in result)
+    if isinstance(result, np.generic):
+        result = np.asarray(result)
+    if not isinstance(result, np.ndarray):
+        return result
+    owner = _owner(result)
+    for array in used:
+        if result is array._data:  # NumPy gave back what it was given, such as out=
+            return array
+    for array in used:
+        if owner is _owner(array._data):
+            view = object.__new__(SimulatedArray)
+            view._place(result, array._device, array._memory)
+            return view
+    return SimulatedArray._new(result, _here())
+
+
+def _owner(data: _Array) -> _Array:
+    while isinstance(data.base, np.ndarray):
+        data = data.base
+    return data
+
+
+def _method(name: str) -> Callable[..., Any]:
+    function = getattr(np.ndarray, name)
+
+    def method(self: SimulatedArray, *args: Any, **kwargs: Any) -> Any:
+        return _apply(function, (self, *args), kwargs)
+
+    method.__name__, method.__doc__ = name, f"As ``numpy.ndarray.{name}``, on the device."
+    return method
+
+
+for _name in _METHODS:
+    setattr(SimulatedArray, _name, _method(_name))
+
+
+_registered = False
+
+
+def _register_with_dask_array() -> None:
+    """Tell dask.array, where it is in use, that counting elements gives arrays on the device."""
+    global _registered
+    if _registered or "dask.array.backends" not in sys.modules:
+        return
+    from dask.array.backends import _numel_arraylike
+    from dask.array.dispatch import numel_lookup
+
+    _registered = True
+    numel_lookup.register(SimulatedArray, _numel_arraylike)
