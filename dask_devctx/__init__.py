@@ -18,7 +18,9 @@ from dask_devctx.context import (
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import (
     DevctxError,
+    DeviceFailedError,
     DeviceNotFoundError,
+    DeviceOutOfMemoryError,
     DeviceScopeError,
     DriverError,
     DriverUnavailableError,
@@ -37,7 +39,9 @@ __all__ = [
     "ContextFlags",
     "DevctxError",
     "Device",
+    "DeviceFailedError",
     "DeviceNotFoundError",
+    "DeviceOutOfMemoryError",
     "DevicePlugin",
     "DeviceScopeError",
     "DriverError",

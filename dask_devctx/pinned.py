@@ -21,6 +21,9 @@ class PinnedTask:
         Its device, or the error with which it is to fail.
     priority
         Dask's priority of it; the least runs first.
+    call
+        Calls it on the device; whatever watches over the task is in here. It stays behind where the
+        task is sent to another process.
 
     Notes
     -----
@@ -33,15 +36,17 @@ class PinnedTask:
         task: Callable[[Any], Any],
         device: Device | Exception,
         priority: tuple[int, ...] | None = None,
+        call: Callable[[Device, Callable[[Any], Any], Any], Any] = tasks.call,
     ) -> None:
         self.task = task
         self.device = device
         self.priority = priority
+        self.call = call
 
     def __call__(self, data: Any = ()) -> Any:
         if isinstance(self.device, Exception):
             raise self.device
-        return tasks.call(self.device, self.task, data)
+        return self.call(self.device, self.task, data)
 
     @property
     def is_coro(self) -> bool:

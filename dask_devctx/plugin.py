@@ -9,10 +9,11 @@ from typing import Any
 from distributed import Worker, WorkerPlugin
 
 from dask_devctx import config, tasks
-from dask_devctx.annotations import Unannotated, requested_device
+from dask_devctx.annotations import AUTO, Unannotated, requested_device
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
-from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
+from dask_devctx.failures import Guard, GuardedTask, end_failed_worker
 from dask_devctx.pinned import PinnedTask
 from dask_devctx.placement import Placement
 from dask_devctx.pools import DevicePool, near_cpus
@@ -39,6 +40,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     policy
         Chooses the device of a task that names none, given one
         :class:`~dask_devctx.assignment.Candidate` per device.
+    synchronize
+        Wait for the device before a task counts as done, so that work which fails is the fault of
+        the task that gave it.
+    oom_retries
+        How often a task that ran out of a device's memory is tried again, after room was made.
 
     Raises
     ------
@@ -70,14 +76,19 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         tasks_per_device: int | None = None,
         unannotated: Unannotated | None = None,
         policy: Policy = start_soonest,
+        synchronize: bool | None = None,
+        oom_retries: int | None = None,
     ) -> None:
         self.devices = config.get("devices", devices)
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
         self.unannotated = config.get("unannotated", unannotated)
         self.policy = policy
-        count = self.tasks_per_device
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ValueError(f"tasks_per_device must be a whole number, 1 or more, got {count!r}")
+        self.synchronize = config.get("synchronize", synchronize)
+        self.oom_retries = config.get("oom-retries", oom_retries)
+        _check_count("tasks_per_device", self.tasks_per_device, least=1)
+        _check_count("oom_retries", self.oom_retries, least=0)
+        if not isinstance(self.synchronize, bool):
+            raise ValueError(f"synchronize must be True or False, got {self.synchronize!r}")
         if self.unannotated not in ("assign", "leave"):
             raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
 
@@ -96,6 +107,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             for device in self.placement.devices
         }
         worker.executors.update(self.pools)
+        self.guard = Guard(
+            self.placement.devices,
+            synchronize=self.synchronize,
+            oom_retries=self.oom_retries,
+            on_failure=self._on_failure,
+        )
+        worker.metrics["devctx-failures"] = lambda worker: self.guard.metrics()
         self._actor_devices: dict[Hashable, Device] = {}
         self._actor_execute = worker.handlers["actor_execute"]
         worker.handlers["actor_execute"] = self._pinned_actor_execute
@@ -105,6 +123,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         for ts in worker.state.tasks.values():
             self._unpin(ts)
         worker.handlers["actor_execute"] = self._actor_execute
+        worker.metrics.pop("devctx-failures", None)
+        self.guard.close()
         for name, pool in self.pools.items():
             del worker.executors[name]
             pool.shutdown(wait=False)
@@ -129,6 +149,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             wanted = requested_device(ts.annotations, ts.key, self.unannotated)
             if wanted is None:
                 return
+            movable = wanted == AUTO
+            if movable:
+                wanted = self.guard.redirect(ts.key) or wanted
             device = self.placement.place(ts.key, ts.prefix, wanted)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
@@ -138,7 +161,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 self._actor_devices[ts.key] = device
             if executor is None:
                 ts.annotations = {**ts.annotations, "executor": f"devctx:{device}"}
-            ts.run_spec = PinnedTask(ts.run_spec, device, ts.priority)
+            call = GuardedTask(self.guard, ts.key, movable)
+            ts.run_spec = PinnedTask(ts.run_spec, device, ts.priority, call)
 
     def _unpin(self, ts: Any) -> None:
         if isinstance(ts.run_spec, PinnedTask):
@@ -152,6 +176,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             for times in ts.startstops:
                 if times["action"] == "compute":
                     self.placement.took(ts.prefix, times["stop"] - times["start"])
+
+    # -- when a device fails
+
+    def _on_failure(self, error: DeviceFailedError, key: Hashable) -> None:
+        """End the worker; called on the thread of the task that noticed."""
+        self.worker.loop.add_callback(end_failed_worker, self.worker, error, key)
 
     # -- actors
 
@@ -187,6 +217,11 @@ class _PinnedMethods:
 
     def __getattr__(self, name: str) -> Any:
         return tasks.DeviceFunction(self._device, getattr(self._actor, name))
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
 
 
 def _worker_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:

@@ -21,7 +21,15 @@ from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
 
-__all__ = ["DeviceInfo", "Inventory", "driver_ordinal", "inventory", "memory_info"]
+__all__ = [
+    "DeviceInfo",
+    "Inventory",
+    "driver_ordinal",
+    "inventory",
+    "is_lost",
+    "memory_info",
+    "processes",
+]
 
 _Key = tuple[str | None, str | None]
 _known: weakref.WeakKeyDictionary[Backend, dict[_Key, Inventory]] = weakref.WeakKeyDictionary()
@@ -54,6 +62,16 @@ def inventory(backend: Backend) -> Inventory:
 def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:
     """Return free and total bytes by NVML, or None where it does not say."""
     return nvml.memory_info(backend.nvml, info)
+
+
+def processes(backend: Backend, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
+    """Return the processes that compute on a device and the bytes each holds, as NVML sees them."""
+    return nvml.processes(backend.nvml, info)
+
+
+def is_lost(backend: Backend, info: DeviceInfo) -> bool:
+    """Return whether NVML says that a device is not there any more."""
+    return nvml.is_lost(backend.nvml, info)
 
 
 def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:

@@ -11,8 +11,14 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from dask_devctx.driver import statuses
 from dask_devctx.driver.protocol import Driver
-from dask_devctx.errors import DeviceMemoryError, DriverError, ForkedProcessError
+from dask_devctx.errors import (
+    DeviceMemoryError,
+    DriverError,
+    DriverUnavailableError,
+    ForkedProcessError,
+)
 
 # CUDA's own handles for the streams that need no making.
 LEGACY_STREAM = 1
@@ -40,7 +46,13 @@ class Calls:
         self.forked = False
 
     def _value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
-        status, *values = function(*args)
+        try:
+            status, *values = function(*args)
+        except RuntimeError as error:  # the bindings' word for a function that the driver lacks
+            missing = self._missing(function.__name__, error)
+            if missing is None:
+                raise
+            raise missing from error
         if status != 0:
             raise self._error(function.__name__, status)
         return values[0] if len(values) == 1 else tuple(values)
@@ -57,7 +69,19 @@ class Calls:
             if int(status) == int(self.types.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
             else DriverError
         )
-        return kind(function, status.name, int(status), (text or b"").decode())
+        words = [(text or b"").decode(), statuses.REMEDIES.get(int(status), "")]
+        return kind(function, status.name, int(status), ". ".join(filter(None, words)))
+
+    def _missing(self, function: str, error: Exception) -> DriverUnavailableError | None:
+        try:
+            _, version = self.driver.cuDriverGetVersion()
+        except Exception:  # there is no driver at all
+            return None
+        supports = f"{version // 1000}.{version % 1000 // 10}"
+        return DriverUnavailableError(
+            f"the driver (CUDA {supports}) has no {function}: {error}",
+            "Update the driver, or install the cuda-bindings of its CUDA version",
+        )
 
     # -- the process
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.simulated.faults import Faults
+from dask_devctx.driver.simulated.faults import WORKING_CALLS, Faults
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 
@@ -38,6 +38,8 @@ def _function(outputs: int, needs_init: bool = True) -> Callable[[Any], Any]:
             # As in a process that was forked after cuInit.
             if status is None and needs_init and self._pid != os.getpid():
                 status = Status.CUDA_ERROR_NOT_INITIALIZED
+            if status is None:
+                status = self._lost(body.__name__)
             if status is None:
                 status, *values = body(self, *args)
             else:
@@ -75,6 +77,13 @@ class SimulatedDriver:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
+
+    def _lost(self, function: str) -> Any:
+        """What a call that needs the current context's GPU answers where that fell off the bus."""
+        context = self._current()
+        if function in WORKING_CALLS and context is not None and context.gpu.lost:
+            return Status.CUDA_ERROR_UNKNOWN
+        return None
 
     # -- the process
 
@@ -176,7 +185,7 @@ class SimulatedDriver:
             gpu = self._gpu(device)
             if gpu is None:
                 return (Status.CUDA_ERROR_INVALID_DEVICE,)
-            if gpu.lost:
+            if gpu.lost or gpu.compute_mode != "default":
                 return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
             if gpu.primary is None:
                 gpu.primary = self._new_context(gpu, int(device), gpu.primary_flags, True)
@@ -236,7 +245,7 @@ class SimulatedDriver:
                 return (Status.CUDA_ERROR_INVALID_DEVICE,)
             if not _valid_flags(flags):
                 return (Status.CUDA_ERROR_INVALID_VALUE,)
-            if gpu.lost:
+            if gpu.lost or gpu.compute_mode != "default":
                 return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
             context = self._new_context(gpu, int(device), flags, False)
             self._thread.stack.append(context)
