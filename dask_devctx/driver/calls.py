@@ -23,6 +23,8 @@ from dask_devctx.errors import (
 # CUDA's own handles for the streams that need no making.
 LEGACY_STREAM = 1
 PER_THREAD_STREAM = 2
+# The capture mode in which a thread's calls are not held against graphs that others capture.
+RELAXED_CAPTURE = 2
 
 
 class Calls:
@@ -328,6 +330,11 @@ class Calls:
             nbytes,
             self.types.CUstream(stream),
         )
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set how this thread may disturb graphs that others capture; return how it was."""
+        kind = self.types.CUstreamCaptureMode
+        return int(self._value(self.driver.cuThreadExchangeStreamCaptureMode, kind(mode)))
 
     def probe(self) -> None:
         """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""

@@ -7,7 +7,8 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from distributed import Reschedule
@@ -15,6 +16,7 @@ from distributed import Reschedule
 from dask_devctx import discovery, tasks
 from dask_devctx.device import Device
 from dask_devctx.driver import statuses
+from dask_devctx.driver.calls import RELAXED_CAPTURE, Calls
 from dask_devctx.errors import DevctxError, DeviceFailedError, DeviceOutOfMemoryError, DriverError
 from dask_devctx.failures import memory
 from dask_devctx.failures.suspects import Suspects
@@ -183,7 +185,8 @@ class Guard:
         try:
             with device:
                 if not self.synchronize:
-                    self.suspects.look(device, device._backend.calls, mark=False)
+                    with _undisturbing(device._backend.calls) as calls:
+                        self.suspects.look(device, calls, mark=False)
                 try:
                     result = fn(data)
                 except Exception as error:
@@ -222,13 +225,14 @@ class Guard:
             if calls.current() != device._handle:
                 self._note_left_behind(key, device)
                 calls.set_current(device._handle)  # with none current, the probe sees nothing
-            if self.synchronize and wait:
-                ended = self.suspects.count(device)
-                calls.synchronize()
-                self.suspects.idle(device, ended)
-            else:
-                self.suspects.look(device, calls, mark=True)
-            calls.probe()
+            with _undisturbing(calls):
+                if self.synchronize and wait:
+                    ended = self.suspects.count(device)
+                    calls.synchronize()
+                    self.suspects.idle(device, ended)
+                else:
+                    self.suspects.look(device, calls, mark=True)
+                calls.probe()
         except DriverError as found:
             if not statuses.failed(found.code):
                 if body is None:
@@ -348,6 +352,16 @@ class GuardedTask:
 
     def __call__(self, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
         return self._guard.run(self._key, self._movable, device, fn, data)
+
+
+@contextmanager
+def _undisturbing(calls: Calls) -> Iterator[Calls]:
+    """Let this thread look at a device without ending what another thread captures as a graph."""
+    before = calls.exchange_capture_mode(RELAXED_CAPTURE)
+    try:
+        yield calls
+    finally:
+        calls.exchange_capture_mode(before)
 
 
 def _memory_info(device: Device) -> tuple[int | None, int | None]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
 from dask_devctx.device import Device
+from dask_devctx.driver import statuses
 from dask_devctx.driver.calls import Calls
-from dask_devctx.errors import DevctxError
+from dask_devctx.errors import DevctxError, DriverError
+
+logger = logging.getLogger(__name__)
 
 # So many tasks are remembered per device where the driver never says that their work is done.
 _REMEMBERED = 64
@@ -58,6 +62,7 @@ class Suspects:
         self._lock = threading.Lock()
         self._running: dict[Suspect, int] = {}
         self._work: dict[Device, _Work] = {}
+        self._closed = False
 
     def started(self, key: Hashable, device: Device) -> None:
         """Count a task that begins."""
@@ -99,8 +104,10 @@ class Suspects:
         """
         with self._lock:
             work = self._work.setdefault(device, _Work())
-            if work.looking:
+            if self._closed or work.looking:
                 return
+            # An event of the whole context ends a graph's capture that another thread may be at.
+            mark = mark and not any(one.device is device for one in self._running)
             work.looking, ended = True, work.ended
         try:
             if work.marked is not None and calls.event_done(work.event):
@@ -114,13 +121,18 @@ class Suspects:
                 # A driver that is too old for it clears nobody.
                 if calls.event_record_context(work.event, device._handle):
                     work.marked = ended
+        except DriverError as error:
+            if statuses.failed(error.code):
+                raise
+            logger.debug("how far %s is cannot be said: %s", device, error)
         finally:
             work.looking = False
 
     def close(self) -> None:
         """Give the driver its events back."""
         with self._lock:
-            works, self._work = self._work, {}
+            self._closed = True
+            works = {device: work for device, work in self._work.items() if not work.looking}
         for device, work in works.items():
             if work.event:
                 with contextlib.suppress(DevctxError):

@@ -52,10 +52,11 @@ def _function(outputs: int, needs_init: bool = True) -> Callable[[Any], Any]:
 
 
 class _Thread(threading.local):
-    """The stack of contexts that the driver keeps for each thread."""
+    """What the driver keeps for each thread: above all its stack of contexts."""
 
     def __init__(self) -> None:
         self.stack: list[Context] = []
+        self.capture_mode = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 class SimulatedDriver:
@@ -452,6 +453,11 @@ class SimulatedDriver:
         if status != _OK:
             return (status,)
         return (_OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @_function(1)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        before, self._thread.capture_mode = self._thread.capture_mode, mode
+        return _OK, before
 
     # -- memory
 
