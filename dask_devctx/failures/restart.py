@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 # How long each step of the end may take: the scheduler may be gone, and calls into CUDA may hang.
 _STEP_S = 5.0
 _POLL_S = 0.01
+# So long the process stays to refuse who had been told that the data is here. Where nobody answers,
+# dask tries to connect for half a minute.
+_REFUSING_S = 0.5
 _EXIT_STATUS = 70  # EX_SOFTWARE: what the nanny's log says of the process
 
 
@@ -46,10 +49,13 @@ async def end_failed_worker(worker: Worker, error: DeviceFailedError, key: Hasha
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it finds that it has memory enough.
     worker.status = Status.closing_gracefully
-    worker.handlers["get_data"] = _busy
-    # Its heartbeat would learn that the scheduler does not know it, and close the nanny too.
+    worker.handlers["get_data"] = _refuse
+    # A worker that its scheduler removed is told to close, and closes its nanny too: this one is to
+    # start another.
+    nanny, worker.nanny = worker.nanny, None
+    worker.stream_handlers["close"] = _stay
     worker.periodic_callbacks["heartbeat"].stop()
-    if worker.nanny:
+    if nanny:
         last_resort = threading.Timer(4 * _STEP_S, os._exit, [_EXIT_STATUS])
         last_resort.daemon = True
         last_resort.start()
@@ -59,12 +65,12 @@ async def end_failed_worker(worker: Worker, error: DeviceFailedError, key: Hasha
         worker.scheduler.unregister(
             address=worker.contact_address,
             expected=True,  # else each of its tasks counts as one that may have killed it
-            close=False,  # that would close the nanny
             stimulus_id=f"devctx-device-failed-{time.time()}",
         ),
         "leave the scheduler",
     )
-    if worker.nanny:
+    await asyncio.sleep(_REFUSING_S)
+    if nanny:
         logger.error("the worker process exits; its nanny starts another")
         logging.shutdown()
         os._exit(_EXIT_STATUS)
@@ -92,6 +98,11 @@ async def _bounded(step: Awaitable[Any], what: str) -> None:
         logger.warning("the worker could not %s before it ends: %r", what, error)
 
 
-async def _busy(*args: Any, **kwargs: Any) -> dict[str, str]:
-    """The answer to whoever asks for data: ask again, or ask somebody else."""
-    return {"status": "busy"}
+async def _refuse(comm: Any, **kwargs: Any) -> Any:
+    """Answer whoever asks for data as a worker does that is gone."""
+    comm.abort()
+    return Status.dont_reply
+
+
+async def _stay(**kwargs: Any) -> None:
+    """Do not close by order: the end is under way."""
