@@ -7,6 +7,7 @@ Every error keeps what it reports as attributes and hands all of them to
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class DevctxError(Exception):
@@ -15,6 +16,15 @@ class DevctxError(Exception):
     def __repr__(self) -> str:
         # dask logs a failed task's error by its repr: let that be what a person can read.
         return f"{type(self).__name__}({str(self)!r})"
+
+
+def _plain_new(cls: type[Exception], *args: object) -> Any:
+    """Make an error that is a ``MemoryError`` too.
+
+    It would find MemoryError's own way to be made, which refuses children that have Exception's
+    layout: such an error could be raised and not be unpickled.
+    """
+    return Exception.__new__(cls, *args)
 
 
 class DriverError(DevctxError):
@@ -46,6 +56,8 @@ class DriverError(DevctxError):
 
 class DeviceMemoryError(DriverError, MemoryError):
     """The device has no memory left for what was asked; its context is healthy."""
+
+    __new__ = _plain_new  # type: ignore[assignment]
 
 
 class DriverUnavailableError(DevctxError):
@@ -283,6 +295,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     -----
     The library's own exception is its ``__cause__``.
     """
+
+    __new__ = _plain_new  # type: ignore[assignment]
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.scope import open_scopes
+from dask_devctx.simulated_array import SimulatedArray
 
 ILLEGAL_ADDRESS = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
@@ -191,16 +193,47 @@ async def test_without_a_nanny_the_worker_closes_and_says_why(
 
 @in_a_loop
 async def test_the_scheduler_goes_while_tasks_run() -> None:
-    async with Scheduler(dashboard_address=":0", port=0) as scheduler:
-        async with Nanny(scheduler.address, nthreads=8) as nanny:
-            async with Client(scheduler.address, asynchronous=True) as client:
-                await client.register_plugin(DevicePlugin())
-                client.map(where_slowly, range(8), seconds=0.3)
-                await asyncio.sleep(0.2)
-                process = nanny.process.process
-                await scheduler.close()
-            await asyncio.wait_for(nanny.finished(), 30)
-            assert not process.is_alive()
+    async with (
+        Scheduler(dashboard_address=":0", port=0) as scheduler,
+        Nanny(scheduler.address, nthreads=8) as nanny,
+    ):
+        async with Client(scheduler.address, asynchronous=True) as client:
+            await client.register_plugin(DevicePlugin())
+            client.map(where_slowly, range(8), seconds=0.3)
+            await asyncio.sleep(0.2)
+            process = nanny.process.process
+            await scheduler.close()
+        await asyncio.wait_for(nanny.finished(), 30)
+        assert not process.is_alive()
+
+
+def kill_the_worker_in_a_copy(flag: str) -> int:
+    """End the process with scopes of two devices open and memory allocated on both, once."""
+    with Device(0):
+        source = SimulatedArray.asarray([1, 2, 3])
+        target = Device(1)
+        with target:
+            copy = source.copy_to(target)
+            if not os.path.exists(flag):
+                open(flag, "x").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return int(copy.sum())
+
+
+def open_scopes_and_memory() -> tuple[int, int]:
+    machine = driver.backend().machine
+    assert machine is not None
+    return len(open_scopes()), sum(gpu.used_memory for gpu in machine.gpus)
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_copy_comes_back(
+    client: Client, tmp_path: Path
+) -> None:
+    future = client.submit(kill_the_worker_in_a_copy, str(tmp_path / "killed"))
+    assert future.result(timeout=60) == 6
+    assert (tmp_path / "killed").exists()
+    ((scopes, used),) = client.run(open_scopes_and_memory).values()
+    assert (scopes, used) == (0, 0)
 
 
 def test_the_cluster_closes_while_tasks_run() -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 
 from dask_devctx.driver.simulated.gpu import SimulatedGPU
+
+
+@dataclass(frozen=True)
+class _Instance:
+    """The handle of a MIG instance."""
+
+    gpu: SimulatedGPU
+    uuid: str
 
 
 class SimulatedNvml:
@@ -22,8 +31,9 @@ class SimulatedNvml:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated NVML has no {name}: it cannot be simulated")
 
-    def _check(self, gpu: SimulatedGPU) -> SimulatedGPU:
+    def _check(self, handle: SimulatedGPU | _Instance) -> SimulatedGPU:
         self.nvmlInit()
+        gpu = handle.gpu if isinstance(handle, _Instance) else handle
         if gpu.lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return gpu
@@ -48,10 +58,12 @@ class SimulatedNvml:
         return self._check(self._gpus[index])
 
     def nvmlDeviceGetUUID(self, handle: Any) -> str:
-        return handle if isinstance(handle, str) else self._check(handle).uuid
+        self._check(handle)
+        return str(handle.uuid)
 
     def nvmlDeviceGetName(self, handle: Any) -> str:
-        return self._check(handle).name
+        gpu = self._check(handle)
+        return f"{gpu.name} MIG" if isinstance(handle, _Instance) else gpu.name
 
     def nvmlDeviceGetPciInfo(self, handle: Any) -> Any:
         # NVML writes the domain with eight digits, CUDA with four.
@@ -76,10 +88,13 @@ class SimulatedNvml:
         return [on, on]
 
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
-        return len(self._check(handle).mig or ())
+        return 7 if self._check(handle).mig is not None else 0
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any:
-        return (self._check(handle).mig or ())[index]  # an instance's handle is its UUID
+        gpu = self._check(handle)
+        if index >= len(gpu.mig or ()):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return _Instance(gpu, (gpu.mig or ())[index])
 
     def nvmlDeviceGetCpuAffinity(self, handle: Any, words: int) -> Any:
         self._check(handle)
