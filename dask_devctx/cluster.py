@@ -7,6 +7,8 @@ from typing import Any
 
 from dask.system import CPU_COUNT
 from distributed import LocalCluster
+from distributed.core import Status
+from distributed.deploy.spec import SpecCluster
 from distributed.protocol.pickle import dumps, loads
 
 from dask_devctx.device import Device
@@ -75,6 +77,17 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
             threads_per_worker = max(_LOOK_AHEAD * running, CPU_COUNT // n_workers, 1)
         self._plugin = plugin
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        # Some time after a worker was lost, dask closes the nanny if no worker of its name is there
+        # at that moment: also where it had come back and was lost again just now. A nanny that runs
+        # starts another worker by itself; it is left to do so.
+        if op == "remove":
+            name = self.scheduler_info["workers"][msg]["name"]
+            if getattr(self.workers.get(name), "status", None) == Status.running:
+                super(SpecCluster, self)._update_worker_status(op, msg)
+                return
+        super()._update_worker_status(op, msg)
 
     async def _start(self) -> None:
         await super()._start()

@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     batch = arguments.batch
     with (
         LocalDeviceCluster(
-            dashboard_address=None,
+            dashboard_address=":0",
             silence_logs=False if arguments.verbose else logging.CRITICAL,
             plugin=DevicePlugin(oom_retries=3, synchronize=arguments.synchronize),
         ) as cluster,
@@ -147,6 +147,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     right += len(values)
                     del futures
                     rss.append(me.memory_info().rss)
+                    if arguments.verbose:
+                        print(f"{2 * right} tasks, {time.monotonic() - started:.0f} s", flush=True)
         finally:
             stop.set()
             killer.join()
@@ -189,7 +191,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--restore", type=float, default=0.0001, metavar="SHARE")
     parser.add_argument("--synchronize", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="with the logs")
-    parser.add_argument("--growth", type=int, default=64, metavar="MIB", help="how much is flat")
+    parser.add_argument("--growth", type=int, default=16, metavar="MIB", help="what is still flat")
     arguments = parser.parse_args(given)
     os.environ[driver.SIMULATED_DEVICES_VARIABLE] = str(arguments.devices)
     settings = {
@@ -197,6 +199,8 @@ def main(given: list[str] | None = None) -> int:
         # What dask keeps of the past grows until these are full: that is not what is measured.
         "distributed.admin.low-level-log-length": 1000,
         "distributed.admin.log-length": 1000,
+        "distributed.scheduler.dashboard.tasks.task-stream-length": 1000,
+        "distributed.diagnostics.computations.max-history": 10,
         "distributed.scheduler.allowed-failures": 100,
     }
     with dask.config.set(settings):

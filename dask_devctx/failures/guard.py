@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from distributed import Reschedule
+from distributed.protocol.pickle import dumps, loads
 
 from dask_devctx import discovery, tasks
 from dask_devctx.device import Device
@@ -239,7 +240,7 @@ class Guard:
                     raise
                 body.add_note(f"After it, {device} was found unwell: {found}")
                 return
-            raise self._failed(key, device, found) from (body or found)
+            raise self._failed(key, device, found) from _portable(body or found)
 
     def _failure_in(
         self, key: Hashable, device: Device, error: Exception
@@ -312,7 +313,7 @@ class Guard:
                 discovery.processes(device._backend, device.info),
                 replicas,
                 attempts,
-            ) from error
+            ) from _portable(error)
         best = self._most_free(device) if movable else device
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
         if best is not device:
@@ -362,6 +363,15 @@ def _undisturbing(calls: Calls) -> Iterator[Calls]:
         yield calls
     finally:
         calls.exchange_capture_mode(before)
+
+
+def _portable(error: BaseException) -> BaseException:
+    """Return an exception that reaches the client: one that cannot be sent takes ours with it."""
+    try:
+        loads(dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
+    return error
 
 
 def _memory_info(device: Device) -> tuple[int | None, int | None]:

@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_left(machine: SimulatedMachine) -> Iterator[None]:
+def no_device_thread_and_no_file_left(machine: SimulatedMachine) -> Iterator[None]:
     """No thread of a device and no open file stays: a lock is an open file."""
     files = len(os.listdir("/proc/self/fd"))
     yield

@@ -16,7 +16,7 @@ from dask_devctx import Device, LocalDeviceCluster
 @pytest.fixture
 def client() -> Iterator[Client]:
     with (
-        LocalDeviceCluster(processes=False, dashboard_address=None) as cluster,
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         yield client

@@ -102,7 +102,7 @@ def test_the_error_says_who_holds_the_memory_and_pickles() -> None:
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     plugin = DevicePlugin(**getattr(request, "param", {}))
     with (
-        LocalDeviceCluster(processes=False, dashboard_address=None, plugin=plugin) as cluster,
+        LocalDeviceCluster(processes=False, dashboard_address=":0", plugin=plugin) as cluster,
         Client(cluster) as client,
     ):
         yield client
@@ -215,3 +215,19 @@ def test_out_of_range(retries: Any) -> None:
 def test_synchronize_is_a_truth_value(value: Any) -> None:
     with pytest.raises(ValueError, match="synchronize"):
         DevicePlugin(synchronize=value)
+
+
+def run_out_with_what_cannot_be_sent() -> None:
+    class OutOfMemoryError(RuntimeError):
+        def __reduce__(self) -> tuple[object, ...]:
+            raise TypeError("cannot be pickled")
+
+    OutOfMemoryError.__module__ = "torch"
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_cause_that_cannot_be_sent_does_not_take_the_error_with_it(client: Client) -> None:
+    error = client.submit(run_out_with_what_cannot_be_sent).exception(timeout=20)
+    assert isinstance(error, DeviceOutOfMemoryError)
+    assert error.requested_nbytes == 2 * GIB
+    assert "CUDA out of memory" in str(error.__cause__)

@@ -63,7 +63,7 @@ def lose(which: int) -> None:
 
 
 def test_a_gpu_that_falls_off_the_bus_ends_its_worker() -> None:
-    with LocalDeviceCluster(dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
         with dask.annotate(device=1):
             error = client.submit(lose, 1).exception(timeout=30)
         assert isinstance(error, DeviceFailedError)
@@ -90,7 +90,7 @@ def test_nvml_that_dies_later_is_not_missed(machine: SimulatedMachine) -> None:
     machine.nvml.error = pynvml.NVML_ERROR_UNKNOWN
     assert first.memory_info.free == machine.gpus[0].total_memory
     with (
-        LocalDeviceCluster(processes=False, dashboard_address=None) as cluster,
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         assert client.submit(sum, [1, 2]).result() == 3
@@ -105,7 +105,7 @@ def test_a_gpu_that_another_process_has_for_itself(machine: SimulatedMachine, mo
     with Device(1):
         pass
     with (
-        LocalDeviceCluster(processes=False, dashboard_address=None) as cluster,
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
         dask.annotate(device=0),
     ):

@@ -62,7 +62,7 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalDeviceCluster]:
     options = getattr(request, "param", {})
     with LocalDeviceCluster(
-        dashboard_address=None, silence_logs=False, plugin=DevicePlugin(**options)
+        dashboard_address=":0", silence_logs=False, plugin=DevicePlugin(**options)
     ) as cluster:
         yield cluster
 
@@ -237,7 +237,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_copy_comes_back(
 
 
 def test_the_cluster_closes_while_tasks_run() -> None:
-    with LocalDeviceCluster(dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
         pid = worker_pid(client)
         client.map(where_slowly, range(100), seconds=0.2)
         time.sleep(0.3)
