@@ -352,7 +352,20 @@ class GuardedTask:
         self._movable = movable
 
     def __call__(self, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
-        return self._guard.run(self._key, self._movable, device, fn, data)
+        try:
+            result = self._guard.run(self._key, self._movable, device, fn, data)
+        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
+            failure: Exception = error
+        else:
+            return self._awaited(result) if inspect.iscoroutine(result) else result
+        raise _alone(failure)
+
+    async def _awaited(self, running: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await running
+        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
+            failure: Exception = error
+        raise _alone(failure)
 
 
 @contextmanager
@@ -363,6 +376,12 @@ def _undisturbing(calls: Calls) -> Iterator[Calls]:
         yield calls
     finally:
         calls.exchange_capture_mode(before)
+
+
+def _alone(failure: Exception) -> Exception:
+    """Take from an error what it was raised in the middle of: its cause says it, and can be sent."""
+    failure.__context__ = None
+    return failure
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -24,10 +24,10 @@ def run(script: str, *arguments: str) -> str:
 def test_soak() -> None:
     shown = run(
         "soak.py",
-        *("--tasks", "1500", "--batch", "250", "--kill-every", "4"),
+        *("--tasks", "1000", "--batch", "250", "--kill-every", "4"),
         *("--sticky", "0.001", "--restore", "0.002"),
     )
-    assert "tasks: 1500" in shown
+    assert "tasks: 1000" in shown
     assert "every result right, nothing lost" in shown
 
 
