@@ -151,7 +151,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 return
             movable = wanted == AUTO
             if movable:
-                wanted = self.guard.redirect(ts.key) or wanted
+                wanted = self.guard.retries.redirect(ts.key) or wanted
             device = self.placement.place(ts.key, ts.prefix, wanted)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user

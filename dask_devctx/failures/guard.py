@@ -6,28 +6,24 @@ import inspect
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from distributed import Reschedule
-from distributed.protocol.pickle import dumps, loads
 
 from dask_devctx import discovery, tasks
 from dask_devctx.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.driver.calls import RELAXED_CAPTURE, Calls
-from dask_devctx.errors import DevctxError, DeviceFailedError, DeviceOutOfMemoryError, DriverError
-from dask_devctx.failures import memory
+from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError, DriverError
+from dask_devctx.failures.retries import Retries, portable
 from dask_devctx.failures.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
 _WARN_EVERY_S = 10.0
-# Tasks that ran out of memory are remembered until they are done here. One that was sent to another
-# worker never is: the oldest is forgotten then.
-_REMEMBERED_RETRIES = 10_000
 
 
 class Guard:
@@ -48,8 +44,8 @@ class Guard:
     ----------
     failure
         What ended this process' use of its devices, or None.
-    drop_replicas
-        Frees the copies of other devices' values that are kept on a device; returns the bytes.
+    retries
+        The tasks that ran out of memory.
     """
 
     def __init__(
@@ -61,33 +57,24 @@ class Guard:
         on_failure: Callable[[DeviceFailedError, Hashable], None],
     ) -> None:
         self.synchronize = synchronize
-        self.oom_retries = oom_retries
+        self.retries = Retries(devices, oom_retries)
         self.failure: DeviceFailedError | None = None
-        self.drop_replicas: Callable[[Device], int] = lambda device: 0
         self.suspects = Suspects()
-        self._devices = tuple(devices)
         self._on_failure = on_failure
         self._lock = threading.Lock()
-        self._tried: OrderedDict[Hashable, int] = OrderedDict()
-        self._next_device: dict[Hashable, Device] = {}
         self._left_behind: Counter[Device] = Counter()
-        self._out_of_memory: Counter[Device] = Counter()
         self._warned_at: dict[Device, float] = {}
 
     def metrics(self) -> dict[str, dict[str, int]]:
         """Return how often a context was left behind and memory ran out, by device."""
         return {
             "left-behind": {str(device): n for device, n in self._left_behind.items()},
-            "out-of-memory": {str(device): n for device, n in self._out_of_memory.items()},
+            "out-of-memory": {str(device): n for device, n in self.retries.counted.items()},
         }
 
     def close(self) -> None:
         """Give back what it holds; tasks that still run are watched to their end."""
         self.suspects.close()
-
-    def redirect(self, key: Hashable) -> Device | None:
-        """Return where a task is to be tried again, once; None where it may go anywhere."""
-        return self._next_device.pop(key, None)
 
     # -- around a task
 
@@ -123,11 +110,11 @@ class Guard:
             try:
                 result = self._once(key, device, fn, data)
             except Exception as error:
-                self._make_room_or_raise(key, movable, device, error)
+                self._try_again_or_raise(key, movable, device, error)
             else:
                 if inspect.iscoroutine(result):
                     return self._awaited(key, movable, device, fn, data, result)
-                self._forget(key)
+                self.retries.forget(key)
                 return tasks.within(device, result)
 
     async def _awaited(
@@ -154,13 +141,13 @@ class Guard:
                 failure = self._failure_in(key, device, error)
                 if failure is not None:
                     raise failure from error
-                self._make_room_or_raise(key, movable, device, error)
+                self._try_again_or_raise(key, movable, device, error)
                 with device:
                     running = fn(data)
             else:
                 if self.synchronize:
                     await self._wait(key, device)
-                self._forget(key)
+                self.retries.forget(key)
                 return result
 
     async def _wait(self, key: Hashable, device: Device) -> None:
@@ -240,7 +227,7 @@ class Guard:
                     raise
                 body.add_note(f"After it, {device} was found unwell: {found}")
                 return
-            raise self._failed(key, device, found) from _portable(body or found)
+            raise self._failed(key, device, found) from portable(body or found)
 
     def _failure_in(
         self, key: Hashable, device: Device, error: Exception
@@ -284,61 +271,12 @@ class Guard:
                 self._left_behind[device],
             )
 
-    # -- was there room
-
-    def _make_room_or_raise(
+    def _try_again_or_raise(
         self, key: Hashable, movable: bool, device: Device, error: Exception
     ) -> None:
-        """Return where the task is to be tried again here and now; else raise what is to be."""
-        if not memory.is_out_of_memory(error) or self.failure is not None:
-            if not isinstance(error, Reschedule):
-                self._forget(key)
+        if self.failure is not None:
             raise error
-        self._out_of_memory[device] += 1
-        requested = memory.requested_nbytes(error)
-        replicas = self._make_room(device, error)
-        with self._lock:
-            attempts = self._tried[key] = self._tried.pop(key, 0) + 1
-            while len(self._tried) > _REMEMBERED_RETRIES:
-                self._tried.popitem(last=False)
-        if attempts > self.oom_retries:
-            self._forget(key)
-            free, total = _memory_info(device)
-            raise DeviceOutOfMemoryError(
-                str(device),
-                device.uuid,
-                requested,
-                free,
-                total,
-                discovery.processes(device._backend, device.info),
-                replicas,
-                attempts,
-            ) from _portable(error)
-        best = self._most_free(device) if movable else device
-        logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
-        if best is not device:
-            # By way of the scheduler, so that it runs on the other device's own threads and its
-            # inputs get there as any task's do.
-            self._next_device[key] = best
-            raise Reschedule
-
-    def _make_room(self, device: Device, error: Exception) -> int:
-        dropped = self.drop_replicas(device)
-        try:
-            with device:
-                memory.release_caches(error)
-        except DevctxError:  # not even a context fits: the caches hold nothing here then
-            logger.debug("no caches released on %s", device, exc_info=True)
-        return dropped
-
-    def _most_free(self, device: Device) -> Device:
-        free = {one: _memory_info(one)[0] or 0 for one in self._devices}
-        best = max(self._devices, key=free.__getitem__)
-        return best if free[best] > free.get(device, 0) else device
-
-    def _forget(self, key: Hashable) -> None:
-        with self._lock:
-            self._tried.pop(key, None)
+        self.retries.make_room_or_raise(key, movable, device, error)
 
 
 class GuardedTask:
@@ -379,29 +317,6 @@ def _undisturbing(calls: Calls) -> Iterator[Calls]:
 
 
 def _alone(failure: Exception) -> Exception:
-    """Take from an error what it was raised in the middle of: its cause says it, and can be sent."""
+    """Take from an error what it was raised in the middle of: its cause says it, and is sent."""
     failure.__context__ = None
     return failure
-
-
-def _portable(error: BaseException) -> BaseException:
-    """Return an exception that reaches the client: one that cannot be sent takes ours with it."""
-    try:
-        loads(dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__module__}.{type(error).__qualname__}: {error}")
-    return error
-
-
-def _memory_info(device: Device) -> tuple[int | None, int | None]:
-    """Free and total bytes, where anybody says; asking makes no context."""
-    try:
-        return discovery.memory_info(device._backend, device.info) or _by_driver(device)
-    except DevctxError:
-        return None, None
-
-
-def _by_driver(device: Device) -> tuple[int | None, int | None]:
-    if not device._handle:
-        return None, device.info.total_memory
-    return device.memory_info
