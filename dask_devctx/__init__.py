@@ -19,12 +19,16 @@ from dask_devctx.device import Device, devices
 from dask_devctx.errors import (
     DevctxError,
     DeviceFailedError,
+    DeviceMemoryError,
+    DeviceMismatchError,
     DeviceNotFoundError,
     DeviceOutOfMemoryError,
     DeviceScopeError,
+    DevicesInUseError,
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
+    LockDirectoryError,
     VisibleDevicesError,
 )
 from dask_devctx.tasks import on_device
@@ -32,6 +36,10 @@ from dask_devctx.tasks import on_device
 if TYPE_CHECKING:
     from dask_devctx.cluster import LocalDeviceCluster
     from dask_devctx.plugin import DevicePlugin
+    from dask_devctx.reporting import report
+    from dask_devctx.routing import DeviceRouting
+    from dask_devctx.simulated_array import SimulatedArray
+    from dask_devctx.transfer import device_of, to_device
 
 __all__ = [
     "CacheConfig",
@@ -40,26 +48,42 @@ __all__ = [
     "DevctxError",
     "Device",
     "DeviceFailedError",
+    "DeviceMemoryError",
+    "DeviceMismatchError",
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
     "DevicePlugin",
+    "DeviceRouting",
     "DeviceScopeError",
+    "DevicesInUseError",
     "DriverError",
     "DriverUnavailableError",
     "ForkedProcessError",
     "Limit",
     "LocalDeviceCluster",
+    "LockDirectoryError",
     "PrimaryContext",
     "SharedMemoryConfig",
+    "SimulatedArray",
     "VisibleDevicesError",
+    "device_of",
     "devices",
     "on_device",
+    "report",
+    "to_device",
 ]
 
 # What needs dask, and where it is.
 _DISTRIBUTED_HALF = {
     "DevicePlugin": "dask_devctx.plugin",
+    "DeviceRouting": "dask_devctx.routing",
     "LocalDeviceCluster": "dask_devctx.cluster",
+    # `--preload dask_devctx` looks for this here
+    "dask_setup": "dask_devctx.preload",
+    "SimulatedArray": "dask_devctx.simulated_array",
+    "device_of": "dask_devctx.transfer",
+    "report": "dask_devctx.reporting",
+    "to_device": "dask_devctx.transfer",
 }
 
 

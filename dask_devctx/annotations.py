@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any, Final, Literal
 
 from dask_devctx.device import Device
+from dask_devctx.selection import ACCEPTED
 
 ANNOTATION: Final = "device"
 AUTO: Final = "auto"
@@ -35,7 +36,20 @@ def requested_device(
         ``"auto"`` for any device, None for none, else what :class:`~dask_devctx.Device` is to make
         a device of; that is not tried here.
     """
-    wanted = (annotations or {}).get(ANNOTATION, AUTO if unannotated == "assign" else None)
+    if not annotations or ANNOTATION not in annotations:
+        return AUTO if unannotated == "assign" else None
+    wanted = annotations[ANNOTATION]
+    if wanted.__class__ is int:
+        return wanted
     if callable(wanted) and not isinstance(wanted, (type, Device)):
         wanted = wanted(key)
-    return None if wanted == NO_DEVICE else wanted
+    return None if isinstance(wanted, str) and wanted == NO_DEVICE else wanted
+
+
+def not_an_annotation(wanted: object) -> TypeError:
+    """Return the error for an annotation that names no device."""
+    return TypeError(
+        f'the annotation \'device\' is {ACCEPTED}; "auto" for any device, None or "none" for '
+        "none; or a function that is given the task's key and returns one of these; got "
+        f"{wanted!r} of type {type(wanted).__name__}"
+    )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from dask_devctx.device import Device
 
 # What a link between two GPUs carries, in bytes per second: PCIe 5 at 16 lanes, the slower one.
 LINK_BYTES_PER_S = 50e9
+# What a context and the libraries on it take before any data: with less, a device is full.
+FULL_NBYTES = 512 * 2**20
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A device that a task could get, as things stand.
 
     Parameters
@@ -27,6 +28,8 @@ class Candidate:
         How many bytes of the task's inputs live on other devices.
     since
         How many tasks were assigned since this device last got one; larger is longer ago.
+    free_nbytes
+        How much of its memory is free; None where nobody says.
     """
 
     device: Device
@@ -34,6 +37,7 @@ class Candidate:
     busy_s: float
     move_nbytes: int
     since: int
+    free_nbytes: int | None = None
 
 
 Policy = Callable[[Sequence[Candidate]], Candidate]
@@ -43,7 +47,8 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
     """Return the candidate where the task would start first.
 
     It has to wait for what is queued there and for its inputs to be moved. Among equals the one
-    with the shortest queue, then the one that has waited longest for a task: round-robin.
+    with the shortest queue, then the one that has waited longest for a task: round-robin. A device
+    whose memory is full, or would be with the inputs moved there, comes after all others.
 
     Parameters
     ----------
@@ -57,7 +62,10 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
     >>> start_soonest([near, far]) is near  # 20 ms of moving against 10 of waiting
     True
     """
-    return min(
-        candidates,
-        key=lambda c: (c.busy_s + c.move_nbytes / LINK_BYTES_PER_S, c.queued, -c.since),
-    )
+    return min(candidates, key=_cost)
+
+
+def _cost(candidate: Candidate) -> tuple[bool, float, int, int]:
+    _, queued, busy_s, move_nbytes, since, free_nbytes = candidate
+    full = free_nbytes is not None and free_nbytes < move_nbytes + FULL_NBYTES
+    return full, busy_s + move_nbytes / LINK_BYTES_PER_S, queued, -since

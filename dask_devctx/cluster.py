@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import types
+import warnings
+from collections.abc import Generator, Sequence
+from typing import Any, Self
 
 from dask.system import CPU_COUNT
 from distributed import LocalCluster
 from distributed.core import Status
 from distributed.deploy.spec import SpecCluster
-from distributed.protocol.pickle import dumps, loads
+from distributed.protocol.pickle import dumps
 
+from dask_devctx import config
 from dask_devctx.device import Device
 from dask_devctx.device import devices as all_devices
-from dask_devctx.plugin import DevicePlugin
-
-# How many tasks a worker is shown for each that can run. A device's tasks run on the device's own
-# threads, so a worker's `nthreads` is how far dask lets it look ahead; it costs nothing.
-_LOOK_AHEAD = 16
+from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin
+from dask_devctx.routing import DeviceRouting
 
 
 class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
@@ -26,32 +26,39 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     Parameters
     ----------
     n_workers
-        How many worker processes.
+        How many worker processes. Several share the devices out evenly, each has its own.
     devices
-        The devices that each worker uses; all that it sees by default.
+        The devices to use; all that this process sees by default.
+    devices_per_worker
+        How many each worker has for itself. Workers that are added later take what is free.
     tasks_per_device
         How many tasks run on a device at a time.
     threads_per_worker
         How many tasks dask lets a worker have at a time; many more than can run by default, so
         that a queue for one device does not keep another waiting.
     plugin
-        The plugin itself, instead of ``devices`` and ``tasks_per_device``.
+        The plugin itself, instead of ``devices``, ``devices_per_worker`` and ``tasks_per_device``.
+        Without ``devices_per_worker`` its workers have all devices together.
     **kwargs
         What ``LocalCluster`` takes.
 
     Raises
     ------
     DeviceNotFoundError
-        A worker does not have a device of ``devices``.
+        There is no device of ``devices``.
+    DevicesInUseError
+        Workers outside this cluster have taken devices that it needs.
     DriverUnavailableError
         The machine has no GPU that can be found and none is simulated.
     TypeError
         ``plugin`` is given together with what it replaces.
+    ValueError
+        There are fewer devices than the workers need; on scaling up, too.
 
     Examples
     --------
     >>> from distributed import Client
-    >>> with LocalDeviceCluster(processes=False, dashboard_address=None) as cluster:
+    >>> with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
     ...     with Client(cluster) as client:
     ...         print(client.submit(lambda: Device.current().device_id).result())
     0
@@ -62,21 +69,57 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         n_workers: int = 1,
         *,
         devices: Sequence[object] | None = None,
+        devices_per_worker: int | None = None,
         tasks_per_device: int | None = None,
         threads_per_worker: int | None = None,
         plugin: DevicePlugin | None = None,
         **kwargs: Any,
     ) -> None:
         if plugin is None:
-            plugin = DevicePlugin(devices=devices, tasks_per_device=tasks_per_device)
-        elif devices is not None or tasks_per_device is not None:
-            raise TypeError("give either a plugin, or devices and tasks_per_device")
-        used = all_devices() if plugin.devices is None else [Device(d) for d in plugin.devices]
-        if threads_per_worker is None:
-            running = len(used) * plugin.tasks_per_device
-            threads_per_worker = max(_LOOK_AHEAD * running, CPU_COUNT // n_workers, 1)
+            named = config.get("devices", devices)
+            used = _found(named)
+            count = config.get("devices-per-worker", devices_per_worker)
+            if count is None and n_workers > 1:
+                count = _even_share(len(used), n_workers)
+            plugin = DevicePlugin(
+                # by UUID: a worker may see them in another order
+                devices=None if named is None else [device.uuid for device in used],
+                devices_per_worker=count,
+                tasks_per_device=tasks_per_device,
+            )
+        elif (devices, devices_per_worker, tasks_per_device) != (None, None, None):
+            raise TypeError("give either a plugin, or what it is made of")
+        else:
+            used = _found(plugin.devices)
         self._plugin = plugin
+        self._routing = DeviceRouting()
+        self._n_devices = len(used)
+        self._check_enough(n_workers)
+        if threads_per_worker is None:
+            running = (plugin.devices_per_worker or len(used)) * plugin.tasks_per_device
+            threads_per_worker = max(LOOK_AHEAD * running, CPU_COUNT // max(n_workers, 1), 1)
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
+
+    def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
+        """Scale to ``n`` workers, as ``LocalCluster`` does."""
+        self._check_enough(n)
+        super().scale(n, memory=memory, cores=cores)
+
+    def adapt(self, *args: Any, **kwargs: Any) -> Any:
+        """Scale by the load, as ``LocalCluster`` does; to as many workers as there is room for."""
+        per_worker = self._plugin.devices_per_worker
+        if per_worker is not None and not {"maximum", "maximum_cores"} & kwargs.keys():
+            kwargs["maximum"] = self._n_devices // per_worker
+        return super().adapt(*args, **kwargs)
+
+    def _check_enough(self, n_workers: int) -> None:
+        per_worker = self._plugin.devices_per_worker
+        if per_worker is not None and n_workers * per_worker > self._n_devices:
+            raise ValueError(
+                f"{n_workers} workers with {per_worker} devices each need {n_workers * per_worker} "
+                f"devices, and there are {self._n_devices}. Start fewer workers, or lower "
+                "devices_per_worker"
+            )
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
         # Some time after a worker was lost, dask closes the nanny if no worker of its name is there
@@ -91,11 +134,45 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
 
     async def _start(self) -> None:
         await super()._start()
-        responses = await self.scheduler.register_worker_plugin(
+        await self.scheduler.register_scheduler_plugin(self._routing, idempotent=False)
+        # There are no workers yet. Each is given the plugin while it joins.
+        await self.scheduler.register_worker_plugin(
             None, dumps(self._plugin), name=self._plugin.name, idempotent=False
         )
-        for response in responses.values():
-            if response["status"] == "error":
-                await self._close()
-                error = response["exception"]
-                raise loads(error) if isinstance(error, bytes) else error.data
+
+    async def _correct_state_internal(self) -> None:
+        await super()._correct_state_internal()
+        if self._routing.refused:  # workers that could not use their devices, and left
+            _, error = self._routing.refused.popitem()
+            self._routing.refused.clear()
+            raise error
+
+    def __await__(self) -> Generator[Any, Any, Self]:
+        return self._start_or_close().__await__()
+
+    async def _start_or_close(self) -> Self:
+        try:
+            return await self._start_all()
+        except BaseException:
+            await self._close()  # dask leaves the scheduler and the other workers running
+            raise
+
+    @types.coroutine
+    def _start_all(self) -> Generator[Any, Any, Self]:
+        started: Self = yield from super().__await__()
+        return started
+
+
+def _found(named: Sequence[object] | None) -> tuple[Device, ...]:
+    return all_devices() if named is None else tuple(dict.fromkeys(map(Device, named)))
+
+
+def _even_share(n_devices: int, n_workers: int) -> int:
+    share, left_over = divmod(n_devices, n_workers)
+    if share and left_over:
+        warnings.warn(
+            f"{n_workers} workers have {share} of the {n_devices} devices each: {left_over} of "
+            "them will be idle",
+            stacklevel=3,
+        )
+    return max(share, 1)

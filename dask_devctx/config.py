@@ -31,4 +31,7 @@ def get(key: str, given: Any = None) -> Any:
     given
         An argument that overrides the configuration; None where there is none.
     """
-    return dask.config.get(f"devctx.{key}") if given is None else given
+    if given is not None:
+        return given
+    # Whoever clears dask's configuration, as its own tests do, clears the defaults with it.
+    return dask.config.get(f"devctx.{key}", defaults["devctx"][key])

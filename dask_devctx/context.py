@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from dask_devctx import driver
 from dask_devctx.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.calls import Calls
-from dask_devctx.errors import DeviceScopeError
+from dask_devctx.errors import DeviceScopeError, DriverError
 from dask_devctx.scope import Scope, open_scopes
 
 P = ParamSpec("P")
@@ -46,6 +47,7 @@ class Limit(enum.IntEnum):
     SHMEM_SIZE = 7
     CIG_ENABLED = 8  # 0 or 1
     CIG_SHMEM_FALLBACK_ENABLED = 9  # 0 or 1
+    PER_BLOCK_MEMORY_SIZE = 10
 
 
 class CacheConfig(enum.IntEnum):
@@ -123,10 +125,11 @@ class Context(Scope):
         for flag in flags:
             wanted |= flag
         self._handle = calls.create(self._device._ordinal(), int(wanted))
+        self._owned = True
         calls.set_current(0)  # making it also put it on the driver's stack: this takes it off
         self._identity = calls.context_id(self._handle)
-        self._owned = True
-        _owned.setdefault(self._backend, weakref.WeakValueDictionary())[self._handle] = self
+        if self._identity is not None:
+            _owners(self._backend)[self._identity] = self
 
     @classmethod
     def current(cls) -> Context | None:
@@ -148,11 +151,10 @@ class Context(Scope):
             return None
         calls = backend.driver()
         identity = calls.context_id(handle)
-        owners = _owned.get(backend)
-        owner = None if owners is None else owners.get(handle)
-        if owner is not None and owner._identity == identity:
+        owner = None if identity is None else _owners(backend).get(identity)
+        if owner is not None:
             return owner
-        device = Device(calls.current_device())
+        device = Device._of_current_context(backend)
         if _is_primary(backend, device, handle):
             return device.primary_context
         return cls._borrowed(backend, device, handle, identity)
@@ -179,7 +181,7 @@ class Context(Scope):
     def _check_alive(self) -> None:
         if not self._handle:
             self._bind()
-        if self._identity is None or self._backend.calls.context_id(self._handle) != self._identity:
+        if not self._lives(self._handle, self._identity):
             raise DeviceScopeError(
                 self, "cannot be entered: the context was destroyed by somebody else"
             )
@@ -192,14 +194,12 @@ class Context(Scope):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context):
             return NotImplemented
-        return (self._backend, self._handle, self._identity) == (
-            other._backend,
-            other._handle,
-            other._identity,
-        )
+        if self._identity is None:  # it was dead when it was borrowed, and nothing tells it apart
+            return self is other
+        return self._backend is other._backend and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash((self._handle, self._identity))
+        return hash(self._identity)  # for life: the handle goes when it is closed
 
     def __del__(self) -> None:
         if getattr(self, "_owned", False) and self._handle:
@@ -227,8 +227,11 @@ class Context(Scope):
         """
         if not self._owned:
             raise DeviceScopeError(self, "cannot be closed: the context belongs to somebody else")
-        handle, self._handle = self._handle, 0
+        with _closing:
+            handle, self._handle = self._handle, 0
         if handle:
+            if self._identity is not None:
+                self._backend.destroyed.add(self._identity)
             self._backend.calls.destroy(handle)
 
     # -- what it is
@@ -246,7 +249,9 @@ class Context(Scope):
     @property
     def is_current(self) -> bool:
         """Whether it is current on this thread."""
-        return bool(self._handle) and self._backend.current_context() == self._handle
+        if not self._handle or self._backend.current_context() != self._handle:
+            return False
+        return self._calls.context_id(self._handle) == self._identity
 
     @property
     def is_primary(self) -> bool:
@@ -413,7 +418,8 @@ class PrimaryContext(Context):
     @property
     def is_current(self) -> bool:
         """Whether it is current on this thread."""
-        return self.is_active and self._backend.current_context() == self.handle
+        current = self._backend.current_context()
+        return bool(current) and _is_primary(self._backend, self._device, current)
 
     @property
     def is_primary(self) -> bool:
@@ -452,13 +458,18 @@ class PrimaryContext(Context):
         self._device._unbind()
 
 
+# A driver that is older than a limit says the second.
+_NO_SUCH_LIMIT = ("CUDA_ERROR_UNSUPPORTED_LIMIT", "CUDA_ERROR_INVALID_VALUE")
+
+
 class Limits(Mapping[Limit, int]):
     """The limits of a context: a mapping from :class:`Limit` to numbers, which can be set.
 
     Notes
     -----
-    Reading or setting a limit that the device does not have raises ``DriverError`` with the status
-    ``CUDA_ERROR_UNSUPPORTED_LIMIT``. The driver may round what is set: read it back.
+    Iterating gives those that the device has. Reading or setting another raises ``DriverError``
+    with the status ``CUDA_ERROR_UNSUPPORTED_LIMIT``; some can be read and not set. The driver may
+    round what is set: read it back.
 
     References
     ----------
@@ -474,19 +485,34 @@ class Limits(Mapping[Limit, int]):
     def __setitem__(self, limit: Limit, value: int) -> None:
         self._context.run(self._context._calls.set_limit, Limit(limit), value)
 
+    def __contains__(self, limit: object) -> bool:
+        return any(limit == known for known in self)
+
     def __iter__(self) -> Iterator[Limit]:
-        return iter(Limit)
+        for limit in Limit:
+            try:
+                self[limit]
+            except DriverError as error:
+                if error.status not in _NO_SUCH_LIMIT:
+                    raise
+            else:
+                yield limit
 
     def __len__(self) -> int:
-        return len(Limit)
+        return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         return f"<Limits of {self._context!r}>"
 
 
-_owned: weakref.WeakKeyDictionary[Backend, weakref.WeakValueDictionary[int, Context]] = (
-    weakref.WeakKeyDictionary()
-)
+_Owners = weakref.WeakValueDictionary[int, "Context"]
+_owned: weakref.WeakKeyDictionary[Backend, _Owners] = weakref.WeakKeyDictionary()
+_closing = threading.Lock()
+
+
+def _owners(backend: Backend) -> _Owners:
+    """The contexts that this process owns, by their numbers: handles are used again."""
+    return _owned.setdefault(backend, weakref.WeakValueDictionary())
 
 
 def _is_primary(backend: Backend, device: Device, handle: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
@@ -90,6 +89,10 @@ class Device(Scope):
         if isinstance(which, cls):
             return which
         backend = driver.backend()
+        if type(which) is int and which in backend.ordinals:
+            found: Self = backend.ordinals[which]
+            return found
+        settled = backend.initialised
         inventory = discovery.inventory(backend)
         info = None if which is None else selection.find(which, inventory)
         if info is None:
@@ -98,22 +101,24 @@ class Device(Scope):
                 return current
             info = selection.find(0, inventory)
             assert info is not None
-        return cls._interned(backend, info.uuid)
+        device = cls._interned(backend, info.uuid)
+        if type(which) is int and settled:
+            backend.ordinals[which] = device
+        return device
 
     @classmethod
     def _interned(cls, backend: Backend, uuid: str) -> Self:
         with _lock:
-            known = _known.setdefault(backend, {})
-            device = known.get(uuid)
-            if device is None:
+            found: Self | None = backend.devices.get(uuid)
+            if found is None:
                 device = object.__new__(cls)
                 device._backend = backend
                 device._handle = 0
                 device._uuid = uuid
                 device._info = None
                 device._primary = None
-                known[uuid] = device
-        return device
+                backend.devices[uuid] = found = device
+        return found
 
     @classmethod
     def current(cls) -> Self | None:
@@ -123,6 +128,8 @@ class Device(Scope):
         ------
         DriverError
             The driver does not answer.
+        VisibleDevicesError
+            ``CUDA_VISIBLE_DEVICES`` was changed and hides the current device now.
 
         Notes
         -----
@@ -135,7 +142,13 @@ class Device(Scope):
         backend = driver.backend()
         if not backend.current_context():
             return None
-        return cls(backend.driver().current_device())
+        return cls._of_current_context(backend)
+
+    @classmethod
+    def _of_current_context(cls, backend: Backend) -> Self:
+        # Joined by UUID: another library may have initialised CUDA under another environment.
+        ordinal = backend.driver().current_device()
+        return cls._interned(backend, discovery.by_driver_ordinal(backend, ordinal).uuid)
 
     def __reduce__(self) -> tuple[Callable[[str], Device], tuple[str]]:
         return _from_uuid, (self._uuid,)
@@ -154,11 +167,13 @@ class Device(Scope):
 
     @property
     def _found(self) -> DeviceInfo:
-        if self._info is None:
-            info = selection.find(self._uuid, discovery.inventory(self._backend))
-            assert info is not None
+        if self._info is not None:
+            return self._info
+        info = selection.find(self._uuid, discovery.inventory(self._backend))
+        assert info is not None
+        if self._backend.initialised:  # until then the environment may still change the ordinals
             self._info = info
-        return self._info
+        return info
 
     @property
     def device_id(self) -> int:
@@ -227,11 +242,12 @@ class Device(Scope):
     @property
     def primary_context(self) -> PrimaryContext:
         """The context that all libraries of this process share on it; not created by asking."""
-        if self._primary is None:
-            from dask_devctx.context import PrimaryContext
+        from dask_devctx.context import PrimaryContext
 
-            self._primary = PrimaryContext(self)
-        return self._primary
+        with _lock:
+            if self._primary is None:
+                self._primary = PrimaryContext(self)
+            return self._primary
 
     context = primary_context
 
@@ -265,9 +281,10 @@ class Device(Scope):
     def _unbind(self) -> None:
         with _lock:
             if self._handle:
+                ordinal = self._ordinal()
                 self._backend.lasting.discard(self._handle)
                 self._handle = 0
-                self._backend.calls.primary_release(self._ordinal())
+                self._backend.calls.primary_release(ordinal)
 
     def set_current(self) -> None:
         """Make it current on this thread, for good: nothing is restored.
@@ -283,6 +300,18 @@ class Device(Scope):
         """
         handle = self._handle or self._bind()
         self._backend.calls.set_current(handle)
+
+    def unset_current(self) -> None:
+        """Undo :meth:`set_current`: leave nothing current, where this is what is current.
+
+        Raises
+        ------
+        DriverError
+            The driver refuses.
+        """
+        calls = self._backend.calls
+        if self._handle and calls.current() == self._handle:
+            calls.set_current(0)
 
     def sync(self) -> None:
         """Wait until its primary context has done all work that it was given.
@@ -336,7 +365,6 @@ class Device(Scope):
             return fn(*args, **kwargs)
 
 
-_known: weakref.WeakKeyDictionary[Backend, dict[str, Device]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
@@ -361,5 +389,6 @@ def devices() -> tuple[Device, ...]:
     >>> len(devices())
     4
     """
-    found = driver.backend()
-    return tuple(Device(info.device_id) for info in discovery.inventory(found).devices)
+    backend = driver.backend()
+    found = discovery.inventory(backend).devices
+    return tuple(Device._interned(backend, info.uuid) for info in found)

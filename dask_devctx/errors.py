@@ -6,7 +6,7 @@ Every error keeps what it reports as attributes and hands all of them to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -17,14 +17,10 @@ class DevctxError(Exception):
         # dask logs a failed task's error by its repr: let that be what a person can read.
         return f"{type(self).__name__}({str(self)!r})"
 
-
-def _plain_new(cls: type[Exception], *args: object) -> Any:
-    """Make an error that is a ``MemoryError`` too.
-
-    It would find MemoryError's own way to be made, which refuses children that have Exception's
-    layout: such an error could be raised and not be unpickled.
-    """
-    return Exception.__new__(cls, *args)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made again from its arguments: what rebuilds an exception without calling its class, as
+        # dask does, fails for one that is a MemoryError as well.
+        return type(self), self.args, self.__dict__
 
 
 class DriverError(DevctxError):
@@ -56,8 +52,6 @@ class DriverError(DevctxError):
 
 class DeviceMemoryError(DriverError, MemoryError):
     """The device has no memory left for what was asked; its context is healthy."""
-
-    __new__ = _plain_new  # type: ignore[assignment]
 
 
 class DriverUnavailableError(DevctxError):
@@ -107,7 +101,7 @@ class DeviceNotFoundError(DevctxError, LookupError):
         hint: str = "",
     ) -> None:
         # The request may be any object, of a class that the other end does not have.
-        requested = requested if isinstance(requested, (int, str)) else repr(requested)
+        requested = requested if type(requested) in (int, str) else repr(requested)
         available = tuple(available)
         super().__init__(requested, available, visible_devices, hint)
         self.requested = requested
@@ -191,6 +185,60 @@ class DeviceMismatchError(DevctxError, ValueError):
             f"{self.value} lives on {self.device} and cannot be used on {self.current}. Take it "
             f"there with to_device(value, {self.current!r}), or compute where it is, inside "
             f"'with Device({self.device!r}):'"
+        )
+
+
+class LockDirectoryError(DevctxError):
+    """The directory of the device locks cannot be trusted, or cannot be used.
+
+    Parameters
+    ----------
+    path
+        The directory, or the file in it.
+    reason
+        What is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"devices cannot be shared out: {self.path} {self.reason}. Remove or repair it, or "
+            "name another directory with the configuration devctx.lock-directory"
+        )
+
+
+class DevicesInUseError(DevctxError):
+    """A worker wants more devices for itself than are free.
+
+    Parameters
+    ----------
+    wanted
+        How many it wants.
+    free
+        A description of each device that is free.
+    holders
+        Who holds each of the others, by the device's description.
+    """
+
+    def __init__(self, wanted: int, free: Sequence[str], holders: Mapping[str, str]) -> None:
+        free = tuple(free)
+        holders = dict(holders)
+        super().__init__(wanted, free, holders)
+        self.wanted = wanted
+        self.free = free
+        self.holders = holders
+
+    def __str__(self) -> str:
+        total = len(self.free) + len(self.holders)
+        held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
+        return (
+            f"this worker wants {self.wanted} devices for itself and {len(self.free)} of {total} "
+            f"are free{': ' if held else ''}{held}. Start fewer workers on this machine, or lower "
+            "devices_per_worker"
         )
 
 
@@ -295,8 +343,6 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     -----
     The library's own exception is its ``__cause__``.
     """
-
-    __new__ = _plain_new  # type: ignore[assignment]
 
     def __init__(
         self,

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+import logging
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
 
-from dask_devctx import tasks
+from dask_devctx import driver, tasks
 from dask_devctx.device import Device
 from dask_devctx.pools import submitting
+
+if TYPE_CHECKING:
+    from dask_devctx.inputs import Inputs
+
+logger = logging.getLogger(__name__)
 
 
 class PinnedTask:
@@ -21,32 +28,61 @@ class PinnedTask:
         Its device, or the error with which it is to fail.
     priority
         Dask's priority of it; the least runs first.
+    asked_for
+        Whether somebody asked for this device; else any would have done.
+    key
+        Dask's key of it.
+    inputs
+        Brings the inputs to the device; None leaves them where they are.
     call
-        Calls it on the device; whatever watches over the task is in here. It stays behind where the
-        task is sent to another process.
+        Calls it on the device; whatever watches over the task is in here, and watches over its
+        inputs' way too. It stays behind where the task is sent to another process.
 
     Notes
     -----
     Stands in for dask's ``GraphNode`` while the worker executes it, and has its attributes. It can
-    be pickled, so that it runs in another process on a device of the same UUID there.
+    be pickled, so that it runs in another process on a device of the same UUID there. In a process
+    forked after CUDA was initialised no device can be used: a task that asked for none runs there
+    without one, any other fails.
     """
+
+    __slots__ = ("asked_for", "call", "device", "inputs", "key", "priority", "task")
 
     def __init__(
         self,
         task: Callable[[Any], Any],
         device: Device | Exception,
         priority: tuple[int, ...] | None = None,
+        *,
+        asked_for: bool = True,
+        key: Hashable = None,
+        inputs: Inputs | None = None,
         call: Callable[[Device, Callable[[Any], Any], Any], Any] = tasks.call,
     ) -> None:
+        self.call = call
+        self.key = key
+        self.inputs = inputs
         self.task = task
         self.device = device
         self.priority = priority
-        self.call = call
+        self.asked_for = asked_for
 
     def __call__(self, data: Any = ()) -> Any:
-        if isinstance(self.device, Exception):
-            raise self.device
-        return self.call(self.device, self.task, data)
+        device = self.device
+        if isinstance(device, Exception):
+            raise device
+        return self.call(device, self.task if self.inputs is None else self._with_inputs, data)
+
+    def _with_inputs(self, data: Any) -> Any:
+        """Call the task on its device, which is current, with what it needs brought there."""
+        inputs, device = self.inputs, self.device
+        assert inputs is not None
+        assert isinstance(device, Device)
+        brought = inputs.bring(data, device) if data else data
+        result = self.task(brought)
+        if not self.task.is_coro:  # type: ignore[attr-defined]
+            inputs.made(self.key, result, brought, device)
+        return result
 
     @property
     def is_coro(self) -> bool:
@@ -67,4 +103,23 @@ class PinnedTask:
         return repr(self.task)
 
     def __reduce__(self) -> Any:
-        return PinnedTask, (self.task, self.device)
+        return _elsewhere, (self.task, self.device, self.asked_for)
+
+
+def _elsewhere(
+    task: Callable[[Any], Any], device: Device | Exception, asked_for: bool
+) -> Callable[[Any], Any]:
+    """Return the task to run in the process that unpickles it."""
+    backend = driver.current_backend()
+    if not asked_for and backend is not None and backend.calls.forked:
+        _warn_forked()
+        return task
+    return PinnedTask(task, device, asked_for=asked_for)
+
+
+@functools.cache
+def _warn_forked() -> None:
+    logger.warning(
+        "This process was forked after CUDA was initialised and can use no device: tasks that ask "
+        "for none run without one. Make the pool with multiprocessing's 'spawn' context"
+    )

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Protocol
 
 from dask_devctx import discovery, driver, selection
-from dask_devctx.annotations import AUTO
+from dask_devctx.annotations import AUTO, not_an_annotation
 from dask_devctx.assignment import Candidate, Policy
 from dask_devctx.device import Device
 
 # How much a new measurement counts against what was known of a prefix' duration.
 _NEW_DURATION_WEIGHT = 0.5
+# How long an answer about the devices' free memory is good for: each takes microseconds.
+_MEMORY_AGE_S = 0.5
 
 
-@dataclass
+class NbytesByDevice(Protocol):
+    """How many bytes of a value live on which devices; empty for what is on the host."""
+
+    def __call__(self, value: object, /) -> Mapping[Device, int]: ...
+
+
 class _Load:
     """What a device has to do: the expected seconds of each task there, by key."""
 
-    device: Device
-    expected_s: dict[Hashable, float] = field(default_factory=dict)
-    last_turn: int = 0
+    __slots__ = ("busy_s", "device", "expected_s", "free_nbytes", "last_turn")
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.expected_s: dict[Hashable, float] = {}
+        self.busy_s = 0.0  # their sum, kept: a queue may be long
+        self.last_turn = 0
+        self.free_nbytes: int | None = None
 
 
 class Placement:
@@ -34,23 +47,45 @@ class Placement:
         How many tasks run on a device at a time.
     policy
         Chooses a device for a task that asks for none.
+    nbytes_by_device
+        Says where a task's inputs live; nothing is known of them by default.
+
+    Attributes
+    ----------
+    placed
+        The tasks that are counted now, and their devices.
 
     Notes
     -----
-    Used from the worker's event loop alone.
+    Used from the worker's event loop alone. An input whose size cannot be told counts as if it
+    were on the host.
     """
 
-    def __init__(self, devices: Sequence[Device], tasks_per_device: int, policy: Policy) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        tasks_per_device: int,
+        policy: Policy,
+        nbytes_by_device: NbytesByDevice | None = None,
+    ) -> None:
         self.devices = tuple(devices)
         self._tasks_per_device = tasks_per_device
         self._policy = policy
+        self._nbytes_by_device = nbytes_by_device
         self._loads = {device: _Load(device) for device in devices}
-        self._placed: dict[Hashable, Device] = {}
+        self.placed: dict[Hashable, Device] = {}
+        self._named: dict[tuple[type, object], Device] = {}
         self._durations_s: dict[str, float] = {}
+        self._typical_s = 0.0  # of a prefix that was not measured yet
         self._turn = 0
+        self._memory_read_at = float("-inf")
 
-    def place(self, key: Hashable, prefix: str, wanted: object) -> Device:
+    def place(
+        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[object] = ()
+    ) -> Device:
         """Return the device that a task runs on, and count it there until :meth:`remove`.
+
+        A task that is counted already and asks for any device stays where it is.
 
         Parameters
         ----------
@@ -60,6 +95,8 @@ class Placement:
             What tasks of its kind are called, by which durations are known.
         wanted
             ``"auto"``, or what :class:`~dask_devctx.Device` accepts.
+        inputs
+            Values that the task is given.
 
         Raises
         ------
@@ -68,50 +105,111 @@ class Placement:
         TypeError
             It is no way to name a device.
         """
+        if wanted.__class__ is str and wanted == AUTO:
+            device = self.placed.get(key) or self._assign(inputs)
+        else:
+            device = self._asked_for(wanted)
         self.remove(key)
-        device = self._assign() if wanted == AUTO else self._named(wanted)
         load = self._loads[device]
         self._turn += 1
         load.last_turn = self._turn
-        load.expected_s[key] = self._durations_s.get(prefix, 0.0)
-        self._placed[key] = device
+        seconds = self._durations_s.get(prefix, self._typical_s)
+        load.expected_s[key] = seconds
+        load.busy_s += seconds
+        self.placed[key] = device
         return device
 
-    def remove(self, key: Hashable) -> None:
-        """Forget a task: it is done, or it left its device's threads."""
-        device = self._placed.pop(key, None)
+    def remove(self, key: Hashable) -> Device | None:
+        """Forget a task that is done; return where it was, or None."""
+        device = self.placed.pop(key, None)
         if device is not None:
-            del self._loads[device].expected_s[key]
+            load = self._loads[device]
+            seconds = load.expected_s.pop(key)
+            # Back to zero where nothing is left, so that no rounding stays behind.
+            load.busy_s = load.busy_s - seconds if load.expected_s else 0.0
+        return device
 
     def took(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
         known = self._durations_s.get(prefix, seconds)
         self._durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
+        self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
-    def device_of(self, key: Hashable) -> Device | None:
-        """Return the device where a task is counted now, or None."""
-        return self._placed.get(key)
-
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._placed
-
-    def _assign(self) -> Device:
+    def _assign(self, inputs: Iterable[object]) -> Device:
+        self._read_memory()
+        here, total = self._where(inputs)
+        turn, share = self._turn, self._tasks_per_device
         candidates = [
             Candidate(
-                device=load.device,
-                queued=len(load.expected_s),
-                busy_s=sum(load.expected_s.values()) / self._tasks_per_device,
-                move_nbytes=0,
-                since=self._turn - load.last_turn,
+                device,
+                len(load.expected_s),
+                load.busy_s / share,
+                total - here.get(device, 0),
+                turn - load.last_turn,
+                load.free_nbytes,
             )
-            for load in self._loads.values()
+            for device, load in self._loads.items()
         ]
         return self._policy(candidates).device
 
-    def _named(self, wanted: object) -> Device:
-        device = Device(wanted)
+    def _read_memory(self) -> None:
+        now = monotonic()
+        if now - self._memory_read_at > _MEMORY_AGE_S:
+            self._memory_read_at = now
+            for load in self._loads.values():
+                found = discovery.memory_info(driver.backend(), load.device.info)
+                load.free_nbytes = None if found is None else found[0]
+
+    def _where(self, inputs: Iterable[object]) -> tuple[dict[Device, int], int]:
+        """Return the bytes of the inputs on each device, and their sum."""
+        here: dict[Device, int] = {}
+        if self._nbytes_by_device is not None:
+            for value in inputs:
+                for device, nbytes in self._nbytes_by_device(value).items():
+                    here[device] = here.get(device, 0) + nbytes
+        return here, sum(here.values())
+
+    def _asked_for(self, wanted: object) -> Device:
+        name = wanted.__class__, wanted
+        if name[0] in (int, str):  # these always mean the same device, and are found faster here
+            device = self._named.get(name)
+            if device is not None:
+                return device
+        try:
+            device = Device(wanted)
+        except TypeError:
+            raise not_an_annotation(wanted) from None
         if device not in self._loads:
             found = discovery.inventory(driver.backend())
             have = ", ".join(map(str, self.devices))
             raise selection.not_found(wanted, found, f"This worker uses only {have}")
+        if name[0] in (int, str) and wanted not in ("cuda", "gpu"):
+            self._named[name] = device
         return device
+
+
+class NoDevices:
+    """What a worker has in place of :class:`Placement` whose devices could not be found.
+
+    Parameters
+    ----------
+    reason
+        Why; whoever asks for a device is told.
+    """
+
+    devices: tuple[Device, ...] = ()
+
+    def __init__(self, reason: Exception) -> None:
+        self.placed: dict[Hashable, Device] = {}
+        self._reason = reason
+
+    def place(
+        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[object] = ()
+    ) -> Device:
+        raise self._reason
+
+    def remove(self, key: Hashable) -> Device | None:
+        return None
+
+    def took(self, prefix: str, seconds: float) -> None:
+        pass

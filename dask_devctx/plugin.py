@@ -6,19 +6,30 @@ import logging
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from distributed import Worker, WorkerPlugin
+from distributed import Status, Worker, WorkerPlugin
 
-from dask_devctx import config, tasks
+from dask_devctx import config, membership, splitting
+from dask_devctx.actors import PinnedActors
 from dask_devctx.annotations import AUTO, Unannotated, requested_device
+from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
 from dask_devctx.failures import Guard, GuardedTask, end_failed_worker
+from dask_devctx.inputs import Inputs
+from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
-from dask_devctx.placement import Placement
-from dask_devctx.pools import DevicePool, near_cpus
+from dask_devctx.placement import NoDevices, Placement
+from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
+from dask_devctx.record import Record
+from dask_devctx.replicas import check_limit
+from dask_devctx.transfer import nbytes_by_device
 
 logger = logging.getLogger(__name__)
+
+# How many tasks a worker should be shown for each that can run. A device's tasks run on the
+# device's own threads, so a worker's `nthreads` is how far dask lets it look ahead.
+LOOK_AHEAD = 16
 
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
@@ -32,11 +43,18 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     devices
         The devices that the worker uses, each anything that :class:`~dask_devctx.Device` accepts;
         all that it sees by default.
+    devices_per_worker
+        How many of them the worker takes for itself alone: workers of one machine and user that
+        are given this share the devices out without overlap. None for all, shared with anybody.
     tasks_per_device
         How many tasks run on a device at a time.
     unannotated
         ``"assign"`` gives a task without a ``device`` annotation a device; ``"leave"`` leaves it on
         dask's own threads without one.
+    move_inputs
+        Whether a task's inputs that live on another device are copied to its own before it runs.
+    replica_limit
+        How much of each device's memory such copies may take, as a fraction.
     policy
         Chooses the device of a task that names none, given one
         :class:`~dask_devctx.assignment.Candidate` per device.
@@ -55,12 +73,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     -----
     What is not given is taken from dask's configuration (``devctx.*``) where the plugin is made.
     It works on a cluster that is running and on workers that join later, and is wholly undone by
-    ``client.unregister_worker_plugin("devctx")``, while tasks run.
+    ``client.unregister_worker_plugin("devctx")``, while tasks run. A worker that joins and finds
+    too few devices free for ``devices_per_worker`` leaves again.
+
+    Making one also makes ``device`` annotations of this process' arrays, bags and delayed values
+    survive dask's optimization: see :func:`~dask_devctx.keeping.keep_annotations`.
 
     Examples
     --------
+    >>> import dask
     >>> from distributed import Client, LocalCluster
-    >>> with LocalCluster(processes=False, dashboard_address=None) as cluster, Client(cluster) as c:
+    >>> with LocalCluster(processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
     ...     _ = c.register_plugin(DevicePlugin())
     ...     with dask.annotate(device=1):
     ...         print(c.submit(lambda: Device.current().device_id).result())
@@ -73,20 +96,32 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self,
         *,
         devices: Sequence[object] | None = None,
+        devices_per_worker: int | None = None,
         tasks_per_device: int | None = None,
         unannotated: Unannotated | None = None,
+        move_inputs: bool | None = None,
+        replica_limit: float | None = None,
         policy: Policy = start_soonest,
         synchronize: bool | None = None,
         oom_retries: int | None = None,
     ) -> None:
+        keep_annotations()
         self.devices = config.get("devices", devices)
+        self.devices_per_worker = config.get("devices-per-worker", devices_per_worker)
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
         self.unannotated = config.get("unannotated", unannotated)
+        self.move_inputs = config.get("move-inputs", move_inputs)
+        self.replica_limit = config.get("replica-limit", replica_limit)
         self.policy = policy
         self.synchronize = config.get("synchronize", synchronize)
         self.oom_retries = config.get("oom-retries", oom_retries)
-        _check_count("tasks_per_device", self.tasks_per_device, least=1)
+        _check_count("tasks_per_device", self.tasks_per_device)
         _check_count("oom_retries", self.oom_retries, least=0)
+        if self.devices_per_worker is not None:
+            _check_count("devices_per_worker", self.devices_per_worker)
+        if not isinstance(self.move_inputs, bool):
+            raise ValueError(f"move_inputs must be True or False, got {self.move_inputs!r}")
+        check_limit(self.replica_limit)
         if not isinstance(self.synchronize, bool):
             raise ValueError(f"synchronize must be True or False, got {self.synchronize!r}")
         if self.unannotated not in ("assign", "leave"):
@@ -94,75 +129,150 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     # -- dask's hooks
 
-    def setup(self, worker: Worker) -> None:
-        """Take the worker's tasks in hand; those that run already are left as they are."""
+    async def setup(self, worker: Worker) -> None:
+        """Take the worker's tasks in hand; those that run already are left as they are.
+
+        Raises
+        ------
+        DevctxError, TypeError
+            The worker does not have the devices. It goes on without, unless they are others':
+            tasks that ask for a device fail on it with the same error, and all others run as they
+            did.
+        """
+        failure = self._install(worker)
+        if failure is None:
+            await membership.announce(worker, self.placement.devices)
+        else:
+            await membership.refuse(worker, failure)
+            raise failure  # dask tells the client, and keeps the plugin
+
+    async def teardown(self, worker: Worker) -> None:
+        """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        self._uninstall(worker)
+        self.share.release()
+        await membership.withdraw(worker)
+
+    def _install(self, worker: Worker) -> Exception | None:
         self.worker = worker
-        self.placement = Placement(
-            _worker_devices(self.devices), self.tasks_per_device, self.policy
-        )
-        self.pools = {
-            f"devctx:{device}": DevicePool(
-                f"devctx-{device}", self.tasks_per_device, near_cpus(device.info.cpu_affinity)
+        self.share = splitting.Share(())
+        self._tasks = worker.state.tasks  # looked into at every transition of every task
+        self.placement: Placement | NoDevices
+        failure: Exception | None = None
+        try:
+            self.share = self._take(worker)
+            self.placement = Placement(
+                self.share.devices, self.tasks_per_device, self.policy, nbytes_by_device
             )
-            for device in self.placement.devices
-        }
-        worker.executors.update(self.pools)
+        except Exception as error:
+            failure = error
+            self.placement = NoDevices(error)
+        self._unannotated: Unannotated = "leave" if failure else self.unannotated
+        self.record = Record(self.placement.devices, self.tasks_per_device)
+        worker.metrics[Record.metric] = self.record.metrics
         self.guard = Guard(
             self.placement.devices,
             synchronize=self.synchronize,
             oom_retries=self.oom_retries,
             on_failure=self._on_failure,
         )
-        worker.metrics["devctx-failures"] = lambda worker: self.guard.metrics()
-        self._actor_devices: dict[Hashable, Device] = {}
-        self._actor_execute = worker.handlers["actor_execute"]
-        worker.handlers["actor_execute"] = self._pinned_actor_execute
+        worker.metrics[Guard.metric] = self.guard.metrics
+        self.inputs: Inputs | None = None
+        if self.move_inputs:
+            self.inputs = Inputs(self.replica_limit)
+            self.guard.retries.drop_replicas = self.inputs.drop_replicas
+            worker.metrics[Inputs.metric] = self.inputs.metrics
+        self.arrivals = Arrivals(worker, self.placement.devices)
+        self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
+        self.pools = {
+            name: DeviceThreadPoolExecutor(
+                f"devctx-{device}", self.tasks_per_device, near_cpus(device.info.cpu_affinity)
+            )
+            for device, name in self._executor_names.items()
+        }
+        worker.executors.update(self.pools)
+        self.actors = PinnedActors(worker)
+        self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
+        return failure
 
-    def teardown(self, worker: Worker) -> None:
-        """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+    def _uninstall(self, worker: Worker) -> None:
+        for metric in (Record.metric, Guard.metric, Inputs.metric):
+            worker.metrics.pop(metric, None)
+        self.arrivals.close()
+        self.guard.close()
+        if self.inputs is not None:
+            self.inputs.close()
+        self.actors.restore()
+        if worker.status is Status.closing:
+            return  # it empties and ends its executors itself, these with the others
         for ts in worker.state.tasks.values():
             self._unpin(ts)
-        worker.handlers["actor_execute"] = self._actor_execute
-        worker.metrics.pop("devctx-failures", None)
-        self.guard.close()
         for name, pool in self.pools.items():
             del worker.executors[name]
             pool.shutdown(wait=False)
 
+    def _take(self, worker: Worker) -> splitting.Share:
+        found = _worker_devices(self.devices)
+        if self.devices_per_worker is None:
+            return splitting.Share(found)
+        return splitting.take(
+            found,
+            self.devices_per_worker,
+            holder=f"worker {worker.name}",
+            directory=config.get("lock-directory"),
+        )
+
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Pin a task that is about to be executed; stop counting one that is done."""
-        ts = self.worker.state.tasks.get(key)
+        ts = self._tasks.get(key)
         # A task that was cancelled and asked for again comes back to "executing" without a
         # transition to it, so what counts is the state and not `finish`.
         if ts is not None and ts.state == "executing":
-            if not isinstance(ts.run_spec, PinnedTask):
+            if ts.run_spec.__class__ is not PinnedTask:
                 self._pin(ts)
-        elif key in self.placement and (ts is None or ts.state not in _UNDER_WAY):
+        elif key in self.placement.placed and (ts is None or ts.state not in _UNDER_WAY):
             self._done(key, ts)
+        if start == "memory" and self.inputs is not None:
+            self.inputs.forget(key)
 
     # -- a task's way
 
     def _pin(self, ts: Any) -> None:
         """Wrap the task, and send it to its device's threads unless it asked for others."""
-        executor = ts.annotations.get("executor")
+        annotations = ts.annotations
         try:
-            wanted = requested_device(ts.annotations, ts.key, self.unannotated)
+            wanted = requested_device(annotations, ts.key, self._unannotated)
             if wanted is None:
+                self._done(ts.key, None)  # where it was asked for again, in other words
                 return
-            movable = wanted == AUTO
-            if movable:
+            asked_for = wanted.__class__ is not str or wanted != AUTO
+            if not asked_for:  # after it ran out of memory elsewhere, it is known where to
                 wanted = self.guard.retries.redirect(ts.key) or wanted
-            device = self.placement.place(ts.key, ts.prefix, wanted)
+            before = self.placement.placed.get(ts.key)  # where it was asked for again
+            inputs = self._inputs(ts) if ts.dependencies else []
+            values = (value for _, value in inputs)
+            device = self.placement.place(ts.key, ts.prefix, wanted, values)
+            self.record.placed(ts, device, before)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
             ts.run_spec = PinnedTask(ts.run_spec, failure, ts.priority)
-        else:
-            if ts.key in self.worker.state.actors:
-                self._actor_devices[ts.key] = device
-            if executor is None:
-                ts.annotations = {**ts.annotations, "executor": f"devctx:{device}"}
-            call = GuardedTask(self.guard, ts.key, movable)
-            ts.run_spec = PinnedTask(ts.run_spec, device, ts.priority, call)
+            return
+        if ts.key in self.worker.state.actors:
+            self.actors.live_on(ts, device)
+        if not annotations or "executor" not in annotations:
+            ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
+        ts.run_spec = PinnedTask(
+            ts.run_spec,
+            device,
+            ts.priority,
+            asked_for=asked_for,
+            key=ts.key,
+            inputs=self.inputs,
+            call=GuardedTask(self.guard, ts.key, movable=not asked_for),
+        )
+        if self.inputs is not None and inputs:
+            self.inputs.start_moving(inputs, device)
+        if self._advice:
+            self._advise()
 
     def _unpin(self, ts: Any) -> None:
         if isinstance(ts.run_spec, PinnedTask):
@@ -171,57 +281,46 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             ts.annotations = {k: v for k, v in ts.annotations.items() if k != "executor"}
 
     def _done(self, key: Hashable, ts: Any) -> None:
-        self.placement.remove(key)
-        if ts is not None:
-            for times in ts.startstops:
-                if times["action"] == "compute":
-                    self.placement.took(ts.prefix, times["stop"] - times["start"])
-
-    # -- when a device fails
+        device = self.placement.remove(key)
+        if device is None:
+            return
+        run = self.record.left(device, ts)
+        if run is not None and run.start is not None and run.stop is not None:
+            self.placement.took(run.prefix, run.stop - run.start)
 
     def _on_failure(self, error: DeviceFailedError, key: Hashable) -> None:
         """End the worker; called on the thread of the task that noticed."""
         self.worker.loop.add_callback(end_failed_worker, self.worker, error, key)
 
-    # -- actors
+    def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
+        """Return those inputs of a task that are in memory; what is on disk stays there."""
+        data = self.worker.data
+        data = getattr(data, "memory", data)
+        return [(dep.key, data[dep.key]) for dep in ts.dependencies if dep.key in data]
 
-    async def _pinned_actor_execute(self, actor: Hashable = None, **kwargs: Any) -> Any:
-        """Call an actor's method on the device that the actor was made on."""
-        running = self._actor_execute(actor=actor, **kwargs)
-        device = self._actor_devices.get(actor)
-        if device is None:
-            return await running
-        swap = _PinnedMethods(self.worker.state.actors, actor, device)
-        return await tasks.awaiting(swap, running)
-
-
-class _PinnedMethods:
-    """While entered, an actor's methods run on its device.
-
-    Entered whenever dask's own handler is resumed, and left whenever it suspends: only the handler
-    sees the stand-in.
-    """
-
-    def __init__(self, actors: dict[Hashable, Any], key: Hashable, device: Device) -> None:
-        self._actors = actors
-        self._key = key
-        self._device = device
-        self._actor: Any = None
-
-    def __enter__(self) -> None:
-        self._actor = self._actors[self._key]
-        self._actors[self._key] = self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._actors[self._key] = self._actor
-
-    def __getattr__(self, name: str) -> Any:
-        return tasks.DeviceFunction(self._device, getattr(self._actor, name))
+    def _advise(self) -> None:
+        """Say once what to change, where the client can read it too: its events of ``devctx``."""
+        logger.warning("%s: %s", self.worker.address, self._advice)
+        self.worker.log_event("devctx", {"level": "warning", "message": self._advice})
+        self._advice = ""
 
 
-def _check_count(name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be a whole number, {least} or more, got {value!r}")
+def _advice(worker: Worker, running: int) -> str:
+    """Return what to change of a worker that is shown too few tasks to keep its devices busy."""
+    nthreads = worker.state.nthreads
+    if nthreads >= 2 * running:
+        return ""
+    return (
+        f"This worker has nthreads={nthreads}, and its devices run {running} tasks at a time: dask "
+        "will not show it enough tasks to keep them busy, and a queue for one device can keep the "
+        f"others waiting. Start it with nthreads={LOOK_AHEAD * running}, which costs nothing here, "
+        "because the devices' own threads run the tasks; LocalDeviceCluster does so"
+    )
+
+
+def _check_count(name: str, count: object, *, least: int = 1) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < least:
+        raise ValueError(f"{name} must be a whole number, {least} or more, got {count!r}")
 
 
 def _worker_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:

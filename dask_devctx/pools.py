@@ -26,7 +26,7 @@ _FIRST: tuple[float, ...] = (float("-inf"),)
 _LAST: tuple[float, ...] = (float("inf"),)
 
 
-class DevicePool(ThreadPoolExecutor):  # type: ignore[misc]
+class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     """The threads that run a device's tasks.
 
     Parameters
@@ -40,7 +40,9 @@ class DevicePool(ThreadPoolExecutor):  # type: ignore[misc]
 
     Notes
     -----
-    A distributed pool, so that ``secede`` and ``rejoin`` work in it.
+    dask takes an executor for one of threads by its class's name, which has to say
+    ``ThreadPoolExecutor``. It is a distributed one, so that ``secede`` and ``rejoin`` work in it.
+    What was submitted before it was shut down still runs, and who has left it can still come back.
     """
 
     def __init__(self, name: str, threads: int, cpus: frozenset[int] | None) -> None:
@@ -50,15 +52,31 @@ class DevicePool(ThreadPoolExecutor):  # type: ignore[misc]
         self._pinned = threading.local()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        priority = submitting.get() or _FIRST  # else it is the pool's own, such as a rejoin's
+        priority = submitting.get() or _FIRST  # else it is of no task of dask's
 
         def near() -> Any:
             self._keep_to_cpus()
             return fn(*args, **kwargs)
 
         near.priority = priority  # type: ignore[attr-defined]
-        future: Future[Any] = super().submit(near)
+        try:
+            future: Future[Any] = super().submit(near)
+        except RuntimeError:  # it was shut down
+            if not self._let_back_in():
+                raise
+            future = Future()
+            future.set_result(None)
         return future
+
+    def _let_back_in(self) -> bool:
+        """Let the threads that wait to rejoin go on: no task waits any more for their place."""
+        with self._rejoin_lock:
+            waiting: list[tuple[threading.Thread, threading.Event]] = self._rejoin_list[:]
+            self._rejoin_list.clear()
+            for thread, event in waiting:
+                self._threads.add(thread)
+                event.set()
+        return bool(waiting)
 
     def _keep_to_cpus(self) -> None:
         if self._cpus and not getattr(self._pinned, "done", False):

@@ -3,6 +3,10 @@
 One stack per thread holds what the driver said was current at each enter; the thread is never
 asked which *device* is current, because "device 0" and "nothing" are different answers to one
 question. Contexts are got and set, never pushed and popped.
+
+Where the extension ``_scope`` was built (its source is in ``csrc``) and the driver tells the
+addresses of its functions, the ordinary enter and leave are made in C; everything else is made
+here, on the same stack. Without it all is made here, and nothing else is different.
 """
 
 from __future__ import annotations
@@ -10,40 +14,34 @@ from __future__ import annotations
 import logging
 import threading
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
-from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DevctxError, DeviceScopeError
+
+if TYPE_CHECKING:
+    from dask_devctx._scope import Stack
+    from dask_devctx.driver.backends import Backend
+
+try:
+    from dask_devctx._scope import ScopeBase, stack
+except ImportError:  # it was not built: no compiler, or a Python without the stable ABI
+    from dask_devctx._python_scope import ScopeBase, stack  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
 
-class _Entry(NamedTuple):
-    scope: Scope
-    previous: int  # the handle that the driver gave; 0 for none
-    identity: int | None  # of that context, where its handle may die; None if it was dead
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-
-
-_thread = _Thread()
-
-
 def open_scopes() -> tuple[Scope, ...]:
     """Return the scopes that are open on this thread, outermost first."""
-    return tuple(entry.scope for entry in _thread.entries)
+    return tuple(scope for scope, _, _ in stack())
 
 
-class Scope:
+class Scope(ScopeBase):
     """What can be entered with ``with``: the base of ``Device`` and ``Context``.
 
     Reentrant and reusable, from any thread: what one thread enters is that thread's alone.
     """
 
-    __slots__ = ("__weakref__", "_backend", "_handle")
+    __slots__ = ("__weakref__",)
 
     _backend: Backend
     _handle: int  # of the context to make current; 0 until it is bound
@@ -52,17 +50,31 @@ class Scope:
         """Return the handle of the context to make current, and keep it in ``_handle``."""
         raise NotImplementedError
 
-    def __enter__(self) -> Self:
+    def _enter(self) -> Self:
         handle = self._handle or self._bind()
         backend = self._backend
         calls = backend.calls
         previous = calls.current()
+        # Where the previous context may die before it is restored, which one it was.
         identity = 0 if previous in backend.lasting else calls.context_id(previous)
-        calls.set_current(handle)
-        _thread.entries.append(_Entry(self, previous, identity))
+        entries = stack()
+        depth = len(entries)
+        try:
+            entries.append((self, previous, identity))
+            calls.set_current(handle)
+        except BaseException:
+            # Refused by the driver, or interrupted on either side of the call: as if never entered.
+            while len(entries) > depth:
+                entries.pop()
+            self._undo(previous, identity)
+            raise
         return self
 
-    def __exit__(
+    def _undo(self, previous: int, identity: int | None) -> None:
+        if self._backend.calls.current() != previous:
+            self._restore(previous, identity)
+
+    def _exit(
         self,
         exc_type: type[BaseException] | None,
         exc: BaseException | None,
@@ -74,40 +86,77 @@ class Scope:
             raise_or_note(error, exc)
         return False
 
+    if not hasattr(ScopeBase, "__enter__"):
+        __enter__ = _enter
+        __exit__ = _exit
+
     def _leave(self) -> None:
-        entries = _thread.entries
-        if not entries or entries[-1].scope is not self:
+        entries = stack()
+        if not entries or entries[-1][0] is not self:
             self._leave_out_of_order(entries)
+        _, previous, identity = entries[-1]
         try:
-            self._restore(entries[-1])
+            self._restore(previous, identity)
+        except Exception:
+            raise
+        except BaseException:  # interrupted: the thread gets its context back all the same
+            self._restore(previous, identity)
+            raise
         finally:
             entries.pop()
 
-    def _restore(self, entry: _Entry) -> None:
+    def _failed_restore(self, error: Exception, exc: BaseException | None) -> Literal[False]:
+        """Say what the driver refused in C as :meth:`_exit` does."""
+        raise_or_note(error, exc)
+        return False
+
+    def _restore(self, previous: int, identity: int | None) -> None:
         calls = self._backend.calls
-        previous = entry.previous
-        if entry.identity == 0 or entry.identity == calls.context_id(previous):
+        if previous == 0:
+            self._clear()
+            return
+        if identity == 0 or self._lives(previous, identity):
             calls.set_current(previous)
             return
         # Made current, it would end the process: the driver does not look whether it lives.
-        calls.set_current(0)
+        self._clear()
+        when = "before this scope was entered" if identity is None else "in the meantime"
         raise DeviceScopeError(
             self,
-            f"cannot restore the context 0x{previous:x}, which was destroyed in the meantime; this "
-            "thread has no current context now. Close a context after the scopes inside it",
+            f"cannot restore the context 0x{previous:x}, which was destroyed {when}; this thread "
+            "has no current context now. Close a context after the scopes inside it",
         )
 
-    def _leave_out_of_order(self, entries: list[_Entry]) -> None:
+    def _clear(self) -> None:
+        """Leave this thread without a current context, whatever the body pushed and did not pop.
+
+        The driver has nothing current where its stack of contexts is empty, and setting none takes
+        one context off it.
+        """
+        calls = self._backend.calls
+        calls.set_current(0)
+        while calls.current():
+            calls.set_current(0)
+
+    def _lives(self, handle: int, identity: int | None) -> bool:
+        """Whether a handle still means the context with this number."""
+        backend = self._backend
+        if identity is None or identity in backend.destroyed:
+            return False
+        return backend.calls.context_id(handle) == identity
+
+    def _leave_out_of_order(self, entries: Stack) -> NoReturn:
         """Take this scope out of the stack, so that the others still restore right; then raise."""
         for place in range(len(entries) - 1, -1, -1):
-            if entries[place].scope is self:
-                above = entries[place + 1]
-                entries[place + 1] = entries[place]._replace(scope=above.scope)
+            scope, previous, identity = entries[place]
+            if scope is self:
+                above = entries[place + 1][0]
+                entries[place + 1] = (above, previous, identity)
                 del entries[place]
                 raise DeviceScopeError(
                     self,
-                    f"was left while that of {above.scope!r}, entered after it, is open. Scopes "
-                    "that interleave come from a 'with' around an 'await' or a 'yield': use "
+                    f"was left while that of {above!r}, entered after it, is open. Scopes that "
+                    "interleave come from a 'with' around an 'await' or a 'yield': use "
                     "on_device(...), which leaves the device at each of them",
                 )
         raise DeviceScopeError(

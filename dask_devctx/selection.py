@@ -15,7 +15,7 @@ ACCEPTED = (
     "bus id, a Device, or a device object of torch, CuPy, Numba, JAX or cuda.core"
 )
 
-_ORDINAL = re.compile(r"(?:(?:cuda|gpu):)?([0-9]+)")
+_ORDINAL = re.compile(r"(?:(?:cuda|gpu):)?([0-9]{1,9})")
 _PCI_BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f][0-9a-f-]*", re.IGNORECASE)
 
@@ -39,7 +39,8 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
     """
     if isinstance(which, str):
         return _by_name(which, inventory)
-    foreign = _FOREIGN.get(type(which).__module__.partition(".")[0])
+    # Asked of the object, which may be a proxy: Numba hands its devices out as such.
+    foreign = _FOREIGN.get(str(which.__class__.__module__).partition(".")[0])
     if foreign is not None:
         return _by_foreign(which, foreign, inventory)
     if isinstance(which, bool):
@@ -107,7 +108,7 @@ def _by_foreign(
 ) -> DeviceInfo | None:
     try:
         ordinal = ordinal_of(which)
-    except AttributeError:
+    except (AttributeError, TypeError, ValueError):
         raise _not_a_name(which) from None
     except LookupError:
         raise not_found(which, inventory, "It is not a CUDA device") from None
@@ -115,14 +116,16 @@ def _by_foreign(
 
 
 def _torch_ordinal(device: Any) -> int | None:
+    if not isinstance(device.type, str):  # a tensor's is a method
+        raise TypeError(device)
     if device.type != "cuda":
-        raise LookupError(device)
+        raise LookupError(repr(device))  # the object itself may not travel
     return None if device.index is None else int(device.index)
 
 
 def _jax_ordinal(device: Any) -> int:
     if device.platform not in ("gpu", "cuda"):
-        raise LookupError(device)
+        raise LookupError(repr(device))  # the object itself may not travel
     return int(device.local_hardware_id)
 
 

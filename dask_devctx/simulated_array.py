@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any, Self
 
 import numpy as np
@@ -18,15 +19,19 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from dask_devctx import driver
 from dask_devctx.device import Device
 from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import DeviceMismatchError, DevctxError, DriverUnavailableError
+from dask_devctx.errors import DevctxError, DeviceMismatchError, DriverUnavailableError
 
 _Array = np.ndarray[Any, Any]
 
-_METHODS = """
-all any argmax argmin argsort astype choose clip conj copy cumprod cumsum diagonal dot flatten max
-mean min nonzero prod ravel repeat reshape round searchsorted squeeze std sum swapaxes take trace
-transpose var view
-""".split()
+_METHODS = (
+    "all any argmax argmin argsort astype choose clip conj copy cumprod cumsum diagonal dot "
+    "flatten max mean min nonzero prod ravel repeat reshape round searchsorted squeeze std "
+    "sum swapaxes take trace transpose var view "
+)
+
+
+# Where indices may be in host memory, as in x[indices].
+_TAKE_HOST_INDICES = frozenset([np.take, np.compress, np.repeat])
 
 
 class SimulatedArray(NDArrayOperatorsMixin):
@@ -79,9 +84,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
     _device: Device
     _memory: _Memory | None
 
-    def __init__(
-        self, shape: int | tuple[int, ...], dtype: Any = float, order: Any = "C"
-    ) -> None:
+    def __init__(self, shape: int | tuple[int, ...], dtype: Any = float, order: Any = "C") -> None:
         self._place(np.zeros(shape, dtype, order), _here())
 
     @classmethod
@@ -92,7 +95,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
         """
         if isinstance(values, cls):
             _check(values)
-            return values if dtype in (None, values.dtype) else values.astype(dtype)
+            return values if dtype in (None, values.dtype) else values.astype(dtype)  # type: ignore[attr-defined]
         return cls._new(np.array(values, dtype), _here())
 
     @classmethod
@@ -115,7 +118,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return self._device
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Any:
         return self._data.shape
 
     @property
@@ -203,7 +206,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return _apply(getattr(ufunc, method), inputs, kwargs)
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _apply(function, args, kwargs)
+        return _apply(function, args, kwargs, host=function in _TAKE_HOST_INDICES)
 
     def __len__(self) -> int:
         return len(self._data)
@@ -221,9 +224,6 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def __repr__(self) -> str:
         return f"<SimulatedArray {self.dtype}{list(self.shape)} on {self._device}>"
-
-    def __str__(self) -> str:
-        return f"an array of shape {self.shape}"
 
     def __sizeof__(self) -> int:
         # What dask asks of a type that it does not know; as for CuPy, the device's bytes.
@@ -259,10 +259,9 @@ class _Memory:
 
 
 def _free(backend: Backend, pointer: int) -> None:
-    try:
+    # In a poisoned or forked process its memory goes with the process; nobody could be told.
+    with suppress(DevctxError):
         backend.calls.free(pointer)
-    except DevctxError:
-        pass  # a poisoned or forked process: its memory goes with it, and nobody could be told
 
 
 def _here() -> Device:
@@ -272,7 +271,7 @@ def _here() -> Device:
 def _check(array: SimulatedArray) -> _Array:
     """Return the values, to be computed on now: the one place that asks whether this is allowed."""
     if array._data.size and array._device is not (here := _here()):
-        raise DeviceMismatchError(array, array._device, here)
+        raise DeviceMismatchError(f"an array of shape {array.shape}", array._device, here)
     return array._data
 
 
@@ -337,7 +336,7 @@ def _method(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in _METHODS:
+for _name in _METHODS.split():
     setattr(SimulatedArray, _name, _method(_name))
 
 

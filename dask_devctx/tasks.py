@@ -10,6 +10,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
@@ -97,18 +98,24 @@ class DeviceFunction(Generic[P, T]):
         return result
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., T]:
-        return self if instance is None else types.MethodType(self, instance)
+        if instance is None or isinstance(self.__wrapped__, staticmethod):
+            return self
+        return types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         # inspect, and with it asyncio and dask, tells what kind of function this is by its code.
-        if name in ("__code__", "__defaults__", "__kwdefaults__"):
-            return getattr(self.__wrapped__, name)
+        if name in ("__code__", "__defaults__", "__kwdefaults__", "__name__"):
+            fn: Any = self.__wrapped__
+            while isinstance(fn, (functools.partial, staticmethod)):
+                fn = fn.func if isinstance(fn, functools.partial) else fn.__func__
+            return getattr(fn, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> Any:
-        # Decorated in place, the module's name is this object and not the function any more.
-        name = getattr(self, "__qualname__", "")
-        found: object = sys.modules.get(getattr(self, "__module__", ""))
+        # Decorated in place, the module's name is this object and not the function any more. What
+        # lives in __main__ goes by value, which takes cloudpickle: the other end has another one.
+        name, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
+        found: object = None if module == "__main__" else sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
         return name if found is self else (DeviceFunction, (self.which, self.__wrapped__))
@@ -134,38 +141,51 @@ def call(scope: Scope, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def within(scope: Scope, result: Any) -> Any:
-    """Return what runs inside the scope, where ``result`` is still to run; else ``result``."""
+    """Return what runs inside the scope, where ``result`` is still to run; else ``result``.
+
+    A coroutine, generator or asynchronous generator gives one of the same kind and name.
+    """
+    outer: Any
     if inspect.iscoroutine(result):
-        return _coroutine(scope, result)
-    if inspect.isgenerator(result):
-        return drive(scope, result)
-    if inspect.isasyncgen(result):
-        return _asynchronous_generator(scope, result)
-    return result
+        outer = _coroutine(scope, result)
+        # Cancelled before its first step, the outer one never starts the inner one, which would
+        # then complain that nobody awaited it.
+        weakref.finalize(outer, _close_unstarted, result).atexit = False
+    elif inspect.isgenerator(result):
+        outer = drive(scope, result)
+    elif inspect.isasyncgen(result):
+        outer = _asynchronous_generator(scope, result)
+    else:
+        return result
+    outer.__name__, outer.__qualname__ = result.__name__, result.__qualname__
+    return outer
+
+
+def _close_unstarted(inner: Coroutine[Any, Any, Any]) -> None:
+    if inspect.getcoroutinestate(inner) == inspect.CORO_CREATED:
+        inner.close()
 
 
 def drive(scope: AbstractContextManager[Any], inner: _Suspending) -> Generator[Any, Any, Any]:
     """Run what suspends, with the scope entered at each resume and left at each suspend.
 
-    Yields what ``inner`` yields, passes on what is sent and thrown, and returns what it returns.
+    Yields what ``inner`` yields, passes on what is sent and thrown, ``GeneratorExit`` included,
+    and returns what it returns.
     """
-    resume: Callable[[], Any] = functools.partial(inner.send, None)
+    step: Callable[[Any], Any] = inner.send
+    argument: Any = None
     while True:
+        with scope:
+            try:
+                yielded = step(argument)
+            except StopIteration as stop:  # a return: a failing restore must not hide behind it
+                return stop.value
+            finally:
+                argument = None  # an exception's traceback leads to this frame: make no cycle
         try:
-            with scope:
-                yielded = resume()
-        except StopIteration as stop:
-            return stop.value
-        try:
-            sent = yield yielded
-        except GeneratorExit:
-            with scope:
-                inner.close()
-            raise
+            step, argument = inner.send, (yield yielded)
         except BaseException as error:
-            resume = functools.partial(inner.throw, error)
-        else:
-            resume = functools.partial(inner.send, sent)
+            step, argument = inner.throw, error
 
 
 @types.coroutine
@@ -179,21 +199,47 @@ async def _coroutine(scope: Scope, inner: Coroutine[Any, Any, T]) -> T:
     return result
 
 
+_END: Any = object()
+
+
+async def _or_end(step: Awaitable[T]) -> T:
+    """Await one step of an asynchronous generator; its end is a value here, and no exception."""
+    try:
+        return await step
+    except StopAsyncIteration:
+        end: T = _END
+        return end
+
+
 async def _asynchronous_generator(
     scope: Scope, inner: AsyncGenerator[T, Any]
 ) -> AsyncGenerator[T, Any]:
-    step: Awaitable[T] = inner.__anext__()
+    step: Any = _or_end(_first_step(inner))
     while True:
         try:
             item = await awaiting(scope, step)
-        except StopAsyncIteration:
+        finally:
+            step = None  # it may hold an exception whose traceback leads to this frame
+        if item is _END:
             return
         try:
-            sent = yield item
+            step = _or_end(inner.asend((yield item)))
         except GeneratorExit:
-            await awaiting(scope, inner.aclose())
+            await awaiting(scope, inner.aclose().__await__())
             raise
         except BaseException as error:
-            step = inner.athrow(error)
-        else:
-            step = inner.asend(sent)
+            step = _or_end(inner.athrow(error))
+
+
+def _first_step(inner: AsyncGenerator[T, Any]) -> Awaitable[T]:
+    """Start a generator that the event loop does not come to know.
+
+    The loop closes the generators it knows when they are dropped and when it is shut down. It knows
+    the outer one, which closes this one on its device.
+    """
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
+    try:
+        return inner.__anext__()
+    finally:
+        sys.set_asyncgen_hooks(*hooks)

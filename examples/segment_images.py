@@ -281,7 +281,7 @@ def segment(images: list[str], out: Path, found: tuple[Device, ...], simulated: 
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
     pinned = dict(zip(largest[:2], (found[0], found[-1]), strict=False))
 
-    with LocalDeviceCluster(dashboard_address=None) as cluster, Client(cluster) as client:
+    with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
         graphs = {name: submit(client, name, pinned.get(name), simulated) for name in images}
         everything = [future for graph in graphs.values() for future in graph]
         progress(everything, notebook=False)

@@ -10,20 +10,22 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import pynvml
-
-from dask_devctx.discovery import nvml
 from dask_devctx.discovery.inventory import DeviceInfo, Inventory
-from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.calls import Calls
-from dask_devctx.driver.visible import PhysicalDevice, visible_devices
+from dask_devctx.driver.backends import Backend, environment
+from dask_devctx.driver.visible import UUID_KINDS, PhysicalDevice, visible_devices
 from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
+
+if TYPE_CHECKING:
+    from dask_devctx.discovery import nvml
 
 __all__ = [
     "DeviceInfo",
     "Inventory",
+    "by_driver_ordinal",
     "driver_ordinal",
     "inventory",
     "is_lost",
@@ -51,26 +53,30 @@ def inventory(backend: Backend) -> Inventory:
     """
     with _lock:
         known = _known.setdefault(backend, {})
-        if backend.initialised and known:
-            return next(reversed(known.values()))
-        key = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
-        found = known.pop(key, None) or _discover(backend, *key)
-        known[key] = found  # the newest is the last
-        return found
+        key = backend.environment or environment()
+        if key not in known:
+            known[key] = _discover(backend, *key)
+        return known[key]
 
 
 def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:
     """Return free and total bytes by NVML, or None where it does not say."""
+    from dask_devctx.discovery import nvml
+
     return nvml.memory_info(backend.nvml, info)
 
 
 def processes(backend: Backend, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
     """Return the processes that compute on a device and the bytes each holds, as NVML sees them."""
+    from dask_devctx.discovery import nvml
+
     return nvml.processes(backend.nvml, info)
 
 
 def is_lost(backend: Backend, info: DeviceInfo) -> bool:
     """Return whether NVML says that a device is not there any more."""
+    from dask_devctx.discovery import nvml
+
     return nvml.is_lost(backend.nvml, info)
 
 
@@ -84,17 +90,16 @@ def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
     VisibleDevicesError
         The driver does not show this device, or shows it at another place.
     """
-    calls = backend.driver()
-    shown = [calls.device_uuid(ordinal) for ordinal in range(calls.device_count())]
+    shown = backend.uuids()
     wanted = _bare(info.uuid)
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted not in map(str, shown):
+    if wanted not in shown:
         raise VisibleDevicesError(
             value,
-            f"NVML shows {info}, and CUDA does not. CUDA read the variable when it was "
+            f"the environment shows {info}, and CUDA does not. CUDA read the variable when it was "
             "initialised: set it before anything uses CUDA, and do not change it afterwards",
         )
-    ordinal = [str(uuid) for uuid in shown].index(wanted)
+    ordinal = shown.index(wanted)
     if ordinal != info.device_id:
         raise VisibleDevicesError(
             value,
@@ -105,66 +110,116 @@ def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
     return ordinal
 
 
+def by_driver_ordinal(backend: Backend, ordinal: int) -> DeviceInfo:
+    """Return the device that the driver knows by an ordinal, joined by its UUID.
+
+    Raises
+    ------
+    VisibleDevicesError
+        The environment hides this device now, and did not when CUDA was initialised.
+    """
+    wanted = backend.uuids()[ordinal]
+    for info in inventory(backend).devices:
+        if _bare(info.uuid) == wanted:
+            return info
+    raise VisibleDevicesError(
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        f"CUDA uses the device {wanted}, which the variable hides. CUDA read it when it was "
+        "initialised: do not change it afterwards",
+    )
+
+
 def _bare(uuid: str) -> str:
     return uuid.partition("-")[2].lower()
 
 
 def _discover(backend: Backend, visible: str | None, order: str | None) -> Inventory:
+    from dask_devctx.discovery import nvml  # with pynvml, which takes a while to import
+
     try:
         gpus, problems = nvml.read(backend.nvml)
-    except pynvml.NVMLError as error:
+    except nvml.NVMLError as error:
         return _from_driver(backend, visible, f"NVML does not answer: {error}")
     if not gpus:
         return _from_driver(backend, visible, *problems or ["NVML shows no GPU"])
-    everything = {info.uuid: info for gpu in gpus for info in (gpu.info, *gpu.mig)}
-    if order == "PCI_BUS_ID" or len({(g.info.name, g.info.compute_capability) for g in gpus}) == 1:
-        # CUDA's own order puts the fastest first, and among equals goes by the bus, as NVML does.
-        rule = visible_devices(
-            visible,
-            [
-                PhysicalDevice(gpu.info.uuid, tuple(i.uuid for i in gpu.mig), gpu.mig_enabled)
-                for gpu in gpus
-            ],
-        )
-        uuids = rule.uuids
-        if rule.stopped_at is not None:
-            problems.append(
-                f"CUDA_VISIBLE_DEVICES={visible!r}: the entry {rule.stopped_at!r} hides itself and "
-                f"all after it: {rule.reason}"
-            )
-    else:
-        calls = backend.driver()  # only CUDA knows which of its devices is the fastest
-        by_bare = {_bare(uuid): uuid for uuid in everything}
-        uuids = tuple(
-            by_bare[str(calls.device_uuid(ordinal))] for ordinal in range(calls.device_count())
-        )
-    shown = tuple(
-        replace(everything[uuid], device_id=ordinal) for ordinal, uuid in enumerate(uuids)
+    rule = visible_devices(
+        visible,
+        [
+            PhysicalDevice(gpu.info.uuid, tuple(i.uuid for i in gpu.mig), gpu.mig_enabled)
+            for gpu in gpus
+        ],
     )
+    known = {info.uuid: info for gpu in gpus for info in (gpu.info, *gpu.mig)}
+    shown: tuple[DeviceInfo, ...]
+    if problems or (rule.uuids and not _order_is_known(gpus, visible, order)):
+        try:
+            shown = tuple(_joined(backend, known))
+        except DriverUnavailableError as error:
+            if not problems:
+                raise
+            problems.append(f"the CUDA driver cannot say what it shows: {error.reason}")
+            shown = _numbered(known, rule.uuids)
+    else:
+        shown = _numbered(known, rule.uuids)
+    if rule.stopped_at is not None:
+        problems.append(
+            f"CUDA_VISIBLE_DEVICES={visible!r}: the entry {rule.stopped_at!r} hides itself and "
+            f"all after it: {rule.reason}"
+        )
     whole = [gpu for gpu in gpus if not gpu.mig_enabled]
     for gpu in gpus:
         if gpu.mig_enabled and whole:
             problems.append(f"{gpu.info.uuid} is in MIG mode: it is hidden beside whole GPUs")
     usable = [gpu.info for gpu in whole] + [info for gpu in gpus for info in gpu.mig]
-    hidden = tuple(info for info in usable if info.uuid not in uuids)
+    seen = {info.uuid for info in shown}
+    hidden = tuple(info for info in usable if info.uuid not in seen)
     return Inventory(shown, hidden, visible, "nvml", tuple(problems))
+
+
+def _order_is_known(gpus: list[nvml.NvmlGPU], visible: str | None, order: str | None) -> bool:
+    """Whether the environment alone says which ordinal each device gets.
+
+    CUDA puts the fastest first, and among equals goes by the bus, as NVML does. Which of several
+    kinds it takes for the fastest only CUDA knows; UUIDs are in the order in which they are given.
+    """
+    kinds = {(gpu.info.name, gpu.info.compute_capability) for gpu in gpus}
+    return (
+        order == "PCI_BUS_ID"
+        or len(kinds) == 1
+        or (visible is not None and visible.startswith(UUID_KINDS))
+    )
+
+
+def _numbered(known: Mapping[str, DeviceInfo], uuids: Iterable[str]) -> tuple[DeviceInfo, ...]:
+    return tuple(replace(known[uuid], device_id=ordinal) for ordinal, uuid in enumerate(uuids))
+
+
+def _joined(backend: Backend, known: Mapping[str, DeviceInfo]) -> Iterator[DeviceInfo]:
+    """The driver's devices in its order; what NVML left out is as the driver describes it."""
+    by_bare = {_bare(uuid): info for uuid, info in known.items()}
+    for ordinal, uuid in enumerate(backend.uuids()):
+        info = by_bare.get(uuid)
+        if info is None:
+            yield _driver_info(backend, ordinal)
+        else:
+            yield replace(info, device_id=ordinal)
 
 
 def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inventory:
     try:
-        calls = backend.driver()
+        count = len(backend.uuids())
     except DriverUnavailableError as error:
-        raise DriverUnavailableError(
-            f"{'; '.join(problems)}; {error.reason}", error.remedy
-        ) from error
-    devices = tuple(_driver_info(calls, ordinal) for ordinal in range(calls.device_count()))
+        reason = f"{'; '.join(problems)}; {error.reason}"
+        raise type(error)(reason, error.remedy) from error
+    devices = tuple(_driver_info(backend, ordinal) for ordinal in range(count))
     return Inventory(devices, (), visible, "driver", problems)
 
 
-def _driver_info(calls: Calls, ordinal: int) -> DeviceInfo:
+def _driver_info(backend: Backend, ordinal: int) -> DeviceInfo:
+    calls = backend.driver()
     return DeviceInfo(
         device_id=ordinal,
-        uuid=f"GPU-{calls.device_uuid(ordinal)}",
+        uuid=f"GPU-{backend.uuids()[ordinal]}",
         name=calls.device_name(ordinal),
         pci_bus_id=calls.device_pci_bus_id(ordinal),
         compute_capability=calls.device_compute_capability(ordinal),

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import pynvml
+from pynvml import NVML_ERROR_GPU_IS_LOST, NVMLError
 
 from dask_devctx.discovery.inventory import DeviceInfo
 from dask_devctx.driver.protocol import Nvml
+
+__all__ = ["NVMLError", "NvmlGPU", "is_lost", "memory_info", "processes", "read"]
 
 T = TypeVar("T")
 
@@ -41,7 +43,7 @@ def read(nvml: Nvml) -> tuple[list[NvmlGPU], list[str]]:
 
     Raises
     ------
-    pynvml.NVMLError
+    NVMLError
         NVML is missing or does not start.
     """
     nvml.nvmlInit()  # counted by NVML; in a forked process the parent's start does not hold
@@ -50,7 +52,7 @@ def read(nvml: Nvml) -> tuple[list[NvmlGPU], list[str]]:
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             found.append(_gpu(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index)))
-        except pynvml.NVMLError as error:
+        except NVMLError as error:
             problems.append(f"NVML index {index} is left out: {error}")
     return found, problems
 
@@ -64,7 +66,7 @@ def memory_info(nvml: Nvml, info: DeviceInfo) -> tuple[int, int] | None:
     """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, info))
-    except (pynvml.NVMLError, LookupError):
+    except (NVMLError, LookupError):
         return None
     return int(memory.free), int(memory.total)
 
@@ -78,7 +80,7 @@ def processes(nvml: Nvml, info: DeviceInfo) -> tuple[tuple[int, int | None], ...
     """
     try:
         found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, info))
-    except (pynvml.NVMLError, LookupError):
+    except (NVMLError, LookupError):
         return ()
     return tuple(
         (int(one.pid), None if one.usedGpuMemory is None else int(one.usedGpuMemory))
@@ -90,8 +92,8 @@ def is_lost(nvml: Nvml, info: DeviceInfo) -> bool:
     """Return whether NVML says that a device fell off the bus; False where it says nothing."""
     try:
         nvml.nvmlDeviceGetUUID(_handle(nvml, info))
-    except pynvml.NVMLError as error:
-        return bool(error.value == pynvml.NVML_ERROR_GPU_IS_LOST)
+    except NVMLError as error:
+        return bool(error.value == NVML_ERROR_GPU_IS_LOST)
     except LookupError:
         return False
     return False
@@ -148,15 +150,15 @@ def _instances(nvml: Nvml, handle: Any) -> Iterator[Any]:
     for number in range(_or_none(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-        except pynvml.NVMLError:
+        except NVMLError:
             continue  # the places of instances that were not made answer NOT_FOUND
 
 
 def _or_none(question: Callable[[Any], T], handle: Any) -> T | None:
-    """On WSL, on Jetson and in some containers NVML leaves questions open."""
+    """NVML on WSL, Jetson and in some containers leaves open what it answers elsewhere."""
     try:
         return question(handle)
-    except pynvml.NVMLError:
+    except NVMLError:
         return None
 
 
@@ -179,9 +181,9 @@ def _pair(value: tuple[int, int]) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _cpu_affinity(nvml: Nvml, handle: Any) -> frozenset[int]:
+def _cpu_affinity(nvml: Nvml, handle: Any) -> frozenset[int] | None:
     words = -(-(os.cpu_count() or 1) // _WORD_BITS)
-    return frozenset(_bits(nvml.nvmlDeviceGetCpuAffinity(handle, words)))
+    return frozenset(_bits(nvml.nvmlDeviceGetCpuAffinity(handle, words))) or None
 
 
 def _numa_node(nvml: Nvml, handle: Any) -> int | None:

@@ -82,7 +82,7 @@ def _simulated_devices() -> int:
     value: object = None
     if "dask.config" in sys.modules:
         value = sys.modules["dask.config"].get("devctx.simulated-devices", None)
-    if value is None:
+    if value is None or value == "":  # dask keeps an empty variable as ""
         value = os.environ.get(SIMULATED_DEVICES_VARIABLE) or 0
     try:
         count = int(value)  # type: ignore[call-overload]

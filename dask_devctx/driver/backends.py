@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE
 from dask_devctx.driver.calls import Calls
-from dask_devctx.driver.protocol import Driver, Nvml
 from dask_devctx.errors import DevctxError, DriverError, DriverUnavailableError
 
 if TYPE_CHECKING:
+    from dask_devctx._scope import Native
+    from dask_devctx.driver.protocol import Driver, Nvml
     from dask_devctx.driver.simulated.machine import SimulatedMachine
 
 _REMEDY = (
     "Install NVIDIA's driver where the GPUs are, or set "
     f"{SIMULATED_DEVICES_VARIABLE}=4 to run on simulated devices"
 )
+
+
+class Handles(Protocol):
+    """A set of context handles."""
+
+    def add(self, handle: int, /) -> None: ...
+    def discard(self, handle: int, /) -> None: ...
+    def __contains__(self, handle: object, /) -> bool: ...
 
 
 class Backend:
@@ -41,7 +50,19 @@ class Backend:
         self.initialised = False
         # Handles that stay safe to make current: none at all, and the primary contexts that this
         # process retains. Any other context may be destroyed while it waits to be restored.
-        self.lasting: set[int] = {0}
+        self.lasting: Handles = {0}
+        # The same, with the addresses that scopes call; None until cuInit, or without addresses.
+        self.native: Native | None = None
+        # The numbers of contexts that this process destroyed itself: the driver need not be shown
+        # their handles again to know it.
+        self.destroyed: set[int] = set()
+        # One Device per GPU, by UUID; kept here so that they live and die with their driver.
+        self.devices: dict[str, Any] = {}
+        # The same by ordinal, once CUDA is initialised: what an ordinal means is settled then.
+        self.ordinals: dict[int, Any] = {}
+        # What the environment said when this process initialised CUDA, which reads it once.
+        self.environment: tuple[str | None, str | None] | None = None
+        self._uuids: tuple[str, ...] = ()
         self._lock = threading.Lock()
         _backends.add(self)
 
@@ -76,7 +97,28 @@ class Backend:
             ) from error
         except Exception as error:  # the bindings' own words for a missing library vary
             raise _no_driver(error) from error
+        self.environment = environment()
+        native = _native(self.calls)
+        if native is not None:
+            self.lasting = self.native = native  # no handle was retained before cuInit
         self.initialised = True
+
+    def uuids(self) -> tuple[str, ...]:
+        """Return the bare UUIDs that the driver shows: the position is the ordinal.
+
+        Raises
+        ------
+        DriverUnavailableError
+            There is no driver, or it shows this process no device.
+
+        Notes
+        -----
+        Asked once: what the driver shows is settled when it is initialised.
+        """
+        calls = self.driver()
+        if not self._uuids:
+            self._uuids = tuple(str(calls.device_uuid(n)) for n in range(calls.device_count()))
+        return self._uuids
 
     def current_context(self) -> int:
         """Return the context that is current on this thread, without initialising anything.
@@ -94,6 +136,21 @@ class Backend:
             raise
         except Exception as error:  # the bindings' own words for a missing library vary
             raise _no_driver(error) from error
+
+
+def environment() -> tuple[str | None, str | None]:
+    """Return the values of ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
+
+
+def _native(calls: Calls) -> Native | None:
+    """What the extension needs of a driver, where both are there."""
+    try:
+        from dask_devctx._scope import Native
+    except ImportError:
+        return None
+    get_current, set_current = calls.current_address(), calls.set_current_address()
+    return Native(get_current, set_current) if get_current and set_current else None
 
 
 def _no_driver(error: Exception) -> DriverUnavailableError:

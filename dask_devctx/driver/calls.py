@@ -7,18 +7,21 @@ A call that fails raises :class:`~dask_devctx.errors.DriverError`.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dask_devctx.driver import statuses
-from dask_devctx.driver.protocol import Driver
 from dask_devctx.errors import (
     DeviceMemoryError,
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
 )
+
+if TYPE_CHECKING:
+    import uuid
+
+    from dask_devctx.driver.protocol import Driver
 
 # CUDA's own handles for the streams that need no making.
 LEGACY_STREAM = 1
@@ -65,14 +68,15 @@ class Calls:
                 f"{function} failed: CUDA was initialised before this process was forked",
                 "Start processes that use a GPU with the 'spawn' or 'forkserver' method",
             )
-        _, text = self.driver.cuGetErrorString(status)
-        kind = (
-            DeviceMemoryError
-            if int(status) == int(self.types.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-            else DriverError
-        )
-        words = [(text or b"").decode(), statuses.REMEDIES.get(int(status), "")]
-        return kind(function, status.name, int(status), ". ".join(filter(None, words)))
+        try:
+            known = self.types.CUresult(status)
+        except ValueError:  # a driver newer than the bindings
+            return DriverError(function, "an unknown status", int(status))
+        _, text = self.driver.cuGetErrorString(known)
+        out_of_memory = known == self.types.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        kind = DeviceMemoryError if out_of_memory else DriverError
+        words = [(text or b"").decode(), statuses.REMEDIES.get(int(known), "")]
+        return kind(function, known.name, int(known), ". ".join(filter(None, words)))
 
     def _missing(self, function: str, error: Exception) -> DriverUnavailableError | None:
         try:
@@ -84,6 +88,17 @@ class Calls:
             f"the driver (CUDA {supports}) has no {function}: {error}",
             "Update the driver, or install the cuda-bindings of its CUDA version",
         )
+
+    def address(self, function: str, version: int) -> int | None:
+        """Where a C function of the driver is, or None where the driver does not tell.
+
+        ``version`` is that of the CUDA that gave the function the shape that the caller knows.
+        """
+        ask = getattr(self.driver, "cuGetProcAddress", None)
+        if ask is None:
+            return None
+        status, address, *_ = ask(function.encode(), version, 0)
+        return int(address) if status == 0 and address else None
 
     # -- the process
 
@@ -101,6 +116,8 @@ class Calls:
 
     def device_uuid(self, ordinal: int) -> uuid.UUID:
         """A MIG instance's own where the ordinal names one; nothing in it says which it is."""
+        import uuid
+
         # CUDA 12's bindings have the function that knows instances beside one that does not.
         function = getattr(self.driver, "cuDeviceGetUuid_v2", self.driver.cuDeviceGetUuid)
         return uuid.UUID(bytes=bytes(self._value(function, self._device(ordinal)).bytes))
@@ -188,6 +205,22 @@ class Calls:
         if status != 0:
             raise self._error("cuCtxSetCurrent", status)
 
+    def current_address(self) -> int | None:
+        """Where the C function behind :meth:`current` is: ``int f(void **context)``."""
+        return self.address("cuCtxGetCurrent", 4000)
+
+    def set_current_address(self) -> int | None:
+        """Where the C function behind :meth:`set_current` is: ``int f(void *context)``."""
+        return self.address("cuCtxSetCurrent", 4000)
+
+    def current_error(self, status: int) -> Exception:
+        """What :meth:`current` raises for a status, for those who called by the address."""
+        return self._error("cuCtxGetCurrent", status)
+
+    def set_current_error(self, status: int) -> Exception:
+        """What :meth:`set_current` raises for a status, for those who called by the address."""
+        return self._error("cuCtxSetCurrent", status)
+
     def context_id(self, context: int) -> int | None:
         """A number that no other context of the process ever has; None if it was destroyed.
 
@@ -215,10 +248,18 @@ class Calls:
         self._value(self.driver.cuCtxSetFlags, flags)
 
     def limit(self, which: int) -> int:
-        return int(self._value(self.driver.cuCtxGetLimit, self.types.CUlimit(which)))
+        return int(self._value(self.driver.cuCtxGetLimit, self._limit(which)))
 
     def set_limit(self, which: int, value: int) -> None:
-        self._value(self.driver.cuCtxSetLimit, self.types.CUlimit(which), value)
+        self._value(self.driver.cuCtxSetLimit, self._limit(which), value)
+
+    def _limit(self, which: int) -> Any:
+        try:
+            return self.types.CUlimit(which)
+        except ValueError:  # bindings that are older than the limit
+            raise self._error(
+                "cuCtxGetLimit", self.types.CUresult.CUDA_ERROR_UNSUPPORTED_LIMIT
+            ) from None
 
     def cache_config(self) -> int:
         return int(self._value(self.driver.cuCtxGetCacheConfig))
@@ -294,6 +335,11 @@ class Calls:
         if status != 0:
             raise self._error("cuEventQuery", status)
         return True
+
+    def stream_create(self) -> int:
+        """A stream of the current context, which the legacy default stream does not wait for."""
+        flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return int(self._value(self.driver.cuStreamCreate, flag))
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Let what the stream is given from now on wait for the event, of any device."""

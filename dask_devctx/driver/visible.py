@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 # What strtol reads: leading white space, a sign, decimal digits; the rest is ignored.
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
-_UUID_KINDS = ("GPU-", "MIG-")
+UUID_KINDS = ("GPU-", "MIG-")
 _UUID_LENGTH = len("GPU-00000000-0000-0000-0000-000000000000")
 _LONG_MAX = 2**63 - 1
 
@@ -88,7 +88,7 @@ def visible_devices(value: str | None, devices: Sequence[PhysicalDevice]) -> Vis
     """
     if value is None:
         return Visible(_unset(devices))
-    resolve = _by_uuid if value.startswith(_UUID_KINDS) else _by_index
+    resolve = _by_uuid if value.startswith(UUID_KINDS) else _by_index
     chosen: list[str] = []
     for entry in value.split(","):
         found = resolve(entry, devices)
@@ -111,7 +111,7 @@ def _unset(devices: Sequence[PhysicalDevice]) -> tuple[str, ...]:
 
 
 def _by_uuid(entry: str, devices: Sequence[PhysicalDevice]) -> str | _Unusable:
-    if not entry.startswith(_UUID_KINDS):
+    if not entry.startswith(UUID_KINDS):
         return _Unusable("it is not a UUID, as the first entry is")
     # The digits may be of either case, and what follows a whole UUID is ignored.
     prefix = entry[:_UUID_LENGTH].rstrip().lower()

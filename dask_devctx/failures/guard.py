@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from distributed import Reschedule
 
@@ -42,11 +42,15 @@ class Guard:
 
     Attributes
     ----------
+    metric
+        The name of what the worker's heartbeat tells of it.
     failure
         What ended this process' use of its devices, or None.
     retries
         The tasks that ran out of memory.
     """
+
+    metric: Final = "devctx-failures"
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class Guard:
         self._left_behind: Counter[Device] = Counter()
         self._warned_at: dict[Device, float] = {}
 
-    def metrics(self) -> dict[str, dict[str, int]]:
+    def metrics(self, worker: object) -> dict[str, dict[str, int]]:
         """Return how often a context was left behind and memory ran out, by device."""
         return {
             "left-behind": {str(device): n for device, n in self._left_behind.items()},
@@ -124,13 +128,17 @@ class Guard:
         device: Device,
         fn: Callable[[Any], Any],
         data: Any,
-        running: Coroutine[Any, Any, Any],
+        given: Coroutine[Any, Any, Any],
     ) -> Any:
         """As :meth:`run`, once a coroutine function has given its first coroutine."""
+        running: Coroutine[Any, Any, Any] | None = given
         while True:
             self.suspects.started(key, device)
             try:
                 try:
+                    if running is None:
+                        with device:
+                            running = fn(data)  # what it needs is brought again, too
                     result = await tasks.within(device, running)
                 finally:
                     self.suspects.ended(key, device)
@@ -142,8 +150,7 @@ class Guard:
                 if failure is not None:
                     raise failure from error
                 self._try_again_or_raise(key, movable, device, error)
-                with device:
-                    running = fn(data)
+                running = None
             else:
                 if self.synchronize:
                     await self._wait(key, device)

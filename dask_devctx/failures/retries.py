@@ -13,7 +13,7 @@ from distributed.protocol.pickle import dumps, loads
 from dask_devctx import discovery
 from dask_devctx.device import Device
 from dask_devctx.errors import DevctxError, DeviceOutOfMemoryError
-from dask_devctx.failures import memory
+from dask_devctx.out_of_memory import is_out_of_memory, release_caches, requested_nbytes
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +78,12 @@ class Retries:
         Exception
             ``error`` itself, where memory is not what it is about.
         """
-        if not memory.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             if not isinstance(error, Reschedule):
                 self.forget(key)
             raise error
         self.counted[device] += 1
-        requested = memory.requested_nbytes(error)
+        requested = requested_nbytes(error)
         replicas = self._make_room(device, error)
         with self._lock:
             attempts = self._tried[key] = self._tried.pop(key, 0) + 1
@@ -114,7 +114,7 @@ class Retries:
         dropped = self.drop_replicas(device)
         try:
             with device:
-                memory.release_caches(error)
+                release_caches(error)
         except DevctxError:  # not even a context fits: the caches hold nothing here then
             logger.debug("no caches released on %s", device, exc_info=True)
         return dropped

@@ -20,7 +20,14 @@ from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 Status = types.CUresult
 _OK = Status.CUDA_SUCCESS
 _SCHEDULING_FLAGS = (0, 1, 2, 4)
-_KNOWN_FLAGS = 0x1FF
+_KNOWN_FLAGS = int(types.CUctx_flags.CU_CTX_FLAGS_MASK)
+_READ_ONLY_LIMITS = (types.CUlimit.CU_LIMIT_SHMEM_SIZE, types.CUlimit.CU_LIMIT_CIG_ENABLED)
+_LIMIT_STEPS = {
+    types.CUlimit.CU_LIMIT_STACK_SIZE: 16,
+    types.CUlimit.CU_LIMIT_PRINTF_FIFO_SIZE: 256,
+    types.CUlimit.CU_LIMIT_MALLOC_HEAP_SIZE: 65_536,
+    types.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE: 3_932_160,
+}
 _STREAMS = (0, 1, 2)  # the default ones; no others can be made here
 
 
@@ -72,7 +79,6 @@ class SimulatedDriver:
         self._contexts: dict[int, Context] = {}
         self._handles = itertools.count(0x7000_0000, 0x100)
         self._ids = itertools.count(1)
-        self._allocations: dict[int, tuple[SimulatedGPU, int]] = {}
         self._pointers = itertools.count(0x7F00_0000_0000, 2**41)
         self._events: dict[int, Context] = {}
 
@@ -191,7 +197,7 @@ class SimulatedDriver:
             if gpu.primary is None:
                 gpu.primary = self._new_context(gpu, int(device), gpu.primary_flags, True)
             elif not gpu.primary.alive:  # the same handle comes to life again
-                gpu.primary.alive, gpu.primary.id = True, next(self._ids)
+                gpu.primary.revive(next(self._ids))
             gpu.primary_retained += 1
             return _OK, types.CUcontext(gpu.primary.handle)
 
@@ -205,7 +211,8 @@ class SimulatedDriver:
                 return (Status.CUDA_ERROR_INVALID_CONTEXT,)
             gpu.primary_retained -= 1
             if not gpu.primary_retained:
-                gpu.primary.alive = False
+                gpu.primary.die()
+                gpu.primary_flags = 0
             return (_OK,)
 
     @_function(2)
@@ -262,7 +269,7 @@ class SimulatedDriver:
                 return (Status.CUDA_ERROR_INVALID_CONTEXT,)
             if not found.alive:
                 return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
-            found.alive = False
+            found.die()
             if self._current() is found:  # other threads keep it as a dead current context
                 self._thread.stack.pop()
             return (_OK,)
@@ -364,13 +371,16 @@ class SimulatedDriver:
         status, limits = self._of_current(lambda ctx: ctx.limits)
         if status != _OK:
             return (status,)
+        if limit == types.CUlimit.CU_LIMIT_MAX:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
         if limit not in limits:
             return (Status.CUDA_ERROR_UNSUPPORTED_LIMIT,)
+        if limit in _READ_ONLY_LIMITS:
+            return (Status.CUDA_ERROR_NOT_PERMITTED,)
         if limit == types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY and not 0 <= value <= 128:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
-        if limit == types.CUlimit.CU_LIMIT_STACK_SIZE:
-            value = -(-value // 16) * 16  # the driver rounds up
-        limits[limit] = value
+        step = _LIMIT_STEPS.get(limit, 1)
+        limits[limit] = -(-value // step) * step  # the driver rounds up
         return (_OK,)
 
     @_function(1)
@@ -471,16 +481,17 @@ class SimulatedDriver:
     @_function(1)
     def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
         with self._lock:
-            status, gpu = self._of_current(lambda ctx: ctx.gpu)
+            status, context = self._of_current(lambda ctx: ctx)
             if status != _OK:
                 return (status,)
+            gpu = context.gpu
             if nbytes == 0:
                 return (Status.CUDA_ERROR_INVALID_VALUE,)
             if gpu.used_memory + nbytes > gpu.total_memory:
                 return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
             gpu.used_memory += nbytes
             pointer = next(self._pointers)
-            self._allocations[pointer] = gpu, nbytes
+            context.allocations[pointer] = nbytes
             return _OK, types.CUdeviceptr(pointer)
 
     @_function(0)
@@ -491,11 +502,11 @@ class SimulatedDriver:
                 return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
             if not int(pointer):
                 return (_OK,)
-            if int(pointer) not in self._allocations:
-                return (Status.CUDA_ERROR_INVALID_VALUE,)
-            gpu, nbytes = self._allocations.pop(int(pointer))
-            gpu.used_memory -= nbytes
-            return (_OK,)
+            for context in self._contexts.values():
+                if int(pointer) in context.allocations:
+                    context.gpu.used_memory -= context.allocations.pop(int(pointer))
+                    return (_OK,)
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
 
 
 def _valid_flags(flags: int) -> bool:

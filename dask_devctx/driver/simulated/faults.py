@@ -13,7 +13,7 @@ from cuda.bindings.driver import CUresult
 # The calls that need a working device. They report a sticky error; those that only say what is
 # current do not.
 WORKING_CALLS = frozenset(
-    {
+    (
         "cuCtxCreate",
         "cuCtxEnablePeerAccess",
         "cuCtxGetLimit",
@@ -28,7 +28,7 @@ WORKING_CALLS = frozenset(
         "cuMemFree",
         "cuMemGetInfo",
         "cuStreamWaitEvent",
-    }
+    )
 )
 
 

@@ -14,6 +14,8 @@ _LIMITS = {
     types.CUlimit.CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT: 2048,
     types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY: 64,
     types.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE: 11_796_480,
+    types.CUlimit.CU_LIMIT_SHMEM_SIZE: 232_448,
+    types.CUlimit.CU_LIMIT_CIG_ENABLED: 0,
 }
 
 
@@ -71,3 +73,17 @@ class Context:
     limits: dict[Any, int] = field(default_factory=lambda: dict(_LIMITS))
     cache_config: Any = types.CUfunc_cache.CU_FUNC_CACHE_PREFER_NONE
     peers: set[int] = field(default_factory=set)
+    allocations: dict[int, int] = field(default_factory=dict)  # bytes by address
+
+    def die(self) -> None:
+        """End the context, and with it the memory that was allocated in it."""
+        self.alive = False
+        self.gpu.used_memory -= sum(self.allocations.values())
+        self.allocations.clear()
+
+    def revive(self, number: int) -> None:
+        """Begin again as a new context behind the old handle, as a primary one does."""
+        self.alive, self.id, self.flags = True, number, self.gpu.primary_flags
+        self.limits = dict(_LIMITS)
+        self.cache_config = types.CUfunc_cache.CU_FUNC_CACHE_PREFER_NONE
+        self.peers = set()

@@ -14,7 +14,7 @@ from distributed import Client
 from dask_devctx import Device, DeviceOutOfMemoryError, DevicePlugin, LocalDeviceCluster
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
-from dask_devctx.failures import memory
+from dask_devctx.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.simulated_array import SimulatedArray
 
 GIB = 2**30
@@ -58,33 +58,34 @@ DO_NOT = [
     foreign("cupy_backends.cuda.api.runtime", "CUDARuntimeError", RuntimeError, "", status=700),
     DriverError("cuMemAlloc", "CUDA_ERROR_ILLEGAL_ADDRESS", 700),
     ValueError("2"),
+    foreign("jaxlib._jax", "JaxRuntimeError", RuntimeError, "INTERNAL"),
     foreign("numba.cuda.cudadrv.driver", "CudaAPIError", Exception, "", code="two"),
 ]
 
 
 @pytest.mark.parametrize("error", SAY_SO, ids=lambda error: type(error).__module__ + str(error))
 def test_is_out_of_memory(error: Exception) -> None:
-    assert memory.is_out_of_memory(error)
+    assert is_out_of_memory(error)
     outer = RuntimeError("the task failed")
     outer.__cause__ = error
-    assert memory.is_out_of_memory(outer)
+    assert is_out_of_memory(outer)
 
 
 @pytest.mark.parametrize("error", DO_NOT, ids=lambda error: type(error).__module__ + str(error))
 def test_is_something_else(error: Exception) -> None:
-    assert not memory.is_out_of_memory(error)
+    assert not is_out_of_memory(error)
 
 
 def test_an_exception_that_is_its_own_cause_ends_the_search() -> None:
     one, other = RuntimeError("one"), RuntimeError("other")
     one.__cause__, other.__cause__ = other, one
-    assert not memory.is_out_of_memory(one)
+    assert not is_out_of_memory(one)
 
 
 def test_requested_nbytes() -> None:
-    assert memory.requested_nbytes(CUPY) == 2**40
-    assert memory.requested_nbytes(TORCH) == 2**40
-    assert memory.requested_nbytes(DO_NOT[0]) is None
+    assert requested_nbytes(CUPY) == 2**40
+    assert requested_nbytes(TORCH) == 2**40
+    assert requested_nbytes(DO_NOT[0]) is None
 
 
 def test_the_error_says_who_holds_the_memory_and_pickles() -> None:

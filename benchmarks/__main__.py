@@ -1,0 +1,70 @@
+"""The command line: ``python -m benchmarks [SUBJECT ...]``."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks import machine, report, subjects
+from benchmarks.case import FULL, TINY, CannotRunError, Size
+from benchmarks.measure import measure
+
+
+@click.command()
+@click.argument("names", metavar="[SUBJECT]...", nargs=-1, type=click.Choice(subjects.NAMES))
+@click.option("--tiny", is_flag=True, help="So small that it only shows that it runs.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("benchmark-results"),
+    show_default=True,
+    help="The folder for the JSON file and the plots.",
+)
+def main(names: tuple[str, ...], tiny: bool, output: Path) -> None:
+    """Measure SUBJECTs, all of them by default, beside whatever peers are installed."""
+    size = TINY if tiny else FULL
+    about = machine.describe()
+    click.echo("\n".join(machine.lines(about)))
+    if tiny:
+        click.echo("TINY: these numbers show that the benchmarks run, and nothing else")
+    output.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+    refused = False
+    for name in names or subjects.NAMES:
+        subject = subjects.load(name)
+        click.echo(f"\n== {name}: {subject.TITLE}")
+        try:
+            found[name] = {"title": subject.TITLE, "cases": _run(subject, size)}
+        except CannotRunError as error:
+            refused = True
+            click.echo(f"  cannot run here: {error}")
+            found[name] = {"title": subject.TITLE, "cannot_run": str(error)}
+            continue
+        picture = output / f"{name}.png"
+        if report.plot(picture, subject.TITLE, found[name]["cases"]):
+            click.echo(f"  plot: {picture}")
+        else:
+            click.echo("  no plot: matplotlib is not installed")
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    path = output / "results.json"
+    report.write_json(path, {"when": when, "tiny": tiny, "machine": about, "subjects": found})
+    click.echo(f"\nresults: {path}")
+    if refused:
+        raise SystemExit(1)
+
+
+def _run(subject: subjects.Subject, size: Size) -> list[dict[str, Any]]:
+    done = []
+    for case in subject.cases(size):
+        measured = measure(case, size)
+        click.echo(report.table(case, measured) + "\n")
+        done.append(report.as_data(case, measured))
+    return done
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The subjects: a module each, with ``TITLE`` and ``cases``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+from benchmarks.case import Case, Size
+
+_MODULES = {"scope": "scope", "import": "imports"}
+NAMES = tuple(_MODULES)
+
+
+class Subject(Protocol):
+    """What a subject's module offers."""
+
+    TITLE: str
+
+    def cases(self, size: Size) -> Iterator[Case]:
+        """Yield the cases; each is measured before the next one is asked for.
+
+        Raises
+        ------
+        CannotRunError
+            The machine does not have what the subject needs.
+        """
+        ...
+
+
+def load(name: str) -> Subject:
+    return cast(Subject, importlib.import_module(f"benchmarks.subjects.{_MODULES[name]}"))

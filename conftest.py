@@ -1,0 +1,83 @@
+"""What holds for every test and doctest: the devices it runs on, and what it must leave clean.
+
+The default devices are four simulated ones everywhere, on machines with GPUs too, so that a doctest
+which says ``Device(3)`` means the same on each. Only what asks for the real driver by name (the
+``backend`` fixture's ``real``, the marker ``gpu``) runs on real GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("DASK_DEVCTX__SIMULATED_DEVICES", "4")
+
+from dask_devctx import driver
+from dask_devctx.scope import open_scopes
+
+# Pools that dask keeps for the life of the process, by their threads' names.
+PROCESS_WIDE_THREADS = ("Dask-Offload", "Profile", "IO loop", "asyncio_")
+
+_COUNT_GPUS = """
+from cuda.bindings import driver
+status = driver.cuInit(0)[0]
+print(driver.cuDeviceGetCount()[1] if status == 0 else status.name)
+"""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="fail, where tests of real GPUs would be skipped for want of GPUs",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu(count=2): needs that many real GPUs")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("gpu"):
+        needed = marker.kwargs.get("count", marker.args[0] if marker.args else 2)
+        count, reason = real_gpus()
+        if count < needed:
+            why = f"needs {needed} real GPUs, found {count}: {reason}"
+            if item.config.getoption("--require-gpu"):
+                pytest.fail(why, pytrace=False)
+            pytest.skip(why)
+
+
+@functools.cache
+def real_gpus() -> tuple[int, str]:
+    """How many GPUs the real driver shows, and its words; asked in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, timeout=120
+    )
+    answer = (done.stdout.strip() or done.stderr.strip() or "no answer").splitlines()[-1]
+    return (int(answer), "the driver's count") if answer.isdecimal() else (0, answer)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """No context left current on this thread, no scope left open, no thread left behind."""
+    threads = set(threading.enumerate())
+    yield
+    assert open_scopes() == ()
+    backend = driver.current_backend()
+    assert backend is None or backend.current_context() == 0
+    deadline = time.monotonic() + 5
+    while left := [
+        thread
+        for thread in set(threading.enumerate()) - threads
+        if not thread.name.startswith(PROCESS_WIDE_THREADS)
+    ]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)

@@ -1,0 +1,152 @@
+/* Native: two addresses of one driver, and the handles that last. */
+
+#ifndef DASK_DEVCTX_NATIVE_H
+#define DASK_DEVCTX_NATIVE_H
+
+#include <Python.h>
+
+#include <stdint.h>
+
+#ifdef _WIN32
+#define DRIVER_CALL __stdcall
+#else
+#define DRIVER_CALL
+#endif
+
+typedef int(DRIVER_CALL *get_current_function)(void **);
+typedef int(DRIVER_CALL *set_current_function)(void *);
+
+static PyTypeObject *native_type; /* borrowed: the module owns it, and nobody unloads a module */
+
+typedef struct {
+    PyObject_HEAD
+    get_current_function get_current;
+    set_current_function set_current;
+    uintptr_t *lasting; /* a few: one for each GPU that is used, and 0 */
+    Py_ssize_t count, room;
+} Native;
+
+static Py_ssize_t
+native_find(Native *self, uintptr_t handle)
+{
+    for (Py_ssize_t i = 0; i < self->count; i++)
+        if (self->lasting[i] == handle)
+            return i;
+    return -1;
+}
+
+static int
+native_insert(Native *self, uintptr_t handle)
+{
+    if (native_find(self, handle) >= 0)
+        return 0;
+    if (self->count == self->room) {
+        Py_ssize_t room = self->room ? 2 * self->room : 16;
+        uintptr_t *wider = PyMem_Realloc(self->lasting, (size_t)room * sizeof *wider);
+        if (wider == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        self->lasting = wider;
+        self->room = room;
+    }
+    self->lasting[self->count++] = handle;
+    return 0;
+}
+
+static int
+as_handle(PyObject *number, uintptr_t *handle)
+{
+    *handle = (uintptr_t)PyLong_AsVoidPtr(number);
+    return *handle == 0 && PyErr_Occurred() ? -1 : 0;
+}
+
+static PyObject *
+native_new(PyTypeObject *type, PyObject *args, PyObject *Py_UNUSED(kwargs))
+{
+    PyObject *get_current, *set_current;
+    uintptr_t get_address, set_address;
+    if (!PyArg_ParseTuple(args, "OO:Native", &get_current, &set_current))
+        return NULL;
+    if (as_handle(get_current, &get_address) < 0 || as_handle(set_current, &set_address) < 0)
+        return NULL;
+    if (!get_address || !set_address) {
+        PyErr_SetString(PyExc_ValueError, "a function cannot be at address 0");
+        return NULL;
+    }
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    Native *self = (Native *)alloc(type, 0);
+    if (self == NULL)
+        return NULL;
+    self->get_current = (get_current_function)get_address;
+    self->set_current = (set_current_function)set_address;
+    if (native_insert(self, 0) < 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    return (PyObject *)self;
+}
+
+static void
+native_dealloc(Native *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyMem_Free(self->lasting);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *
+native_add(Native *self, PyObject *number)
+{
+    uintptr_t handle;
+    if (as_handle(number, &handle) < 0 || native_insert(self, handle) < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *
+native_discard(Native *self, PyObject *number)
+{
+    uintptr_t handle;
+    if (as_handle(number, &handle) < 0)
+        return NULL;
+    Py_ssize_t i = native_find(self, handle);
+    if (i >= 0)
+        self->lasting[i] = self->lasting[--self->count];
+    Py_RETURN_NONE;
+}
+
+static int
+native_contains(Native *self, PyObject *number)
+{
+    uintptr_t handle;
+    if (as_handle(number, &handle) < 0)
+        return -1;
+    return native_find(self, handle) >= 0;
+}
+
+static PyMethodDef native_methods[] = {
+    {"add", (PyCFunction)native_add, METH_O, "Let a handle count as one that lasts."},
+    {"discard", (PyCFunction)native_discard, METH_O, "Let a handle not count so any more."},
+    {NULL},
+};
+
+static PyType_Slot native_slots[] = {
+    {Py_tp_doc, "Native(get_current, set_current)\n--\n\n"
+                "The addresses of a driver's two functions, and the set of handles that last."},
+    {Py_tp_new, native_new},
+    {Py_tp_dealloc, native_dealloc},
+    {Py_tp_methods, native_methods},
+    {Py_sq_contains, native_contains},
+    {0, NULL},
+};
+
+static PyType_Spec native_spec = {
+    .name = "dask_devctx._scope.Native",
+    .basicsize = sizeof(Native),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = native_slots,
+};
+
+#endif

@@ -1,0 +1,360 @@
+/* The device scope's fast path: what dask_devctx/scope.py does, for the ordinary case.
+ *
+ * A scope is three calls to the driver: which context is current, make another one current, make
+ * the first one current again. Each takes tens of nanoseconds, and Python's bindings for them take
+ * fifteen times that. Here they are made through their addresses, which the driver itself gave at
+ * run time: nothing of CUDA is needed to build this, and no version of CUDA is built in.
+ *
+ * Everything that is rare stays in Python: binding a scope to its context, a previous context that
+ * may die, scopes left out of order, errors. What is open on a thread is kept in one place for
+ * both, the thread's Stack.
+ *
+ * The calls take less than a microsecond, so the GIL is kept: giving it up and taking it again
+ * costs more than they do. It also keeps Python's signal handlers out: between "made current" and
+ * "remembered" there is nowhere for a KeyboardInterrupt to arrive.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <structmember.h>
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "native.h"
+#include "stack.h"
+
+/* What is asked of Python objects. */
+static PyObject *name_native, *name_calls, *name_context_id, *name_bind, *name_enter, *name_exit,
+    *name_failed_restore, *name_undo, *name_current_error, *name_set_current_error;
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *backend;
+    Native *native; /* of that backend, from the first time that it was needed; or NULL */
+    unsigned long long handle;
+} ScopeBase;
+
+static int
+scope_traverse(ScopeBase *self, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE((PyObject *)self));
+    Py_VISIT(self->backend);
+    return 0; /* a Native refers to nothing */
+}
+
+static int
+scope_clear(ScopeBase *self)
+{
+    Py_CLEAR(self->backend);
+    Py_CLEAR(self->native);
+    return 0;
+}
+
+static void
+scope_dealloc(ScopeBase *self)
+{
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    PyObject_GC_UnTrack(self);
+    scope_clear(self);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+static PyObject *
+scope_get_backend(ScopeBase *self, void *Py_UNUSED(closure))
+{
+    if (self->backend == NULL) {
+        PyErr_SetString(PyExc_AttributeError, "_backend");
+        return NULL;
+    }
+    return Py_NewRef(self->backend);
+}
+
+static int
+scope_set_backend(ScopeBase *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    PyObject *old = self->backend;
+    self->backend = Py_XNewRef(value);
+    Py_XDECREF(old);
+    Py_CLEAR(self->native);
+    return 0;
+}
+
+/* Bind the scope and find the addresses. 1: both are there; 0: there are none; -1: an error. */
+static int
+scope_prepare(ScopeBase *self)
+{
+    if (!self->handle) {
+        PyObject *bound = PyObject_CallMethodObjArgs((PyObject *)self, name_bind, NULL);
+        if (bound == NULL)
+            return -1;
+        Py_DECREF(bound);
+    }
+    if (self->native == NULL) {
+        PyObject *backend = scope_get_backend(self, NULL);
+        if (backend == NULL)
+            return -1;
+        PyObject *native = PyObject_GetAttr(backend, name_native);
+        Py_DECREF(backend);
+        if (native == NULL)
+            return -1;
+        if (Py_IS_TYPE(native, native_type)) {
+            Py_XDECREF((PyObject *)self->native); /* Python ran, and may have been here in between */
+            self->native = (Native *)native;
+        }
+        else {
+            Py_DECREF(native);
+        }
+    }
+    return self->handle && self->native != NULL;
+}
+
+/* self._backend.calls.<method>(number); takes over the reference to the number. */
+static PyObject *
+scope_ask(ScopeBase *self, PyObject *method, PyObject *number)
+{
+    if (number == NULL)
+        return NULL;
+    PyObject *calls = PyObject_GetAttr(self->backend, name_calls);
+    PyObject *answer = NULL;
+    if (calls != NULL)
+        answer = PyObject_CallMethodObjArgs(calls, method, number, NULL);
+    Py_DECREF(number);
+    Py_XDECREF(calls);
+    return answer;
+}
+
+/* The exception for a status, which `method` of the backend's calls makes. */
+static PyObject *
+scope_error(ScopeBase *self, PyObject *method, int status)
+{
+    return scope_ask(self, method, PyLong_FromLong(status));
+}
+
+/* Raise it; NULL. */
+static PyObject *
+scope_raise(ScopeBase *self, PyObject *method, int status)
+{
+    PyObject *error = scope_error(self, method, status);
+    if (error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+        Py_DECREF(error);
+    }
+    return NULL;
+}
+
+/* self._failed_restore(error, exc): raises it, or notes it on the body's own exception. */
+static PyObject *
+scope_failed_restore(ScopeBase *self, PyObject *method, int status, PyObject *exc)
+{
+    PyObject *error = scope_error(self, method, status);
+    if (error == NULL)
+        return NULL;
+    PyObject *result =
+        PyObject_CallMethodObjArgs((PyObject *)self, name_failed_restore, error, exc, NULL);
+    Py_DECREF(error);
+    return result;
+}
+
+/* self._undo(previous, identity), and raise why. Takes over the reference to identity. */
+static PyObject *
+scope_refused(ScopeBase *self, int status, uintptr_t previous, PyObject *identity)
+{
+    PyObject *error = scope_error(self, name_set_current_error, status);
+    PyObject *handle = PyLong_FromVoidPtr((void *)previous);
+    PyObject *undone = NULL;
+    if (identity == NULL)
+        identity = PyLong_FromLong(0);
+    if (error != NULL && handle != NULL && identity != NULL)
+        undone = PyObject_CallMethodObjArgs((PyObject *)self, name_undo, handle, identity, NULL);
+    if (undone != NULL)
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+    Py_XDECREF(undone);
+    Py_XDECREF(handle);
+    Py_XDECREF(identity);
+    Py_XDECREF(error);
+    return NULL;
+}
+
+static PyObject *
+scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
+{
+    if (!self->handle || self->native == NULL) {
+        int ready = scope_prepare(self);
+        if (ready < 0)
+            return NULL;
+        if (!ready)
+            return PyObject_CallMethodObjArgs((PyObject *)self, name_enter, NULL);
+    }
+    Stack *stack = thread_stack();
+    if (stack == NULL || stack_reserve(stack) < 0)
+        return NULL;
+
+    Native *native = self->native;
+    void *current = NULL;
+    int status = native->get_current(&current);
+    if (status)
+        return scope_raise(self, name_current_error, status);
+    uintptr_t previous = (uintptr_t)current;
+    PyObject *identity = NULL;
+    if (previous && native_find(native, previous) < 0) {
+        identity = scope_ask(self, name_context_id, PyLong_FromVoidPtr((void *)previous));
+        /* Python ran, and may have left the stack fuller than it was. */
+        if (identity == NULL || stack_reserve(stack) < 0) {
+            Py_XDECREF(identity);
+            return NULL;
+        }
+    }
+    status = native->set_current((void *)(uintptr_t)self->handle);
+    if (status)
+        return scope_refused(self, status, previous, identity);
+    stack->entries[stack->count++] = (Entry){Py_NewRef((PyObject *)self), previous, identity};
+    return Py_NewRef((PyObject *)self);
+}
+
+/* Make what was remembered current again; the status of the call that failed, or 0.
+ *
+ * Setting none takes one context off the driver's stack, where the body may have pushed several. */
+static int
+restore(Native *native, uintptr_t previous, PyObject **failed)
+{
+    *failed = name_set_current_error;
+    int status = native->set_current((void *)previous);
+    while (!status && !previous) {
+        void *current = NULL;
+        *failed = name_current_error;
+        status = native->get_current(&current);
+        if (status || current == NULL)
+            break;
+        *failed = name_set_current_error;
+        status = native->set_current(NULL);
+    }
+    return status;
+}
+
+static PyObject *
+scope_exit(ScopeBase *self, PyObject *const *args, Py_ssize_t nargs)
+{
+    if (nargs != 3) {
+        PyErr_Format(PyExc_TypeError, "__exit__ takes 3 arguments, got %zd", nargs);
+        return NULL;
+    }
+    Stack *stack = thread_stack();
+    if (stack == NULL)
+        return NULL;
+    Py_ssize_t top = stack->count - 1;
+    Native *native = self->native;
+    if (native == NULL || top < 0 || stack->entries[top].scope != (PyObject *)self
+        || stack->entries[top].identity != NULL)
+        return PyObject_CallMethodObjArgs((PyObject *)self, name_exit, args[0], args[1], args[2],
+                                          NULL);
+    PyObject *failed;
+    int status = restore(native, stack->entries[top].previous, &failed);
+    Entry entry = stack->entries[--stack->count]; /* only now, after the restore was tried */
+    PyObject *result =
+        status ? scope_failed_restore(self, failed, status, args[1]) : Py_NewRef(Py_False);
+    entry_clear(entry); /* the top one: identity is NULL, and self lives on in the caller */
+    return result;
+}
+
+static PyMethodDef scope_methods[] = {
+    {"__enter__", (PyCFunction)scope_enter, METH_NOARGS,
+     "Make the context current and remember what was before."},
+    {"__exit__", (PyCFunction)(void (*)(void))scope_exit, METH_FASTCALL,
+     "Make current what was before."},
+    {NULL},
+};
+
+static PyMemberDef scope_members[] = {
+    {"_handle", T_ULONGLONG, offsetof(ScopeBase, handle), 0, "of the context; 0 if not bound"},
+    {NULL},
+};
+
+static PyGetSetDef scope_getset[] = {
+    {"_backend", (getter)scope_get_backend, (setter)scope_set_backend, "whose context it is"},
+    {NULL},
+};
+
+static PyType_Slot scope_slots[] = {
+    {Py_tp_doc, "The base of Scope: enters and leaves by the addresses of its backend, if any."},
+    {Py_tp_dealloc, scope_dealloc},
+    {Py_tp_traverse, scope_traverse},
+    {Py_tp_clear, scope_clear},
+    {Py_tp_methods, scope_methods},
+    {Py_tp_members, scope_members},
+    {Py_tp_getset, scope_getset},
+    {0, NULL},
+};
+
+static PyType_Spec scope_spec = {
+    .name = "dask_devctx._scope.ScopeBase",
+    .basicsize = sizeof(ScopeBase),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC
+             | Py_TPFLAGS_IMMUTABLETYPE,
+    .slots = scope_slots,
+};
+
+/* -- the module */
+
+static PyObject *
+module_stack(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return Py_XNewRef((PyObject *)thread_stack());
+}
+
+static PyMethodDef module_methods[] = {
+    {"stack", module_stack, METH_NOARGS, "stack()\n--\n\nThe stack of the calling thread."},
+    {NULL},
+};
+
+/* Initialised in one phase: an interpreter beside the main one refuses it, and does without. */
+static PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "dask_devctx._scope",
+    .m_doc = "The device scope's fast path.",
+    .m_size = -1,
+    .m_methods = module_methods,
+};
+
+static PyTypeObject *
+add_type(PyObject *module, const char *name, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromSpec(spec);
+    if (type != NULL && PyModule_AddObjectRef(module, name, type) < 0)
+        Py_CLEAR(type);
+    return (PyTypeObject *)type;
+}
+
+PyMODINIT_FUNC
+PyInit__scope(void)
+{
+    static struct {
+        PyObject **where;
+        const char *text;
+    } names[] = {
+        {&stack_key, "dask_devctx._scope.stack"},
+        {&name_native, "native"},
+        {&name_calls, "calls"},
+        {&name_context_id, "context_id"},
+        {&name_bind, "_bind"},
+        {&name_enter, "_enter"},
+        {&name_exit, "_exit"},
+        {&name_failed_restore, "_failed_restore"},
+        {&name_undo, "_undo"},
+        {&name_current_error, "current_error"},
+        {&name_set_current_error, "set_current_error"},
+    };
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if ((*names[i].where = PyUnicode_InternFromString(names[i].text)) == NULL)
+            return NULL;
+    PyObject *module = PyModule_Create(&module_definition);
+    if (module == NULL)
+        return NULL;
+    native_type = add_type(module, "Native", &native_spec);
+    stack_type = add_type(module, "Stack", &stack_spec);
+    if (native_type == NULL || stack_type == NULL || add_type(module, "ScopeBase", &scope_spec) == NULL)
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,91 @@
+"""Actors on their devices: what a worker calls and reads of an actor, after its constructor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable
+from contextlib import nullcontext
+from typing import Any
+
+from distributed import Worker
+from distributed.utils import thread_state
+
+from dask_devctx.device import Device
+from dask_devctx.tasks import DeviceFunction
+
+_HANDLERS = ("actor_execute", "actor_attribute")
+
+# By the state of the task that made the actor: an actor keeps its device while it lives, also when
+# the plugin is registered anew.
+_devices: weakref.WeakKeyDictionary[Any, Device] = weakref.WeakKeyDictionary()
+
+
+class PinnedActors(dict[Hashable, Any]):
+    """A worker's actors by key; who is about to call one is given a stand-in.
+
+    Parameters
+    ----------
+    worker
+        The worker, whose dictionary of actors this replaces until :meth:`restore`.
+
+    Notes
+    -----
+    dask calls an actor's methods in two ways: by a message to the worker, and, from a method of
+    another actor on the same worker, at once on the same thread. Both look the actor up here.
+    Everybody else is given the actor itself.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.state.actors)
+        self._worker = worker
+        self._handlers = {name: worker.handlers[name] for name in _HANDLERS}
+        self._called: Hashable = None
+        worker.state.actors = self
+        worker.handlers["actor_execute"] = self._execute
+        worker.handlers["actor_attribute"] = self._attribute
+
+    def restore(self) -> None:
+        """Leave the worker as it was; calls that are under way end on their devices."""
+        self._worker.handlers.update(self._handlers)
+        self._worker.state.actors = dict(self)
+
+    def live_on(self, ts: Any, device: Device) -> None:
+        """Note the device of the actor that a task makes."""
+        _devices[ts] = device
+
+    def __getitem__(self, key: Hashable) -> Any:
+        actor = super().__getitem__(key)
+        if self._called is not None and self._called == key:
+            self._called = None
+        elif not getattr(thread_state, "actor", False):
+            return actor
+        device = self._device_of(key)
+        return actor if device is None else _OnDevice(actor, device)
+
+    def _device_of(self, key: Hashable) -> Device | None:
+        ts = self._worker.state.tasks.get(key)
+        return None if ts is None else _devices.get(ts)
+
+    async def _execute(self, actor: Hashable = None, **kwargs: Any) -> Any:
+        self._called = actor  # it is looked up before anything else runs on this loop
+        try:
+            return await self._handlers["actor_execute"](actor=actor, **kwargs)
+        finally:
+            self._called = None
+
+    def _attribute(self, actor: Hashable = None, **kwargs: Any) -> Any:
+        with self._device_of(actor) or nullcontext():  # a property may compute
+            return self._handlers["actor_attribute"](actor=actor, **kwargs)
+
+
+class _OnDevice:
+    """An actor whose methods run on its device."""
+
+    def __init__(self, actor: Any, device: Device) -> None:
+        self._actor = actor
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        with self._device:
+            attribute = getattr(self._actor, name)
+        return DeviceFunction(self._device, attribute) if callable(attribute) else attribute

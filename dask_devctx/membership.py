@@ -1,0 +1,103 @@
+"""What a worker tells the scheduler: which devices it has, that they are gone, or why not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from distributed import Worker
+from distributed.core import Status
+from distributed.protocol.pickle import dumps
+
+from dask_devctx import discovery, driver
+from dask_devctx.device import Device
+from dask_devctx.errors import DevicesInUseError, LockDirectoryError
+from dask_devctx.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
+
+logger = logging.getLogger(__name__)
+
+
+async def announce(worker: Worker, used: Sequence[Device]) -> None:
+    """Tell the scheduler which devices a worker has, so that tasks find them.
+
+    Parameters
+    ----------
+    worker
+        The worker; it need not have joined yet.
+    used
+        The devices that it uses. What it sees beyond them is told too, for the ordinals.
+
+    Notes
+    -----
+    Brings :class:`~dask_devctx.routing.DeviceRouting` to the scheduler where it is not there.
+    A scheduler that cannot have it, because this package is not installed there, is no error:
+    tasks then run on any worker, and those that name a device of another worker fail.
+    """
+    seen = [
+        {"device_id": info.device_id, "uuid": info.uuid, "pci_bus_id": info.pci_bus_id}
+        for info in discovery.inventory(driver.backend()).devices
+    ]
+    try:
+        await _install_routing(worker)
+        await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
+    except Exception as error:
+        logger.warning(
+            "Tasks that name a device are not led to the worker that has it: the scheduler does "
+            "not take dask-devctx' plugin (%r). Install dask-devctx where the scheduler runs.",
+            error,
+        )
+
+
+async def withdraw(worker: Worker) -> None:
+    """Tell the scheduler that a worker uses no devices any more, and stays."""
+    if worker.status in (Status.running, Status.paused):
+        try:
+            await _tell(worker, WITHDRAW)
+        except Exception as error:  # without the routing there is nothing to withdraw from
+            logger.debug("The worker's devices were not withdrawn: %r", error)
+
+
+async def refuse(worker: Worker, error: Exception) -> None:
+    """Tell the scheduler that a worker has no devices; one that joins without its share leaves.
+
+    Parameters
+    ----------
+    worker
+        The worker. One that joined earlier stays as it is: whoever registered the plugin is told.
+    error
+        Why.
+
+    Notes
+    -----
+    dask logs the error and lets a worker join whose plugin could not be set up. That suits a
+    worker on a machine without GPUs; one whose machine's devices are taken would run tasks on
+    devices that are others'.
+    """
+    if worker.status != Status.running:
+        return  # it is starting, and the error ends the start
+    joining = not worker.periodic_callbacks["heartbeat"].is_running()
+    leaves = joining and isinstance(error, (DevicesInUseError, LockDirectoryError))
+    try:
+        await _install_routing(worker)
+        if leaves:
+            await _tell(worker, REFUSE, error=dumps(error))
+        else:
+            await _tell(worker, ANNOUNCE, seen=[], used=[])
+    except Exception as untold:
+        logger.debug("The scheduler was not told: %r", untold)
+    if leaves:
+        logger.error("This worker leaves the cluster, as it cannot take its devices: %s", error)
+        worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
+
+
+async def _install_routing(worker: Worker) -> None:
+    await worker.scheduler.register_scheduler_plugin(
+        plugin=dumps(DeviceRouting()), name=DeviceRouting.name, idempotent=True
+    )
+
+
+async def _tell(worker: Worker, op: str, **what: object) -> None:
+    address = worker.contact_address or worker.address
+    answer = await getattr(worker.scheduler, op)(address=address, **what)
+    if answer != "OK":
+        raise RuntimeError(f"the scheduler answers {op} with {answer!r}")

@@ -1,0 +1,292 @@
+"""Copies of tasks' inputs on other devices: made once, shared, and dropped in time.
+
+Nothing here knows dask's cluster: keys are anything hashable, and whoever owns them says when
+they are gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dask_devctx import config
+from dask_devctx.device import Device
+from dask_devctx.out_of_memory import is_out_of_memory
+from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held, to_device
+from dask_devctx.transfer.move import After, Move
+
+
+@dataclass
+class Traffic:
+    """What went from one device to another.
+
+    Attributes
+    ----------
+    nbytes, copies
+        Bytes moved, and inputs that were copied.
+    saved
+        Times that a task found its input there already.
+    seconds
+        Time that threads spent on handing the copies to the devices, which they do not wait for.
+    """
+
+    nbytes: int = 0
+    copies: int = 0
+    saved: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Entry:
+    sources: dict[Device, int]
+    made: Future[tuple[Any, Stamp]] = field(default_factory=Future)
+    nbytes: int = 0  # counted against the limit; 0 while it is being made
+    uses: list[Stamp] = field(default_factory=list)
+    expected: bool = False  # made ahead of the task that will be the first to use it
+
+
+class Replicas:
+    """One copy per key and device, shared by all tasks that need it there.
+
+    Parameters
+    ----------
+    limit
+        How much of each device's memory copies may take, as a fraction; by default
+        ``devctx.replica-limit``. Beyond it the ones not used for longest are dropped;
+        0 keeps none.
+
+    Raises
+    ------
+    ValueError
+        ``limit`` is not between 0 and 1.
+
+    Notes
+    -----
+    Thread-safe. A copy is shared, and like every input of a dask task it must not be written to:
+    what one task wrote the next would see. Copies are read-only where their library can say so
+    (simulated arrays can, JAX's arrays always are, CuPy's and torch's cannot). A task that writes
+    in place asks for its own: ``to_device(value, device, copy=True)``.
+
+    Examples
+    --------
+    >>> from dask_devctx.simulated_array import SimulatedArray
+    >>> replicas = Replicas(limit=0.1)
+    >>> x = SimulatedArray((2, 2))
+    >>> there = replicas.get("x", x, 1)
+    >>> there.device.device_id, there is replicas.get("x", x, 1)
+    (1, True)
+    >>> replicas.traffic[Device(0), Device(1)]
+    Traffic(nbytes=32, copies=1, saved=1, seconds=...)
+    """
+
+    def __init__(self, *, limit: float | None = None) -> None:
+        limit = config.get("replica-limit", limit)
+        check_limit(limit)
+        self.limit = float(limit)
+        self._lock = threading.RLock()
+        # The one used last is last.
+        self._entries: dict[Device, OrderedDict[Hashable, _Entry]] = {}
+        self._limits: dict[Device, int] = {}
+        self._traffic: dict[tuple[Device, Device], Traffic] = {}
+
+    def get(
+        self,
+        key: Hashable,
+        value: Any,
+        device: object,
+        *,
+        after: After = None,
+        ahead: bool = False,
+    ) -> Any:
+        """Return a value as it is on a device: the copy that is there, or one made now.
+
+        Parameters
+        ----------
+        key
+            Stands for the value until it is forgotten.
+        value
+            What the key's owner has, wherever it lives.
+        device
+            What :class:`~dask_devctx.Device` accepts.
+        after
+            Stamps of the work that makes the value, as ``to_device`` takes them.
+        ahead
+            Whether this is for a task that will ask itself: that one is then not counted as one
+            that was saved a copy.
+
+        Returns
+        -------
+        object
+            It may be used on this thread's current streams of the device.
+
+        Raises
+        ------
+        Exception
+            What ``to_device`` raises. A device without memory is tried again once, without the
+            copies that others do not use. Nothing is remembered of a failure, and threads that
+            waited for it try for themselves.
+        """
+        device = Device(device)
+        sources = nbytes_by_device(value)
+        sources.pop(device, None)
+        if not sources:
+            return to_device(value, device, after=after)
+        while True:
+            with self._lock:
+                entries = self._entries.setdefault(device, OrderedDict())
+                entry = entries.get(key)
+                mine = entry is None
+                if entry is None:
+                    entry = entries[key] = _Entry(sources, expected=ahead)
+                entries.move_to_end(key)
+            if mine:
+                return self._make(key, entry, value, device, after)
+            if entry.made.exception() is not None:  # waits; the maker's error is the maker's
+                continue
+            moved, stamp = entry.made.result()
+            with self._lock:
+                first, entry.expected = entry.expected, entry.expected and ahead
+                if not first and not ahead:
+                    self._count(sources, device, saved=1)
+            stamp.hold_back(device)
+            return moved
+
+    def _make(self, key: Hashable, entry: _Entry, value: Any, device: Device, after: After) -> Any:
+        start = time.perf_counter()
+        try:
+            try:
+                moved = self._move(value, device, after)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.drop_all(device)
+                release_held()
+                moved = self._move(value, device, after)
+            stamp = Stamp.of_streams([device])
+            nbytes = nbytes_by_device(moved).get(device, 0)
+        except BaseException as error:
+            with self._lock:
+                self._remove(device, key, entry)
+            entry.made.set_exception(error)
+            raise
+        self._count(entry.sources, device, copies=1, seconds=time.perf_counter() - start)
+        entry.made.set_result((moved, stamp))
+        with self._lock:
+            if self._entries[device].get(key) is entry:  # not forgotten in the meantime
+                entry.nbytes = nbytes
+                self._keep_to_limit(device)
+        return moved
+
+    @staticmethod
+    def _move(value: Any, device: Device, after: After) -> Any:
+        # Nobody writes to a task's input, so that its device need not wait for the copy.
+        return Move(device, after, guard_source=False, read_only=True).run(value)
+
+    def used(self, keys: Iterable[Hashable], device: object, stamp: Stamp | None) -> None:
+        """Say that the work of ``stamp`` reads the copies of ``keys`` on a device.
+
+        To be called when a task has given its work to the device: a copy that is dropped while it
+        is still being read is kept alive until then. Needed where threads use streams of their
+        own; with the default stream the library keeps this order itself.
+        """
+        if stamp is None:
+            return
+        with self._lock:
+            entries = self._entries.get(Device(device), OrderedDict())
+            for key in keys:
+                entry = entries.get(key)
+                if entry is not None:
+                    entry.uses = [use for use in entry.uses if not use.done()] + [stamp]
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the copies of a key on all devices: its owner has let it go."""
+        with self._lock:
+            for device, entries in self._entries.items():
+                entry = entries.get(key)
+                if entry is not None:
+                    self._remove(device, key, entry)
+
+    def drop_all(self, device: object = None) -> int:
+        """Drop every copy on a device, or on all; return the bytes. The keys stay usable."""
+        with self._lock:
+            wanted = list(self._entries) if device is None else [Device(device)]
+            dropped = 0
+            for each in wanted:
+                for key, entry in list(self._entries.get(each, {}).items()):
+                    if entry.made.done():
+                        dropped += entry.nbytes
+                        self._remove(each, key, entry)
+        return dropped
+
+    def has_room(self, device: Device, nbytes: int) -> bool:
+        """Return whether that many bytes fit beside the copies there, without any being dropped."""
+        with self._lock:
+            return self.nbytes(device) + nbytes <= self._limit_of(device)
+
+    def nbytes(self, device: object) -> int:
+        """Return the bytes of the copies that are kept on a device."""
+        with self._lock:
+            return sum(entry.nbytes for entry in self._entries.get(Device(device), {}).values())
+
+    @property
+    def traffic(self) -> dict[tuple[Device, Device], Traffic]:
+        """What went from which device to which, until now."""
+        with self._lock:
+            return {pair: replace(traffic) for pair, traffic in self._traffic.items()}
+
+    # -- with the lock held
+
+    def _remove(self, device: Device, key: Hashable, entry: _Entry) -> None:
+        entries = self._entries[device]
+        if entries.get(key) is entry:
+            del entries[key]
+            for use in entry.uses:
+                hold(use, entry.made)
+
+    def _limit_of(self, device: Device) -> int:
+        limit = self._limits.get(device)
+        if limit is None:
+            limit = self._limits[device] = int(self.limit * device.memory_info.total)
+        return limit
+
+    def _keep_to_limit(self, device: Device) -> None:
+        limit = self._limit_of(device)
+        entries = self._entries[device]
+        total = sum(entry.nbytes for entry in entries.values())
+        for key, entry in list(entries.items()):
+            if total <= limit:
+                break
+            if entry.nbytes:
+                total -= entry.nbytes
+                self._remove(device, key, entry)
+
+    def _count(
+        self,
+        sources: dict[Device, int],
+        device: Device,
+        *,
+        copies: int = 0,
+        saved: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        with self._lock:
+            for source, nbytes in sources.items():
+                traffic = self._traffic.setdefault((source, device), Traffic())
+                traffic.nbytes += nbytes * copies
+                traffic.copies += copies
+                traffic.saved += saved
+                traffic.seconds += seconds / len(sources)
+
+
+def check_limit(limit: object) -> None:
+    """Raise ``ValueError`` if that is not a fraction of a device's memory."""
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= 1:
+        raise ValueError(
+            "devctx.replica-limit is a fraction of a device's memory between 0 and 1, "
+            f"got {limit!r}"
+        )

@@ -1,0 +1,50 @@
+"""Plain text for people: aligned columns, and bytes with a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a table of aligned columns, numbers to the right.
+
+    Parameters
+    ----------
+    head
+        The columns' names.
+    rows
+        A cell for each column; None is shown as "-".
+
+    Examples
+    --------
+    >>> print(aligned(("name", "n"), [("one", 1), ("eleven", 11)]))
+    name     n
+    one      1
+    eleven  11
+    """
+    cells = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    right = [
+        all(isinstance(cell, (int, float)) or cell in ("", None) for cell in column)
+        for column in zip(*rows, strict=True)
+    ] or [False] * len(head)
+    lines = [
+        "  ".join(
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in [list(head), *cells]
+    ]
+    return "\n".join(lines)
+
+
+def nbytes_text(nbytes: int | None) -> str:
+    """Return a number of bytes with a binary unit, ``"16.0 GiB"``; "?" for None."""
+    if nbytes is None:
+        return "?"
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"

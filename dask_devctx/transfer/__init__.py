@@ -1,0 +1,55 @@
+"""Where a value lives, and how it reaches another device: right, and without the host.
+
+:data:`device_of` and :data:`to_device` know the arrays of CuPy, torch, Numba and JAX, and what
+users register. A library's part is imported when a value of it first appears.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+from dask_devctx.transfer.move import to_device
+from dask_devctx.transfer.order import Stamp, hold, release_held, stamp
+from dask_devctx.transfer.where import device_of, nbytes_by_device
+
+__all__ = [
+    "Stamp",
+    "device_of",
+    "hold",
+    "nbytes_by_device",
+    "release_held",
+    "stamp",
+    "to_device",
+]
+
+# By the first part of the name of the module that defines a type.
+_LIBRARIES = {
+    "cupy": "cupy",
+    "cupyx": "cupyx",
+    "torch": "torch",
+    "numba": "numba",
+    "numba_cuda": "numba",
+    "jax": "jax",
+    "jaxlib": "jax",
+    "dask_devctx": "simulated",
+}
+
+
+_registered: set[str] = set()
+_lock = threading.RLock()
+
+
+def _register_lazily(toplevel: str, module: str) -> None:
+    def register() -> None:
+        with _lock:  # once, for all three: not over what a user registered since
+            if module not in _registered:
+                importlib.import_module(f"dask_devctx.transfer.{module}").register()
+                _registered.add(module)
+
+    for registry in (device_of, nbytes_by_device, to_device):
+        registry.register_lazy(toplevel, register)
+
+
+for _toplevel, _module in _LIBRARIES.items():
+    _register_lazily(_toplevel, _module)

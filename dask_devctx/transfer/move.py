@@ -1,0 +1,305 @@
+"""``to_device``: take a value to another device, in order and with its source kept alive."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from dask_devctx.device import Device
+from dask_devctx.transfer.containers import BUILT_IN, Container, DataclassLike
+from dask_devctx.transfer.order import Stamp, hold, release_held
+from dask_devctx.transfer.peers import connect
+from dask_devctx.transfer.registry import Registry
+from dask_devctx.transfer.where import nbytes_by_device
+
+T = TypeVar("T")
+After = Stamp | Iterable[Stamp] | None
+
+
+def _stay(value: T, device: Device) -> T:
+    return value
+
+
+class Move:
+    """One call of ``to_device`` and all those inside it.
+
+    Parameters
+    ----------
+    device
+        Where to.
+    after
+        Stamps of the work that makes the value.
+    copy
+        Whether what is there already is copied too.
+    guard_source
+        Whether the source's streams wait for the copies.
+    read_only
+        Whether copies are made read-only, where their library can.
+    omit
+        Parts of the ordering to leave out, so that a test can show that they are needed:
+        ``"before"``, ``"hold"``.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        after: After = None,
+        *,
+        copy: bool = False,
+        guard_source: bool = True,
+        read_only: bool = False,
+        omit: frozenset[str] = frozenset(),
+    ) -> None:
+        self.device = device
+        self.copy = copy
+        self._after = (
+            () if after is None else (after,) if isinstance(after, Stamp) else tuple(after)
+        )
+        self._guard_source = guard_source
+        self._read_only = read_only
+        self._omit = omit
+        self._sources: dict[Device, list[Stamp]] = {}
+        self._read: list[Any] = []
+        self._changed = False
+        self._waited_here = False
+        # By identity, with the value itself, so that no other can take its place in memory.
+        self._memo: dict[int, tuple[Any, Any]] = {}
+        self._open: dict[int, Any] = {}
+
+    def run(self, value: Any) -> Any:
+        """Return the value as it is on the device."""
+        release_held()
+        before, _thread.move = _thread.move, self
+        try:
+            moved = to_device.dispatched(value, self)
+        finally:
+            _thread.move = before
+            self._finish()
+        return moved if self._changed else value
+
+    # -- the parts
+
+    def leaf(self, value: Any, function: Callable[[Any, Device], Any]) -> Any:
+        """Take there what is an array, or a type of somebody's."""
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known[1]
+        moved = value
+        places = nbytes_by_device(value)
+        elsewhere = [source for source in places if source is not self.device]
+        if elsewhere or (places and self.copy):
+            for source in places:
+                self.order(source)
+            self._read.append(value)
+            with self.device:
+                moved = function(value, self.device)
+            self._changed |= moved is not value
+            if self._read_only and moved is not value:
+                with suppress(AttributeError):  # most libraries cannot say it
+                    moved.flags.writeable = False
+        elif places:
+            self._wait_here()
+        return self._memo.setdefault(id(value), (value, moved))[1]
+
+    def remember(self, value: Any, moved: Any) -> None:
+        """Say what a value becomes before all of it is there: its parts may refer to it."""
+        self._memo[id(value)] = value, moved
+
+    def container(self, value: Any, container: Container) -> Any:
+        """Take there what is in a container, which may hold itself."""
+        key = id(value)
+        known = self._memo.get(key)
+        if known is not None:
+            return known[1]
+        if key in self._open:  # inside itself
+            if self._open[key] is None:
+                self._open[key] = container.shell(value)
+            return self._open[key]
+        parts = container.parts(value)
+        if to_device.all_plain(parts):
+            return value
+        if container.can_hold_itself:
+            self._open[key] = None
+        moved = [to_device.dispatched(part, self) for part in parts]
+        shell = self._open.pop(key, None)
+        result = value
+        if shell is not None or any(map(operator.is_not, parts, moved)):
+            result = container.fill(
+                value, moved, container.shell(value) if shell is None else shell
+            )
+        return self._memo.setdefault(key, (value, result))[1]
+
+    def order(self, source: Device, *, on_source: bool = False) -> None:
+        """Let this thread's streams wait for the work that makes what is on ``source``.
+
+        Parameters
+        ----------
+        on_source
+            The source's streams too, for a library that works there before it copies.
+        """
+        if source not in self._sources:
+            if source is not self.device:
+                connect(self.device, source)
+            self._sources[source] = [] if "before" in self._omit else self._work_of(source)
+            for stamp in self._sources[source]:
+                stamp.hold_back(self.device, of=source)
+        if on_source:
+            for stamp in self._sources[source]:
+                stamp.hold_back(source, of=source)
+
+    def _work_of(self, source: Device) -> list[Stamp]:
+        stamped = [stamp for stamp in self._after if source in stamp.devices]
+        # Never stamped: whatever the source has been given until now.
+        return stamped or [Stamp.of_devices([source])]
+
+    def order_copy_after(self, source: Device) -> None:
+        """Let the copy wait for what was just given to the source's current streams."""
+        Stamp.of_streams([source]).hold_back(self.device)
+
+    def keep(self, value: Any) -> None:
+        """Keep what a copy reads alive until it is done."""
+        self._read.append(value)
+
+    def _wait_here(self) -> None:
+        if not self._waited_here:
+            self._waited_here = True
+            for stamp in self._after:
+                stamp.hold_back(self.device, of=self.device)
+
+    def _finish(self) -> None:
+        if not self._read:
+            return
+        done = Stamp.of_streams([self.device])
+        if self._guard_source:
+            for source in self._sources:
+                if source is not self.device:
+                    done.hold_back(source)
+        if "hold" not in self._omit:
+            hold(done, *self._read)
+
+
+class ToDevice(Registry):
+    """The function that :data:`to_device` is."""
+
+    def __init__(self) -> None:
+        super().__init__("to_device", _stay)
+        for kind, container in BUILT_IN.items():
+            self.register(kind, container)
+
+    def _look_up(self, kind: type) -> Any:
+        found = super()._look_up(kind)
+        if found is None and hasattr(kind, "__dataclass_fields__"):
+            self.register(kind, DataclassLike(kind))
+            return super()._look_up(kind)
+        return found
+
+    def __call__(
+        self,
+        value: T,
+        device: object,
+        *,
+        after: After = None,
+        copy: bool = False,
+        guard_source: bool = True,
+    ) -> T:
+        """Return a value as it is on a device: copied there where it lives on another.
+
+        Parameters
+        ----------
+        value
+            Anything. What lives in host memory stays there. Lists, tuples, dictionaries, sets and
+            dataclasses are looked into; those in which nothing moves are returned themselves, the
+            others rebuilt around what stays. What is referenced twice is copied once.
+        device
+            What :class:`~dask_devctx.Device` accepts.
+        after
+            Stamps of the work that makes the value; see :func:`stamp`. Without one for the
+            device that the value is on, everything that device has been given so far.
+        copy
+            Also copy what is on the device already: the caller is going to write to it.
+        guard_source
+            Let this thread's current streams of the source wait for the copy, so that it may be
+            written to as soon as this returns. False where nobody writes to it, as dask's tasks
+            do not to their inputs: the source's device is not slowed down.
+
+        Returns
+        -------
+        object
+            It may be used on this thread's current streams of the device. Another thread lets its
+            streams wait for a stamp of it first.
+
+        Raises
+        ------
+        DeviceNotFoundError
+            There is no such device.
+        DriverError
+            The driver refuses.
+        MemoryError
+            The device has not enough memory left, in the library's own words: torch's is a
+            ``RuntimeError``.
+
+        Notes
+        -----
+        Does not wait for any device. The copy is ordered after the work that makes the value and
+        before what this thread's current streams are given later; the source is kept alive until
+        it was read. The device current before is current after.
+
+        A type is made known in two functions. That of ``to_device.register(T)`` is called for a
+        value on another device with ``device`` current, the ordering done, and whatever the value
+        refers to kept alive; it may call ``to_device`` for its parts.
+
+        Examples
+        --------
+        >>> from dask_devctx.simulated_array import SimulatedArray
+        >>> from dask_devctx.transfer import device_of, to_device
+        >>> class Grid:
+        ...     def __init__(self, cells):
+        ...         self.cells = cells
+        >>> @device_of.register(Grid)
+        ... def _(grid):
+        ...     return device_of(grid.cells)
+        >>> @to_device.register(Grid)
+        ... def _(grid, device):
+        ...     return Grid(to_device(grid.cells, device))
+
+        >>> grid = Grid(SimulatedArray((2, 2)))
+        >>> there = to_device(["a grid", grid], 1)[1]
+        >>> device_of(there) is Device(1), device_of(grid) is Device(0)
+        (True, True)
+        >>> to_device(there, 1) is there
+        True
+        """
+        if self.is_plain(type(value)):
+            return value
+        device = Device(device)
+        move = _thread.move
+        if move is not None and move.device is device:
+            return self.dispatched(value, move)  # type: ignore[no-any-return]
+        move = Move(device, after, copy=copy, guard_source=guard_source)
+        return move.run(value)  # type: ignore[no-any-return]
+
+    def dispatched(self, value: Any, move: Move) -> Any:
+        """Take a value there as a part of a move."""
+        found = self.find(type(value))
+        if found is None:
+            return value
+        if isinstance(found, Container):
+            return move.container(value, found)
+        return move.leaf(value, found)
+
+
+class _Thread(threading.local):
+    move: Move | None = None
+
+
+_thread = _Thread()
+to_device = ToDevice()
+
+
+def current_move() -> Move:
+    """Return the move that a registered function is called in."""
+    assert _thread.move is not None
+    return _thread.move

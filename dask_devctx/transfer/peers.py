@@ -1,0 +1,108 @@
+"""Direct access between devices, switched on once per pair, and the copy that uses it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+
+from dask_devctx.device import Device
+from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.calls import LEGACY_STREAM
+from dask_devctx.errors import DriverError
+from dask_devctx.transfer.order import Event
+
+logger = logging.getLogger(__name__)
+
+_pairs: weakref.WeakKeyDictionary[Backend, dict[frozenset[int | None], bool]] = (
+    weakref.WeakKeyDictionary()
+)
+_lock = threading.Lock()
+
+
+def connect(device: Device, peer: Device) -> bool:
+    """Let ``device`` reach the memory of ``peer`` and back; return whether it does.
+
+    Notes
+    -----
+    Asked of the driver once per pair of contexts. Where the machine has no such path the answer
+    is False, and copies go through the host.
+
+    References
+    ----------
+    ``cuDeviceCanAccessPeer``, ``cuCtxEnablePeerAccess``.
+    """
+    calls = device._backend.calls
+    # A primary context that was released comes back under its old handle and without its peers.
+    pair = frozenset(calls.context_id(each.primary_context.handle) for each in (device, peer))
+    with _lock:
+        known = _pairs.setdefault(device._backend, {})
+        found = known.get(pair)
+        if found is None:
+            found = known[pair] = _enable(device, peer) and _enable(peer, device)
+    return found
+
+
+def _enable(device: Device, peer: Device) -> bool:
+    if not device.can_access_peer(peer):
+        return False
+    try:
+        context = peer.primary_context.handle
+        with device:
+            device._backend.calls.enable_peer_access(context)
+    except DriverError as error:  # such as too many peers: slower, and still right
+        logger.info("%s does not reach %s directly: %s", device, peer, error)
+        return False
+    return True
+
+
+def copy_bytes(
+    target: int, device: Device, source: int, source_device: Device, nbytes: int, stream: int
+) -> None:
+    """Enqueue a copy of memory from one device to another.
+
+    Parameters
+    ----------
+    target, source
+        The addresses, of ``device`` and of ``source_device``, which may be the same.
+    stream
+        A stream of ``device``, whose context is current on this thread.
+
+    Notes
+    -----
+    What the stream is given later comes after the copy, and the copy after what it was given
+    before.
+
+    References
+    ----------
+    ``cuMemcpyPeerAsync``.
+    """
+    if not nbytes:
+        return
+    calls = device._backend.calls
+    own = device.primary_context.handle
+    way = stream
+    if stream == LEGACY_STREAM:
+        # There, a copy between devices waits for all work of both and holds back all of both.
+        way = _copy_stream(device)
+        Event(device).record(stream).holds_back(way)
+    calls.copy_peer(target, own, source, source_device.primary_context.handle, nbytes, way)
+    if way != stream:
+        Event(device).record(way).holds_back(stream)
+
+
+def _copy_stream(device: Device) -> int:
+    """Return the stream for copies to a device; kept as long as its context."""
+    context = device.primary_context
+    with _lock:
+        streams = _copy_streams.setdefault(device._backend, {})
+        known = streams.get(context.handle)
+        identity = device._backend.calls.context_id(context.handle)
+        if known is None or known[0] != identity:  # a primary context can die and come again
+            known = streams[context.handle] = identity, device._backend.calls.stream_create()
+    return known[1]
+
+
+_copy_streams: weakref.WeakKeyDictionary[Backend, dict[int, tuple[int | None, int]]] = (
+    weakref.WeakKeyDictionary()
+)

@@ -1,0 +1,23 @@
+"""The one part of the build that cannot be said in pyproject.toml: the optional extension."""
+
+import sysconfig
+
+from setuptools import Extension, setup
+
+# The free-threaded builds of Python have no stable ABI: they use the scope in Python.
+stable_abi = not sysconfig.get_config_var("Py_GIL_DISABLED")
+
+setup(
+    ext_modules=[
+        Extension(
+            "dask_devctx._scope",
+            ["csrc/scope.c"],
+            depends=["csrc/native.h", "csrc/stack.h"],
+            py_limited_api=True,
+            optional=True,  # without a compiler the same is done in Python
+        )
+    ]
+    if stable_abi
+    else [],
+    options={"bdist_wheel": {"py_limited_api": "cp311"}} if stable_abi else {},
+)

@@ -1,0 +1,45 @@
+"""A simulated driver that tells the addresses of its functions, as the real one does."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+from cuda.bindings import driver as types
+
+from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.simulated import SimulatedDriver, SimulatedMachine
+
+_GetCurrent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
+_SetCurrent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+class AddressedDriver(SimulatedDriver):
+    """C functions around the simulated driver's own: C code calls them by their addresses."""
+
+    def __init__(self, machine: SimulatedMachine) -> None:
+        super().__init__(machine.gpus, machine.faults)
+        self._functions: dict[bytes, Callable[..., Any]] = {
+            b"cuCtxGetCurrent": _GetCurrent(self._get_current),
+            b"cuCtxSetCurrent": _SetCurrent(self._set_current),
+        }
+
+    def _get_current(self, handle: Any) -> int:
+        status, context = self.cuCtxGetCurrent()
+        handle[0] = int(context or 0)
+        return int(status)
+
+    def _set_current(self, handle: int | None) -> int:
+        (status,) = self.cuCtxSetCurrent(types.CUcontext(handle or 0))
+        return int(status)
+
+    def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
+        address = ctypes.cast(self._functions[name], ctypes.c_void_p).value
+        return types.CUresult.CUDA_SUCCESS, address, 0
+
+
+def addressed(machine: SimulatedMachine) -> Backend:
+    """Return the machine's backend, with a driver that tells its addresses."""
+    machine.driver = AddressedDriver(machine)
+    return machine.backend()

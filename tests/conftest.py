@@ -1,0 +1,114 @@
+"""The drivers that tests run on."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import pytest
+
+from dask_devctx import driver
+from dask_devctx.driver import backends
+from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.simulated import SimulatedMachine
+from tests.addressed import addressed
+
+# Where the driver tells the addresses of its functions, scopes call them in C.
+_IN_C = pytest.param(
+    "addressed",
+    id="addressed",
+    marks=pytest.mark.skipif(
+        find_spec("dask_devctx._scope") is None, reason="the extension _scope was not built"
+    ),
+)
+_BACKENDS = [
+    pytest.param("simulated", id="simulated"),
+    pytest.param("real", id="real", marks=pytest.mark.gpu(count=1)),
+]
+
+
+@pytest.fixture(params=["simulated", _IN_C])
+def machine(request: pytest.FixtureRequest) -> Iterator[SimulatedMachine]:
+    """A fresh simulated machine with four GPUs, whose driver the package uses in this test."""
+    machine = SimulatedMachine(4, host="test")
+    with driver.use(addressed(machine) if request.param == "addressed" else machine.backend()):
+        yield machine
+        handle = machine.driver.cuCtxGetCurrent()[1]
+        assert handle is None or int(handle) == 0
+
+
+@pytest.fixture(params=_BACKENDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """``"simulated"`` or ``"real"``: for tests that talk to the driver in a process of its own."""
+    return str(request.param)
+
+
+@pytest.fixture(params=[*_BACKENDS, _IN_C])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """The package's driver in this test: simulated always, and real where there is a GPU.
+
+    What the test retained is released after it, and nothing may be left current.
+    """
+    machine = SimulatedMachine(4, host="test")
+    if request.param == "real":
+        used = backends.real()
+    else:
+        used = addressed(machine) if request.param == "addressed" else machine.backend()
+    with driver.use(used):
+        yield used
+        assert used.current_context() == 0
+        for device in used.devices.values():
+            device.primary_context.release()
+
+
+Child = Callable[..., subprocess.CompletedProcess[str]]
+
+_PRELUDE = """
+import os, signal, sys, threading
+from cuda.bindings import driver as types
+def make(kind):
+    if kind == "real":
+        return types
+    from dask_devctx.driver.simulated import SimulatedMachine
+    return SimulatedMachine(2, host="test").driver
+def ok(result):
+    assert result[0] == 0, result
+    return result[1] if len(result) == 2 else result[1:]
+def names(*results):
+    return [result[0].name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_") for result in results]
+"""
+
+
+@pytest.fixture
+def child() -> Child:
+    """Run a function in a fresh process: ``child(function, *arguments, env=…, check=True)``.
+
+    Its source is sent, so it sees its arguments and ``make``, ``ok``, ``names`` and ``types`` only.
+    """
+
+    def run(
+        function: Callable[..., None],
+        *arguments: object,
+        env: dict[str, str | None] | None = None,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        source = textwrap.dedent(inspect.getsource(function))
+        call = f"{function.__name__}(*{arguments!r})\n"
+        wanted = {**os.environ, **(env or {})}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", _PRELUDE + source + call],
+            env={name: value for name, value in wanted.items() if value is not None},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        if check:
+            assert done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
+        return done
+
+    return run

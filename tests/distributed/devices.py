@@ -1,0 +1,70 @@
+"""What the tasks of these tests do, and clusters for them."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from distributed import Worker
+from distributed.utils_test import gen_cluster
+
+from dask_devctx import Device, DevicePlugin, driver
+
+
+def here(*_: object) -> int | None:
+    """Return the ordinal of the device that is current."""
+    device = Device.current()
+    return None if device is None else device.device_id
+
+
+def current_context() -> int:
+    return driver.backend().current_context()
+
+
+def with_plugin(*nthreads: int, **plugin_kwargs: Any) -> Callable[[Any], Any]:
+    """A test on a cluster in this process: ``async def test(client, scheduler, *workers)``.
+
+    The plugin is registered before; afterwards no thread of the workers has a current context.
+    """
+    workers = [("127.0.0.1", n) for n in nthreads or (16,)]
+
+    def decorate(test: Any) -> Any:
+        @gen_cluster(client=True, nthreads=workers, timeout=60)
+        @functools.wraps(test)
+        async def run(client: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            await client.register_plugin(DevicePlugin(**plugin_kwargs))
+            await test(client, scheduler, *args, **kwargs)
+            assert current_context() == 0, "a context was left on the event loop's thread"
+            for worker in args:
+                if isinstance(worker, Worker):
+                    assert contexts_left(worker) == {}
+
+        return run
+
+    return decorate
+
+
+def contexts_left(worker: Worker) -> dict[str, int]:
+    """Return the threads of a worker's pools that have a current context while idle."""
+    left: dict[str, int] = {}
+    lock = threading.Lock()
+
+    def ask() -> None:
+        with lock:
+            if current_context():
+                left[threading.current_thread().name] = current_context()
+
+    for executor in worker.executors.values():
+        threads = len(getattr(executor, "_threads", ()))
+        together = threading.Barrier(threads) if threads else None
+
+        def probe(together: threading.Barrier | None = together) -> None:
+            assert together is not None
+            together.wait(20)  # so that each thread takes one
+            ask()
+
+        for future in [executor.submit(probe) for _ in range(threads)]:
+            future.result(30)
+    return left

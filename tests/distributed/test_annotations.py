@@ -1,0 +1,369 @@
+"""The ``device`` annotation reaches the worker, or somebody is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import dask.bag as db
+import pytest
+from dask._task_spec import Task, TaskRef
+from dask.core import toposort
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from distributed import Client, LocalCluster, Worker
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
+from dask_devctx.keeping import Optimizer, keep_annotations
+from dask_devctx.optimization import optimize_array, optimize_bag, optimize_delayed
+from tests.distributed.devices import here, with_plugin
+
+da = pytest.importorskip("dask.array")
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Iterator[None]:
+    """The optimizers are part of the configuration for one test."""
+    before = {key: dask.config.config.pop(key) for key in list(_OPTIMIZERS) if _is_set(key)}
+    keep_annotations()
+    yield
+    for key in _OPTIMIZERS:
+        dask.config.config.pop(key, None)
+    dask.config.config.update(before)
+
+
+_OPTIMIZERS = ("array_optimize", "bag_optimize", "delayed_optimize")
+
+
+def _is_set(key: str) -> bool:
+    return key in dask.config.config
+
+
+def mark(block: Any, add: int = 0) -> Any:
+    device = here()
+    return block * 10 + (7 if device is None else device)
+
+
+def marked(x: Any) -> Any:
+    return x.map_blocks(mark, dtype=int, name=f"marked-{dask.base.tokenize(x.name)}")
+
+
+# -- collections
+
+
+@with_plugin()
+async def test_arrays(client: Any, scheduler: Any, worker: Any) -> None:
+    keep_annotations()  # the cluster cleared the configuration
+    x = da.zeros(8, chunks=2, dtype=int)
+    with dask.annotate(device=1):
+        y = marked(x)
+    with dask.annotate(device=2):
+        z = marked(y)
+    with dask.annotate(device=None):
+        w = marked(z)
+    result = await client.compute(w + 0)
+    assert list(result) == [127] * 8
+    assert (await client.compute((z + 0).rechunk(4).sum())) == 12 * 8
+
+
+@with_plugin()
+async def test_blocks_of_an_array(client: Any, scheduler: Any, worker: Any) -> None:
+    keep_annotations()
+    x = da.zeros(8, chunks=2, dtype=int)
+    with dask.annotate(device=lambda key: key[1]):
+        y = marked(x)
+    assert list(await client.compute(y + 0)) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@with_plugin()
+async def test_bags(client: Any, scheduler: Any, worker: Any) -> None:
+    keep_annotations()
+    bag = db.from_sequence([0] * 8, npartitions=4)
+    with dask.annotate(device=3):
+        bag = bag.map(mark)
+    with dask.annotate(device=1):
+        bag = bag.map(mark)
+    assert await client.compute(bag.map(lambda x: x)) == [31] * 8
+    assert await client.compute(bag.sum()) == 31 * 8
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@with_plugin()
+async def test_delayed(client: Any, scheduler: Any, worker: Any, fuse: bool) -> None:
+    keep_annotations()
+    with dask.annotate(device=None):
+        one = dask.delayed(mark)(0)
+    with dask.annotate(device=2):
+        two = dask.delayed(mark)(one)
+    with dask.config.set({"optimization.fuse.delayed": fuse}):
+        assert await client.compute(two) == 72
+
+
+@with_plugin()
+async def test_mixed_collections_at_once(client: Any, scheduler: Any, worker: Any) -> None:
+    keep_annotations()
+    with dask.annotate(device=1):
+        array = marked(da.zeros(2, chunks=2, dtype=int))
+        bag = db.from_sequence([0]).map(mark)
+        one = dask.delayed(mark)(0)
+    futures = client.compute([array, bag, one])
+    results = await asyncio.gather(*futures)
+    assert [list(results[0]), results[1], results[2]] == [[1, 1], [1], 1]
+
+
+def test_frames_warn_and_name_the_remedy() -> None:
+    pytest.importorskip("dask.dataframe")
+    dd = pytest.importorskip("dask.dataframe")
+    pd = pytest.importorskip("pandas")
+    keep_annotations()  # now that dask.dataframe is there
+    frame = dd.from_pandas(pd.DataFrame({"a": [1, 2]}), npartitions=1)
+    for _ in range(2):  # each time, which dask itself does not
+        with (
+            dask.annotate(device=1),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            frame + 1
+        messages = [str(w.message) for w in caught]
+        assert any("device=1" in m and "map_partitions(on_device" in m for m in messages)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        frame + 1
+
+
+# -- what is done to graphs
+
+
+def _run(tag: str, log: list[Any], *inputs: str) -> str:
+    log.append(tag)
+    return f"{tag}({','.join(inputs)})"
+
+
+@st.composite
+def _graphs(draw: st.DrawFn) -> tuple[list[Any], set[Any]]:
+    """Layers of tasks, each with an annotation or none, and the keys that are wanted."""
+    layers: list[Any] = []
+    keys: list[Any] = []
+    for number in range(draw(st.integers(1, 6))):
+        annotation = draw(st.sampled_from(["absent", None, 0, 1, "cuda:1"]))
+        layer = []
+        for part in range(draw(st.integers(1, 3))):
+            inputs = draw(st.lists(st.sampled_from(keys), max_size=2)) if keys else []
+            layer.append(((f"layer{number}", part), inputs))
+        keys.extend(key for key, _ in layer)
+        layers.append((annotation, layer))
+    wanted = draw(st.sets(st.sampled_from(keys), min_size=1))
+    return layers, wanted
+
+
+def _build(layers: list[Any], log: list[Any]) -> tuple[HighLevelGraph, dict[Any, Any]]:
+    built, dependencies, expected = {}, {}, {}
+    for annotation, layer in layers:
+        name = layer[0][0][0]
+        tasks = {
+            key: Task(key, _run, str(key), log, *[TaskRef(i) for i in inputs])
+            for key, inputs in layer
+        }
+        annotations = {} if annotation == "absent" else {"device": annotation}
+        built[name] = MaterializedLayer(tasks, annotations=annotations)
+        dependencies[name] = {i[0] for _, inputs in layer for i in inputs}
+        for key, _ in layer:
+            expected[str(key)] = "none" if annotation is None else annotation
+    return HighLevelGraph(built, dependencies), expected
+
+
+def _order(tasks: Any) -> list[Any]:
+    return toposort(tasks, dependencies={k: set(t.dependencies) for k, t in tasks.items()})
+
+
+def _execute(graph: Any) -> dict[Any, Any]:
+    tasks = dict(graph)
+    results: dict[Any, Any] = {}
+    for key in _order(tasks):
+        results[key] = tasks[key]({dep: results[dep] for dep in tasks[key].dependencies})
+    return results
+
+
+@pytest.mark.parametrize("optimize", [optimize_array, optimize_bag, optimize_delayed])
+@given(case=_graphs())
+def test_each_task_keeps_its_annotation(optimize: Callable[..., Any], case: Any) -> None:
+    layers, wanted = case
+    log: list[Any] = []
+    graph, expected = _build(layers, log)
+    plain = _execute(graph)
+    assume(any("device" in (layer.annotations or ()) for layer in graph.layers.values()))
+    optimized = optimize(graph, list(wanted))
+    optimized.validate()
+    annotation_of = {}
+    for layer in optimized.layers.values():
+        by_key = (layer.annotations or {}).get("device", {}.get)
+        annotation_of.update({key: by_key(key) or 0 for key in layer})
+        annotation_of.update({key: "absent" for key in layer if by_key(key) is None})
+    tasks = dict(optimized)
+    results: dict[Any, Any] = {}
+    for key in _order(tasks):
+        log.clear()
+        results[key] = tasks[key]({dep: results[dep] for dep in tasks[key].dependencies})
+        assert {expected[tag] for tag in log} <= {annotation_of[key]}
+    assert {key: results[key] for key in wanted} == {key: plain[key] for key in wanted}
+
+
+def test_equal_annotations_are_fused() -> None:
+    with dask.annotate(device=1):
+        bag = db.from_sequence([0], npartitions=1).map(mark).map(mark).map(mark)
+    with dask.annotate(device=2):
+        bag = bag.map(mark)
+    optimized = optimize_bag(bag.dask, bag.__dask_keys__())
+    real = [t for t in dict(optimized).values() if type(t).__name__ == "Task"]
+    assert len(real) == 2  # one for each device, of four
+
+
+def test_a_graph_without_the_annotation_is_dasks_affair() -> None:
+    from dask.array.optimization import optimize
+
+    with dask.annotate(priority=3):
+        x = (da.zeros(4, chunks=2) + 1).sum()
+    keys = x.__dask_keys__()
+    assert dict(optimize_array(x.dask, keys)) == dict(optimize(x.dask, keys))
+
+
+# -- the configuration
+
+
+def test_an_optimizer_of_ones_own_stays() -> None:
+    def mine(dsk: Any, keys: Any, **kwargs: Any) -> Any:
+        return dsk
+
+    for own in (mine, None, False):
+        dask.config.config["array_optimize"] = own
+        DevicePlugin()
+        assert dask.config.config["array_optimize"] is own
+
+
+def test_the_configuration_can_still_be_sent() -> None:
+    sent = json.loads(json.dumps(dask.config.config["array_optimize"]))
+    assert not sent  # which dask takes for no optimizer
+    dask.config.config["array_optimize"] = sent
+    keep_annotations()
+    assert isinstance(dask.config.config["array_optimize"], Optimizer)
+    function = pickle.loads(pickle.dumps(dask.config.config["bag_optimize"]))
+    bag = db.from_sequence([1])
+    assert dict(function(bag.dask, bag.__dask_keys__()))
+
+
+_LONELY_SCHEDULER = """
+import asyncio, sys
+sys.modules["dask_devctx"] = None  # as where it is not installed
+from distributed import Scheduler
+async def main():
+    async with Scheduler(port=0, dashboard=False, validate=True) as scheduler:
+        print(scheduler.address, flush=True)
+        await scheduler.finished()
+asyncio.run(main())
+"""
+
+
+def test_a_scheduler_without_this_package() -> None:
+    def which(block: Any) -> Any:
+        from dask_devctx import Device
+
+        return block + Device.current().device_id  # type: ignore[union-attr]
+
+    async def check(address: str) -> None:
+        async with (
+            Worker(address, nthreads=8, validate=True),
+            Client(address, asynchronous=True) as client,
+        ):
+            await client.register_plugin(DevicePlugin())
+            with dask.annotate(device=1):
+                y = da.zeros(4, chunks=2, dtype=int).map_blocks(which, dtype=int)
+            assert list(await client.compute(y + 0)) == [1] * 4
+            assert list(await client.compute(da.zeros(4, chunks=2) + 1)) == [1] * 4
+
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LONELY_SCHEDULER], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        asyncio.run(check(process.stdout.readline().strip()))
+    finally:
+        process.terminate()
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+# -- values, between processes
+
+
+class Odd:
+    """Names no device."""
+
+
+def _boom(key: Any) -> int:
+    raise RuntimeError("the annotation's function fails")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Client]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DASK_DEVCTX__SIMULATED_DEVICES", "4")
+        with (
+            LocalCluster(n_workers=1, threads_per_worker=8, dashboard_address=":0") as cluster,
+            Client(cluster) as client,
+        ):
+            client.register_plugin(DevicePlugin())
+            yield client
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        pytest.param(lambda: 2, {2}, id="ordinal"),
+        pytest.param(lambda: "cuda:3", {3}, id="name"),
+        pytest.param(lambda: Device(1), {1}, id="Device"),
+        pytest.param(lambda: Device(1).uuid, {1}, id="uuid"),
+        pytest.param(lambda: Device(1).uuid[:20], {1}, id="prefix"),
+        pytest.param(lambda: lambda key: 3, {3}, id="function"),
+        pytest.param(lambda: lambda key: Device(2), {2}, id="function-Device"),
+        pytest.param(lambda: "auto", {0, 1, 2, 3}, id="auto"),
+        pytest.param(lambda: None, {None}, id="None"),
+        pytest.param(lambda: "none", {None}, id="none"),
+    ],
+)
+def test_accepted(client: Client, wanted: Callable[[], Any], expected: set[Any]) -> None:
+    with dask.annotate(device=wanted()):
+        assert client.submit(here, pure=False).result(20) in expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        (1.5, TypeError, 'is an ordinal .* "auto" .* None .* function .* got 1.5 of type float'),
+        (True, TypeError, "got True of type bool"),
+        (b"1", TypeError, "of type bytes"),
+        ([1, 2], TypeError, "got "),
+        ({"a": 1}, TypeError, "of type dict"),
+        ({1}, TypeError, "of type set"),
+        (Odd(), TypeError, "of type Odd"),
+        (lambda key: Odd(), TypeError, "of type Odd"),
+        (_boom, RuntimeError, "the annotation's function fails"),
+        (99, DeviceNotFoundError, "no device 99"),
+        ("banana", DeviceNotFoundError, "A device is an ordinal"),
+        ("GPU-00000000-0000-0000-0000-000000000000", DeviceNotFoundError, "has this UUID"),
+    ],
+)
+def test_refused(client: Client, wanted: Any, error: type[Exception], message: str) -> None:
+    workers = list(client.scheduler_info()["workers"])
+    with dask.annotate(device=wanted), pytest.raises(error, match=message):
+        client.submit(here, pure=False).result(20)
+    assert client.submit(here, pure=False).result(20) in range(4)  # everybody is alive
+    assert list(client.scheduler_info()["workers"]) == workers

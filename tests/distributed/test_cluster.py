@@ -1,0 +1,208 @@
+"""``LocalDeviceCluster``: its numbers, its growth, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import dask
+import psutil
+import pytest
+from distributed import Client
+
+from dask_devctx import (
+    Device,
+    DeviceNotFoundError,
+    DevicePlugin,
+    DevicesInUseError,
+    LocalDeviceCluster,
+    devices,
+)
+from dask_devctx.splitting import take
+
+QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
+
+
+def ordinals(cluster: LocalDeviceCluster) -> list[list[int]]:
+    return sorted(
+        [device.device_id for device in worker.plugins["devctx"].placement.devices]
+        for worker in cluster.workers.values()
+    )
+
+
+def threads(cluster: LocalDeviceCluster) -> list[int]:
+    return [worker.state.nthreads for worker in cluster.workers.values()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, [[0, 1, 2, 3]]),
+        ({"n_workers": 2}, [[0, 1], [2, 3]]),
+        ({"n_workers": 4}, [[0], [1], [2], [3]]),
+        ({"n_workers": 2, "devices": [3, "cuda:1"]}, [[1], [3]]),
+        ({"n_workers": 2, "devices_per_worker": 1}, [[0], [1]]),
+        ({"devices": [2]}, [[2]]),
+        ({"n_workers": 2, "plugin": DevicePlugin()}, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+    ],
+)
+def test_who_gets_what(arguments: dict[str, Any], expected: list[list[int]]) -> None:
+    with LocalDeviceCluster(**arguments, **QUIET) as cluster:
+        assert ordinals(cluster) == expected
+
+
+def test_what_is_left_over_is_told() -> None:
+    with (
+        pytest.warns(UserWarning, match="3 workers have 1 of the 4 devices each: 1 of them"),
+        LocalDeviceCluster(n_workers=3, **QUIET) as cluster,
+    ):
+        assert ordinals(cluster) == [[0], [1], [2]]
+
+
+def test_threads_follow_the_devices_of_a_worker() -> None:
+    with LocalDeviceCluster(**QUIET) as cluster:
+        (one,) = threads(cluster)
+    with LocalDeviceCluster(n_workers=4, tasks_per_device=2, **QUIET) as cluster:
+        each = threads(cluster)
+    assert one == 4 * 16
+    assert each == [2 * 16] * 4
+    with LocalDeviceCluster(threads_per_worker=3, **QUIET) as cluster:
+        assert threads(cluster) == [3]
+
+
+def test_the_configuration_splits_too() -> None:
+    with (
+        dask.config.set({"devctx.devices-per-worker": 1, "devctx.devices": [0, 2]}),
+        LocalDeviceCluster(n_workers=2, **QUIET) as cluster,
+    ):
+        assert ordinals(cluster) == [[0], [2]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"devices": [9]}, DeviceNotFoundError, "no device 9"),
+        ({"devices": ["banana"]}, DeviceNotFoundError, "banana"),
+        ({"n_workers": 5}, ValueError, "5 workers with 1 devices each need 5 devices"),
+        ({"n_workers": 2, "devices_per_worker": 3}, ValueError, "need 6 devices, and there are 4"),
+        ({"devices_per_worker": 0}, ValueError, "devices_per_worker must be a whole number"),
+        ({"plugin": DevicePlugin(), "devices": [0]}, TypeError, "either a plugin"),
+        ({"plugin": DevicePlugin(), "devices_per_worker": 1}, TypeError, "either a plugin"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    arguments: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    before = set(psutil.Process().children(recursive=True))
+    start = time.monotonic()
+    with pytest.raises(error, match=text):
+        LocalDeviceCluster(**arguments)
+    assert time.monotonic() - start < 1
+    assert leftovers(before) == set()
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_devices_taken_by_others(lock_directory: Path, processes: bool) -> None:
+    share = take(devices(), 3, holder="somebody", directory=lock_directory)
+    before = set(psutil.Process().children(recursive=True))
+    start = time.monotonic()
+    with pytest.raises(DevicesInUseError, match="somebody"):
+        LocalDeviceCluster(n_workers=2, processes=processes, dashboard_address=":0")
+    assert time.monotonic() - start < 20
+    assert leftovers(before) == set()
+    share.release()
+    take(devices(), 4, holder="me", directory=lock_directory).release()
+
+
+def leftovers(before: set[psutil.Process]) -> set[psutil.Process]:
+    # multiprocessing keeps one tracker process for all that it spawned
+    return {
+        child
+        for child in set(psutil.Process().children(recursive=True)) - before
+        if child.is_running()
+        and child.status() != psutil.STATUS_ZOMBIE
+        and "resource_tracker" not in " ".join(child.cmdline())
+    }
+
+
+def test_asynchronously(lock_directory: Path) -> None:
+    async def body() -> None:
+        async with (
+            LocalDeviceCluster(n_workers=2, asynchronous=True, **QUIET) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            assert ordinals(cluster) == [[0, 1], [2, 3]]
+            with dask.annotate(device=3):
+                assert await client.submit(_where, pure=False) == 3
+        share = take(devices(), 1, holder="somebody", directory=lock_directory)
+        cluster = LocalDeviceCluster(n_workers=4, asynchronous=True, **QUIET)
+        with pytest.raises(DevicesInUseError, match="somebody"):
+            await cluster
+        assert cluster.status.name == "closed"
+        assert cluster.scheduler.status.name == "closed"
+        assert {worker.status.name for worker in cluster.workers.values()} <= {"closed"}
+        share.release()
+        take(devices(), 4, holder="me", directory=lock_directory).release()
+
+    asyncio.run(body())
+
+
+def test_scaling() -> None:
+    with (
+        LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster,
+        Client(cluster) as client,
+    ):
+        assert ordinals(cluster) == [[0]]
+        cluster.scale(4)
+        client.wait_for_workers(4, timeout=10)
+        with dask.annotate(device=3):  # before the last has said what it has, maybe
+            assert client.submit(_where, pure=False).result(timeout=10) == 3
+        assert ordinals(cluster) == [[0], [1], [2], [3]]
+        with pytest.raises(ValueError, match="5 workers with 1 devices each need 5 devices"):
+            cluster.scale(5)
+        cluster.scale(2)
+        deadline = time.monotonic() + 10
+        while len(cluster.workers) > 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        cluster.scale(4)
+        client.wait_for_workers(4, timeout=10)
+
+
+def test_adapting() -> None:
+    with (
+        LocalDeviceCluster(n_workers=0, devices_per_worker=2, **QUIET) as cluster,
+        Client(cluster) as client,
+    ):
+        adaptive = cluster.adapt(interval="20ms")
+        assert adaptive.maximum == 2
+        futures = client.map(lambda _: time.sleep(0.05) or _where(), range(200), pure=False)
+        assert set(client.gather(futures)) == {0, 1, 2, 3}
+        assert ordinals(cluster) == [[0, 1], [2, 3]]
+
+
+def test_a_worker_that_was_killed_comes_back_with_its_devices() -> None:
+    with (
+        LocalDeviceCluster(n_workers=2, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        with dask.annotate(device=3):
+            pid = client.submit(_pid, pure=False).result(timeout=20)
+        psutil.Process(pid).kill()
+        with dask.annotate(device=3):
+            future = client.submit(_pid, pure=False)
+        assert future.result(timeout=30) != pid
+
+
+def _where() -> int:
+    device = Device.current()
+    assert device is not None
+    return device.device_id
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()

@@ -1,0 +1,116 @@
+"""dask's configuration: its defaults, schema and documentation say the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+import yaml
+
+from dask_devctx import DevicePlugin, config
+
+jsonschema = pytest.importorskip("jsonschema")
+
+ROOT = Path(__file__).parents[2]
+KEYS = sorted(config.defaults["devctx"])
+
+
+def schema() -> dict[str, Any]:
+    text = resources.files("dask_devctx").joinpath("devctx-schema.yaml").read_text("utf-8")
+    found: dict[str, Any] = yaml.safe_load(text)
+    return found
+
+
+def test_the_defaults_fit_the_schema() -> None:
+    jsonschema.Draft7Validator.check_schema(schema())
+    jsonschema.validate(config.defaults, schema())
+
+
+def test_every_key_has_a_default_and_a_description() -> None:
+    described = schema()["properties"]["devctx"]["properties"]
+    assert sorted(described) == KEYS
+    assert [key for key in KEYS if not described[key].get("description")] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("devices", 3),
+        ("devices", [1.5]),
+        ("devices-per-worker", 0),
+        ("tasks-per-device", 0),
+        ("unannotated", "drop"),
+        ("history", -1),
+        ("simulated-devices", -1),
+        ("no-such-key", 1),
+    ],
+)
+def test_the_schema_refuses(key: str, value: object) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"devctx": {**config.defaults["devctx"], key: value}}, schema())
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """The rows of the page's table: default and variable by key."""
+    page = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    rows = re.findall(r"^\| `devctx\.([a-z-]+)` \| `([^`]*)` \| `([A-Z_]+)` \|", page, re.M)
+    return {key: (default, variable) for key, default, variable in rows}
+
+
+def test_the_page_lists_every_key_with_its_default_and_variable() -> None:
+    expected = {
+        key: (
+            json.dumps(value) if not isinstance(value, str) else value,
+            "DASK_DEVCTX__" + key.upper().replace("-", "_"),
+        )
+        for key, value in config.defaults["devctx"].items()
+    }
+    assert documented() == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("devices", "[0, 'GPU-12']", [0, "GPU-12"]),
+        ("devices-per-worker", "2", 2),
+        ("tasks-per-device", "3", 3),
+        ("unannotated", "leave", "leave"),
+        ("lock-directory", "/there", "/there"),
+        ("missing-device-timeout", "5s", "5s"),
+        ("history", "7", 7),
+    ],
+)
+def test_variables_work(key: str, text: str, value: object) -> None:
+    code = f"from dask_devctx import config; import json; print(json.dumps(config.get({key!r})))"
+    variable = "DASK_DEVCTX__" + key.upper().replace("-", "_")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, variable: text},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == value
+
+
+def test_a_file_works(tmp_path: Path) -> None:
+    (tmp_path / "devctx.yaml").write_text("devctx:\n  tasks-per-device: 5\n")
+    code = "from dask_devctx import DevicePlugin; print(DevicePlugin().tasks_per_device)"
+    env = {**os.environ, "DASK_CONFIG": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout == "5\n", done.stderr
+
+
+def test_an_argument_overrides_the_configuration() -> None:
+    with dask.config.set({"devctx.tasks-per-device": 5, "devctx.devices": [1]}):
+        assert DevicePlugin().tasks_per_device == 5
+        assert DevicePlugin().devices == [1]
+        assert DevicePlugin(tasks_per_device=2, devices=[3]).tasks_per_device == 2

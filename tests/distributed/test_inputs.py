@@ -1,0 +1,229 @@
+"""Inputs on another device are brought to the task's own: right, once, ahead, and dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import operator
+import time
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client, Worker
+from distributed.utils_test import gen_cluster
+
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, device_of
+from dask_devctx.errors import DeviceMismatchError
+from dask_devctx.inputs import Inputs
+
+da = pytest.importorskip("dask.array")
+
+
+def one_worker(**plugin: Any) -> Any:
+    """One worker on this thread's loop, with the plugin."""
+    return gen_cluster(
+        client=True,
+        nthreads=[("127.0.0.1", 32)],
+        worker_kwargs={"plugins": [DevicePlugin(**plugin)]},
+        config={"distributed.worker.validate": True, "distributed.scheduler.validate": True},
+    )
+
+
+def make(value: float = 1.0, n: int = 100) -> SimulatedArray:
+    return SimulatedArray.asarray(np.full(n, value))
+
+
+def where(*arrays: SimulatedArray) -> tuple[int, ...]:
+    """The devices of the arguments; they can only be added on the device of the task."""
+    sum(array.sum() for array in arrays)
+    return tuple(array.device.device_id for array in arrays)
+
+
+def traffic(worker: Worker) -> dict[tuple[int, int], tuple[int, int, int]]:
+    """Copies, saved copies and bytes by the devices' ordinals."""
+    return {
+        (Device(row["source"]).device_id, Device(row["destination"]).device_id): (
+            row["copies"],
+            row["saved"],
+            row["nbytes"],
+        )
+        for row in worker.metrics[Inputs.metric](worker)
+    }
+
+
+@one_worker()
+async def test_inputs_come_to_the_task(client: Client, scheduler: Any, worker: Worker) -> None:
+    with dask.annotate(device=0):
+        x = client.submit(make, 1.0, pure=False)
+    with dask.annotate(device=1):
+        y = client.submit(make, 2.0, pure=False)
+    with dask.annotate(device=2):
+        assert await client.submit(where, x, y, pure=False) == (2, 2)
+    with dask.annotate(device=1):
+        assert await client.submit(where, x, y, pure=False) == (1, 1)
+    assert traffic(worker) == {(0, 2): (1, 0, 800), (1, 2): (1, 0, 800), (0, 1): (1, 0, 800)}
+
+
+@one_worker()
+async def test_one_copy_is_shared_and_goes_with_its_key(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    plugin = worker.plugins["devctx"]
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+    with dask.annotate(device=3):
+        tasks = [client.submit(where, x, pure=False) for _ in range(20)]
+    assert await client.gather(tasks) == [(3,)] * 20
+    ((copies, saved, nbytes),) = traffic(worker).values()
+    assert (copies, saved, nbytes) == (1, 19, 800)
+    assert plugin.inputs.replicas.nbytes(3) == 800
+    x.release()
+    while x.key in worker.data:
+        await asyncio.sleep(0.01)
+    assert plugin.inputs.replicas.nbytes(3) == 0
+
+
+@one_worker()
+async def test_inputs_move_while_the_task_waits(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    """A device that is busy is sent the input of a task in its queue before that task starts."""
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+        await x
+    with dask.annotate(device=1):
+        busy = client.submit(time.sleep, 1.0, pure=False)
+        while worker.state.executing_count == 0:
+            await asyncio.sleep(0.01)
+        waiting = client.submit(where, x, pure=False)
+        while not traffic(worker):
+            await asyncio.sleep(0.01)
+        assert not busy.done()
+        assert not waiting.done()
+        assert await waiting == (1,)
+    ((copies, saved, _),) = traffic(worker).values()
+    assert (copies, saved) == (1, 0)
+
+
+@one_worker(move_inputs=False)
+async def test_inputs_stay_where_they_are(client: Client, scheduler: Any, worker: Worker) -> None:
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+    with dask.annotate(device=1):
+        assert await client.submit(lambda array: array.device.device_id, x) == 0
+        with pytest.raises(DeviceMismatchError):
+            await client.submit(where, x)
+    assert Inputs.metric not in worker.metrics
+
+
+@one_worker()
+async def test_coroutines_and_containers(client: Client, scheduler: Any, worker: Worker) -> None:
+    async def add(pair: dict[str, SimulatedArray]) -> float:
+        await asyncio.sleep(0.01)
+        return float((pair["x"] + pair["y"]).sum())
+
+    with dask.annotate(device=0):
+        x = client.submit(make, 1.0, pure=False)
+    with dask.annotate(device=1):
+        pair = client.submit(lambda x: {"x": x, "y": make(2.0)}, x, pure=False)
+    with dask.annotate(device=2):
+        assert await client.submit(add, pair) == 300.0
+
+
+@one_worker()
+async def test_a_key_that_is_made_anew_is_brought_anew(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    """A copy of what a key stood for is never taken for what it stands for now."""
+    seen = []
+    for value in (1.0, 2.0):
+        with dask.annotate(device=0):
+            x = client.submit(make, value, key="x")
+        with dask.annotate(device=1):
+            total = client.submit(lambda array: float(array.sum()), x, pure=False)
+        seen.append(await total)
+        x.release()
+        total.release()
+        while worker.state.tasks:
+            await asyncio.sleep(0.01)
+    assert seen == [100.0, 200.0]
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 32)])
+async def test_unregistering_drops_the_copies(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+    with dask.annotate(device=1):
+        await client.submit(where, x)
+    inputs = worker.plugins["devctx"].inputs
+    assert inputs.replicas.nbytes(1) == 800
+    await client.unregister_worker_plugin("devctx")
+    assert inputs.replicas.nbytes(1) == 0
+    assert Inputs.metric not in worker.metrics
+
+
+@one_worker()
+async def test_assigned_to_where_its_inputs_are(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    with dask.annotate(device=2):
+        x = client.submit(make, 1.0, 10**7, pure=False)
+        await x
+    tasks = []
+    for _ in range(3):
+        tasks.append(client.submit(where, x, pure=False))
+        await tasks[-1]
+    assert await client.gather(tasks) == [(2,)] * 3
+    assert traffic(worker) == {}
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_array_jobs(n_workers: int) -> None:
+    """``x.dot(y)`` and ``(x + x.T).sum()`` on chunks that live on all devices."""
+    rng = np.random.default_rng(0)
+    a, b = rng.random((60, 60)), rng.random((60, 60))
+    with (
+        LocalDeviceCluster(n_workers=n_workers, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        x, y = (
+            da.from_array(each, chunks=15).map_blocks(
+                SimulatedArray.asarray, meta=SimulatedArray((0, 0))
+            )
+            for each in (a, b)
+        )
+        dot = x.dot(y).map_blocks(operator.methodcaller("get"), meta=np.empty((0, 0)))
+        total = (x + x.T).sum().map_blocks(operator.methodcaller("get"), meta=np.empty(()))
+        assert np.allclose(client.compute(dot).result(), a @ b, rtol=1e-10)
+        assert np.isclose(client.compute(total).result(), (a + a.T).sum(), rtol=1e-10)
+
+
+def test_arrives_on_a_device_of_the_worker() -> None:
+    """What one worker sends another is unpacked on a device that the other uses."""
+    with (
+        LocalDeviceCluster(n_workers=2, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        for source in range(4):
+            with dask.annotate(device=source):
+                x = client.submit(make, float(source), pure=False)
+            for target in range(4):
+                with dask.annotate(device=target):
+                    assert client.submit(where, x, pure=False).result() == (target,)
+            assert device_of(x.result()) is Device(0)  # the client uses all devices
+        held = client.run(
+            lambda dask_worker: [
+                (
+                    device_of(value).device_id,
+                    [d.device_id for d in dask_worker.plugins["devctx"].placement.devices],
+                )
+                for value in dask_worker.data.values()
+                if isinstance(value, SimulatedArray)
+            ]
+        )
+        assert sum(map(len, held.values())) > 0
+        assert all(device in own for rows in held.values() for device, own in rows)

@@ -1,0 +1,525 @@
+"""Every kind of task is on its device."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import dask
+import dask.bag as db
+import pytest
+from dask._task_spec import Task
+from distributed import (
+    Event,
+    Reschedule,
+    fire_and_forget,
+    get_client,
+    rejoin,
+    secede,
+    wait,
+    worker_client,
+)
+from distributed.utils_test import async_poll_for, wait_for_state
+from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
+
+from dask_devctx import Device
+from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed.devices import current_context, here, with_plugin
+
+seen: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    seen.clear()
+
+
+def flaky() -> int | None:
+    seen.append(here())
+    if len(seen) < 3:
+        raise OSError("not yet")
+    return here()
+
+
+def later() -> int | None:
+    seen.append(here())
+    if len(seen) < 4:
+        raise Reschedule
+    return here()
+
+
+def note() -> None:
+    seen.append(here())
+
+
+def used(machine: SimulatedMachine) -> set[int]:
+    """The GPUs on which anything was ever made current."""
+    return {gpu.index for gpu in machine.gpus if gpu.primary is not None}
+
+
+@asynccontextmanager
+async def watching_the_loop() -> AsyncIterator[None]:
+    """Ask at each turn of the event loop whether somebody left a context on its thread."""
+    left = []
+    turns = 0
+
+    async def watch() -> None:
+        nonlocal turns
+        while True:
+            left.append(current_context())
+            turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(watch())
+    yield
+    task.cancel()
+    assert turns > 10
+    assert set(left) == {0}
+
+
+@with_plugin()
+async def test_plain(client: Any, scheduler: Any, worker: Any) -> None:
+    futures = []
+    for wanted in [3, "cuda:2", Device(1), Device(0).uuid, "1"]:
+        with dask.annotate(device=wanted):
+            futures.append(client.submit(here, repr(wanted)))
+    assert await client.gather(futures) == [3, 2, 1, 0, 1]
+
+
+@with_plugin()
+async def test_unannotated_tasks_use_every_device(client: Any, scheduler: Any, worker: Any) -> None:
+    assert sorted(await client.gather(client.map(here, range(4)))) == [0, 1, 2, 3]
+
+
+@with_plugin()
+async def test_retries(client: Any, scheduler: Any, worker: Any) -> None:
+    with dask.annotate(device=2):
+        assert await client.submit(flaky, retries=5) == 2
+    assert seen == [2, 2, 2]
+
+
+@with_plugin(8, 8)
+async def test_reschedule(client: Any, scheduler: Any, *workers: Any) -> None:
+    with dask.annotate(device=3):
+        assert await client.submit(later) == 3
+    assert seen == [3, 3, 3, 3]
+
+
+def _compute(key: str, device: int | str, stimulus_id: str) -> ComputeTaskEvent:
+    event = ComputeTaskEvent.dummy(key, annotations={"device": device}, stimulus_id=stimulus_id)
+    event.run_spec = Task(key, lambda: seen.append(here()))
+    return event
+
+
+@pytest.mark.parametrize("device", [3, "auto"])
+@with_plugin()
+async def test_cancelled_and_resumed_in_one_tick(
+    client: Any, scheduler: Any, worker: Any, device: int | str
+) -> None:
+    # The second "compute" puts the task back to "executing" with no transition to it, before it
+    # was run at all.
+    worker.handle_stimulus(
+        _compute("x", device, "one"),
+        FreeKeysEvent(keys=["x"], stimulus_id="two"),
+        _compute("x", device, "three"),
+    )
+    assert worker.state.tasks["x"].state == "executing"
+    await async_poll_for(lambda: seen, timeout=10)
+    assert seen == [3] if device == 3 else seen[0] in range(4)
+    await async_poll_for(lambda: "x" not in worker.plugins["devctx"].placement.placed, timeout=10)
+
+
+@with_plugin()
+async def test_cancelled_while_it_runs(client: Any, scheduler: Any, worker: Any) -> None:
+    started, go_on = Event("started", client), Event("go-on", client)
+    await asyncio.gather(started.clear(), go_on.clear())
+
+    def slow() -> int | None:
+        Event("started").set()
+        Event("go-on").wait()
+        return here()
+
+    with dask.annotate(device=1):
+        future = client.submit(slow, key="slow")
+        await started.wait()
+        await future.cancel()
+        await wait_for_state("slow", "cancelled", worker)
+        again = client.submit(slow, key="slow")
+        await wait_for_state("slow", "executing", worker)
+    await go_on.set()
+    assert await again == 1
+
+
+@with_plugin(8, 8)
+async def test_stolen(client: Any, scheduler: Any, one: Any, two: Any) -> None:
+    def slow(x: int) -> int | None:
+        time.sleep(0.3)
+        return here()
+
+    wanted = [i % 4 for i in range(48)]
+    futures = []
+    for i, device in enumerate(wanted):
+        with dask.annotate(device=device):
+            futures.append(client.submit(slow, i, workers=[one.address], allow_other_workers=True))
+    assert await client.gather(futures) == wanted
+    assert one.data
+    assert two.data
+
+
+@with_plugin()
+async def test_coroutines(client: Any, scheduler: Any, worker: Any) -> None:
+    async def resumed(x: int) -> list[int | None]:
+        at = []
+        for _ in range(5):
+            at.append(here())
+            await asyncio.sleep(0.01)
+        return at
+
+    async with watching_the_loop():
+        futures = []
+        for device in (3, 1, 2, 1):
+            with dask.annotate(device=device):
+                futures.append(client.submit(resumed, len(futures)))
+        assert await client.gather(futures) == [[d] * 5 for d in (3, 1, 2, 1)]
+
+
+@with_plugin()
+async def test_a_failing_coroutine(client: Any, scheduler: Any, worker: Any) -> None:
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise ValueError(str(here()))
+
+    async with watching_the_loop():
+        with dask.annotate(device=2):
+            error = await client.submit(fails).exception()
+        with dask.annotate(device=9):
+            missing = await client.submit(fails, pure=False).exception()
+    assert str(error) == "2"
+    assert type(missing).__name__ == "DeviceNotFoundError"
+
+
+class Model:
+    """An actor that knows where it was made."""
+
+    weight = 1
+
+    def __init__(self, other: Any = None) -> None:
+        self.made = here()
+        self.other = other
+
+    def method(self) -> tuple[int | None, int | None, str]:
+        return self.made, here(), threading.current_thread().name
+
+    async def coroutine(self) -> list[int | None]:
+        first = here()
+        await asyncio.sleep(0.02)
+        return [self.made, first, here()]
+
+    def fails(self) -> None:
+        raise ValueError(str(here()))
+
+    def ask(self, other: Any) -> Any:
+        return self.made, here(), other.method().result()[:2], here()
+
+    @property
+    def where(self) -> int | None:
+        return here()
+
+
+@with_plugin()
+async def test_actors(client: Any, scheduler: Any, worker: Any) -> None:
+    with dask.annotate(device=3):
+        actor = await client.submit(Model, actor=True)
+    free = await client.submit(Model, actor=True, pure=False)
+    async with watching_the_loop():
+        assert (await actor.method())[:2] == (3, 3)
+        assert (await actor.method(separate_thread=False))[:2] == (3, 3)
+        assert await actor.coroutine() == [3, 3, 3]
+        with pytest.raises(ValueError, match="3"):
+            await actor.fails()
+        made, at, _ = await free.method()
+        assert made == at
+        assert made in range(4)
+        assert await actor.weight == 1
+        assert await actor.where == 3
+    assert type(worker.state.actors[actor.key]) is Model
+
+
+# dask 2025.4 uses what it deprecates itself
+@pytest.mark.filterwarnings("ignore:The `Worker.actors` attribute:FutureWarning")
+@with_plugin()
+async def test_an_actor_that_calls_another_on_its_worker(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=3):
+        other = await client.submit(Model, actor=True, pure=False)
+    with dask.annotate(device=1):
+        actor = await client.submit(Model, actor=True, pure=False)
+    assert await actor.ask(other) == (1, 1, (3, 3), 1)
+
+
+@with_plugin()
+async def test_a_task_is_given_the_actor(client: Any, scheduler: Any, worker: Any) -> None:
+    def use(actor: Any) -> Any:
+        return type(actor).__name__, here(), actor.method().result()[:2]
+
+    with dask.annotate(device=3):
+        actor = client.submit(Model, actor=True)
+    with dask.annotate(device=2):
+        assert await client.submit(use, actor) == ("Actor", 2, (3, 3))
+
+
+@with_plugin()
+async def test_an_actor_that_is_gone_while_its_method_runs(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=2):
+        actor = await client.submit(Model, actor=True)
+    call = worker.handlers["actor_execute"](actor=actor.key, function="coroutine")
+    running = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    made = worker.state.actors.pop(actor.key)
+    assert (await running)["status"] == "OK"
+    assert actor.key not in worker.state.actors  # and was not put back
+    worker.state.actors[actor.key] = made
+
+
+@with_plugin()
+async def test_worker_client_and_get_client(client: Any, scheduler: Any, worker: Any) -> None:
+    def outer() -> Any:
+        before = here()
+        with worker_client() as inside:
+            during = here()
+            with dask.annotate(device=2):
+                there = inside.submit(here, pure=False).result()
+        with dask.annotate(device=0):
+            other = get_client().submit(here, pure=False)
+        return before, during, there, other.result(), here()
+
+    with dask.annotate(device=3):
+        assert await client.submit(outer) == (3, 3, 2, 0, 3)
+
+
+@with_plugin(tasks_per_device=1)
+async def test_secede_and_rejoin(client: Any, scheduler: Any, worker: Any) -> None:
+    def leaves() -> Any:
+        before = here()
+        secede()
+        inner = get_client().submit(here, pure=False)  # needs the thread that this one leaves
+        during = here()
+        there = inner.result()
+        rejoin()
+        return before, during, there, here()
+
+    with dask.annotate(device=1):
+        futures = [client.submit(leaves, pure=False) for _ in range(3)]
+    for before, during, there, after in await client.gather(futures):
+        assert (before, during, after) == (1, 1, 1)
+        assert there in range(4)
+
+
+@with_plugin()
+async def test_generators(client: Any, scheduler: Any, worker: Any) -> None:
+    def produce() -> Iterator[int | None]:
+        for _ in range(3):
+            yield here()
+
+    def consume(items: Iterator[int | None]) -> Any:
+        return [(item, here()) for item in items]
+
+    with dask.annotate(device=1):
+        items = client.submit(produce)
+    with dask.annotate(device=2):
+        assert await client.submit(consume, items) == [(1, 2)] * 3
+
+
+@with_plugin()
+async def test_fire_and_forget(client: Any, scheduler: Any, worker: Any) -> None:
+    with dask.annotate(device=2):
+        fire_and_forget(client.submit(note))
+    await async_poll_for(lambda: seen, timeout=10)
+    assert seen == [2]
+
+
+@with_plugin()
+async def test_delayed(client: Any, scheduler: Any, worker: Any) -> None:
+    with dask.annotate(device=1):
+        one = dask.delayed(here)(pure=False)
+    with dask.annotate(device=3):
+        three = dask.delayed(here)(one, pure=False)
+    both = dask.delayed(lambda *xs: (*xs, here()))(one, three)
+    with dask.annotate(device=2):  # of those without an annotation of their own
+        assert await client.compute(both) == (1, 3, 2)
+
+
+@with_plugin(8, 8)
+async def test_p2p_rechunk(
+    client: Any, scheduler: Any, *workers: Any, machine: SimulatedMachine
+) -> None:
+    da = pytest.importorskip("dask.array")
+    x = da.arange(64, chunks=8).reshape(8, 8)
+    with dask.config.set({"array.rechunk.method": "p2p"}), dask.annotate(device=2):
+        y = await client.compute(x.rechunk((8, 1)).map_blocks(lambda b: b * 0 + here(), dtype=int))
+    assert (y == 2).all()
+    assert used(machine) == {2}
+
+
+@pytest.mark.filterwarnings("ignore:(Dask annotations|dask.dataframe drops)")
+@with_plugin(8, 8)
+async def test_p2p_shuffle(
+    client: Any, scheduler: Any, *workers: Any, machine: SimulatedMachine
+) -> None:
+    dd = pytest.importorskip("dask.dataframe")
+    pd = pytest.importorskip("pandas")
+    frame = dd.from_pandas(pd.DataFrame({"a": range(40), "b": 0}), npartitions=4)
+    with dask.config.set({"dataframe.shuffle.method": "p2p"}):
+        shuffled = frame.shuffle("a", npartitions=3).map_partitions(
+            lambda p: p.assign(b=here()), meta=frame
+        )
+        with dask.annotate(device=1):
+            result = await client.compute(shuffled)
+    assert sorted(result.a) == list(range(40))
+    assert set(result.b) == {1}
+    assert used(machine) == {1}
+
+
+@pytest.mark.filterwarnings("ignore:(Dask annotations|dask.dataframe drops)")
+@with_plugin()
+async def test_collections_annotated_where_they_are_computed(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    da = pytest.importorskip("dask.array")
+    dd = pytest.importorskip("dask.dataframe")
+    pd = pytest.importorskip("pandas")
+    array = da.zeros(8, chunks=2).map_blocks(lambda b: b + here(), dtype=float)
+    frame = dd.from_pandas(pd.DataFrame({"a": range(8)}), npartitions=4).map_partitions(
+        lambda p: p.a * 0 + here(), meta=("a", "i8")
+    )
+    bag = db.from_sequence(range(8), npartitions=4).map(here)
+    with dask.annotate(device=3):
+        results = await client.gather([client.compute(c) for c in (array, frame, bag)])
+    assert [set(r) for r in results] == [{3.0}, {3}, {3}]
+
+
+@with_plugin()
+async def test_each_partition_on_its_own_device(client: Any, scheduler: Any, worker: Any) -> None:
+    da = pytest.importorskip("dask.array")
+    x = da.zeros(8, chunks=2).map_blocks(lambda b: b + here(), name="x", dtype=float)
+    with dask.annotate(device=lambda key: key[1] if key[0].startswith("x") else "auto"):
+        result = await client.compute(x, optimize_graph=False)
+    assert list(result) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@with_plugin()
+async def test_the_users_own_executors(client: Any, scheduler: Any, worker: Any) -> None:
+    def where() -> Any:
+        return here(), threading.current_thread().name.partition("_")[0]
+
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="mine") as threads,
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes,
+    ):
+        worker.executors.update(mine=threads, processes=processes)
+        try:
+            with dask.annotate(device=3, executor="mine"):
+                assert await client.submit(where) == (3, "mine")
+            with dask.annotate(device=2, executor="processes"):
+                assert await client.submit(here) == 2
+            with dask.annotate(executor="processes"):
+                assert await client.submit(here, pure=False) in range(4)
+            with dask.annotate(device=None, executor="processes"):
+                assert await client.submit(here, 1, pure=False) is None
+            with dask.annotate(executor="nobody's"):
+                error = await client.submit(here, pure=False).exception()
+            assert "Invalid executor" in str(error)
+        finally:
+            del worker.executors["mine"], worker.executors["processes"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@with_plugin()
+async def test_a_forked_pool_runs_what_asks_for_no_device(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    await client.submit(here)  # CUDA is initialised in this process
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as processes:
+        worker.executors["processes"] = processes
+        try:
+            with dask.annotate(executor="processes"):
+                assert await client.submit(abs, -1) == 1
+            with dask.annotate(executor="processes", device=1):
+                error = await client.submit(here, pure=False).exception()
+            assert type(error).__name__ == "ForkedProcessError"
+        finally:
+            del worker.executors["processes"]
+
+
+@with_plugin()
+async def test_client_run_is_left_alone(
+    client: Any, scheduler: Any, worker: Any, machine: SimulatedMachine
+) -> None:
+    assert await client.run(here) == {worker.address: None}
+    assert used(machine) == set()
+
+
+@with_plugin()
+async def test_no_device(client: Any, scheduler: Any, worker: Any) -> None:
+    def where() -> Any:
+        return here(), threading.current_thread().name.startswith("devctx")
+
+    for none in (None, "none"):
+        with dask.annotate(device=none):
+            assert await client.submit(where, pure=False) == (None, False)
+
+
+@with_plugin(unannotated="leave")
+async def test_unannotated_tasks_are_left(client: Any, scheduler: Any, worker: Any) -> None:
+    assert await client.gather(client.map(here, range(8))) == [None] * 8
+    for wanted, expected in [(2, {2}), ("auto", {0, 1, 2, 3})]:
+        with dask.annotate(device=wanted):
+            assert await client.submit(here, wanted, pure=False) in expected
+
+
+@with_plugin(8, tasks_per_device=2)
+async def test_two_thousand_mixed_tasks(client: Any, scheduler: Any, worker: Any) -> None:
+    class Failed(Exception):
+        pass
+
+    def work(i: int) -> Any:
+        saw = here()
+        if i % 7 == 0:
+            raise Failed(i, saw)
+        return i, saw
+
+    annotated = {i: i % 4 for i in range(2000) if i % 3}
+    futures = []
+    for i in range(2000):
+        if i in annotated:
+            with dask.annotate(device=annotated[i]):
+                futures.append(client.submit(work, i))
+        else:
+            futures.append(client.submit(work, i))
+    await wait(futures)
+    assigned = []
+    for i, future in enumerate(futures):
+        if i % 7 == 0:
+            error = await future.exception()
+            assert type(error).__name__ == "Failed"
+            number, saw = error.args
+        else:
+            number, saw = await future
+        assert number == i
+        if i in annotated:
+            assert saw == annotated[i]
+        else:
+            assigned.append(saw)
+    assert set(assigned) == {0, 1, 2, 3}
+    plugin = worker.plugins["devctx"]
+    assert {len(pool._threads) for pool in plugin.pools.values()} == {2}
+    assert not plugin.placement.placed

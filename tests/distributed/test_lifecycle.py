@@ -1,0 +1,184 @@
+"""The plugin comes and goes: on live clusters, on workers that join, while tasks run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import dask
+import pytest
+from distributed import Event, Worker, worker_client
+from distributed.utils_test import async_poll_for, gen_cluster
+
+from dask_devctx import DeviceNotFoundError, DevicePlugin
+from dask_devctx.pinned import PinnedTask
+from tests.distributed.devices import current_context, here, with_plugin
+
+
+def state_of(worker: Worker) -> Any:
+    """What the plugin changes of a worker."""
+    return (
+        dict(worker.executors),
+        dict(worker.handlers),
+        type(worker.state.actors),
+        {key: (type(ts.run_spec), ts.annotations) for key, ts in worker.state.tasks.items()},
+    )
+
+
+def device_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("devctx")]
+
+
+def blocks(name: str) -> int | None:
+    Event(f"{name}-started").set()
+    Event("go-on").wait()
+    return here()
+
+
+def blocks_in_a_client(name: str) -> tuple[int | None, str, int | None]:
+    with worker_client():
+        Event(f"{name}-started").set()
+        Event("go-on").wait()
+    return here(), threading.current_thread().name, here()
+
+
+async def blocks_in_a_coroutine(name: str) -> int | None:
+    await Event(f"{name}-started").set()
+    await Event("go-on").wait()
+    return here()
+
+
+class Slow:
+    def where(self) -> int | None:
+        return here()
+
+    def blocks(self, name: str) -> int | None:
+        return blocks(name)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
+async def test_unregistering_while_tasks_run(client: Any, scheduler: Any, worker: Any) -> None:
+    before = state_of(worker)
+    await client.register_plugin(DevicePlugin())
+    with dask.annotate(device=1):
+        actor = await client.submit(Slow, actor=True)
+        call = actor.blocks("actor")
+        plain = client.submit(blocks, "plain")
+        queued = client.submit(here, "queued")  # behind it on its device's only thread
+    with dask.annotate(device=2):
+        inside = client.submit(blocks_in_a_client, "inside")
+        coroutine = client.submit(blocks_in_a_coroutine, "coroutine")
+    for name in ("plain", "inside", "coroutine", "actor"):
+        await Event(f"{name}-started", client).wait()
+    await client.unregister_worker_plugin("devctx")
+
+    executors, handlers, actors, tasks = state_of(worker)
+    assert (executors, handlers, actors) == before[:3]
+    assert all(kind is not PinnedTask for kind, _ in tasks.values())
+    assert all("executor" not in (annotations or {}) for _, annotations in tasks.values())
+    assert await client.submit(here, "after") is None
+    assert await actor.where(separate_thread=False) is None
+
+    await Event("go-on", client).set()
+    assert (await plain, await queued, await coroutine, await call) == (1, 1, 2, 1)
+    device, thread, after = await inside
+    assert (device, after) == (2, 2)
+    assert thread.startswith("devctx")
+    await async_poll_for(lambda: not device_threads(), timeout=10)
+    assert current_context() == 0
+    assert await client.submit(here, "much later") is None
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
+async def test_registering_while_tasks_run(client: Any, scheduler: Any, worker: Any) -> None:
+    running = client.submit(blocks, "early")
+    await Event("early-started", client).wait()
+    with dask.annotate(device=3):
+        await client.register_plugin(DevicePlugin())
+        assert await client.submit(here) == 3
+    await Event("go-on", client).set()
+    assert await running is None  # it was not pinned when it began
+
+
+@with_plugin(8)
+async def test_workers_that_join(client: Any, scheduler: Any, worker: Any) -> None:
+    async with Worker(scheduler.address, nthreads=8, name="late", validate=True) as late:
+        with dask.annotate(device=2):
+            assert await client.submit(here, workers=["late"]) == 2
+        assert set(late.plugins["devctx"].pools) <= set(late.executors)
+    assert not [name for name in device_threads() if "late" in name]
+
+
+@with_plugin(8)
+async def test_registering_anew(client: Any, scheduler: Any, worker: Any) -> None:
+    actor = await client.submit(Slow, actor=True)
+    lives_on = await actor.where()
+    assert lives_on in range(4)
+    executors = set(worker.executors)
+    await client.register_plugin(DevicePlugin(devices=[2]))
+    assert {name for name in worker.executors if "devctx" in name} == {"devctx:cuda:2"}
+    assert await client.gather(client.map(here, range(8))) == [2] * 8
+    assert await actor.where() == lives_on
+    with dask.annotate(device=1):
+        error = await client.submit(here, "elsewhere").exception()
+    assert "uses only cuda:2" in str(error)
+    await client.register_plugin(DevicePlugin(tasks_per_device=3))
+    assert set(worker.executors) == executors
+    assert await client.gather([client.submit(here, i, pure=False) for i in range(4)])
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
+async def test_a_worker_that_closes_waits_for_its_devices_threads(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    await client.gather(client.map(here, range(8)))
+    assert len(device_threads()) == 4
+    await worker.close()
+    assert device_threads() == []
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"tasks_per_device": 0}, "tasks_per_device must be a whole number, 1 or more, got 0"),
+        ({"tasks_per_device": True}, "got True"),
+        ({"unannotated": "maybe"}, "unannotated must be 'assign' or 'leave', got 'maybe'"),
+    ],
+)
+def test_arguments_out_of_range(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DevicePlugin(**kwargs)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_device_that_no_worker_has(client: Any, scheduler: Any, worker: Any) -> None:
+    before = state_of(worker)
+    with pytest.raises(DeviceNotFoundError, match="no device 7"):
+        await client.register_plugin(DevicePlugin(devices=[7]))
+    for wanted in (7, 1, "auto"):
+        with dask.annotate(device=wanted):
+            error = await client.submit(here, wanted).exception()
+        assert isinstance(error, DeviceNotFoundError)
+        assert error.requested == 7
+    assert await client.submit(here, "unannotated") is None
+    await client.unregister_worker_plugin("devctx")
+    assert state_of(worker)[:3] == before[:3]
+    assert await client.submit(here) is None
+
+
+@pytest.mark.parametrize(("nthreads", "told"), [(4, True), (8, False)])
+def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", nthreads)], timeout=60)
+    async def check(client: Any, scheduler: Any, worker: Any) -> None:
+        await client.register_plugin(DevicePlugin())
+        for i in range(3):
+            await client.submit(here, i)
+        await asyncio.sleep(0.05)  # for the event to reach the scheduler
+        events = [event for _, event in await client.get_events("devctx")]
+        assert len(events) == told
+        if told:
+            assert "Start it with nthreads=64" in events[0]["message"]
+
+    check()

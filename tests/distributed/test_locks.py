@@ -1,0 +1,219 @@
+"""Locks: who is kept out, when they end, and what is not trusted."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dask_devctx.errors import LockDirectoryError
+from dask_devctx.locks import LockDirectory, default_directory, why_not_ours
+
+HOLD = """
+import sys, time
+from dask_devctx.locks import LockDirectory
+lock = LockDirectory(sys.argv[1]).try_lock("gpu.lock", "the child")
+print("held" if lock else "not held", flush=True)
+time.sleep(60)
+"""
+
+
+def hold(directory: Path, source: str = HOLD) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", source, str(directory)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    return child
+
+
+def stat(uid: int, mode: int) -> os.stat_result:
+    return os.stat_result((mode, 1, 1, 1, uid, uid, 0, 0, 0, 0))
+
+
+def test_two_holders_of_one_process_exclude_each_other(lock_directory: Path) -> None:
+    with LockDirectory(lock_directory) as one, LockDirectory(lock_directory) as other:
+        lock = one.try_lock("gpu.lock", "me")
+        assert lock is not None
+        assert other.try_lock("gpu.lock", "you") is None
+        assert other.note("gpu.lock") == "me"
+        lock.release()
+        lock.release()  # once more is nothing
+        again = other.try_lock("gpu.lock", "you")
+        assert again is not None
+        assert one.note("gpu.lock") == "you"
+        again.release()
+
+
+def test_a_killed_process_holds_nothing(lock_directory: Path) -> None:
+    child = hold(lock_directory)
+    with LockDirectory(lock_directory) as place:
+        assert place.try_lock("gpu.lock", "me") is None
+        assert place.note("gpu.lock") == "the child"
+        child.send_signal(signal.SIGKILL)
+        child.communicate()
+        lock = place.try_lock("gpu.lock", "me")
+        assert lock is not None
+        lock.release()
+
+
+def test_a_forked_child_keeps_no_lock_of_a_killed_parent(lock_directory: Path) -> None:
+    source = HOLD.replace("time.sleep(60)", "import os; os.fork(); time.sleep(60)")
+    child = subprocess.Popen(
+        [sys.executable, "-c", source, str(lock_directory)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        time.sleep(0.2)  # it forks
+        child.kill()
+        child.wait()
+        os.killpg(child.pid, 0)  # the grandchild lives: nothing to prove otherwise
+        with LockDirectory(lock_directory) as place:
+            lock = place.try_lock("gpu.lock", "me")
+            assert lock is not None
+            lock.release()
+    finally:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+
+
+def test_a_forked_child_does_not_free_the_parents_lock(lock_directory: Path) -> None:
+    with LockDirectory(lock_directory) as place:
+        lock = place.try_lock("gpu.lock", "me")
+        assert lock is not None
+        pid = os.fork()
+        if pid == 0:
+            lock.release()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert place.try_lock("gpu.lock", "you") is None
+        lock.release()
+
+
+def test_a_deleted_file_is_no_lock(lock_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LockDirectory(lock_directory) as place:
+        old = place.try_lock("gpu.lock", "old")
+        (lock_directory / "gpu.lock").unlink()
+        new = place.try_lock("gpu.lock", "new")
+        assert old is not None
+        assert new is not None
+        assert place.try_lock("gpu.lock", "third") is None
+        old.release()
+        assert place.try_lock("gpu.lock", "third") is None
+        new.release()
+
+
+def test_the_directory_is_the_users_own(lock_directory: Path) -> None:
+    with LockDirectory(lock_directory) as place:
+        lock = place.try_lock("gpu.lock", "me")
+        assert lock is not None
+        lock.release()
+    assert lock_directory.stat().st_mode & 0o777 == 0o700
+    assert (lock_directory / "gpu.lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_linked_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    with pytest.raises(LockDirectoryError, match="symbolic link") as caught:
+        LockDirectory(tmp_path / "link")
+    assert caught.value.path == str(tmp_path / "link")
+    assert "devctx.lock-directory" in str(caught.value)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(LockDirectoryError, match="symbolic link"):
+        LockDirectory(tmp_path / "dangling")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LockDirectoryError, match="no directory"):
+        LockDirectory(tmp_path / "file")
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(LockDirectoryError, match="its mode is 0777"):
+        LockDirectory(tmp_path / "open")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_another_users_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    os.chown(tmp_path / "theirs", 12345, 12345)
+    with pytest.raises(LockDirectoryError, match="belongs to user 12345"):
+        LockDirectory(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"),
+    [
+        (stat(uid=1000, mode=0o40700), ""),
+        (stat(uid=1000, mode=0o40755), ""),
+        (stat(uid=1001, mode=0o40700), "belongs to user 1001 and not to 1000"),
+        (stat(uid=0, mode=0o40700), "belongs to user 0"),
+        (stat(uid=1000, mode=0o40720), "its mode is 0720"),
+        (stat(uid=1000, mode=0o41777), "its mode is 1777"),
+    ],
+)
+def test_what_is_ours(found: os.stat_result, reason: str) -> None:
+    answer = why_not_ours(found, 1000)
+    assert answer.startswith(reason) or reason in answer
+    assert bool(answer) == bool(reason)
+
+
+def test_a_linked_lock_is_refused_and_its_target_left_alone(
+    lock_directory: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").write_text("keep")
+    with LockDirectory(lock_directory) as place:
+        (lock_directory / "gpu.lock").symlink_to(tmp_path / "precious")
+        with pytest.raises(LockDirectoryError, match="symbolic link"):
+            place.try_lock("gpu.lock", "me")
+        with pytest.raises(LockDirectoryError, match="symbolic link"):
+            place.note("gpu.lock")
+    assert (tmp_path / "precious").read_text() == "keep"
+
+
+def test_a_pipe_is_no_lock(lock_directory: Path) -> None:
+    with LockDirectory(lock_directory) as place:
+        os.mkfifo(lock_directory / "gpu.lock", 0o600)
+        with pytest.raises(LockDirectoryError, match="is not a file"):
+            place.try_lock("gpu.lock", "me")
+
+
+def test_choosing_is_one_at_a_time(lock_directory: Path) -> None:
+    with LockDirectory(lock_directory) as one, LockDirectory(lock_directory) as other:
+        with (
+            one.exclusive(1),
+            pytest.raises(LockDirectoryError, match=rf"pid {os.getpid()} for 0.05 s"),
+            other.exclusive(0.05),
+        ):
+            pytest.fail("two were in there")
+        with other.exclusive(0.05):
+            pass
+
+
+def test_the_default_depends_on_the_user_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = default_directory()
+    monkeypatch.setenv("TMPDIR", "/var/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    assert default_directory() == before
+    assert str(os.geteuid()) in before.name
+
+
+def test_errors_survive_pickling() -> None:
+    error = LockDirectoryError("/there", "is a file")
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.path, again.reason, str(again)) == ("/there", "is a file", str(error))

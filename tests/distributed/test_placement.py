@@ -1,0 +1,191 @@
+"""Who goes where: the counting, the policy, and that no queue waits for another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, wait
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dask_devctx import Device, DeviceNotFoundError, LocalDeviceCluster, devices
+from dask_devctx.assignment import FULL_NBYTES, LINK_BYTES_PER_S, Candidate, start_soonest
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.placement import Placement
+from tests.distributed.devices import here, with_plugin
+
+
+def candidate(device: int = 0, **kwargs: Any) -> Candidate:
+    defaults = {"queued": 0, "busy_s": 0.0, "move_nbytes": 0, "since": 0}
+    return Candidate(Device(device), **{**defaults, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ({"busy_s": 0.1, "queued": 5}, {"busy_s": 0.2}),
+        ({"queued": 1}, {"queued": 2, "since": 9}),
+        ({"since": 3}, {"since": 2}),
+        ({"busy_s": 0.1}, {"move_nbytes": int(LINK_BYTES_PER_S)}),
+        ({"move_nbytes": 10**6}, {"busy_s": 0.1}),
+        ({"busy_s": 60.0, "free_nbytes": 2**33}, {"free_nbytes": FULL_NBYTES - 1}),
+        ({"busy_s": 60.0, "free_nbytes": None}, {"free_nbytes": 0}),
+        (
+            {"busy_s": 60.0, "free_nbytes": 2**33},
+            {"free_nbytes": 2**32, "move_nbytes": 2**32},
+        ),
+        ({"busy_s": 1.0, "free_nbytes": 0}, {"busy_s": 2.0, "free_nbytes": 0}),  # all are full
+    ],
+)
+def test_start_soonest(better: dict[str, Any], worse: dict[str, Any]) -> None:
+    good, bad = candidate(0, **better), candidate(1, **worse)
+    assert start_soonest([good, bad]) is good
+    assert start_soonest([bad, good]) is good
+
+
+@pytest.fixture
+def make() -> Callable[..., Placement]:
+    def make(*args: Any, per: int = 1, policy: Any = start_soonest) -> Placement:
+        return Placement(devices(), per, policy, *args)
+
+    return make
+
+
+def test_round_robin_on_ties(make: Callable[..., Placement]) -> None:
+    placement = make()
+    placed = []
+    for turn in range(8):  # each is done before the next one comes
+        placed.append(placement.place(turn, "f", "auto").device_id)
+        placement.remove(turn)
+    assert placed == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_durations_by_prefix(make: Callable[..., Placement]) -> None:
+    placement = make()
+    placement.took("long", 10.0)
+    placement.took("short", 0.1)
+    first = placement.place("a", "long", 0)
+    for key in ("b", "c", "d"):
+        for device in (1, 2, 3):
+            placement.place((key, device), "short", device)
+    # Nine short ones queue elsewhere, three a device, and still end before the long one.
+    assert placement.place("next", "short", "auto") is not first
+
+
+def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Placement]) -> None:
+    placement = make()
+    placement.took("known", 1.0)
+    for key in range(5):
+        placement.place(key, "new", 0)
+    placement.place("known", "known", 1)
+    assert placement._loads[Device(0)].busy_s > placement._loads[Device(1)].busy_s / 2
+
+
+def test_inputs_draw_a_task_to_them(make: Callable[..., Placement]) -> None:
+    placement = make(lambda value: {Device(2): value})
+    assert placement.place("x", "f", "auto", [10**9, 10**6]) is Device(2)
+    assert placement.place("y", "f", "auto", []) is not Device(2)
+
+
+def test_full_devices_come_last(make: Callable[..., Placement], machine: SimulatedMachine) -> None:
+    for gpu in machine.gpus[:3]:
+        gpu.used_memory = gpu.total_memory - 2**20
+    placement = make()
+    assert {placement.place(key, "f", "auto") for key in range(4)} == {Device(3)}
+
+
+def test_memory_is_not_asked_for_at_every_task(
+    make: Callable[..., Placement], machine: SimulatedMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = make()
+    placement.place(0, "f", "auto")
+    machine.gpus[3].used_memory = machine.gpus[3].total_memory
+    placed = {placement.place(key, "f", "auto") for key in range(1, 4)}
+    assert Device(3) in placed  # the answer of half a second ago still holds
+
+
+def test_a_policy_of_ones_own(make: Callable[..., Placement]) -> None:
+    given: list[Sequence[Candidate]] = []
+
+    def last(candidates: Sequence[Candidate]) -> Candidate:
+        given.append(candidates)
+        return candidates[-1]
+
+    placement = make(policy=last)
+    assert {placement.place(key, "f", "auto") for key in range(3)} == {Device(3)}
+    assert [c.queued for c in given[-1]] == [0, 0, 0, 2]
+    assert all(c.free_nbytes for c in given[-1])
+
+
+def _last(candidates: Sequence[Candidate]) -> Candidate:
+    return candidates[-1]
+
+
+@with_plugin(policy=_last)
+async def test_a_policy_travels_to_the_worker(client: Any, scheduler: Any, worker: Any) -> None:
+    assert await client.gather(client.map(here, range(5))) == [3] * 5
+
+
+@pytest.mark.parametrize("wanted", [1.5, True, [1], {"a": 1}, b"1", object()])
+def test_what_names_no_device(make: Callable[..., Placement], wanted: object) -> None:
+    placement = make()
+    placement.place("before", "f", 1)  # True == 1
+    with pytest.raises(TypeError, match='"auto" for any device'):
+        placement.place("x", "f", wanted)
+    assert "x" not in placement.placed
+
+
+def test_a_device_of_another_worker(make: Callable[..., Placement]) -> None:
+    placement = Placement(devices()[:2], 1, start_soonest)
+    with pytest.raises(DeviceNotFoundError, match="uses only cuda:0, cuda:1"):
+        placement.place("x", "f", "cuda:3")
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from([None, "auto", 0, 1, 2, 3]))))
+def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) -> None:
+    placement = Placement(devices(), 2, start_soonest)
+    placement.took("f", 0.1)
+    there: dict[int, Device] = {}
+    for key, wanted in steps:
+        if wanted is None:
+            placement.remove(key)
+            there.pop(key, None)
+        else:
+            device = placement.place(key, "f", wanted)
+            if wanted == "auto" and key in there:
+                assert device is there[key]  # a task that is counted stays
+            there[key] = device
+    for device, load in placement._loads.items():
+        assert set(load.expected_s) == {key for key, at in there.items() if at is device}
+        assert load.busy_s == pytest.approx(sum(load.expected_s.values()))
+    for key in there:
+        placement.remove(key)
+    assert [load.busy_s for load in placement._loads.values()] == [0.0] * 4
+
+
+def _tenth(i: int) -> int | None:
+    time.sleep(0.1)
+    return here()
+
+
+def test_a_busy_devices_queue_keeps_no_other_waiting() -> None:
+    with (
+        LocalDeviceCluster(
+            processes=False, dashboard_address=":0", devices=[0, 1], memory_limit=0
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        wait(client.map(_tenth, range(4), pure=False))  # threads and durations are known
+        start = time.perf_counter()
+        with dask.annotate(device=1):
+            first = client.map(_tenth, range(16), pure=False)
+        with dask.annotate(device=0):
+            second = client.map(_tenth, range(16), pure=False)
+        assert client.gather(first) == [1] * 16
+        assert client.gather(second) == [0] * 16
+        took = time.perf_counter() - start
+    assert 1.6 <= took < 2.2  # one after the other they would take 3.2

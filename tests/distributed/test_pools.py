@@ -1,0 +1,112 @@
+"""A device's threads: their CPUs, the order of their work, and their end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from distributed.threadpoolexecutor import rejoin, secede
+
+from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus, submitting
+
+Priority = tuple[int, ...]
+
+
+@pytest.fixture
+def pool() -> Iterator[DeviceThreadPoolExecutor]:
+    pool = DeviceThreadPoolExecutor("test", 1, None)
+    yield pool
+    pool.shutdown(wait=True, timeout=10)
+
+
+def submit(pool: DeviceThreadPoolExecutor, priority: Priority | None, fn: object) -> object:
+    token = submitting.set(priority)
+    try:
+        return pool.submit(fn)  # type: ignore[arg-type]
+    finally:
+        submitting.reset(token)
+
+
+def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        began.set()
+        go_on.wait(10)
+
+    order: list[object] = []
+    futures = [submit(pool, (0,), block)]
+    assert began.wait(10)
+    for name, priority in [("late", (5, 1)), ("b", (1, 2)), ("soon", (1, 1)), ("c", (1, 2))]:
+        futures.append(submit(pool, priority, lambda name=name: order.append(name)))
+    futures.append(submit(pool, None, lambda: order.append("of no task")))
+    go_on.set()
+    for future in futures:
+        future.result(10)  # type: ignore[attr-defined]
+    assert order == ["of no task", "soon", "b", "c", "late"]
+
+
+def test_what_was_submitted_before_the_shutdown_runs() -> None:
+    pool = DeviceThreadPoolExecutor("test", 1, None)
+    futures = [pool.submit(time.sleep, 0.02) for _ in range(5)]
+    pool.shutdown(wait=True, timeout=10)
+    assert all(future.done() for future in futures)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        pool.submit(print)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rejoining_after_the_shutdown(threads: int) -> None:
+    pool = DeviceThreadPoolExecutor("test-rejoin", threads, None)
+    seceded, go_on = threading.Event(), threading.Event()
+
+    def leaves() -> str:
+        secede()
+        seceded.set()
+        go_on.wait(10)
+        rejoin()
+        return "back"
+
+    future = pool.submit(leaves)
+    assert seceded.wait(10)
+    pool.shutdown(wait=False)
+    go_on.set()
+    assert future.result(10) == "back"
+    deadline = time.monotonic() + 10
+    while any(t.name.startswith("test-rejoin") for t in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread of the pool is left"
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
+def test_threads_keep_to_their_cpus() -> None:
+    usable = os.sched_getaffinity(0)
+    one = frozenset([min(usable)])
+    pool = DeviceThreadPoolExecutor("near", 2, one)
+    try:
+        together = threading.Barrier(2)
+
+        def ask() -> set[int]:
+            together.wait(10)
+            return os.sched_getaffinity(0)
+
+        assert [f.result(10) for f in [pool.submit(ask), pool.submit(ask)]] == [one, one]
+        assert os.sched_getaffinity(0) == usable
+    finally:
+        pool.shutdown(wait=True, timeout=10)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
+def test_near_cpus_are_those_that_may_be_used() -> None:
+    usable = frozenset(os.sched_getaffinity(0))
+    absent = max(usable) + 1000
+    assert near_cpus(None) is None
+    assert near_cpus(frozenset()) is None
+    assert near_cpus(usable) is None  # nothing to keep to
+    assert near_cpus(frozenset([absent])) is None  # none of them may be used
+    if len(usable) > 1:
+        one = frozenset([min(usable)])
+        assert near_cpus(one | {absent}) == one

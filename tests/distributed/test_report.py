@@ -1,0 +1,212 @@
+"""What ran where: the worker's metrics, its record, the report, and dask's task stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import dask
+import pytest
+from distributed import Client, Event, LocalCluster
+
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, report
+from dask_devctx.reporting import Report
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalDeviceCluster]:
+    with LocalDeviceCluster(
+        n_workers=2, processes=False, dashboard_address=":0", tasks_per_device=2
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
+    with Client(cluster) as client:
+        yield client
+
+
+def nap(seconds: float) -> int:
+    time.sleep(seconds)
+    device = Device.current()
+    assert device is not None
+    return device.device_id
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def run_some(client: Client) -> dict[str, int]:
+    """Run six tasks on each device and one that fails on device 3; return who ran where."""
+    ran = {}
+    for ordinal in range(4):
+        with dask.annotate(device=ordinal):
+            futures = client.map(nap, [0.01 + n / 10000 + ordinal / 1000000 for n in range(6)])
+        ran.update(dict.fromkeys([future.key for future in futures], ordinal))
+        assert client.gather(futures) == [ordinal] * 6
+    with dask.annotate(device=3):
+        assert isinstance(client.submit(fail, key="fail-1").exception(), ZeroDivisionError)
+    return ran
+
+
+def test_each_task_is_reported_where_it_ran(client: Client, cluster: LocalDeviceCluster) -> None:
+    ran = run_some(client)
+    rows = report(client)
+    good = [row for row in rows if row.outcome == "memory"]
+    assert {row.key: row.device_id for row in good} == ran
+    for row in rows:
+        assert row.uuid == Device(row.device_id).uuid
+        assert row.start is not None
+        assert row.stop is not None
+        assert row.worker in cluster.scheduler.workers
+    assert all(row.prefix == "nap" and 0.009 < row.stop - row.start < 1 for row in good)
+    (bad,) = [row for row in rows if row.outcome == "error"]
+    assert (bad.key, bad.device_id) == ("fail-1", 3)
+    assert [row.start for row in rows] == sorted(row.start for row in rows)
+
+
+def test_the_devices_of_the_cluster_are_reported(client: Client) -> None:
+    run_some(client)
+    found = report(client).devices
+    assert sorted(device.device_id for device in found) == [0, 1, 2, 3]
+    assert {device.uuid for device in found} == {Device(n).uuid for n in range(4)}
+    assert {(device.done, device.queued, device.running) for device in found} == {(6, 0, 0)}
+    assert sorted(device.failed for device in found) == [0, 0, 0, 1]
+    assert all(0.06 <= device.busy_s < 6 for device in found)
+    assert all(device.memory_total == 16 * 2**30 for device in found)
+
+
+def test_what_waits_and_what_runs(client: Client, cluster: LocalDeviceCluster) -> None:
+    go = Event("go")
+    with dask.annotate(device=1):
+        futures = [client.submit(lambda e, n: e.wait(20), go, n) for n in range(5)]
+    deadline = time.monotonic() + 10
+    while True:
+        (row,) = [device for device in report(client).devices if device.device_id == 1]
+        if row.running + row.queued == 5:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert (row.running, row.queued, row.done) == (2, 3, 0)
+    go.set()
+    client.gather(futures)
+    (row,) = [device for device in report(client).devices if device.device_id == 1]
+    assert (row.running, row.queued, row.done) == (0, 0, 5)
+
+
+def test_heartbeats_bring_the_metrics(client: Client, cluster: LocalDeviceCluster) -> None:
+    run_some(client)
+    deadline = time.monotonic() + 20
+    while True:
+        told = [
+            row
+            for worker in client.scheduler_info(n_workers=-1)["workers"].values()
+            for row in worker["metrics"].get("devctx", ())
+        ]
+        if [row["done"] for row in told] == [6] * 4:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert {row["uuid"] for row in told} == {Device(n).uuid for n in range(4)}
+
+
+def test_unregistering_ends_the_metrics(client: Client, cluster: LocalDeviceCluster) -> None:
+    client.unregister_worker_plugin("devctx")
+    for worker in cluster.workers.values():
+        assert "devctx" not in worker.metrics
+    assert (list(report(client)), report(client).devices) == ([], [])
+
+
+def test_the_task_stream_knows_the_device_and_does_not_break(
+    client: Client, cluster: LocalDeviceCluster
+) -> None:
+    components = pytest.importorskip("distributed.dashboard.components.scheduler")
+    client.get_task_stream()  # from now on it is kept
+    ran = run_some(client)
+    for message in client.get_task_stream():
+        if message["status"] == "OK":
+            assert message["metadata"]["device"] == Device(ran[message["key"]]).uuid
+
+    async def draw() -> int:
+        stream = components.TaskStream(cluster.scheduler, n_rectangles=1000)
+        stream.update()
+        return len(stream.source.data["color"])
+
+    assert client.sync(draw) == len(ran) + 1
+
+
+def test_only_the_latest_are_remembered() -> None:
+    with (
+        dask.config.set({"devctx.history": 3}),
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        for n in range(5):
+            client.submit(nap, 0, key=f"nap-{n}").result()
+        found = report(client)
+        assert [row.key for row in found] == ["nap-2", "nap-3", "nap-4"]
+        assert sum(device.done for device in found.devices) == 5
+
+
+def test_the_text_is_a_table(client: Client) -> None:
+    run_some(client)
+    found = report(client)
+    head, *lines = str(found).splitlines()
+    names = ["worker", "device", "uuid", "tasks", "queued", "running", "done", "failed", "busy s"]
+    assert head.split("  ")[0] == "worker"
+    assert [name for name in names if name not in head] == []
+    (line,) = [line for line in lines if Device(3).uuid in line]
+    (device,) = [device for device in found.devices if device.device_id == 3]
+    counts = ["all", "0", "0", "6", "1", str(round(device.busy_s, 3))]
+    assert line.split()[:9] == [device.worker, "cuda:3", device.uuid, *counts]
+    assert [line.split()[0] for line in lines if "inproc" not in line].count("nap") == 4
+    assert "16.0 GiB of 16.0 GiB free" in line
+    assert str(Report()).startswith("worker  device  uuid")
+
+
+def test_pandas_makes_a_frame_of_it(client: Client) -> None:
+    pandas = pytest.importorskip("pandas")
+    run_some(client)
+    found = report(client)
+    frame = pandas.DataFrame(found)
+    assert frame[frame.outcome == "memory"].groupby("uuid").size().tolist() == [6] * 4
+    assert pandas.DataFrame(found.devices).done.sum() == 24
+
+
+def test_retried_and_unpinned_tasks(client: Client) -> None:
+    with dask.annotate(device="none"):
+        client.submit(sum, [1], key="cpu-1").result()
+    with dask.annotate(device=0):
+        future = client.submit(fail, key="retried-1", retries=2)
+        assert isinstance(future.exception(), ZeroDivisionError)
+    found = report(client)
+    assert "cpu-1" not in [row.key for row in found]
+    assert {device.running + device.queued for device in found.devices} == {0}
+    assert [row.key for row in found][-1] == "retried-1"
+
+
+def test_an_asynchronous_client_awaits_it() -> None:
+    async def body() -> None:
+        async with (
+            LocalDeviceCluster(
+                processes=False, dashboard_address=":0", asynchronous=True
+            ) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await client.submit(nap, 0, key="nap-1")
+            assert [row.key for row in await report(client)] == ["nap-1"]
+
+    asyncio.run(body())
+
+
+def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        assert (list(report(client)), report(client).devices) == ([], [])
+        client.register_plugin(DevicePlugin())
+        assert len(report(client).devices) == 4

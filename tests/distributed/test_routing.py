@@ -1,0 +1,332 @@
+"""A task that names a device goes to the worker that has it, or fails; it never waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Event, LocalCluster, Worker, get_worker
+
+from dask_devctx import (
+    Device,
+    DeviceNotFoundError,
+    DevicePlugin,
+    DeviceRouting,
+    LocalDeviceCluster,
+    membership,
+)
+
+
+def where(*_: object) -> str:
+    device = Device.current()
+    assert device is not None
+    return device.uuid
+
+
+def worker_and_device_of(_: object) -> tuple[str, int]:
+    return worker_and_device()
+
+
+def worker_and_device() -> tuple[str, int]:
+    device = Device.current()
+    assert device is not None
+    return get_worker().address, device.device_id
+
+
+def until(client: Client, *, finished: Any, timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not finished():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalDeviceCluster]:
+    with LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
+    with Client(cluster) as client:
+        yield client
+
+
+def holder(cluster: LocalCluster, ordinal: int) -> Worker:
+    (found,) = (
+        worker
+        for worker in cluster.workers.values()
+        if Device(ordinal) in worker.plugins["devctx"].placement.devices
+    )
+    return found
+
+
+@pytest.mark.parametrize("ordinal", range(4))
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda device: device,
+        lambda device: device.uuid,
+        lambda device: device.uuid[:12],
+        lambda device: device.device_id,
+        lambda device: str(device),
+        lambda device: device.pci_bus_id,
+    ],
+    ids=["Device", "UUID", "prefix", "ordinal", "cuda:n", "PCI bus id"],
+)
+def test_every_name_reaches_its_holder(client: Client, name: Any, ordinal: int) -> None:
+    with dask.annotate(device=name(Device(ordinal))):
+        future = client.submit(where, pure=False)
+    assert future.result(timeout=10) == Device(ordinal).uuid
+
+
+def test_many_tasks_and_their_inputs(client: Client) -> None:
+    with dask.annotate(device=0):
+        first = client.map(worker_and_device_of, range(20))
+    with dask.annotate(device=3):
+        second = client.map(where, first)
+    assert {device for _, device in client.gather(first)} == {0}
+    assert client.gather(second) == [Device(3).uuid] * 20
+
+
+def test_a_callable_names_one_for_each_key(client: Client) -> None:
+    with dask.annotate(device=lambda key: int(key[-1])):
+        futures = [client.submit(worker_and_device, key=f"task-{n}") for n in range(4)]
+    assert [device for _, device in client.gather(futures)] == [0, 1, 2, 3]
+
+
+def test_actors_are_made_where_their_device_is(client: Client) -> None:
+    class Here:
+        def __init__(self) -> None:
+            self.made = where()
+
+        def now(self) -> str:
+            return where()
+
+    for ordinal in (0, 3):
+        with dask.annotate(device=ordinal):
+            actor = client.submit(Here, actor=True, pure=False).result(timeout=10)
+        assert actor.now().result() == Device(ordinal).uuid
+
+
+def test_a_device_that_nobody_has_fails_its_task(client: Client) -> None:
+    for wanted in (4, "GPU-ffffffff", "0000:ff:00.0", "banana"):
+        with dask.annotate(device=wanted):
+            future = client.submit(where, pure=False)
+        error = future.exception(timeout=5)
+        assert isinstance(error, DeviceNotFoundError)
+        assert error.requested == wanted
+
+
+def test_what_is_no_device_fails_its_task(client: Client) -> None:
+    with dask.annotate(device=1.5):
+        future = client.submit(where, pure=False)
+    assert isinstance(future.exception(timeout=5), TypeError)
+
+
+def test_what_names_no_device_is_not_restricted(
+    client: Client, cluster: LocalDeviceCluster
+) -> None:
+    for said in ({}, {"device": "auto"}, {"device": "none"}):
+        with dask.annotate(**said):
+            future = client.submit(time.time, pure=False)
+        future.result()
+        ts = cluster.scheduler.tasks[future.key]
+        assert (ts.worker_restrictions, ts.host_restrictions) == (None, None)
+
+
+def test_a_worker_with_all_devices_restricts_nothing() -> None:
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        with dask.annotate(device=2):
+            future = client.submit(where, pure=False)
+        assert future.result() == Device(2).uuid
+        assert cluster.scheduler.tasks[future.key].worker_restrictions is None
+
+
+def test_the_users_restrictions_hold_as_well(client: Client, cluster: LocalDeviceCluster) -> None:
+    mine, other = holder(cluster, 0), holder(cluster, 3)
+    with dask.annotate(device=0, workers=[mine.address, other.address]):
+        future = client.submit(worker_and_device, pure=False)
+    assert future.result(timeout=10) == (mine.address, 0)
+    with dask.annotate(device=0, workers=[other.address]):
+        future = client.submit(worker_and_device, pure=False)
+    assert isinstance(future.exception(timeout=10), DeviceNotFoundError)
+    with dask.annotate(device=0):
+        future = client.submit(
+            worker_and_device, workers=[other.address], allow_other_workers=True, pure=False
+        )
+    assert isinstance(future.exception(timeout=10), DeviceNotFoundError)
+
+
+def test_a_task_that_waits_moves_when_a_worker_leaves(
+    client: Client, cluster: LocalDeviceCluster
+) -> None:
+    leaving, staying = holder(cluster, 0), holder(cluster, 3)
+    client.unregister_worker_plugin("devctx")
+    client.register_plugin(DevicePlugin())  # both have all devices now
+    go = Event("go")
+    blocker = client.submit(go.wait, workers=[leaving.address], pure=False)
+    with dask.annotate(device=1):
+        future = client.submit(lambda _: worker_and_device(), blocker, workers=[leaving.address])
+        free = client.submit(worker_and_device, pure=False)
+    assert free.result(timeout=10)[1] == 1
+    del future
+    client.retire_workers([leaving.address], close_workers=True)
+    with dask.annotate(device=1):
+        future = client.submit(worker_and_device, pure=False)
+    assert future.result(timeout=10) == (staying.address, 1)
+    go.set()
+
+
+def test_a_task_whose_device_left_waits_and_then_fails() -> None:
+    with (
+        dask.config.set({"devctx.missing-device-timeout": "600ms"}),
+        LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.retire_workers([holder(cluster, 3).address], close_workers=True)
+        start = time.monotonic()
+        with dask.annotate(device=3):
+            future = client.submit(where, pure=False)
+        until(client, finished=lambda: cluster.scheduler.unrunnable)
+        assert isinstance(future.exception(timeout=10), DeviceNotFoundError)
+        assert 0.2 < time.monotonic() - start < 5
+
+
+def test_a_task_whose_device_left_runs_when_it_is_back() -> None:
+    with (
+        LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        leaving = holder(cluster, 3)
+        client.retire_workers([leaving.address], close_workers=True)
+        with dask.annotate(device=3):
+            future = client.submit(where, pure=False)
+        until(client, finished=lambda: cluster.scheduler.unrunnable)
+        client.sync(join, cluster)
+        assert future.result(timeout=20) == Device(3).uuid
+
+
+def test_queued_tasks_are_led_anew_when_a_worker_joins_that_has_less() -> None:
+    # One worker with all devices, many root tasks: they queue on the scheduler, unrestricted.
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(DevicePlugin())
+        with dask.annotate(device=3):
+            futures = client.map(
+                lambda _: (time.sleep(0.01), worker_and_device())[1], range(60), pure=False
+            )
+        until(client, finished=lambda: len(cluster.scheduler.queued) > 10)
+        client.register_plugin(DevicePlugin(devices=[3]))
+        client.sync(join, cluster, devices=[0])
+        assert {device for _, device in client.gather(futures)} == {3}
+        assert not cluster.scheduler.queued
+
+
+async def join(cluster: LocalCluster, devices: list[int] | None = None) -> Worker:
+    """Add a worker, with the cluster's plugin or with one for these devices."""
+    worker = await Worker(cluster.scheduler.address, nthreads=1, name="late")
+    cluster.workers["late"] = worker  # which closes it
+    if devices is not None:
+        await worker.plugin_add(DevicePlugin(devices=devices))
+    return worker
+
+
+def test_unregistering_lets_go(client: Client, cluster: LocalDeviceCluster) -> None:
+    client.unregister_worker_plugin("devctx")
+    assert cluster.scheduler.plugins["devctx-routing"]._cluster.holdings == {}
+    with dask.annotate(device=3):
+        assert client.submit(sum, [1, 2], pure=False).result(timeout=10) == 3
+
+
+def test_registering_on_a_live_cluster_brings_the_routing() -> None:
+    with (
+        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        assert "devctx-routing" not in cluster.scheduler.plugins
+        client.register_plugin(DevicePlugin(devices_per_worker=2))
+        for ordinal in range(4):
+            with dask.annotate(device=ordinal):
+                future = client.submit(where, pure=False)
+            assert future.result(timeout=10) == Device(ordinal).uuid
+
+
+def test_a_scheduler_that_cannot_have_it_is_told_of(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scheduler:
+        async def register_scheduler_plugin(self, **kwargs: object) -> None:
+            raise ModuleNotFoundError("No module named 'dask_devctx'")
+
+    class WorkerAlone:
+        scheduler = Scheduler()
+
+    with caplog.at_level(logging.WARNING, membership.__name__):
+        asyncio.run(membership.announce(WorkerAlone(), [Device(0)]))
+    assert "Install dask-devctx where the scheduler runs" in caplog.text
+    assert "No module named 'dask_devctx'" in caplog.text
+
+
+def test_tasks_that_are_there_already_are_led() -> None:
+    with (
+        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        go = Event("go")
+        first = client.submit(go.wait, pure=False)
+        with dask.annotate(device=3):
+            future = client.submit(where, first)
+        client.register_plugin(DevicePlugin(devices_per_worker=2))
+        go.set()
+        assert future.result(timeout=10) == Device(3).uuid
+
+
+def test_errors_of_a_users_callable_reach_the_task(client: Client) -> None:
+    def broken(key: str) -> int:
+        if os.environ.get("DEVCTX_NEVER_SET"):
+            return 0
+        raise KeyError(key)
+
+    assert DeviceRouting.name == "devctx-routing"
+    with dask.annotate(device=broken):
+        future = client.submit(where, key="broken-key")
+    with pytest.raises(KeyError):
+        future.result(timeout=10)
+
+
+def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        # As on a machine whose devices are not these: the plugin's set-up fails there.
+        worker = client.sync(join, cluster)
+        assert worker.address in cluster.scheduler.workers
+        with pytest.raises(DeviceNotFoundError):
+            client.sync(set_up, worker, DevicePlugin(devices=["GPU-ffffffff"]))
+        start = time.monotonic()
+        with dask.annotate(device=7):
+            future = client.submit(where, pure=False)
+        assert isinstance(future.exception(timeout=20), DeviceNotFoundError)
+        with dask.annotate(device=2):
+            future = client.submit(worker_and_device, pure=False)
+        assert future.result(timeout=20) == (cluster.workers[0].address, 2)
+        assert time.monotonic() - start < 10
+
+
+async def set_up(worker: Worker, plugin: DevicePlugin) -> None:
+    await worker.plugin_add(plugin, catch_errors=False)

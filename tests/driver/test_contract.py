@@ -1,0 +1,638 @@
+"""What a CUDA driver answers: the same tests on the simulated and on the real one.
+
+Each runs in a process of its own, where nobody else has used the driver. The expectations were
+measured on two H200s with driver 580, and a real driver that answers otherwise is news.
+"""
+
+# ruff: noqa: F821 - the functions run elsewhere, where the fixture `child` defines these names
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+# -- before and without a context
+
+
+def uninitialised(kind):
+    d = make(kind)
+    null = types.CUcontext(0)
+    assert set(
+        names(
+            d.cuCtxGetCurrent(),
+            d.cuCtxSetCurrent(null),
+            d.cuDeviceGetCount(),
+            d.cuMemFree(0),
+            d.cuCtxSynchronize(),
+            d.cuCtxGetDevice(),
+        )
+    ) == {"NOT_INITIALIZED"}
+    assert d.cuCtxGetCurrent()[1] is None
+    assert ok(d.cuDriverGetVersion()) >= 12000
+
+
+def nothing_current(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    null = types.CUcontext(0)
+    assert int(ok(d.cuCtxGetCurrent())) == 0
+    assert set(
+        names(
+            d.cuCtxGetDevice(),
+            d.cuCtxGetFlags(),
+            d.cuCtxSynchronize(),
+            d.cuMemGetInfo(),
+            d.cuMemAlloc(10),
+            d.cuCtxGetLimit(types.CUlimit.CU_LIMIT_STACK_SIZE),
+            d.cuCtxGetCacheConfig(),
+            d.cuCtxGetSharedMemConfig(),
+            d.cuCtxGetStreamPriorityRange(),
+            d.cuCtxGetApiVersion(null),
+            d.cuCtxGetId(null),
+            d.cuCtxPopCurrent(),
+            d.cuCtxEnablePeerAccess(null, 0),
+            d.cuCtxSetFlags(0),
+        )
+    ) == {"INVALID_CONTEXT"}
+    assert names(d.cuMemFree(0), d.cuCtxDestroy(null), d.cuCtxSetCurrent(null)) == [
+        "SUCCESS",
+        "INVALID_VALUE",
+        "SUCCESS",
+    ]
+
+
+def results_have_one_shape(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    # what a failing call hands out is None, as often as a value would be
+    assert d.cuMemGetInfo()[1:] == (None, None)
+    assert d.cuCtxGetStreamPriorityRange()[1:] == (None, None)
+    assert d.cuMemAlloc(10)[1:] == (None,)
+    assert d.cuCtxSynchronize()[1:] == ()
+
+
+def invalid_ordinals(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    assert set(
+        names(
+            d.cuDeviceGet(99),
+            d.cuDeviceGet(-1),
+            d.cuDeviceGetName(64, 99),
+            d.cuDevicePrimaryCtxRetain(99),
+        )
+    ) == {"INVALID_DEVICE"}
+
+
+def describes_devices(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    import re
+
+    assert ok(d.cuDeviceGetCount()) >= 1
+    device = ok(d.cuDeviceGet(0))
+    assert int(device) == 0
+    assert ok(d.cuDeviceGetName(64, device)).split(b"\0")[0]
+    bus_id = ok(d.cuDeviceGetPCIBusId(64, device)).split(b"\0")[0].decode()
+    assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.0", bus_id), bus_id
+    assert ok(d.cuDeviceTotalMem(device)) > 2**30
+    assert len(bytes(ok(d.cuDeviceGetUuid(device)).bytes)) == 16
+    assert ok(d.cuDeviceCanAccessPeer(device, device)) == 0
+    kind = types.CUdevice_attribute
+    assert ok(d.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 0)) >= 5
+    assert ok(d.cuDevicePrimaryCtxGetState(device)) == (0, 0)  # none of it made a context
+
+
+def error_strings(kind):
+    d = make(kind)
+    text = ok(d.cuGetErrorString(types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS))
+    assert isinstance(text, bytes)
+    assert text
+
+
+# -- primary contexts
+
+
+def primary_is_counted(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    assert names(d.cuDevicePrimaryCtxRelease(0)) == ["INVALID_CONTEXT"]  # nobody holds it
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    assert int(ok(d.cuDevicePrimaryCtxRetain(0))) == int(context)
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 1)
+    assert int(ok(d.cuCtxGetCurrent())) == 0  # retaining makes nothing current
+    assert names(d.cuCtxDestroy(context)) == ["INVALID_CONTEXT"]
+    ok(d.cuDevicePrimaryCtxRelease(0))
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 1)
+    ok(d.cuDevicePrimaryCtxRelease(0))
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 0)
+    assert names(d.cuDevicePrimaryCtxRelease(0)) == ["INVALID_CONTEXT"]
+
+
+def primary_flags(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    ok(d.cuDevicePrimaryCtxSetFlags(0, 4))
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (4, 0)
+    ok(d.cuDevicePrimaryCtxRetain(0))
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (4, 1)
+    ok(d.cuDevicePrimaryCtxSetFlags(0, 2))
+    assert names(d.cuDevicePrimaryCtxSetFlags(0, 3), d.cuDevicePrimaryCtxSetFlags(0, 512)) == [
+        "INVALID_VALUE",
+        "INVALID_VALUE",
+    ]
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (2, 1)
+    ok(d.cuDevicePrimaryCtxRelease(0))
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 0)  # the flags go with the context
+
+
+def primary_when_current(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    assert int(ok(d.cuCtxGetCurrent())) == int(context)
+    assert int(ok(d.cuCtxGetDevice())) == 0
+    assert ok(d.cuCtxGetApiVersion(context)) == ok(d.cuCtxGetApiVersion(types.CUcontext(0)))
+    assert ok(d.cuCtxGetId(context)) == ok(d.cuCtxGetId(types.CUcontext(0)))
+    least, greatest = ok(d.cuCtxGetStreamPriorityRange())
+    assert greatest <= least
+
+
+def primary_dies_while_current(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    ok(d.cuDevicePrimaryCtxRelease(0))
+    assert int(ok(d.cuCtxGetCurrent())) == int(context)
+    assert int(ok(d.cuCtxGetDevice())) == 0
+    null = types.CUcontext(0)
+    assert set(
+        names(
+            d.cuCtxSynchronize(),
+            d.cuMemFree(0),
+            d.cuMemAlloc(16),
+            d.cuCtxGetId(null),
+            d.cuCtxGetApiVersion(null),
+        )
+    ) == {"CONTEXT_IS_DESTROYED"}
+    again = ok(d.cuDevicePrimaryCtxRetain(0))
+    assert int(again) == int(context)  # the same handle, and it lives again where it was current
+    assert int(ok(d.cuCtxGetCurrent())) == int(context)
+    ok(d.cuMemAlloc(16))
+
+
+def dead_primary_can_be_made_current(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuDevicePrimaryCtxRelease(0))
+    ok(d.cuCtxSetCurrent(context))
+    assert int(ok(d.cuCtxGetCurrent())) == int(context)
+    assert int(ok(d.cuCtxGetDevice())) == 0
+    assert names(d.cuMemAlloc(16)) == ["CONTEXT_IS_DESTROYED"]
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 0)
+    ok(d.cuCtxSetCurrent(types.CUcontext(0)))
+    assert int(ok(d.cuCtxGetCurrent())) == 0
+
+
+def primary_id_is_known_after_it_died(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuDevicePrimaryCtxRelease(0))
+    assert names(d.cuCtxGetId(context)) == ["CONTEXT_IS_DESTROYED"]
+
+
+# -- contexts that are made
+
+
+def creating_makes_current(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuCtxCreate(None, 0, 0))
+    assert int(ok(d.cuCtxGetCurrent())) == int(context)
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 0)  # beside the primary one
+    assert ok(d.cuCtxGetFlags()) == 0
+    ok(d.cuCtxSetCurrent(types.CUcontext(0)))
+    assert int(ok(d.cuCtxGetCurrent())) == 0
+    ok(d.cuCtxDestroy(context))
+
+
+def creating_stacks(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    first = ok(d.cuCtxCreate(None, 0, 0))
+    second = ok(d.cuCtxCreate(None, 0, 0))
+    assert int(ok(d.cuCtxGetCurrent())) == int(second)
+    ok(d.cuCtxSetCurrent(types.CUcontext(0)))  # takes the top off the stack
+    assert int(ok(d.cuCtxGetCurrent())) == int(first)
+    ok(d.cuCtxSetCurrent(second))  # replaces the top
+    assert int(ok(d.cuCtxPopCurrent())) == int(second)
+    assert int(ok(d.cuCtxGetCurrent())) == 0
+    ok(d.cuCtxDestroy(first))
+    ok(d.cuCtxDestroy(second))
+
+
+def setting_none_pops_one(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxPushCurrent(context))
+    ok(d.cuCtxPushCurrent(context))
+    ok(d.cuCtxSetCurrent(types.CUcontext(0)))
+    assert int(ok(d.cuCtxGetCurrent())) == int(context)
+    ok(d.cuCtxSetCurrent(types.CUcontext(0)))
+    assert int(ok(d.cuCtxGetCurrent())) == 0
+    assert names(d.cuCtxPopCurrent()) == ["INVALID_CONTEXT"]
+
+
+def creating_with_flags(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    for flags in (1, 2, 4):
+        context = ok(d.cuCtxCreate(None, flags, 0))
+        assert ok(d.cuCtxGetFlags()) == flags
+        ok(d.cuCtxDestroy(context))
+    assert names(d.cuCtxCreate(None, 3, 0)) == ["INVALID_VALUE"]
+    assert int(ok(d.cuCtxGetCurrent())) == 0
+
+
+def destroying_current_uncovers_the_next(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    first = ok(d.cuCtxCreate(None, 0, 0))
+    second = ok(d.cuCtxCreate(None, 0, 0))
+    ok(d.cuCtxDestroy(second))
+    assert int(ok(d.cuCtxGetCurrent())) == int(first)
+    ok(d.cuCtxDestroy(first))
+    assert int(ok(d.cuCtxGetCurrent())) == 0
+
+
+def destroying_twice(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuCtxCreate(None, 0, 0))
+    ok(d.cuCtxDestroy(context))
+    assert names(d.cuCtxDestroy(context)) == ["CONTEXT_IS_DESTROYED"]
+
+
+def asking_a_destroyed_context(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuCtxCreate(None, 0, 0))
+    ok(d.cuCtxDestroy(context))
+    assert names(d.cuCtxGetId(context)) == ["CONTEXT_IS_DESTROYED"]
+    assert names(d.cuCtxGetApiVersion(context)) == ["INVALID_CONTEXT"]
+
+
+def asking_many_destroyed_contexts(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    ids, handles = {}, []
+    for number in range(24):
+        context = ok(d.cuCtxCreate(None, 0, 0))
+        handles.append(int(context))
+        ids[int(context)] = ok(d.cuCtxGetId(context))  # a handle may be used again
+        ok(d.cuCtxDestroy(context))
+        junk = [bytearray(os.urandom(64 * (number + 1))) for _ in range(500)]  # reuse the heap
+        for handle in handles:
+            answer = d.cuCtxGetId(types.CUcontext(handle))
+            assert names(answer) == ["CONTEXT_IS_DESTROYED"], (number, hex(handle), answer)
+        del junk
+    living = ok(d.cuCtxCreate(None, 0, 0))
+    for handle in handles:
+        answer = d.cuCtxGetId(types.CUcontext(handle))
+        if handle == int(living):
+            assert ok(answer) > max(ids.values())  # used again, under a number of its own
+        else:
+            assert names(answer) == ["CONTEXT_IS_DESTROYED"], (hex(handle), answer)
+    ok(d.cuCtxDestroy(living))
+
+
+def numbers_are_never_used_again(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    seen = []
+    for _ in range(6):
+        context = ok(d.cuCtxCreate(None, 0, 0))
+        seen.append(ok(d.cuCtxGetId(context)))
+        ok(d.cuCtxDestroy(context))
+    assert len(set(seen)) == len(seen), seen
+
+
+def destroyed_while_current_elsewhere(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuCtxCreate(None, 0, 0))
+    ok(d.cuCtxSetCurrent(types.CUcontext(0)))
+    made, destroyed, answers = threading.Event(), threading.Event(), []
+
+    def other():
+        ok(d.cuCtxSetCurrent(context))
+        made.set()
+        destroyed.wait()
+        answers.append(int(ok(d.cuCtxGetCurrent())))
+        answers.extend(names(d.cuCtxGetId(context), d.cuCtxSynchronize(), d.cuMemAlloc(8)))
+        ok(d.cuCtxSetCurrent(types.CUcontext(0)))
+        answers.append(int(ok(d.cuCtxGetCurrent())))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    made.wait()
+    ok(d.cuCtxDestroy(context))
+    assert names(d.cuCtxGetId(context)) == ["CONTEXT_IS_DESTROYED"]
+    for _ in range(4):
+        ok(d.cuCtxDestroy(ok(d.cuCtxCreate(None, 0, 0))))
+    assert names(d.cuCtxGetId(context)) == ["CONTEXT_IS_DESTROYED"]
+    destroyed.set()
+    thread.join()
+    assert answers == [int(context), *["CONTEXT_IS_DESTROYED"] * 3, 0]
+
+
+def current_is_per_thread(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(int(ok(d.cuCtxGetCurrent()))))
+    thread.start()
+    thread.join()
+    assert seen == [0]
+    assert int(ok(d.cuCtxGetCurrent())) == int(context)
+
+
+# -- what a context has
+
+
+def limits(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    which = types.CUlimit
+    for limit in (
+        which.CU_LIMIT_STACK_SIZE,
+        which.CU_LIMIT_PRINTF_FIFO_SIZE,
+        which.CU_LIMIT_MALLOC_HEAP_SIZE,
+        which.CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT,
+    ):
+        value = ok(d.cuCtxGetLimit(limit))
+        assert value > 0
+        ok(d.cuCtxSetLimit(limit, value))
+        assert ok(d.cuCtxGetLimit(limit)) == value
+        ok(d.cuCtxSetLimit(limit, 2 * value + 1))
+        assert ok(d.cuCtxGetLimit(limit)) >= 2 * value + 1  # rounded up
+    assert ok(d.cuCtxGetLimit(which.CU_LIMIT_STACK_SIZE)) == 2064
+    assert names(d.cuCtxSetLimit(which.CU_LIMIT_MAX_L2_FETCH_GRANULARITY, 129)) == ["INVALID_VALUE"]
+    assert names(d.cuCtxGetLimit(which.CU_LIMIT_MAX), d.cuCtxSetLimit(which.CU_LIMIT_MAX, 4)) == [
+        "INVALID_VALUE",
+        "INVALID_VALUE",
+    ]
+
+
+def limits_of_this_architecture(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    major = types.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+    if ok(d.cuDeviceGetAttribute(major, 0)) != 9:
+        print("skip: not compute capability 9")
+        return
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    which = types.CUlimit
+    for limit in (
+        which.CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH,
+        which.CU_LIMIT_CIG_SHMEM_FALLBACK_ENABLED,
+    ):
+        assert names(d.cuCtxGetLimit(limit), d.cuCtxSetLimit(limit, 4)) == ["UNSUPPORTED_LIMIT"] * 2
+    for limit in (which.CU_LIMIT_SHMEM_SIZE, which.CU_LIMIT_CIG_ENABLED):
+        value = ok(d.cuCtxGetLimit(limit))
+        assert names(d.cuCtxSetLimit(limit, value)) == ["NOT_PERMITTED"]
+
+
+def cache_and_shared_memory(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    for config in types.CUfunc_cache:
+        ok(d.cuCtxSetCacheConfig(config))
+        assert ok(d.cuCtxGetCacheConfig()) == config
+    four = types.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
+    for number in (0, 1, 2):
+        ok(d.cuCtxSetSharedMemConfig(types.CUsharedconfig(number)))
+        assert ok(d.cuCtxGetSharedMemConfig()) == four
+
+
+# -- memory
+
+
+def memory(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    free, total = ok(d.cuMemGetInfo())
+    assert 0 < free <= total
+    assert names(d.cuMemAlloc(1 << 40), d.cuMemAlloc(0), d.cuMemFree(12345)) == [
+        "OUT_OF_MEMORY",
+        "INVALID_VALUE",
+        "INVALID_VALUE",
+    ]
+    pointer = ok(d.cuMemAlloc(1 << 20))
+    assert int(pointer)
+    ok(d.cuMemFree(pointer))
+    assert names(d.cuMemFree(pointer)) == ["INVALID_VALUE"]  # twice
+    ok(d.cuMemFree(0))
+
+
+def memory_goes_with_its_context(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    before, _ = ok(d.cuMemGetInfo())
+    ok(d.cuMemAlloc(1 << 30))
+    during, _ = ok(d.cuMemGetInfo())
+    assert before - during >= 1 << 30
+    ok(d.cuDevicePrimaryCtxRelease(0))
+    ok(d.cuDevicePrimaryCtxRetain(0))
+    after, _ = ok(d.cuMemGetInfo())
+    assert after - during >= 1 << 29
+
+
+def peer_access_to_itself(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    assert names(d.cuCtxEnablePeerAccess(context, 0)) == ["PEER_ACCESS_UNSUPPORTED"]
+
+
+def peer_access(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    if ok(d.cuDeviceGetCount()) < 2 or not ok(d.cuDeviceCanAccessPeer(0, 1)):
+        print("skip: no two devices that reach each other")
+        return
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    other = ok(d.cuDevicePrimaryCtxRetain(1))
+    assert names(d.cuCtxEnablePeerAccess(other, 0), d.cuCtxEnablePeerAccess(other, 0)) == [
+        "SUCCESS",
+        "PEER_ACCESS_ALREADY_ENABLED",
+    ]
+
+
+# -- fork
+
+
+def forked_after_init(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    pid = os.fork()
+    if pid == 0:
+        answers = names(
+            d.cuCtxGetCurrent(),
+            d.cuCtxSetCurrent(context),
+            d.cuInit(0),
+            d.cuDeviceGetCount(),
+            d.cuMemAlloc(5),
+            d.cuDevicePrimaryCtxRetain(0),
+        )
+        os._exit(0 if set(answers) == {"NOT_INITIALIZED"} else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    ok(d.cuCtxSynchronize())  # the parent is as it was
+
+
+def forked_before_init(kind):
+    d = make(kind)
+    pid = os.fork()
+    if pid == 0:
+        ok(d.cuInit(0))
+        os._exit(0 if ok(d.cuDeviceGetCount()) >= 1 else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def environment_is_read_once(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    count = ok(d.cuDeviceGetCount())
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    assert ok(d.cuDeviceGetCount()) == count
+    ok(d.cuInit(0))
+    assert ok(d.cuDeviceGetCount()) == count
+
+
+CONTRACT = [
+    uninitialised,
+    nothing_current,
+    results_have_one_shape,
+    invalid_ordinals,
+    describes_devices,
+    error_strings,
+    primary_is_counted,
+    primary_flags,
+    primary_when_current,
+    primary_dies_while_current,
+    dead_primary_can_be_made_current,
+    primary_id_is_known_after_it_died,
+    creating_makes_current,
+    creating_stacks,
+    setting_none_pops_one,
+    creating_with_flags,
+    destroying_current_uncovers_the_next,
+    destroying_twice,
+    asking_a_destroyed_context,
+    asking_many_destroyed_contexts,
+    numbers_are_never_used_again,
+    destroyed_while_current_elsewhere,
+    current_is_per_thread,
+    limits,
+    limits_of_this_architecture,
+    cache_and_shared_memory,
+    memory,
+    memory_goes_with_its_context,
+    peer_access_to_itself,
+    peer_access,
+    forked_after_init,
+    forked_before_init,
+    environment_is_read_once,
+]
+
+
+@pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
+def test_contract(clause, kind, child):
+    done = child(clause, kind, env={"CUDA_VISIBLE_DEVICES": None})
+    if done.stdout.startswith("skip: "):
+        pytest.skip(done.stdout)
+
+
+def making_a_destroyed_context_current(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuCtxCreate(None, 0, 0))
+    ok(d.cuCtxDestroy(context))
+    print("destroyed", flush=True)
+    d.cuCtxSetCurrent(context)
+    d.cuCtxGetDevice()
+    d.cuMemAlloc(5)
+    d.cuCtxSetCurrent(types.CUcontext(0))
+    print("survived", flush=True)
+
+
+def making_garbage_current(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    print("destroyed", flush=True)
+    d.cuCtxSetCurrent(types.CUcontext(0x1234))
+    print("survived", flush=True)
+
+
+@pytest.mark.parametrize(
+    "clause",
+    [making_a_destroyed_context_current, making_garbage_current],
+    ids=lambda clause: clause.__name__,
+)
+def test_crash(clause, kind, child):
+    """The real driver ends the process; the simulated one says that it would have."""
+    done = child(clause, kind, env={"CUDA_VISIBLE_DEVICES": None}, check=False)
+    assert done.stdout.split() == ["destroyed"]
+    if kind == "real":
+        assert done.returncode in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)
+    else:
+        assert "SimulatedCrashError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, ["SUCCESS", 2]),
+        ("", ["NO_DEVICE", None]),
+        ("1", ["SUCCESS", 1]),
+        ("0,0", ["INVALID_DEVICE", None]),
+        ("99", ["NO_DEVICE", None]),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", ["simulated", pytest.param("real", marks=pytest.mark.gpu(count=2))]
+)
+def test_visible_devices(value, expected, kind, child):
+    def starts(kind):
+        d = make(kind)
+        status = names(d.cuInit(0))[0]
+        print(status, d.cuDeviceGetCount()[1])
+
+    done = child(starts, kind, env={"CUDA_VISIBLE_DEVICES": value})
+    assert done.stdout.split()[0] == expected[0]
+    if expected[1] is not None and kind == "simulated":
+        assert int(done.stdout.split()[1]) == expected[1]
+
+
+def test_refuses_what_it_cannot_simulate(machine):
+    with pytest.raises(AttributeError, match="has no cuLaunchKernel: it cannot be simulated"):
+        machine.driver.cuLaunchKernel  # noqa: B018
+    with pytest.raises(AttributeError, match="has no nvmlDeviceGetPowerUsage"):
+        machine.nvml.nvmlDeviceGetPowerUsage  # noqa: B018

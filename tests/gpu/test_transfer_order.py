@@ -1,0 +1,265 @@
+"""On two real GPUs: a copy waits for its source's work, and its source outlives it.
+
+Each test says what it would catch: the same scene with that part of the ordering left out must
+give wrong values, or the scene proves nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from dask_devctx import Device, driver
+from dask_devctx.driver import backends
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer import release_held, stamp
+from dask_devctx.transfer.move import Move
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+
+REPEATS = 200
+ELEMENTS = 1 << 20
+SPIN = 4_000_000  # cycles: some two milliseconds
+GOOD, BAD = 7.0, -1.0
+
+
+class CuPy:
+    """What the scenes need of a library."""
+
+    def __init__(self):
+        self.cupy = importlib.import_module("cupy")
+        self._spin = self.cupy.RawKernel(
+            'extern "C" __global__ void spin(long long n)'
+            "{ long long t = clock64(); while (clock64() - t < n) {} }",
+            "spin",
+        )
+
+    def stream(self, kind, device):
+        stream = self.cupy.cuda.Stream
+        with Device(device):
+            match kind:
+                case "legacy":
+                    return stream.null
+                case "per-thread":
+                    return stream.ptds
+            return stream(non_blocking=kind == "non-blocking")
+
+    def using(self, stream):
+        return stream
+
+    def empty(self):
+        return self.cupy.empty(ELEMENTS, "f4")
+
+    def spin(self):
+        self._spin((1,), (1,), (SPIN,))
+
+    def fill(self, array, value):
+        array.fill(value)
+
+    def address(self, array):
+        return array.data.ptr
+
+    def differs(self, array, value):
+        return bool((array != value).any())
+
+    def forget_cache(self):
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+
+class Torch:
+    def __init__(self):
+        self.torch = importlib.import_module("torch")
+
+    def stream(self, kind, device):
+        cuda = self.torch.cuda
+        match kind:
+            case "legacy":
+                return cuda.default_stream(device)
+            case "per-thread":
+                return cuda.ExternalStream(2, device=device)
+            case "blocking":  # torch makes none itself
+                made = driver.backend().driver()
+                with Device(device):
+                    handle = int(made.driver.cuStreamCreate(0)[1])
+                return cuda.ExternalStream(handle, device=device)
+        return cuda.Stream(device)
+
+    def using(self, stream):
+        return self.torch.cuda.stream(stream)
+
+    def empty(self):
+        index = Device.current().device_id
+        return self.torch.empty(ELEMENTS, device=f"cuda:{index}")
+
+    def spin(self):
+        self.torch.cuda._sleep(SPIN)
+
+    def fill(self, array, value):
+        array.fill_(value)
+
+    def address(self, array):
+        return array.data_ptr()
+
+    def differs(self, array, value):
+        return bool((array != value).any().item())
+
+    def forget_cache(self):
+        self.torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def two_gpus():
+    real = backends.real()
+    try:
+        count = real.driver().device_count()
+    except DevctxError as error:
+        pytest.skip(f"needs 2 GPUs: {error}")
+    if count < 2:
+        pytest.skip(f"needs 2 GPUs, there is {count}")
+    # Libraries that make their device current and leave it so do it inside this scope.
+    with driver.use(real), Device(0):
+        yield
+        for device in (0, 1):
+            Device(device).sync()
+        release_held()
+
+
+@pytest.fixture(params=["cupy", "torch"])
+def library(request):
+    pytest.importorskip(request.param)
+    made = {"cupy": CuPy, "torch": Torch}[request.param]()
+    yield made
+    made.forget_cache()
+
+
+@pytest.fixture(params=["legacy", "per-thread", "blocking", "non-blocking"])
+def scene(request, library):
+    return Scene(library, request.param)
+
+
+class Scene:
+    """A producer on its own thread and GPU 0, and a mover on this thread for GPU 1."""
+
+    def __init__(self, library, kind):
+        self.library = library
+        self.streams = [library.stream(kind, device) for device in (0, 1)]
+
+    @contextmanager
+    def on(self, device):
+        with Device(device), self.library.using(self.streams[device]):
+            yield
+
+    def settle(self):
+        for device in (0, 1):
+            Device(device).sync()
+        release_held()
+
+    def make(self, *, slowly=False):
+        """GOOD on GPU 0; slowly: its memory says BAD until the GPU has got that far."""
+        library = self.library
+        with self.on(0):
+            array = library.empty()
+            library.fill(array, BAD if slowly else GOOD)
+            Device(0).sync()
+            if slowly:
+                library.spin()
+                library.fill(array, GOOD)
+        return array
+
+    def is_wrong(self, moved):
+        with self.on(1):
+            return self.library.differs(moved, GOOD)
+
+
+def count_wrong(once, *, until_first=False):
+    wrong = 0
+    for _ in range(REPEATS):
+        wrong += once()
+        if wrong and until_first:
+            break
+    return wrong
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_the_copy_waits_for_the_work_that_makes_its_source(scene, stamped):
+    def produce():
+        array = scene.make(slowly=True)
+        return array, stamp(array) if stamped else None
+
+    def once(omit=frozenset()):
+        scene.settle()
+        array, made = producer.submit(produce).result()
+        with scene.on(1):
+            moved = Move(Device(1), made, omit=omit, guard_source=False).run(array)
+        return scene.is_wrong(moved)
+
+    with ThreadPoolExecutor(1) as producer:
+        assert count_wrong(once) == 0
+        assert count_wrong(lambda: once(frozenset(["before"])), until_first=True), (
+            "left out, the event is not missed: this scene proves nothing"
+        )
+
+
+def test_a_source_that_is_freed_and_overwritten_at_once_was_read(scene):
+    library = scene.library
+    reused = 0
+
+    def once(omit=frozenset()):
+        nonlocal reused
+        scene.settle()
+        array = scene.make()
+        address = library.address(array)
+        with scene.on(1):
+            library.spin()  # the copy is behind this
+            moved = Move(Device(1), omit=omit, guard_source=False).run(array)
+        del array
+        with scene.on(0):
+            other = library.empty()
+            reused += library.address(other) == address
+            library.fill(other, BAD)
+        return scene.is_wrong(moved)
+
+    assert count_wrong(once) == 0
+    assert reused == 0
+    wrong = count_wrong(lambda: once(frozenset(["hold"])), until_first=True)
+    assert reused, "the library did not use the memory again: this scene proves nothing"
+    assert wrong, "left out, holding the source is not missed: this scene proves nothing"
+
+
+def test_a_source_that_is_written_to_at_once_was_read(scene):
+    library = scene.library
+
+    def once(guard_source=True):
+        scene.settle()
+        array = scene.make()
+        with scene.on(0), scene.on(1):
+            library.spin()
+            moved = Move(Device(1), guard_source=guard_source).run(array)
+        with scene.on(0):
+            library.fill(array, BAD)
+        return scene.is_wrong(moved)
+
+    assert count_wrong(once) == 0
+    assert count_wrong(lambda: once(guard_source=False), until_first=True), (
+        "left out, the event back is not missed: this scene proves nothing"
+    )
+
+
+def test_the_cpu_does_not_wait(scene):
+    array = scene.make()
+    with scene.on(1):
+        Move(Device(1)).run(array)  # the library takes its memory from the device now
+    scene.settle()
+    with scene.on(0):
+        for _ in range(50):
+            scene.library.spin()
+    with scene.on(1):
+        moved = Move(Device(1), guard_source=False).run(array)
+        there = stamp(moved)
+    assert not there.done()
+    scene.settle()
+    assert there.done()
+    assert not scene.is_wrong(moved)

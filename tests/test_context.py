@@ -1,0 +1,542 @@
+"""``Context``: owned, borrowed and primary ones, and all that can be read and set on them."""
+
+# ruff: noqa: PT031
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from contextlib import closing
+
+import pytest
+from cuda.bindings import driver as types
+
+from dask_devctx import Device, driver
+from dask_devctx.context import (
+    CacheConfig,
+    Context,
+    ContextFlags,
+    Limit,
+    PrimaryContext,
+    SharedMemoryConfig,
+    StreamPriorityRange,
+)
+from dask_devctx.errors import DeviceScopeError, DriverError
+
+
+def current():
+    return driver.backend().current_context()
+
+
+@pytest.fixture
+def own(backend):
+    with closing(Context(0)) as context:
+        yield context
+
+
+# -- owned
+
+
+def test_owned(own):
+    assert own.handle
+    assert own.device is Device(0)
+    assert not own.is_current
+    assert not own.is_primary
+    assert own.flags == ContextFlags.SCHED_AUTO
+    assert own.api_version >= 3000
+    assert current() == 0  # making it left the thread as it was
+    assert not Device(0).primary_context.is_active  # nor does it make the primary one
+    assert hex(own.handle) in repr(own)
+    assert "owned" in repr(own)
+
+
+def test_making_one_leaves_the_current_context(backend):
+    with Device(0):
+        before = current()
+        with closing(Context(0)):
+            assert current() == before
+    assert current() == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (ContextFlags.SCHED_SPIN,),
+        (ContextFlags.SCHED_YIELD,),
+        (ContextFlags.SCHED_BLOCKING_SYNC,),
+    ],
+)
+def test_flags(backend, flags):
+    with closing(Context(0, *flags)) as own:
+        assert own.flags == flags[0]
+
+
+def test_flags_are_joined(machine):
+    own = Context(0, ContextFlags.SCHED_YIELD, ContextFlags.SYNC_MEMOPS)
+    assert own.flags == ContextFlags.SCHED_YIELD | ContextFlags.SYNC_MEMOPS
+    own.flags = ContextFlags.SCHED_SPIN
+    assert own.flags == ContextFlags.SCHED_SPIN
+    own.close()
+
+
+def test_flags_that_exclude_each_other(backend):
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        Context(0, ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD)
+    assert current() == 0
+
+
+def test_flags_are_the_drivers():
+    ours = {f"CU_CTX_{name}": flag.value for name, flag in ContextFlags.__members__.items()}
+    theirs = {flag.name: flag.value for flag in types.CUctx_flags if "MASK" not in flag.name}
+    theirs.pop("CU_CTX_BLOCKING_SYNC", None)  # an older name that some bindings keep as well
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "prefix"),
+    [
+        (Limit, types.CUlimit, "CU_LIMIT_"),
+        (CacheConfig, types.CUfunc_cache, "CU_FUNC_CACHE_"),
+        (SharedMemoryConfig, types.CUsharedconfig, "CU_SHARED_MEM_CONFIG_"),
+    ],
+)
+def test_enumerations_are_the_drivers(ours, theirs, prefix):
+    named = {f"{prefix}{member.name}": member.value for member in ours}
+    for member in theirs:  # older bindings have fewer
+        if member.name != "CU_LIMIT_MAX":
+            assert named[member.name] == member.value
+
+
+def test_scope(own):
+    with own as entered:
+        assert entered is own
+        assert own.is_current
+        assert current() == own.handle
+        with Device(0):
+            assert not own.is_current
+        assert own.is_current
+    assert not own.is_current
+    assert current() == 0
+
+
+def test_run(own):
+    assert own.run(lambda first, *, second: (current(), first, second), 1, second=2) == (
+        own.handle,
+        1,
+        2,
+    )
+    with pytest.raises(ZeroDivisionError):
+        own.run(lambda: 1 / 0)
+    assert current() == 0
+
+
+def test_set_current(own):
+    own.set_current()
+    assert own.is_current
+    assert Context.current() is own
+    driver.backend().calls.set_current(0)
+    assert not own.is_current
+
+
+def test_synchronize_leaves_the_current_context(own):
+    with Device(0):
+        before = current()
+        own.synchronize()
+        assert current() == before
+    assert current() == 0
+
+
+def test_is_current_is_of_this_thread(own):
+    seen = []
+    with own:
+        thread = threading.Thread(target=lambda: seen.append((own.is_current, Context.current())))
+        thread.start()
+        thread.join()
+    assert seen == [(False, None)]
+
+
+# -- closing
+
+
+def test_close(backend):
+    own = Context(0)
+    own.close()
+    own.close()  # twice does nothing
+    assert own.handle == 0
+    assert not own.is_current
+    assert not own.is_primary
+    assert "closed" in repr(own)
+    for use in (
+        own.__enter__,
+        own.set_current,
+        own.synchronize,
+        lambda: own.flags,
+        lambda: own.api_version,
+        lambda: own.limits[Limit.STACK_SIZE],
+    ):
+        with pytest.raises(DeviceScopeError, match="this context was closed"):
+            use()
+    assert current() == 0
+
+
+def test_close_frees_its_memory(machine):
+    own = Context(1)
+    with own:
+        driver.backend().calls.allocate(2**30)
+    assert Device(1).memory_info.free == 15 * 2**30
+    own.close()
+    assert Device(1).memory_info.free == 16 * 2**30
+
+
+def test_close_while_it_is_current(backend):
+    own = Context(0)
+    with own:
+        own.close()
+    assert current() == 0
+    own = Context(0)
+    own.set_current()
+    own.close()
+    assert current() == 0
+
+
+def test_closed_on_many_threads_at_once(machine):
+    own = Context(0)
+    threads = [threading.Thread(target=own.close) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert machine.faults.calls["cuCtxDestroy"] == 1
+
+
+def test_failing_close_counts_as_closed(machine):
+    own = Context(0)
+    machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(DriverError, match="cuCtxDestroy failed"):
+        own.close()
+    own.close()
+    assert own.handle == 0
+
+
+def test_equality_and_hash_last(machine):
+    own, other = Context(0), Context(0)
+    known = {own: "own", other: "other"}
+    hashes = hash(own), hash(other)
+    assert own != other
+    assert own != "own"
+    own.close()
+    other.close()
+    assert (hash(own), hash(other)) == hashes
+    assert known[own] == "own"
+    assert known[other] == "other"
+
+
+def test_collected_unclosed(machine):
+    own = Context(0)
+    handle = own.handle
+    with pytest.warns(ResourceWarning, match="was never closed"):
+        del own
+        gc.collect()
+    assert machine.faults.calls["cuCtxDestroy"] == 0  # it may be current on some thread
+    driver.backend().calls.destroy(handle)
+
+
+def test_collected_closed_or_never_made(machine):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Context(0).close()
+        machine.faults.inject("cuCtxCreate", types.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+        with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
+            Context(0)
+        gc.collect()
+
+
+def test_closing(backend):
+    with closing(Context(0)) as own, own:
+        assert own.is_current
+    assert own.handle == 0
+
+
+# -- the current one
+
+
+def test_current_is_none(backend):
+    assert Context.current() is None
+    backend.driver()
+    assert Context.current() is None
+
+
+def test_current_is_the_owner_itself(own):
+    with own:
+        assert Context.current() is own
+        assert Device.current() is own.device
+
+
+def test_current_is_the_primary_one(backend):
+    with Device(0):
+        assert Context.current() is Device(0).primary_context
+
+
+def test_current_is_a_primary_one_that_another_library_holds(backend):
+    calls = backend.driver()
+    calls.set_current(calls.primary_retain(0))
+    assert Context.current() is Device(0).primary_context
+    calls.set_current(0)
+    calls.primary_release(0)
+    assert not Device(0).primary_context.is_active  # asking did not hold it
+
+
+def test_current_is_borrowed(backend):
+    calls = backend.driver()
+    handle = calls.create(0, 0)
+    borrowed = Context.current()
+    assert borrowed.handle == handle
+    assert borrowed.is_current
+    assert not borrowed.is_primary
+    assert borrowed == Context.current()
+    assert hash(borrowed) == hash(Context.current())
+    assert "borrowed" in repr(borrowed)
+    with pytest.raises(DeviceScopeError, match="the context belongs to somebody else"):
+        borrowed.close()
+    calls.set_current(0)
+    with borrowed:
+        assert current() == handle
+    calls.destroy(handle)
+    for use in (borrowed.__enter__, borrowed.set_current, borrowed.synchronize):
+        with pytest.raises(DeviceScopeError, match="destroyed by somebody else"):
+            use()
+    assert not borrowed.is_current
+    del borrowed
+    gc.collect()  # a borrower warns of nothing
+
+
+def test_borrowed_has_it_all(backend):
+    calls = backend.driver()
+    handle = calls.create(0, 0)
+    borrowed = Context.current()
+    assert borrowed.api_version == calls.api_version(handle)
+    assert borrowed.flags == ContextFlags.SCHED_AUTO
+    assert borrowed.limits[Limit.STACK_SIZE] > 0
+    borrowed.synchronize()
+    assert current() == handle
+    calls.destroy(handle)
+
+
+def test_current_is_dead(backend):
+    calls = backend.driver()
+    handle = calls.create(0, 0)
+    thread = threading.Thread(target=lambda: calls.destroy(handle))
+    thread.start()
+    thread.join()
+    dead = Context.current()
+    assert dead.handle == handle
+    assert dead == dead
+    with pytest.raises(DeviceScopeError, match="destroyed by somebody else"):
+        dead.set_current()
+    calls.set_current(0)
+
+
+# -- the primary one
+
+
+def test_primary(backend):
+    primary = Device(0).primary_context
+    assert isinstance(primary, PrimaryContext)
+    assert primary is Device(0).primary_context
+    assert primary.device is Device(0)
+    assert primary.is_primary
+    assert not primary.is_active
+    assert not primary.is_current
+    assert not primary.is_active  # asking created nothing
+    with primary:
+        assert primary.is_active
+        assert primary.is_current
+        assert Device.current() is Device(0)
+    assert primary.is_active  # it stays, for the next scope
+    assert current() == 0
+    assert primary.api_version >= 3000
+    assert repr(Device(0)) in repr(primary)
+
+
+def test_primary_is_one_object_for_all_threads(machine):
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(Device(3).primary_context)) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, found))) == 1
+
+
+def test_primary_is_retained_once(machine):
+    for _ in range(3):
+        with Device(1), Device(1).primary_context:
+            pass
+    assert machine.faults.calls["cuDevicePrimaryCtxRetain"] == 1
+
+
+def test_primary_retained_by_many_threads_once(machine):
+    barrier = threading.Barrier(8)
+
+    def work():
+        barrier.wait()
+        with Device(1):
+            pass
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert machine.gpus[1].primary_retained == 1
+
+
+def test_primary_flags(backend):
+    primary = Device(0).primary_context
+    primary.flags = ContextFlags.SCHED_BLOCKING_SYNC
+    assert primary.flags == ContextFlags.SCHED_BLOCKING_SYNC
+    assert not primary.is_active
+    with primary:
+        assert primary.flags == ContextFlags.SCHED_BLOCKING_SYNC
+        primary.flags = ContextFlags.SCHED_YIELD
+        assert primary.flags == ContextFlags.SCHED_YIELD
+
+
+def test_primary_release(backend):
+    primary = Device(0).primary_context
+    primary.release()  # nothing is held yet
+    with primary:
+        with pytest.raises(DeviceScopeError, match="while a scope of it is open"):
+            primary.release()
+        assert primary.is_current
+    with Device(0), pytest.raises(DeviceScopeError, match="while a scope of it is open"):
+        primary.release()
+    primary.release()
+    assert not primary.is_active
+    with Device(0):  # and it is retained again
+        assert primary.is_active
+        assert primary.is_current
+
+
+def test_primary_release_leaves_what_others_hold(backend):
+    backend.driver().primary_retain(0)
+    with Device(0):
+        pass
+    Device(0).primary_context.release()
+    assert Device(0).primary_context.is_active
+    backend.calls.primary_release(0)
+
+
+def test_primary_is_not_ours_to_close(machine):
+    with pytest.raises(DeviceScopeError, match="belongs to somebody else"):
+        Device(0).primary_context.close()
+
+
+def test_released_primary_can_be_restored(machine):
+    """A primary context's handle stays safe, dead or alive."""
+    Device(1).set_current()
+    with Device(2):
+        Device(1).primary_context.release()
+    assert Device.current() is Device(1)
+    with Device(1):
+        assert driver.backend().calls.memory_info()
+    driver.backend().calls.set_current(0)
+
+
+# -- what is set on a context
+
+
+def test_limits(own):
+    limits = own.limits
+    assert limits[Limit.STACK_SIZE] == 1024
+    limits[Limit.STACK_SIZE] = 2049
+    assert limits[Limit.STACK_SIZE] == 2064  # the driver rounds up
+    for limit in (Limit.PRINTF_FIFO_SIZE, Limit.MALLOC_HEAP_SIZE):
+        value = limits[limit]
+        limits[limit] = 2 * value
+        assert limits[limit] == 2 * value
+    assert current() == 0
+
+
+def test_limits_are_a_mapping(own):
+    limits = own.limits
+    everything = dict(limits)
+    assert set(everything) <= set(Limit)
+    assert len(limits) == len(everything) >= 5
+    assert everything[Limit.STACK_SIZE] == limits[Limit.STACK_SIZE]
+    assert Limit.STACK_SIZE in limits
+    assert "stack" not in limits
+    assert repr(own) in repr(limits)
+
+
+def test_limits_of_the_device_only(machine):
+    with closing(Context(0)) as own:
+        assert set(Limit) - set(own.limits) == {
+            Limit.DEV_RUNTIME_SYNC_DEPTH,
+            Limit.CIG_SHMEM_FALLBACK_ENABLED,
+            Limit.PER_BLOCK_MEMORY_SIZE,
+        }
+        assert Limit.DEV_RUNTIME_SYNC_DEPTH not in own.limits
+        machine.faults.poison(types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
+        with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED"):
+            dict(own.limits)
+        machine.faults.poison(None)
+
+
+def test_unsupported_limit(backend):
+    if Device(0).compute_capability.major < 9:
+        pytest.skip("the sync-depth limit is unsupported from compute capability 9 on")
+    with closing(Context(0)) as own:
+        with pytest.raises(DriverError) as caught:
+            own.limits[Limit.DEV_RUNTIME_SYNC_DEPTH]
+        assert caught.value.status == "CUDA_ERROR_UNSUPPORTED_LIMIT"
+        with pytest.raises(DriverError, match="CUDA_ERROR_UNSUPPORTED_LIMIT"):
+            own.limits[Limit.DEV_RUNTIME_SYNC_DEPTH] = 4
+        with pytest.raises(DriverError, match="CUDA_ERROR_NOT_PERMITTED"):
+            own.limits[Limit.SHMEM_SIZE] = own.limits[Limit.SHMEM_SIZE]
+        assert current() == 0
+
+
+@pytest.mark.parametrize("config", CacheConfig)
+def test_cache_config(own, config):
+    own.cache_config = config
+    assert own.cache_config is config
+    assert current() == 0
+
+
+def test_shared_memory_config(own):
+    with pytest.warns(DeprecationWarning, match="shared_memory_config is deprecated") as caught:
+        own.shared_memory_config = SharedMemoryConfig.EIGHT_BYTE_BANK_SIZE
+        config = own.shared_memory_config
+    assert config is SharedMemoryConfig.FOUR_BYTE_BANK_SIZE
+    assert {warning.filename for warning in caught} == {__file__}
+    assert current() == 0
+
+
+def test_stream_priority_range(own):
+    priorities = own.stream_priority_range
+    assert isinstance(priorities, StreamPriorityRange)
+    assert priorities.greatest <= priorities.least
+    assert current() == 0
+
+
+def test_values_that_are_none(own):
+    with pytest.raises(ValueError, match="not a valid CacheConfig"):
+        own.cache_config = 17
+    with pytest.raises(ValueError, match="not a valid Limit"):
+        own.limits[999]
+
+
+def test_primary_context_has_it_all(backend):
+    primary = Device(0).primary_context
+    assert primary.limits[Limit.STACK_SIZE] > 0
+    assert primary.cache_config in CacheConfig
+    assert primary.stream_priority_range.greatest <= 0
+    assert primary.run(current) == primary.handle
+    primary.synchronize()
+    primary.set_current()
+    assert primary.is_current
+    backend.calls.set_current(0)

@@ -1,0 +1,301 @@
+"""``Device``: one object per GPU, what it says, and what it leaves alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+
+import cloudpickle
+import pytest
+from cuda.bindings.driver import CUcontext, CUresult
+
+from dask_devctx import Device, devices, driver
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DeviceNotFoundError, DriverError
+
+GIB = 2**30
+
+
+# -- one object per GPU
+
+
+def test_one_object_per_gpu_and_process(machine):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(Device(2))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {id(device) for device in found} == {id(Device(2))}
+    assert Device(2) is devices()[2]
+    assert len({Device(n) for n in (0, 1, 2, 3, 2, 1)}) == 4
+
+
+def test_is_immutable(machine):
+    device = Device(1)
+    for name in ("device_id", "uuid", "name", "color"):
+        with pytest.raises(AttributeError):
+            setattr(device, name, 3)
+
+
+def test_names(machine):
+    device = Device(1)
+    assert str(device) == "cuda:1"
+    assert device.uuid in repr(device)
+
+
+# -- what none means
+
+
+def test_none_is_the_current_one_else_the_first(machine):
+    assert Device() is Device(0) is Device(None)
+    with Device(2):
+        assert Device() is Device(2)
+    Device(2).primary_context.release()
+
+
+def test_none_creates_nothing(machine):
+    Device()
+    assert not machine.faults.calls["cuInit"]
+    assert not machine.faults.calls["cuDevicePrimaryCtxRetain"]
+
+
+def test_none_without_devices(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices() == ()
+    with pytest.raises(DeviceNotFoundError, match="CUDA shows this process no device"):
+        Device()
+
+
+# -- the current one
+
+
+def test_current_is_none_before_anything_used_cuda(machine):
+    assert Device.current() is None
+    assert not machine.faults.calls["cuInit"]
+
+
+def test_current_follows_other_libraries(machine):
+    calls = driver.backend().driver()
+    handle = calls.primary_retain(3)
+    calls.set_current(handle)
+    assert Device.current() is Device(3)
+    own = calls.create(1, 0)  # not a primary one
+    assert Device.current() is Device(1)
+    calls.destroy(own)
+    assert Device.current() is Device(3)
+    calls.set_current(0)
+    assert Device.current() is None
+
+
+# -- in another process
+
+
+@pytest.mark.parametrize("module", [pickle, cloudpickle])
+def test_pickles_by_uuid(machine, monkeypatch, module):
+    device = Device(2)
+    sent = module.dumps(device)
+    assert pickle.loads(sent) is device
+    assert copy.copy(device) is copy.deepcopy(device) is device
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
+    other = SimulatedMachine(4, host="test")
+    with driver.use(other.backend()):
+        there = pickle.loads(sent)
+        assert there.uuid == device.uuid
+        assert there.device_id == 1
+
+
+def test_can_be_held_where_the_gpu_is_not(machine):
+    sent = pickle.dumps(Device(2))
+    with driver.use(SimulatedMachine(4, host="elsewhere").backend()):
+        device = pickle.loads(sent)
+        assert device.uuid in repr(device)
+        assert pickle.loads(pickle.dumps(device)) is device
+        for use in (lambda: device.device_id, lambda: device.name, device.set_current, device.sync):
+            with pytest.raises(DeviceNotFoundError, match="No device of this machine"):
+                use()
+        with pytest.raises(DeviceNotFoundError, match="No device of this machine"), device:
+            pytest.fail("it is not here")
+
+
+def test_tokenizes_by_uuid(machine):
+    from dask.base import tokenize
+
+    assert tokenize(Device(1)) == tokenize(pickle.loads(pickle.dumps(Device(1))))
+    assert tokenize(Device(1)) != tokenize(Device(2))
+
+
+def test_import_loads_neither_dask_nor_driver():
+    code = (
+        "import sys; from dask_devctx import Device, devices; Device(1).name; "
+        "assert not {'dask', 'distributed', 'torch', 'cupy'} & set(sys.modules), sys.modules; "
+        "from dask_devctx.driver import backend; assert not backend().machine.faults.calls"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# -- what it says, on both drivers
+
+
+def test_properties(backend):
+    device = Device(0)
+    assert device.device_id == 0
+    assert device.name
+    assert device.uuid == device.info.uuid
+    assert device.compute_capability.major >= 5
+    major, minor = device.compute_capability
+    assert device.arch == f"{major}{minor}"
+    assert device.pci_bus_id.count(":") == 2
+    free, total = device.memory_info
+    assert 0 < free <= total == device.info.total_memory
+    assert device.context is device.primary_context
+    assert not device.can_access_peer(0)
+    assert not device.primary_context.is_active  # none of it created a context
+
+
+def test_peers(machine):
+    machine.gpus[0].peers = frozenset({1})
+    assert Device(0).can_access_peer(1)
+    assert Device(0).can_access_peer(Device(1))
+    assert not Device(0).can_access_peer("cuda:2")
+    with pytest.raises(DeviceNotFoundError):
+        Device(0).can_access_peer(9)
+
+
+def test_memory_info_follows_allocations(machine):
+    calls = driver.backend().driver()
+    with Device(1):
+        pointer = calls.allocate(3 * GIB)
+        assert Device(1).memory_info == (13 * GIB, 16 * GIB)
+        assert Device(0).memory_info.free == 16 * GIB
+        calls.free(pointer)
+
+
+def caller_states(backend):
+    """Put this thread into each state that a caller's can be in; yields the current handle."""
+    calls = backend.driver()
+    yield 0
+    primary = calls.primary_retain(0)
+    calls.set_current(primary)
+    yield primary
+    calls.set_current(0)
+    calls.primary_release(0)
+    own = calls.create(0, 0)
+    yield own
+    calls.destroy(own)
+
+
+def test_nothing_moves_the_callers_context(backend):
+    device = Device(devices()[-1].device_id)
+    for handle in caller_states(backend):
+        for use in (
+            device.sync,
+            lambda: device.run(int),
+            lambda: device.primary_context.handle,
+            lambda: device.can_access_peer(0),
+            lambda: (device.memory_info, device.name, device.arch, device.uuid, str(device)),
+            Device.current,
+            Device,
+            devices,
+        ):
+            use()
+            assert backend.calls.current() == handle
+
+
+# -- what it does
+
+
+def test_set_current_stays(machine):
+    Device(2).set_current()
+    assert Device.current() is Device(2)
+    machine.driver.cuCtxSetCurrent(CUcontext(0))
+
+
+def test_run(machine):
+    def where(first, *, second):
+        return Device.current(), first, second
+
+    assert Device(2).run(where, 1, second=2) == (Device(2), 1, 2)
+    with pytest.raises(ZeroDivisionError):
+        Device(2).run(lambda: 1 / 0)
+    assert Device.current() is None
+
+
+def test_sync_waits(machine):
+    with Device(1):
+        pass
+    Device(1).sync()
+    assert machine.faults.calls["cuCtxSynchronize"] == 1
+
+
+def test_sync_of_an_unused_device_creates_nothing(backend):
+    Device(0).sync()
+    assert not Device(0).primary_context.is_active
+
+
+def test_sync_waits_for_what_another_library_did(machine):
+    driver.backend().driver().primary_retain(1)
+    Device(1).sync()
+    assert machine.faults.calls["cuCtxSynchronize"] == 1
+
+
+def test_sync_raises_what_the_work_failed_with(machine):
+    with Device(1):
+        pass
+    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(DriverError) as caught:
+        Device(1).sync()
+    assert (caught.value.function, caught.value.status, caught.value.code) == (
+        "cuCtxSynchronize",
+        "CUDA_ERROR_LAUNCH_FAILED",
+        719,
+    )
+
+
+# -- synchronized
+
+
+def test_synchronized_waits_before_it_restores(machine):
+    calls = []
+
+    def waiting(*args):
+        calls.append(Device.current())
+        return False
+
+    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_SUCCESS, when=waiting)
+    with Device(0), Device(1).synchronized() as device:
+        assert device is Device(1) is Device.current()
+        assert calls == []
+    assert calls == [Device(1)]
+
+
+def test_synchronized_waits_when_the_body_raised(machine):
+    with pytest.raises(ZeroDivisionError), Device(1).synchronized():
+        1 / 0  # noqa: B018
+    assert machine.faults.calls["cuCtxSynchronize"] == 1
+
+
+def test_synchronized_raises_what_it_found(machine):
+    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED"), Device(1).synchronized():
+        pass
+    assert Device.current() is None
+
+
+def test_synchronized_notes_what_it_found_on_the_bodys_own(machine):
+    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(ZeroDivisionError) as caught, Device(1).synchronized():
+        1 / 0  # noqa: B018
+    (note,) = caught.value.__notes__
+    assert "CUDA_ERROR_LAUNCH_FAILED" in note
+    assert Device.current() is None
+
+
+def test_synchronized_on_both_drivers(backend):
+    with Device(0).synchronized() as device:
+        assert Device.current() is device
+        backend.calls.free(backend.calls.allocate(1 << 20))
+    assert Device.current() is None

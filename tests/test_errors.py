@@ -1,0 +1,178 @@
+"""Every error tells its fields, and keeps them on the way to another process."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import pickle
+
+import cloudpickle
+import pytest
+
+from dask_devctx import errors
+
+CASES = [
+    (errors.DevctxError("why"), {}, "why"),
+    (
+        errors.DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory"),
+        {
+            "function": "cuMemAlloc",
+            "status": "CUDA_ERROR_OUT_OF_MEMORY",
+            "code": 2,
+            "description": "out of memory",
+        },
+        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
+    ),
+    (
+        errors.DriverError("cuInit", "CUDA_ERROR_UNKNOWN", 999),
+        {"description": ""},
+        "cuInit failed with CUDA_ERROR_UNKNOWN (999)",
+    ),
+    (
+        errors.DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory"),
+        {"function": "cuMemAlloc", "code": 2},
+        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
+    ),
+    (
+        errors.DeviceMismatchError("an array", "cuda:1", "cuda:0"),
+        {"value": "an array", "device": "cuda:1", "current": "cuda:0"},
+        "an array lives on cuda:1 and cannot be used on cuda:0. Take it there with "
+        "to_device(value, 'cuda:0'), or compute where it is, inside 'with Device('cuda:1'):'",
+    ),
+    (
+        errors.LockDirectoryError("/locks", "is a link"),
+        {"path": "/locks", "reason": "is a link"},
+        "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "
+        "directory with the configuration devctx.lock-directory",
+    ),
+    (
+        errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
+        {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
+        "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "
+        "Start fewer workers on this machine, or lower devices_per_worker",
+    ),
+    (
+        errors.DeviceFailedError(
+            "cuda:1", "GPU-b", "CUDA_ERROR_ILLEGAL_ADDRESS", 700, ["x on cuda:1"], True
+        ),
+        {
+            "device": "cuda:1",
+            "uuid": "GPU-b",
+            "status": "CUDA_ERROR_ILLEGAL_ADDRESS",
+            "code": 700,
+            "suspects": ("x on cuda:1",),
+            "synchronized": True,
+            "lost": False,
+        },
+        "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
+        "process any more: the worker ends, and what it held is recomputed. Nothing else had been "
+        "at work since it was last seen healthy: x on cuda:1 caused it. compute-sanitizer finds "
+        "the line",
+    ),
+    (
+        errors.DeviceOutOfMemoryError(
+            "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None)], 2**30, 2
+        ),
+        {
+            "requested_nbytes": 2**31,
+            "free_nbytes": 2**30,
+            "total_nbytes": 2**34,
+            "holders": ((7, 2**33), (8, None)),
+            "replicas_nbytes": 2**30,
+            "attempts": 2,
+        },
+        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB asked for; "
+        "1.00 GiB of 16.00 GiB free; held by process 7 8.00 GiB, process 8 an unknown amount; "
+        "1.00 GiB of copies were dropped). Make the task's parts smaller, run fewer tasks per "
+        "device, or let dask spill",
+    ),
+    (
+        errors.DriverUnavailableError("there is no driver", "Install it"),
+        {"reason": "there is no driver", "remedy": "Install it"},
+        "there is no driver. Install it",
+    ),
+    (
+        errors.ForkedProcessError("forked", "Use 'spawn'"),
+        {"reason": "forked", "remedy": "Use 'spawn'"},
+        "forked. Use 'spawn'",
+    ),
+    (
+        errors.DeviceNotFoundError(7, ["cuda:0 (GPU-a)"], "0", "Ordinals go from 0 to 0"),
+        {
+            "requested": 7,
+            "available": ("cuda:0 (GPU-a)",),
+            "visible_devices": "0",
+            "hint": "Ordinals go from 0 to 0",
+        },
+        "no device 7; available: cuda:0 (GPU-a); CUDA_VISIBLE_DEVICES is '0'. "
+        "Ordinals go from 0 to 0",
+    ),
+    (
+        errors.DeviceNotFoundError("cuda:7"),
+        {"available": (), "visible_devices": None, "hint": ""},
+        "no device 'cuda:7'; available: none; CUDA_VISIBLE_DEVICES is not set",
+    ),
+    (
+        errors.VisibleDevicesError("1,0", "it does not fit"),
+        {"value": "1,0", "reason": "it does not fit"},
+        "CUDA_VISIBLE_DEVICES is '1,0': it does not fit",
+    ),
+    (
+        errors.VisibleDevicesError(None, "it does not fit"),
+        {"value": None},
+        "CUDA_VISIBLE_DEVICES is not set: it does not fit",
+    ),
+    (
+        errors.DeviceScopeError("cuda:1", "was left too late"),
+        {"scope": "cuda:1", "reason": "was left too late"},
+        "the scope of cuda:1 was left too late",
+    ),
+]
+
+
+def same(error):
+    return type(error), str(error), error.args, vars(error)
+
+
+@pytest.mark.parametrize(("error", "fields", "message"), CASES, ids=lambda case: repr(case)[:30])
+def test_fields_message_and_pickle(error, fields, message):
+    assert str(error) == message
+    assert {name: getattr(error, name) for name in fields} == fields
+    error.add_note("on the way")
+    importlib.import_module("distributed")  # has its own way of pickling exceptions
+    for there in (pickle.dumps, cloudpickle.dumps):
+        assert same(pickle.loads(there(error))) == same(error)
+    assert same(copy.copy(error)) == same(error)
+
+
+def test_every_class_is_tested():
+    classes = {
+        cls
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(cls, errors.DevctxError) and cls.__module__ == errors.__name__
+    }
+    assert classes == {type(error) for error, _, _ in CASES}
+    assert all(cls.__doc__ for cls in classes)
+
+
+class Local:
+    """Of a class that the other process does not have."""
+
+    def __repr__(self):
+        return "<Local>"
+
+
+class Number(int):
+    pass
+
+
+def test_what_was_given_is_kept_as_text_where_it_cannot_travel():
+    assert errors.DeviceNotFoundError(Local()).requested == "<Local>"
+    assert errors.DeviceNotFoundError(Number(7)).requested == "7"
+    assert errors.DeviceScopeError(Local(), "").scope == "<Local>"
+
+
+def test_a_lookup_that_fails_is_a_lookup_error():
+    assert issubclass(errors.DeviceNotFoundError, LookupError)
+    assert issubclass(errors.ForkedProcessError, errors.DriverUnavailableError)

@@ -1,0 +1,194 @@
+"""Containers: what moves, what stays itself, and what is in them more than once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, defaultdict, deque, namedtuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_devctx import Device, driver
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.simulated_array import SimulatedArray
+from dask_devctx.transfer import device_of, nbytes_by_device, to_device
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+Point = namedtuple("Point", "x y")
+
+
+class Shape(tuple):
+    def __new__(cls, *sides):
+        return super().__new__(cls, sides)
+
+
+@dataclasses.dataclass
+class Batch:
+    data: object
+    label: object = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    data: object
+    label: object = None
+
+
+class Tensor:
+    """Hashable by its identity, as torch's is."""
+
+    nbytes = 32
+
+    def __init__(self, device):
+        self.device = device
+
+
+device_of.register(Tensor, lambda tensor: tensor.device)
+to_device.register(Tensor, lambda tensor, device: Tensor(device))
+
+
+def array(device, n=4):
+    with Device(device):
+        return SimulatedArray.asarray(np.arange(n, dtype=float))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: [x, "host"],
+        lambda x: (x, "host"),
+        lambda x: {"x": x},
+        lambda x: OrderedDict(b=x, a=1),
+        lambda x: defaultdict(list, x=x),
+        lambda x: deque([x, 1], maxlen=3),
+        lambda x: {Tensor(0), 1},
+        lambda x: frozenset([Tensor(0)]),
+        lambda x: {Tensor(0): "as a key", "other": 2},
+        lambda x: Point(x, 1),
+        lambda x: Shape(x, 1),
+        Batch,
+        Frozen,
+        lambda x: [{"deep": (Batch(x),)}],
+    ],
+)
+def test_moves_what_is_inside_and_keeps_the_type(wrap):
+    value = wrap(array(0))
+    moved = to_device(value, 2)
+    assert type(moved) is type(value)
+    assert nbytes_by_device(moved) == {Device(2): 32}
+    assert nbytes_by_device(value) == {Device(0): 32}
+    assert to_device(moved, 2) is moved
+
+
+def test_a_default_dictionary_and_a_queue_stay_what_they_are():
+    assert to_device(defaultdict(list, x=array(0)), 1)["new"] == []
+    assert to_device(deque([array(0)], maxlen=3), 1).maxlen == 3
+
+
+def test_what_does_not_move_is_the_same_object():
+    big, inner = np.ones(10), {"host": [1, 2]}
+    value = [array(0), big, inner, array(1)]
+    moved = to_device(value, 1)
+    assert moved[1] is big
+    assert moved[2] is inner
+    assert moved[3] is value[3]
+    assert moved[0] is not value[0]
+    for host in (value[1:3], "text", None, 3, big, Device(0)):
+        assert to_device(host, 1) is host
+
+
+def test_what_is_there_twice_is_copied_once(machine):
+    x = array(0)
+    inner = [x]
+    moved = to_device({"a": x, "b": inner, "c": (inner, x)}, 1)
+    assert moved["a"] is moved["b"][0] is moved["c"][1]
+    assert moved["b"] is moved["c"][0]
+    assert machine.gpus[1].used_memory == x.nbytes
+    assert nbytes_by_device([x, inner, x]) == {Device(0): 32}
+
+
+def test_a_container_that_holds_itself():
+    value = [array(0)]
+    value.append({"me": value})
+    moved = to_device(value, 1)
+    assert moved[1]["me"] is moved
+    assert device_of(moved) is Device(1)
+    assert value[1]["me"] is value
+    assert to_device(moved, 1) is moved
+
+    parent = Batch(array(0))
+    parent.label = (Batch(parent),)
+    there = to_device(parent, 1)
+    assert there.label[0].data is there
+
+
+def test_spread_over_devices_it_is_where_most_of_it_is():
+    value = [array(3, 2), array(1, 5), array(2, 4)]
+    assert device_of(value) is Device(1)
+    assert nbytes_by_device(value) == {Device(3): 16, Device(1): 40, Device(2): 32}
+    assert device_of([array(3, 2), array(1, 2)]) is Device(1)
+    assert list(nbytes_by_device(to_device(value, 0))) == [Device(0)]
+
+
+def test_of_many_items_some_are_counted():
+    x = [array(0) for _ in range(1000)]
+    assert nbytes_by_device(x) == {Device(0): 32_000}
+    assert nbytes_by_device(dict(enumerate(x))) == {Device(0): 32_000}
+    assert len({id(item) for item in to_device(x, 1)}) == 1000
+    assert nbytes_by_device(list(range(100_000))) == {}
+
+
+_HOST = st.none() | st.integers() | st.text(max_size=3)
+_NESTED = st.recursive(
+    _HOST | st.integers(0, 3).map(lambda device: ("array", device)),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=4)
+        | inner.map(Batch)
+    ),
+    max_leaves=12,
+)
+
+
+def _build(plan):
+    match plan:
+        case ("array", int(device)):
+            return array(device)
+        case list():
+            return [_build(item) for item in plan]
+        case tuple():
+            return tuple(_build(item) for item in plan)
+        case dict():
+            return {key: _build(item) for key, item in plan.items()}
+        case Batch():
+            return Batch(_build(plan.data))
+    return plan
+
+
+def _plain(value):
+    match value:
+        case SimulatedArray():
+            return value.get().tolist()
+        case list() | tuple():
+            return type(value)(_plain(item) for item in value)
+        case dict():
+            return {key: _plain(item) for key, item in value.items()}
+        case Batch():
+            return Batch(_plain(value.data))
+    return value
+
+
+@settings(max_examples=60, deadline=None)
+@given(_NESTED, st.integers(0, 3))
+def test_whatever_the_nesting_all_of_it_gets_there_unchanged(plan, device):
+    with driver.use(SimulatedMachine(4).backend()):
+        value = _build(plan)
+        before = _plain(value)
+        moved = to_device(value, device)
+        assert set(nbytes_by_device(moved)) <= {Device(device)}
+        assert _plain(moved) == before == _plain(value)
+        assert to_device(moved, device) is moved

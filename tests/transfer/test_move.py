@@ -1,0 +1,279 @@
+"""Where a value is, and taking it elsewhere: the calls that order it, and what users register."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from cuda.bindings import driver as cuda
+
+from dask_devctx import Device
+from dask_devctx.errors import DeviceMemoryError, DeviceNotFoundError, DriverError
+from dask_devctx.simulated_array import SimulatedArray
+from dask_devctx.transfer import (
+    Stamp,
+    device_of,
+    hold,
+    nbytes_by_device,
+    release_held,
+    stamp,
+    to_device,
+)
+from dask_devctx.transfer.move import Move
+from dask_devctx.transfer.peers import connect
+
+NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
+
+
+@pytest.fixture
+def x(machine):
+    with Device(0):
+        array = SimulatedArray.asarray(np.asfortranarray(np.arange(6.0).reshape(2, 3)))
+    yield array
+    machine.faults._planned.clear()
+    assert release_held() == 0, "something is still held"
+
+
+@pytest.fixture
+def calls(machine, x):
+    """The driver's calls from here on: their names and the ordinal that was current."""
+    seen = []
+    for name in ("cuCtxRecordEvent", "cuEventRecord", "cuStreamWaitEvent", "cuMemAlloc"):
+
+        def note(*args, name=name):
+            device = Device.current()
+            seen.append((name, None if device is None else device.device_id, args))
+            return False
+
+        machine.faults.inject(name, NOT_READY, when=note)
+    return seen
+
+
+def names(calls):
+    return [(name, device) for name, device, _ in calls]
+
+
+def test_the_copy_waits_for_the_source_and_comes_before_the_consumer(x, calls):
+    moved = to_device(x, 1, guard_source=False)
+    assert names(calls) == [
+        ("cuCtxRecordEvent", 0),  # whatever the source's device was given until now
+        ("cuStreamWaitEvent", 1),  # comes first for the destination's stream
+        ("cuMemAlloc", 1),
+        ("cuEventRecord", 1),  # the copy, which the source outlives
+    ]
+    assert int(calls[1][2][1]) == int(calls[0][2][1])
+    assert (moved.device, moved.flags.f_contiguous) == (Device(1), True)
+    assert (moved.get() == x.get()).all()
+    assert Device.current() is None
+
+
+def test_the_sources_stream_waits_for_the_copy(x, calls):
+    to_device(x, 1)
+    assert names(calls)[-1] == ("cuStreamWaitEvent", 0)
+    assert int(calls[-1][2][1]) == int(calls[-2][2][0])
+
+
+def test_a_stamp_is_what_is_waited_for(x, calls):
+    made = stamp(x)
+    recorded = int(calls[0][2][1])
+    calls.clear()
+    to_device(x, 1, after=made, guard_source=False)
+    assert names(calls)[0] == ("cuStreamWaitEvent", 1)
+    assert int(calls[0][2][1]) == recorded
+    assert ("cuCtxRecordEvent", 0) not in names(calls)
+
+
+def test_a_stamp_of_another_device_does_not_count(x, calls):
+    with Device(2):
+        other = stamp(SimulatedArray(3))
+    calls.clear()
+    to_device(x, 1, after=[other])
+    assert names(calls)[0] == ("cuCtxRecordEvent", 0)
+
+
+def test_where_it_is_already_only_the_stamp_is_waited_for(x, calls):
+    made = stamp(x)
+    calls.clear()
+    assert to_device(x, 0, after=made) is x
+    assert to_device(x, 0) is x
+    assert names(calls) == [("cuStreamWaitEvent", 0)]
+
+
+def test_many_from_one_device_are_ordered_once(x, calls):
+    with Device(0):
+        others = [SimulatedArray(3) for _ in range(5)]
+    calls.clear()
+    to_device([x, *others], 1)
+    recorded = [name for name, _ in names(calls)].count("cuCtxRecordEvent")
+    assert recorded == 1
+
+
+@pytest.mark.parametrize("how", ["missing", "capturing"])
+def test_without_the_contexts_event_the_streams_events_do(machine, x, how):
+    if how == "missing":
+
+        def missing(*args):
+            raise RuntimeError("Function cuCtxRecordEvent not found")
+
+        machine.faults.inject("cuCtxRecordEvent", NOT_READY, when=missing)
+    else:
+        status = cuda.CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        machine.faults.inject("cuCtxRecordEvent", status)
+    to_device(x, 1)
+    assert machine.faults.calls["cuEventRecord"] == 2
+
+
+def test_the_source_lives_until_it_was_read(machine, x):
+    pending = [True]
+    machine.faults.inject("cuEventQuery", NOT_READY, times=99, when=lambda event: pending[0])
+    with Device(0):
+        source = SimulatedArray(1000)
+    used = machine.gpus[0].used_memory
+    to_device(source, 1)
+    del source
+    assert release_held() == 1
+    assert machine.gpus[0].used_memory == used
+    pending[0] = False
+    assert release_held() == 0
+    assert machine.gpus[0].used_memory == used - 8000
+
+
+@pytest.mark.parametrize("left_out", ["before", "hold"])
+def test_what_is_left_out_is_missing(machine, x, calls, left_out):
+    machine.faults.inject("cuEventQuery", NOT_READY, times=1)
+    Move(Device(1), omit=frozenset([left_out]), guard_source=False).run(x)
+    assert (("cuCtxRecordEvent", 0) in names(calls)) is (left_out != "before")
+    assert release_held() == (left_out != "hold")
+
+
+def test_a_failed_copy_is_the_callers_error_and_leaves_nothing(machine, x):
+    machine.gpus[1].total_memory = 8
+    with pytest.raises(DeviceMemoryError):
+        to_device([x, x], 1)
+    assert Device.current() is None
+    machine.gpus[1].total_memory = 2**30
+    assert device_of(to_device([x, x], 1)) is Device(1)
+
+
+def test_a_broken_context_is_told_and_holds_nothing(machine, x):
+    with Device(0):
+        value = SimulatedArray(3)
+    hold(Stamp.of_devices([Device(0)]), value)
+    machine.faults.poison(cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+    assert release_held() == 0
+    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+        to_device(x, 1)
+    machine.faults.poison(None)
+
+
+def test_copy_gives_an_own_one_where_it_is(x):
+    own = to_device([x, x, "host"], 0, copy=True)
+    assert own[0] is own[1] is not x
+    with Device(0):
+        own[0][0] = 9.0
+    assert x.get()[0, 0] == 0
+
+
+def test_no_such_device(x):
+    with pytest.raises(DeviceNotFoundError):
+        to_device(x, 9)
+    assert to_device("host", 9) == "host"
+
+
+def test_stamps_are_for_what_is_on_a_device(x):
+    assert stamp(1, "a", [2]) is None
+    with Device(3):
+        y = SimulatedArray(2)
+    made = stamp(x, {"y": y})
+    assert made is not None
+    assert set(made.devices) == {Device(0), Device(3)}
+    assert made.done()
+
+
+def test_a_stamp_is_waited_for_on_another_thread(x, calls):
+    made = stamp(x)
+    thread = threading.Thread(target=made.hold_back, args=[Device(2)])
+    calls.clear()
+    thread.start()
+    thread.join()
+    assert names(calls) == [("cuStreamWaitEvent", 2)]
+
+
+def test_events_are_destroyed(machine, x):
+    to_device(x, 1)
+    release_held()
+    assert machine.faults.calls["cuEventDestroy"] == machine.faults.calls["cuEventCreate"] == 2
+
+
+def test_peer_access_is_enabled_once_per_pair(machine, x):
+    for _ in range(3):
+        to_device(to_device(x, 1), 0)
+    assert machine.faults.calls["cuCtxEnablePeerAccess"] == 2
+    assert connect(Device(0), Device(1))
+
+
+def test_without_peer_access_it_still_moves(machine, x):
+    machine.gpus[2].peers = frozenset()
+    assert device_of(to_device(x, 2)) is Device(2)
+    assert not connect(Device(2), Device(0))
+    status = cuda.CUresult.CUDA_ERROR_TOO_MANY_PEERS
+    machine.faults.inject("cuCtxEnablePeerAccess", status)
+    assert device_of(to_device(x, 3)) is Device(3)
+    assert not connect(Device(3), Device(0))
+
+
+def test_an_array_without_elements(x):
+    with Device(0):
+        empty = SimulatedArray((0, 3))
+    moved = to_device(empty, 1)
+    assert (moved.device, moved.shape) == (Device(1), (0, 3))
+
+
+class Pair:
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+        self.nbytes = a.nbytes + b.nbytes
+
+
+def test_a_users_own_type_takes_two_functions(x):
+    device_of.register(Pair, lambda pair: device_of([pair.a, pair.b]))
+    to_device.register(
+        Pair, lambda pair, device: Pair(to_device(pair.a, device), to_device(pair.b, device))
+    )
+    moved = to_device([Pair(x, x), x], 1)
+    assert moved[0].a is moved[0].b is moved[1]
+    assert nbytes_by_device(moved[0]) == {Device(1): 2 * x.nbytes}
+
+
+class Handle:
+    """Lives on a device, by its ordinal only."""
+
+
+def test_where_a_users_type_is_may_be_any_name_of_a_device(x):
+    device_of.register(Handle, lambda handle: "cuda:2")
+    assert device_of([Handle()]) is Device(2)
+
+
+def test_plain_values_touch_neither_the_driver_nor_a_library():
+    script = (
+        "import sys\n"
+        "from dask_devctx.transfer import device_of, to_device, nbytes_by_device\n"
+        "assert device_of([1, {'a': (2.0, 'x')}, None]) is None\n"
+        "assert nbytes_by_device(b'x') == {}\n"
+        "print(*(m for m in ('numpy', 'cupy', 'torch', 'numba', 'jax', 'distributed')"
+        " if m in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("", "")
+
+
+def test_peer_access_is_enabled_again_where_a_context_is_new(machine, x):
+    to_device(x, 1)
+    release_held()
+    before = machine.faults.calls["cuCtxEnablePeerAccess"]
+    Device(1).primary_context.release()
+    to_device(x, 1)
+    assert machine.faults.calls["cuCtxEnablePeerAccess"] == before + 2
