@@ -17,11 +17,11 @@ test: $(VENV)/ready
 
 # Many tasks while things break, on simulated devices; SOAK_ARGS="--help" says what can be set.
 soak: $(VENV)/ready
-	$(BIN)/python tests/soak.py $(SOAK_ARGS)
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
 # A million strange inputs.
 fuzz: $(VENV)/ready
-	$(BIN)/python tests/fuzz.py $(FUZZ_ARGS)
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -117,16 +117,27 @@ def fuzz_annotations(chance: random.Random) -> str:
 def fuzz_configuration(chance: random.Random) -> str:
     settings = {
         f"devctx.{key}": anything(chance)
-        for key in ("tasks-per-device", "unannotated", "synchronize", "oom-retries")
+        for key in (
+            "tasks-per-device",
+            "devices-per-worker",
+            "unannotated",
+            "move-inputs",
+            "replica-limit",
+            "synchronize",
+            "oom-retries",
+        )
         if chance.random() < 0.4
     }
     with dask.config.set(settings):
         try:
             plugin = DevicePlugin()
         except ValueError as error:
-            return "refused" if "must be" in str(error) else "refused in other words"
+            right = "must be" in str(error) or "is a fraction" in str(error)
+            return "refused" if right else "refused in other words"
     assert plugin.tasks_per_device >= 1
     assert plugin.oom_retries >= 0
+    assert plugin.devices_per_worker is None or plugin.devices_per_worker >= 1
+    assert 0 <= plugin.replica_limit <= 1
     return "accepted"
 
 

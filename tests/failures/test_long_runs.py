@@ -6,12 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-TESTS = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def run(script: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(TESTS / script), *arguments],
+        [sys.executable, "-m", script, *arguments],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=110,
@@ -23,7 +24,7 @@ def run(script: str, *arguments: str) -> str:
 
 def test_soak() -> None:
     shown = run(
-        "soak.py",
+        "tests.soak",
         *("--tasks", "1000", "--batch", "250", "--kill-every", "4"),
         *("--sticky", "0.001", "--restore", "0.002"),
     )
@@ -32,4 +33,4 @@ def test_soak() -> None:
 
 
 def test_fuzz() -> None:
-    assert "30000 inputs of seed 1" in run("fuzz.py", "--inputs", "30000", "--seed", "1")
+    assert "30000 inputs of seed 1" in run("tests.fuzz", "--inputs", "30000", "--seed", "1")
