@@ -7,13 +7,21 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?=
 
-.PHONY: demo test lint format clean
+.PHONY: demo test soak fuzz lint format clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/segment_images.py --out demo
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+# Many tasks while things break, on simulated devices; SOAK_ARGS="--help" says what can be set.
+soak: $(VENV)/ready
+	$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+# A million strange inputs.
+fuzz: $(VENV)/ready
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

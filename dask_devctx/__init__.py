@@ -18,9 +18,11 @@ from dask_devctx.context import (
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import (
     DevctxError,
+    DeviceFailedError,
     DeviceMemoryError,
     DeviceMismatchError,
     DeviceNotFoundError,
+    DeviceOutOfMemoryError,
     DeviceScopeError,
     DevicesInUseError,
     DriverError,
@@ -45,9 +47,11 @@ __all__ = [
     "ContextFlags",
     "DevctxError",
     "Device",
+    "DeviceFailedError",
     "DeviceMemoryError",
     "DeviceMismatchError",
     "DeviceNotFoundError",
+    "DeviceOutOfMemoryError",
     "DevicePlugin",
     "DeviceRouting",
     "DeviceScopeError",

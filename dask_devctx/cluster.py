@@ -9,6 +9,8 @@ from typing import Any, Self
 
 from dask.system import CPU_COUNT
 from distributed import LocalCluster
+from distributed.core import Status
+from distributed.deploy.spec import SpecCluster
 from distributed.protocol.pickle import dumps
 
 from dask_devctx import config
@@ -118,6 +120,17 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
                 f"devices, and there are {self._n_devices}. Start fewer workers, or lower "
                 "devices_per_worker"
             )
+
+    def _update_worker_status(self, op: str, msg: Any) -> None:
+        # Some time after a worker was lost, dask closes the nanny if no worker of its name is there
+        # at that moment: also where it had come back and was lost again just now. A nanny that runs
+        # starts another worker by itself; it is left to do so.
+        if op == "remove":
+            name = self.scheduler_info["workers"][msg]["name"]
+            if getattr(self.workers.get(name), "status", None) == Status.running:
+                super(SpecCluster, self)._update_worker_status(op, msg)
+                return
+        super()._update_worker_status(op, msg)
 
     async def _start(self) -> None:
         await super()._start()

@@ -95,6 +95,12 @@ class Inputs:
             after = stamp(*brought.values())  # its result is on the host, its work may not be done
         self.replicas.used(brought, device, after)
 
+    def drop_replicas(self, device: Device) -> int:
+        """Drop the copies on a device whose memory ran out; return their bytes."""
+        dropped = self.replicas.drop_all(device)
+        release_held()
+        return dropped
+
     def forget(self, key: Hashable) -> None:
         """Drop the copies of what a key stood for: dask has let it go."""
         self._stamps.pop(key, None)

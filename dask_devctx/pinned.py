@@ -34,6 +34,9 @@ class PinnedTask:
         Dask's key of it.
     inputs
         Brings the inputs to the device; None leaves them where they are.
+    call
+        Calls it on the device; whatever watches over the task is in here, and watches over its
+        inputs' way too. It stays behind where the task is sent to another process.
 
     Notes
     -----
@@ -43,7 +46,7 @@ class PinnedTask:
     without one, any other fails.
     """
 
-    __slots__ = ("asked_for", "device", "inputs", "key", "priority", "task")
+    __slots__ = ("asked_for", "call", "device", "inputs", "key", "priority", "task")
 
     def __init__(
         self,
@@ -54,7 +57,9 @@ class PinnedTask:
         asked_for: bool = True,
         key: Hashable = None,
         inputs: Inputs | None = None,
+        call: Callable[[Device, Callable[[Any], Any], Any], Any] = tasks.call,
     ) -> None:
+        self.call = call
         self.key = key
         self.inputs = inputs
         self.task = task
@@ -66,16 +71,18 @@ class PinnedTask:
         device = self.device
         if isinstance(device, Exception):
             raise device
-        inputs = self.inputs
-        if inputs is None:
-            return tasks.call(device, self.task, data)
-        with device:
-            brought = inputs.bring(data, device) if data else data
-            result = self.task(brought)
-            if self.task.is_coro:  # type: ignore[attr-defined]
-                return tasks.within(device, result)
+        return self.call(device, self.task if self.inputs is None else self._with_inputs, data)
+
+    def _with_inputs(self, data: Any) -> Any:
+        """Call the task on its device, which is current, with what it needs brought there."""
+        inputs, device = self.inputs, self.device
+        assert inputs is not None
+        assert isinstance(device, Device)
+        brought = inputs.bring(data, device) if data else data
+        result = self.task(brought)
+        if not self.task.is_coro:  # type: ignore[attr-defined]
             inputs.made(self.key, result, brought, device)
-        return tasks.within(device, result)
+        return result
 
     @property
     def is_coro(self) -> bool:

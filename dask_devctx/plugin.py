@@ -14,7 +14,8 @@ from dask_devctx.annotations import AUTO, Unannotated, requested_device
 from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
-from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
+from dask_devctx.failures import Guard, GuardedTask, end_failed_worker
 from dask_devctx.inputs import Inputs
 from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
@@ -57,6 +58,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     policy
         Chooses the device of a task that names none, given one
         :class:`~dask_devctx.assignment.Candidate` per device.
+    synchronize
+        Wait for the device before a task counts as done, so that work which fails is the fault of
+        the task that gave it.
+    oom_retries
+        How often a task that ran out of a device's memory is tried again, after room was made.
 
     Raises
     ------
@@ -96,6 +102,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         move_inputs: bool | None = None,
         replica_limit: float | None = None,
         policy: Policy = start_soonest,
+        synchronize: bool | None = None,
+        oom_retries: int | None = None,
     ) -> None:
         keep_annotations()
         self.devices = config.get("devices", devices)
@@ -105,12 +113,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.move_inputs = config.get("move-inputs", move_inputs)
         self.replica_limit = config.get("replica-limit", replica_limit)
         self.policy = policy
+        self.synchronize = config.get("synchronize", synchronize)
+        self.oom_retries = config.get("oom-retries", oom_retries)
         _check_count("tasks_per_device", self.tasks_per_device)
+        _check_count("oom_retries", self.oom_retries, least=0)
         if self.devices_per_worker is not None:
             _check_count("devices_per_worker", self.devices_per_worker)
         if not isinstance(self.move_inputs, bool):
             raise ValueError(f"move_inputs must be True or False, got {self.move_inputs!r}")
         check_limit(self.replica_limit)
+        if not isinstance(self.synchronize, bool):
+            raise ValueError(f"synchronize must be True or False, got {self.synchronize!r}")
         if self.unannotated not in ("assign", "leave"):
             raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
 
@@ -156,9 +169,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self._unannotated: Unannotated = "leave" if failure else self.unannotated
         self.record = Record(self.placement.devices, self.tasks_per_device)
         worker.metrics[Record.metric] = self.record.metrics
+        self.guard = Guard(
+            self.placement.devices,
+            synchronize=self.synchronize,
+            oom_retries=self.oom_retries,
+            on_failure=self._on_failure,
+        )
+        worker.metrics[Guard.metric] = self.guard.metrics
         self.inputs: Inputs | None = None
         if self.move_inputs:
             self.inputs = Inputs(self.replica_limit)
+            self.guard.retries.drop_replicas = self.inputs.drop_replicas
             worker.metrics[Inputs.metric] = self.inputs.metrics
         self.arrivals = Arrivals(worker, self.placement.devices)
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
@@ -174,9 +195,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         return failure
 
     def _uninstall(self, worker: Worker) -> None:
-        for metric in (Record.metric, Inputs.metric):
+        for metric in (Record.metric, Guard.metric, Inputs.metric):
             worker.metrics.pop(metric, None)
         self.arrivals.close()
+        self.guard.close()
         if self.inputs is not None:
             self.inputs.close()
         self.actors.restore()
@@ -222,6 +244,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if wanted is None:
                 self._done(ts.key, None)  # where it was asked for again, in other words
                 return
+            asked_for = wanted.__class__ is not str or wanted != AUTO
+            if not asked_for:  # after it ran out of memory elsewhere, it is known where to
+                wanted = self.guard.retries.redirect(ts.key) or wanted
             before = self.placement.placed.get(ts.key)  # where it was asked for again
             inputs = self._inputs(ts) if ts.dependencies else []
             values = (value for _, value in inputs)
@@ -235,7 +260,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.actors.live_on(ts, device)
         if not annotations or "executor" not in annotations:
             ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
-        asked_for = wanted.__class__ is not str or wanted != AUTO
         ts.run_spec = PinnedTask(
             ts.run_spec,
             device,
@@ -243,6 +267,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             asked_for=asked_for,
             key=ts.key,
             inputs=self.inputs,
+            call=GuardedTask(self.guard, ts.key, movable=not asked_for),
         )
         if self.inputs is not None and inputs:
             self.inputs.start_moving(inputs, device)
@@ -262,6 +287,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         run = self.record.left(device, ts)
         if run is not None and run.start is not None and run.stop is not None:
             self.placement.took(run.prefix, run.stop - run.start)
+
+    def _on_failure(self, error: DeviceFailedError, key: Hashable) -> None:
+        """End the worker; called on the thread of the task that noticed."""
+        self.worker.loop.add_callback(end_failed_worker, self.worker, error, key)
 
     def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""
@@ -289,9 +318,9 @@ def _advice(worker: Worker, running: int) -> str:
     )
 
 
-def _check_count(name: str, count: object) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"{name} must be a whole number, 1 or more, got {count!r}")
+def _check_count(name: str, count: object, *, least: int = 1) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < least:
+        raise ValueError(f"{name} must be a whole number, {least} or more, got {count!r}")
 
 
 def _worker_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:

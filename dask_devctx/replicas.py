@@ -16,6 +16,7 @@ from typing import Any
 
 from dask_devctx import config
 from dask_devctx.device import Device
+from dask_devctx.out_of_memory import is_out_of_memory
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held, to_device
 from dask_devctx.transfer.move import After, Move
 
@@ -289,19 +290,3 @@ def check_limit(limit: object) -> None:
             "devctx.replica-limit is a fraction of a device's memory between 0 and 1, "
             f"got {limit!r}"
         )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a library says that a device has no memory left; its context is healthy.
-
-    ``MemoryError`` is CuPy's and this package's; torch's is a ``RuntimeError`` with its own name.
-    """
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return (
-        isinstance(error, MemoryError)
-        or "OutOfMemoryError" in names
-        or (
-            ("JaxRuntimeError" in names or "XlaRuntimeError" in names)
-            and "RESOURCE_EXHAUSTED" in str(error)
-        )
-    )

@@ -53,6 +53,41 @@ CASES = [
         "Start fewer workers on this machine, or lower devices_per_worker",
     ),
     (
+        errors.DeviceFailedError(
+            "cuda:1", "GPU-b", "CUDA_ERROR_ILLEGAL_ADDRESS", 700, ["x on cuda:1"], True
+        ),
+        {
+            "device": "cuda:1",
+            "uuid": "GPU-b",
+            "status": "CUDA_ERROR_ILLEGAL_ADDRESS",
+            "code": 700,
+            "suspects": ("x on cuda:1",),
+            "synchronized": True,
+            "lost": False,
+        },
+        "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
+        "process any more: the worker ends, and what it held is recomputed. Nothing else had been "
+        "at work since it was last seen healthy: x on cuda:1 caused it. compute-sanitizer finds "
+        "the line",
+    ),
+    (
+        errors.DeviceOutOfMemoryError(
+            "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None)], 2**30, 2
+        ),
+        {
+            "requested_nbytes": 2**31,
+            "free_nbytes": 2**30,
+            "total_nbytes": 2**34,
+            "holders": ((7, 2**33), (8, None)),
+            "replicas_nbytes": 2**30,
+            "attempts": 2,
+        },
+        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB asked for; "
+        "1.00 GiB of 16.00 GiB free; held by process 7 8.00 GiB, process 8 an unknown amount; "
+        "1.00 GiB of copies were dropped). Make the task's parts smaller, run fewer tasks per "
+        "device, or let dask spill",
+    ),
+    (
         errors.DriverUnavailableError("there is no driver", "Install it"),
         {"reason": "there is no driver", "remedy": "Install it"},
         "there is no driver. Install it",

@@ -28,7 +28,9 @@ __all__ = [
     "by_driver_ordinal",
     "driver_ordinal",
     "inventory",
+    "is_lost",
     "memory_info",
+    "processes",
 ]
 
 _Key = tuple[str | None, str | None]
@@ -62,6 +64,20 @@ def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:
     from dask_devctx.discovery import nvml
 
     return nvml.memory_info(backend.nvml, info)
+
+
+def processes(backend: Backend, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
+    """Return the processes that compute on a device and the bytes each holds, as NVML sees them."""
+    from dask_devctx.discovery import nvml
+
+    return nvml.processes(backend.nvml, info)
+
+
+def is_lost(backend: Backend, info: DeviceInfo) -> bool:
+    """Return whether NVML says that a device is not there any more."""
+    from dask_devctx.discovery import nvml
+
+    return nvml.is_lost(backend.nvml, info)
 
 
 def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:

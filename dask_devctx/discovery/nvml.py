@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pynvml import NVMLError
+from pynvml import NVML_ERROR_GPU_IS_LOST, NVMLError
 
 from dask_devctx.discovery.inventory import DeviceInfo
 from dask_devctx.driver.protocol import Nvml
 
-__all__ = ["NVMLError", "NvmlGPU", "memory_info", "read"]
+__all__ = ["NVMLError", "NvmlGPU", "is_lost", "memory_info", "processes", "read"]
 
 T = TypeVar("T")
 
@@ -64,17 +64,52 @@ def memory_info(nvml: Nvml, info: DeviceInfo) -> tuple[int, int] | None:
     ----------
     ``nvmlDeviceGetMemoryInfo``. What is not free may be any process's.
     """
-    if info.nvml_index is None:
-        return None
     try:
-        nvml.nvmlInit()
-        handle = nvml.nvmlDeviceGetHandleByIndex(info.nvml_index)
-        if info.uuid.startswith("MIG-"):
-            handle = next(h for h in _instances(nvml, handle) if _uuid(nvml, h) == info.uuid)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    except (NVMLError, StopIteration):
+        memory = nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, info))
+    except (NVMLError, LookupError):
         return None
     return int(memory.free), int(memory.total)
+
+
+def processes(nvml: Nvml, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
+    """Return pairs of a process' id and the bytes that it holds; empty where NVML does not say.
+
+    References
+    ----------
+    ``nvmlDeviceGetComputeRunningProcesses``. In a container only its own are seen, or none.
+    """
+    try:
+        found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, info))
+    except (NVMLError, LookupError):
+        return ()
+    return tuple(
+        (int(one.pid), None if one.usedGpuMemory is None else int(one.usedGpuMemory))
+        for one in found
+    )
+
+
+def is_lost(nvml: Nvml, info: DeviceInfo) -> bool:
+    """Return whether NVML says that a device fell off the bus; False where it says nothing."""
+    try:
+        nvml.nvmlDeviceGetUUID(_handle(nvml, info))
+    except NVMLError as error:
+        return bool(error.value == NVML_ERROR_GPU_IS_LOST)
+    except LookupError:
+        return False
+    return False
+
+
+def _handle(nvml: Nvml, info: DeviceInfo) -> Any:
+    if info.nvml_index is None:
+        raise LookupError(info)
+    nvml.nvmlInit()
+    handle = nvml.nvmlDeviceGetHandleByIndex(info.nvml_index)
+    if info.uuid.startswith("MIG-"):
+        for instance in _instances(nvml, handle):
+            if _uuid(nvml, instance) == info.uuid:
+                return instance
+        raise LookupError(info)
+    return handle
 
 
 def _gpu(nvml: Nvml, index: int, handle: Any) -> NvmlGPU:

@@ -86,7 +86,7 @@ def _simulated_devices() -> int:
         value = os.environ.get(SIMULATED_DEVICES_VARIABLE) or 0
     try:
         count = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # infinity is the last one
         count = -1
     if isinstance(value, (bool, float)) or count < 0:
         raise DriverUnavailableError(

@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dask_devctx.errors import DeviceMemoryError, DriverError, ForkedProcessError
+from dask_devctx.driver import statuses
+from dask_devctx.errors import (
+    DeviceMemoryError,
+    DriverError,
+    DriverUnavailableError,
+    ForkedProcessError,
+)
 
 if TYPE_CHECKING:
     import uuid
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
 # CUDA's own handles for the streams that need no making.
 LEGACY_STREAM = 1
 PER_THREAD_STREAM = 2
+# The capture mode in which a thread's calls are not held against graphs that others capture.
+RELAXED_CAPTURE = 2
 
 
 class Calls:
@@ -43,7 +51,13 @@ class Calls:
         self.forked = False
 
     def _value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
-        status, *values = function(*args)
+        try:
+            status, *values = function(*args)
+        except RuntimeError as error:  # the bindings' word for a function that the driver lacks
+            missing = self._missing(function.__name__, error)
+            if missing is None:
+                raise
+            raise missing from error
         if status != 0:
             raise self._error(function.__name__, status)
         return values[0] if len(values) == 1 else tuple(values)
@@ -61,7 +75,19 @@ class Calls:
         _, text = self.driver.cuGetErrorString(known)
         out_of_memory = known == self.types.CUresult.CUDA_ERROR_OUT_OF_MEMORY
         kind = DeviceMemoryError if out_of_memory else DriverError
-        return kind(function, known.name, int(known), (text or b"").decode())
+        words = [(text or b"").decode(), statuses.REMEDIES.get(int(known), "")]
+        return kind(function, known.name, int(known), ". ".join(filter(None, words)))
+
+    def _missing(self, function: str, error: Exception) -> DriverUnavailableError | None:
+        try:
+            _, version = self.driver.cuDriverGetVersion()
+        except Exception:  # there is no driver at all
+            return None
+        supports = f"{version // 1000}.{version % 1000 // 10}"
+        return DriverUnavailableError(
+            f"the driver (CUDA {supports}) has no {function}: {error}",
+            "Update the driver, or install the cuda-bindings of its CUDA version",
+        )
 
     def address(self, function: str, version: int) -> int | None:
         """Where a C function of the driver is, or None where the driver does not tell.
@@ -350,6 +376,11 @@ class Calls:
             nbytes,
             self.types.CUstream(stream),
         )
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set how this thread may disturb graphs that others capture; return how it was."""
+        kind = self.types.CUstreamCaptureMode
+        return int(self._value(self.driver.cuThreadExchangeStreamCaptureMode, kind(mode)))
 
     def probe(self) -> None:
         """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.simulated.faults import Faults
+from dask_devctx.driver.simulated.faults import WORKING_CALLS, Faults
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 
@@ -46,6 +46,8 @@ def _function(outputs: int, needs_init: bool = True) -> Callable[[Any], Any]:
             if status is None and needs_init and self._pid != os.getpid():
                 status = Status.CUDA_ERROR_NOT_INITIALIZED
             if status is None:
+                status = self._lost(body.__name__)
+            if status is None:
                 status, *values = body(self, *args)
             else:
                 values = []
@@ -57,10 +59,11 @@ def _function(outputs: int, needs_init: bool = True) -> Callable[[Any], Any]:
 
 
 class _Thread(threading.local):
-    """The stack of contexts that the driver keeps for each thread."""
+    """What the driver keeps for each thread: above all its stack of contexts."""
 
     def __init__(self) -> None:
         self.stack: list[Context] = []
+        self.capture_mode = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 class SimulatedDriver:
@@ -81,6 +84,13 @@ class SimulatedDriver:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
+
+    def _lost(self, function: str) -> Any:
+        """What a call that needs the current context's GPU answers where that fell off the bus."""
+        context = self._current()
+        if function in WORKING_CALLS and context is not None and context.gpu.lost:
+            return Status.CUDA_ERROR_UNKNOWN
+        return None
 
     # -- the process
 
@@ -182,7 +192,7 @@ class SimulatedDriver:
             gpu = self._gpu(device)
             if gpu is None:
                 return (Status.CUDA_ERROR_INVALID_DEVICE,)
-            if gpu.lost:
+            if gpu.lost or gpu.compute_mode != "default":
                 return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
             if gpu.primary is None:
                 gpu.primary = self._new_context(gpu, int(device), gpu.primary_flags, True)
@@ -243,7 +253,7 @@ class SimulatedDriver:
                 return (Status.CUDA_ERROR_INVALID_DEVICE,)
             if not _valid_flags(flags):
                 return (Status.CUDA_ERROR_INVALID_VALUE,)
-            if gpu.lost:
+            if gpu.lost or gpu.compute_mode != "default":
                 return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
             context = self._new_context(gpu, int(device), flags, False)
             self._thread.stack.append(context)
@@ -453,6 +463,11 @@ class SimulatedDriver:
         if status != _OK:
             return (status,)
         return (_OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @_function(1)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        before, self._thread.capture_mode = self._thread.capture_mode, mode
+        return _OK, before
 
     # -- memory
 

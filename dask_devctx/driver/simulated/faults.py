@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Which calls report a sticky error; those that only say what is current do not.
-_REPORT_STICKY = frozenset(
+from cuda.bindings.driver import CUresult
+
+# The calls that need a working device. They report a sticky error; those that only say what is
+# current do not.
+WORKING_CALLS = frozenset(
     (
         "cuCtxCreate",
         "cuCtxEnablePeerAccess",
@@ -49,6 +53,7 @@ class Faults:
         self.calls: Counter[str] = Counter()
         self._planned: list[_Fault] = []
         self._sticky: Any = None
+        self._sticky_at = 0.0
 
     def inject(
         self,
@@ -71,8 +76,18 @@ class Faults:
         """
         self._planned.append(_Fault(function, status, times, when))
 
-    def poison(self, status: Any) -> None:
-        """Leave a sticky error: from now on the whole process's work fails with ``status``."""
+    def poison(self, status: Any, *, after_s: float = 0.0) -> None:
+        """Leave a sticky error: from then on the whole process's work fails with ``status``.
+
+        Parameters
+        ----------
+        status
+            The ``CUresult``.
+        after_s
+            For so long the kernel that leaves it is still running: events are not reached, and who
+            waits for the device waits for it.
+        """
+        self._sticky_at = time.monotonic() + after_s
         self._sticky = status
 
     def of_call(self, function: str, args: tuple[Any, ...]) -> Any:
@@ -81,5 +96,13 @@ class Faults:
         for fault in self._planned:
             if fault.function == function and fault.times and (not fault.when or fault.when(*args)):
                 fault.times -= 1
+                if not fault.times:
+                    self._planned.remove(fault)
                 return fault.status
-        return self._sticky if function in _REPORT_STICKY else None
+        if self._sticky is None or function not in WORKING_CALLS:
+            return None
+        if function == "cuCtxSynchronize":
+            time.sleep(max(0.0, self._sticky_at - time.monotonic()))
+        if time.monotonic() >= self._sticky_at:
+            return self._sticky
+        return CUresult.CUDA_ERROR_NOT_READY if function == "cuEventQuery" else None

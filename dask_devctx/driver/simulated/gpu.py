@@ -35,6 +35,8 @@ class SimulatedGPU:
         The ``"MIG-…"`` UUIDs of its instances, or None where MIG mode is off.
     lost
         Whether it has fallen off the bus.
+    compute_mode
+        ``"default"``, ``"exclusive"`` while another process has it, or ``"prohibited"``.
     peers
         The indices of the GPUs whose memory it can reach; None for all.
     """
@@ -47,6 +49,7 @@ class SimulatedGPU:
     mig: tuple[str, ...] | None = None
     numa_node: int = 0
     peers: frozenset[int] | None = None
+    compute_mode: str = "default"
     lost: bool = False
     used_memory: int = 0
     primary: Context | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,19 +26,21 @@ class SimulatedNvml:
 
     def __init__(self, gpus: Sequence[SimulatedGPU]) -> None:
         self._gpus = gpus
+        self.error = 0  # what every question is answered with; 0 while NVML is well
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated NVML has no {name}: it cannot be simulated")
 
-    @staticmethod
-    def _check(handle: SimulatedGPU | _Instance) -> SimulatedGPU:
+    def _check(self, handle: SimulatedGPU | _Instance) -> SimulatedGPU:
+        self.nvmlInit()
         gpu = handle.gpu if isinstance(handle, _Instance) else handle
         if gpu.lost:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         return gpu
 
     def nvmlInit(self) -> None:
-        pass
+        if self.error:
+            raise pynvml.NVMLError(self.error)
 
     def nvmlSystemGetDriverVersion(self) -> str:
         return "580.0.simulated"
@@ -46,6 +49,7 @@ class SimulatedNvml:
         return 13000
 
     def nvmlDeviceGetCount(self) -> int:
+        self.nvmlInit()
         return len(self._gpus)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:
@@ -69,6 +73,12 @@ class SimulatedNvml:
         gpu = self._check(handle)
         free = gpu.total_memory - gpu.used_memory
         return SimpleNamespace(total=gpu.total_memory, used=gpu.used_memory, free=free)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
+        gpu = self._check(handle)
+        if gpu.primary is None or not gpu.primary.alive:
+            return []
+        return [SimpleNamespace(pid=os.getpid(), usedGpuMemory=gpu.used_memory)]
 
     def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
         return self._check(handle).compute_capability

@@ -1,0 +1,108 @@
+"""The end of a worker whose devices failed, in an order in which nothing is lost or handed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Hashable
+from typing import Any
+
+from distributed import Worker
+from distributed.core import Status
+
+from dask_devctx.errors import DeviceFailedError
+
+logger = logging.getLogger(__name__)
+
+# How long each step of the end may take: the scheduler may be gone, and calls into CUDA may hang.
+_STEP_S = 5.0
+_POLL_S = 0.01
+# So long the process stays to refuse who had been told that the data is here. Where nobody answers,
+# dask tries to connect for half a minute.
+_REFUSING_S = 0.5
+_EXIT_STATUS = 70  # EX_SOFTWARE: what the nanny's log says of the process
+
+
+async def end_failed_worker(worker: Worker, error: DeviceFailedError, key: Hashable) -> None:
+    """End a worker whose process cannot use its devices any more.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    error
+        What happened.
+    key
+        The task that fails with it.
+
+    Notes
+    -----
+    Runs on the worker's event loop. In this order: the worker takes no more tasks and hands on no
+    more data; the task's error reaches the scheduler; the worker leaves it as one that was expected
+    to, so that no task that happened to be there is blamed, and what it held is recomputed; the
+    process exits. A nanny starts another. Nothing is done with the devices: a process whose primary
+    context is reset under its libraries is worse than none, and any call may hang.
+    """
+    logger.error("%s", error)
+    # Not "paused": the worker would resume by itself when it finds that it has memory enough.
+    worker.status = Status.closing_gracefully
+    worker.handlers["get_data"] = _refuse
+    # A worker that its scheduler removed is told to close, and closes its nanny too: this one is to
+    # start another.
+    nanny, worker.nanny = worker.nanny, None
+    worker.stream_handlers["close"] = _stay
+    worker.periodic_callbacks["heartbeat"].stop()
+    if nanny:
+        last_resort = threading.Timer(4 * _STEP_S, os._exit, [_EXIT_STATUS])
+        last_resort.daemon = True
+        last_resort.start()
+    worker.log_event("devctx", {"action": "device-failed", "error": str(error)})
+    await _bounded(_reported(worker, key), "report the task's error")
+    await _bounded(
+        worker.scheduler.unregister(
+            address=worker.contact_address,
+            expected=True,  # else each of its tasks counts as one that may have killed it
+            stimulus_id=f"devctx-device-failed-{time.time()}",
+        ),
+        "leave the scheduler",
+    )
+    await asyncio.sleep(_REFUSING_S)
+    if nanny:
+        logger.error("the worker process exits; its nanny starts another")
+        logging.shutdown()
+        os._exit(_EXIT_STATUS)
+    logger.error(
+        "the worker closes and has no nanny that starts another. Start it with one "
+        "(dask worker --nanny, LocalDeviceCluster(processes=True))"
+    )
+    await worker.close(nanny=False, executor_wait=False, reason=str(error))
+
+
+async def _reported(worker: Worker, key: Hashable) -> None:
+    """Wait until the scheduler has heard what became of a task."""
+    address = worker.contact_address
+    while True:
+        processing = await worker.scheduler.processing(workers=[address])
+        if key not in processing.get(address, ()):
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+async def _bounded(step: Awaitable[Any], what: str) -> None:
+    try:
+        await asyncio.wait_for(step, _STEP_S)
+    except Exception as error:  # whatever it is, the worker ends
+        logger.warning("the worker could not %s before it ends: %r", what, error)
+
+
+async def _refuse(comm: Any, **kwargs: Any) -> Any:
+    """Answer whoever asks for data as a worker does that is gone."""
+    comm.abort()
+    return Status.dont_reply
+
+
+async def _stay(**kwargs: Any) -> None:
+    """Do not close by order: the end is under way."""

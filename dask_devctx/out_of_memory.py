@@ -1,0 +1,130 @@
+"""Running out of a device's memory: knowing it, whatever library says it, and making room.
+
+No library is imported for it: what is not imported raised nothing and holds nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+from dask_devctx.driver.statuses import OUT_OF_MEMORY
+from dask_devctx.errors import DriverError
+
+logger = logging.getLogger(__name__)
+
+# By the first part of the module that defines the exception's class, and the class's name.
+_CLASSES = {
+    ("cupy", "OutOfMemoryError"),
+    ("torch", "OutOfMemoryError"),
+}
+# Libraries whose exceptions carry the driver's or the runtime's status, and where: both number it
+# the same.
+_STATUS = {
+    ("cupy_backends", "status"),
+    ("cupy", "status"),
+    ("numba", "code"),
+    ("numba_cuda", "code"),
+}
+# Words by which the others say it: cuBLAS and its like, torch before it had a class, RMM, JAX.
+_WORDS = re.compile(
+    r"_STATUS_ALLOC_FAILED|CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|"
+    r"RESOURCE_EXHAUSTED: Out of memory"
+)
+_RMM_WORDS = re.compile(r"std::bad_alloc|out_of_memory")
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_TORCH_SIZE = re.compile(r"Tried to allocate ([\d.]+) ([KMGT]?)i?B", re.IGNORECASE)
+_CUPY_SIZE = re.compile(r"Out of memory allocating ([\d,]+) bytes")
+_RMM_SIZE = re.compile(r"(?:allocate|size)\D{0,3}([\d]+) ?(?:bytes|B)", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an exception, or what caused it, says that a device's memory ran out."""
+    return any(_says_it(one) for one in _chain(error))
+
+
+def requested_nbytes(error: BaseException) -> int | None:
+    """Return how many bytes were asked for, where the exception says it."""
+    for one in _chain(error):
+        text = str(one)
+        if match := _CUPY_SIZE.search(text):
+            return int(match[1].replace(",", ""))
+        if match := _TORCH_SIZE.search(text):
+            return round(float(match[1]) * _UNITS[match[2].upper()])
+        if type(one) is MemoryError and (match := _RMM_SIZE.search(text)):
+            return int(match[1])
+    return None
+
+
+def release_caches(error: BaseException | None = None) -> None:
+    """Let the libraries give back what they keep of the current device's memory for later.
+
+    Parameters
+    ----------
+    error
+        An exception whose frames may hold arrays; they are cleared.
+
+    References
+    ----------
+    ``cupy.get_default_memory_pool().free_all_blocks``, ``torch.cuda.empty_cache``.
+    """
+    for one in () if error is None else _chain(error):
+        traceback.clear_frames(one.__traceback__)
+    gc.collect()
+    for release in (_release_cupy, _release_torch):
+        try:
+            release()
+        except Exception:  # a library that is half imported, or broken: the retry will tell
+            logger.warning("a library's cache could not be released", exc_info=True)
+
+
+def _release_cupy() -> None:
+    cupy = sys.modules.get("cupy")
+    if cupy is not None:
+        cupy.get_default_memory_pool().free_all_blocks()
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+
+
+def _release_torch() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__
+
+
+def _says_it(error: BaseException) -> bool:
+    if isinstance(error, DriverError):
+        return error.code == OUT_OF_MEMORY
+    for base in type(error).__mro__:
+        library = base.__module__.partition(".")[0]
+        if (library, base.__name__) in _CLASSES:
+            return True
+        for name, attribute in _STATUS:
+            if name == library and _number(getattr(error, attribute, None)) == OUT_OF_MEMORY:
+                return True
+    text = str(error)
+    if _WORDS.search(text):
+        return True
+    # RMM raises Python's own MemoryError, as does a host that is full: the words tell.
+    return isinstance(error, MemoryError) and bool(_RMM_WORDS.search(text))
+
+
+def _number(value: Any) -> int | None:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return None

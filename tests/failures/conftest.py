@@ -1,0 +1,46 @@
+"""Simulated devices to break, and nothing that stays behind after a test."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import dask
+import pytest
+
+from dask_devctx import driver
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.scope import open_scopes
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
+    """Four simulated devices, in this process and, with the same UUIDs, in those it starts."""
+    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "4")
+    machine = SimulatedMachine(4)
+    settings = {"distributed.worker.validate": True, "distributed.scheduler.validate": True}
+    with driver.use(machine.backend()), dask.config.set(settings):
+        yield machine
+        assert not open_scopes(), "a scope was left open"
+        handle = machine.driver.cuCtxGetCurrent()[1]
+        assert handle is None or int(handle) == 0, "a context was left current"
+
+
+@pytest.fixture(autouse=True)
+def no_device_thread_and_no_file_left(machine: SimulatedMachine) -> Iterator[None]:
+    """No thread of a device and no open file stays: a lock is an open file."""
+    files = len(os.listdir("/proc/self/fd"))
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _device_threads()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not left
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= files + 8  # logging's and asyncio's own
+
+
+def _device_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("devctx-")]

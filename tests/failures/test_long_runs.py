@@ -1,0 +1,36 @@
+"""``make soak`` and ``make fuzz``, at a small size."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def run(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", script, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_soak() -> None:
+    shown = run(
+        "tests.soak",
+        *("--tasks", "1000", "--batch", "250", "--kill-every", "4"),
+        *("--sticky", "0.001", "--restore", "0.002"),
+    )
+    assert "tasks: 1000" in shown
+    assert "every result right, nothing lost" in shown
+
+
+def test_fuzz() -> None:
+    assert "30000 inputs of seed 1" in run("tests.fuzz", "--inputs", "30000", "--seed", "1")

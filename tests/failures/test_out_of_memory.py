@@ -1,0 +1,234 @@
+"""Out of memory, in every library's words; room is made and the task is tried again."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client
+
+from dask_devctx import Device, DeviceOutOfMemoryError, DevicePlugin, LocalDeviceCluster
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DriverError
+from dask_devctx.out_of_memory import is_out_of_memory, requested_nbytes
+from dask_devctx.simulated_array import SimulatedArray
+
+GIB = 2**30
+
+
+def foreign(module: str, name: str, base: type[Exception], text: str, **fields: Any) -> Exception:
+    """An exception as a library that is not here defines it."""
+    error = type(name, (base,), {"__module__": module})(text)
+    for field, value in fields.items():
+        setattr(error, field, value)
+    return error
+
+
+CUPY = foreign(
+    "cupy.cuda.memory",
+    "OutOfMemoryError",
+    MemoryError,
+    "Out of memory allocating 1,099,511,627,776 bytes (allocated so far: 0 bytes).",
+)
+TORCH = foreign(
+    "torch",
+    "OutOfMemoryError",
+    RuntimeError,
+    "CUDA out of memory. Tried to allocate 1024.00 GiB. GPU 0 has a total capacity of 139.80 GiB",
+)
+SAY_SO = [
+    CUPY,
+    TORCH,
+    foreign("cupy_backends.cuda.api.runtime", "CUDARuntimeError", RuntimeError, "no", status=2),
+    foreign("cupy_backends.cuda.api.driver", "CUDADriverError", RuntimeError, "no", status=2),
+    foreign("numba.cuda.cudadrv.driver", "CudaAPIError", Exception, "[2] no", code=2),
+    foreign("numba_cuda.numba.cuda.cudadrv.driver", "CudaAPIError", Exception, "no", code=2),
+    MemoryError("std::bad_alloc: out_of_memory: CUDA error at: device_memory.hpp:106"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes."),
+    DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2),
+]
+DO_NOT = [
+    MemoryError("Unable to allocate 1. TiB for an array"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    foreign("cupy_backends.cuda.api.runtime", "CUDARuntimeError", RuntimeError, "", status=700),
+    DriverError("cuMemAlloc", "CUDA_ERROR_ILLEGAL_ADDRESS", 700),
+    ValueError("2"),
+    foreign("jaxlib._jax", "JaxRuntimeError", RuntimeError, "INTERNAL"),
+    foreign("numba.cuda.cudadrv.driver", "CudaAPIError", Exception, "", code="two"),
+]
+
+
+@pytest.mark.parametrize("error", SAY_SO, ids=lambda error: type(error).__module__ + str(error))
+def test_is_out_of_memory(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    outer = RuntimeError("the task failed")
+    outer.__cause__ = error
+    assert is_out_of_memory(outer)
+
+
+@pytest.mark.parametrize("error", DO_NOT, ids=lambda error: type(error).__module__ + str(error))
+def test_is_something_else(error: Exception) -> None:
+    assert not is_out_of_memory(error)
+
+
+def test_an_exception_that_is_its_own_cause_ends_the_search() -> None:
+    one, other = RuntimeError("one"), RuntimeError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert not is_out_of_memory(one)
+
+
+def test_requested_nbytes() -> None:
+    assert requested_nbytes(CUPY) == 2**40
+    assert requested_nbytes(TORCH) == 2**40
+    assert requested_nbytes(DO_NOT[0]) is None
+
+
+def test_the_error_says_who_holds_the_memory_and_pickles() -> None:
+    error = DeviceOutOfMemoryError(
+        "cuda:1", "GPU-1", 2**40, GIB, 16 * GIB, [(7, 15 * GIB), (8, None)], GIB, 2
+    )
+    again = pickle.loads(pickle.dumps(error))
+    assert vars(again) == vars(error)
+    assert isinstance(again, MemoryError)
+    for part in ("1024.00 GiB asked", "1.00 GiB of 16.00", "process 7 15.00", "process 8 an unk"):
+        assert part in str(again)
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    plugin = DevicePlugin(**getattr(request, "param", {}))
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0", plugin=plugin) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def allocate(nbytes: int) -> int:
+    current = Device.current()
+    assert current is not None
+    SimulatedArray(nbytes, np.uint8)
+    return current.device_id
+
+
+# Counted in the process of the test, where the simulated devices are.
+runs: list[int] = []
+
+
+def run_out_of_memory(times: int) -> int:
+    current = Device.current()
+    assert current is not None
+    runs.append(current.device_id)
+    if len(runs) <= times:
+        current._backend.calls.allocate(2**50)
+    return current.device_id
+
+
+@pytest.fixture(autouse=True)
+def no_runs() -> None:
+    runs.clear()
+
+
+def occupy(machine: SimulatedMachine, *free: int) -> None:
+    """Leave so many bytes on each device."""
+    for gpu, nbytes in zip(machine.gpus, free, strict=True):
+        gpu.used_memory = gpu.total_memory - nbytes
+
+
+def test_tried_again_where_there_is_most_memory(client: Client, machine: SimulatedMachine) -> None:
+    occupy(machine, 2**20, 2**20, 2**30, 2**20)
+    assert client.gather([client.submit(allocate, 2**21, pure=False) for _ in range(4)]) == [2] * 4
+
+
+def test_a_device_that_the_user_named_is_kept(client: Client, machine: SimulatedMachine) -> None:
+    occupy(machine, 2**20, 2**30, 2**30, 2**30)
+    with dask.annotate(device=0):
+        future = client.submit(allocate, 2**21)
+        error = future.exception(timeout=20)
+    assert isinstance(error, DeviceOutOfMemoryError)
+    assert isinstance(error.__cause__, MemoryError)
+    assert (error.device, error.free_nbytes, error.total_nbytes) == ("cuda:0", 2**20, 16 * GIB)
+    assert error.attempts == 2
+    ((_pid, nbytes),) = error.holders
+    assert nbytes == 16 * GIB - 2**20
+    assert client.submit(allocate, 2**10).result() in range(4)  # the worker is well
+
+
+def test_room_is_made_on_the_device_first(client: Client, machine: SimulatedMachine) -> None:
+    occupy(machine, 2**20, 2**20, 2**20, 2**20)
+    (worker,) = client.cluster.workers.values()
+    dropped: list[Device] = []
+
+    def drop_replicas(device: Device) -> int:
+        dropped.append(device)
+        machine.gpus[device.device_id].used_memory -= 2**25
+        return 2**25
+
+    worker.plugins["devctx"].guard.retries.drop_replicas = drop_replicas
+    with dask.annotate(device=3):
+        assert client.submit(allocate, 2**21).result(timeout=20) == 3
+    assert dropped == [Device(3)]
+
+
+@pytest.mark.parametrize("client", [{"oom_retries": 3}], indirect=True)
+def test_as_often_as_the_plugin_says(client: Client) -> None:
+    assert client.submit(run_out_of_memory, 3).result(timeout=20) in range(4)
+    assert len(runs) == 4
+
+
+@pytest.mark.parametrize("client", [{"oom_retries": 0}], indirect=True)
+def test_not_at_all(client: Client) -> None:
+    error = client.submit(run_out_of_memory, 1).exception(timeout=20)
+    assert isinstance(error, DeviceOutOfMemoryError)
+    assert error.attempts == len(runs) == 1
+
+
+def test_coroutines_too(client: Client) -> None:
+    async def run(times: int) -> int:
+        return run_out_of_memory(times)
+
+    assert client.submit(run, 1).result(timeout=20) in range(4)
+    assert len(runs) == 2
+    runs.clear()
+    error = client.submit(run, 5).exception(timeout=20)
+    assert isinstance(error, DeviceOutOfMemoryError)
+
+
+def test_counted(client: Client) -> None:
+    (worker,) = client.cluster.workers.values()
+    client.submit(run_out_of_memory, 1).result(timeout=20)
+    metrics = worker.metrics["devctx-failures"](worker)
+    assert sum(metrics["out-of-memory"].values()) == 1
+
+
+@pytest.mark.parametrize("retries", [-1, 1.5, True, "two"])
+def test_out_of_range(retries: Any) -> None:
+    with pytest.raises(ValueError, match="oom_retries"):
+        DevicePlugin(oom_retries=retries)
+
+
+@pytest.mark.parametrize("value", [1, "yes", 0.0])
+def test_synchronize_is_a_truth_value(value: Any) -> None:
+    with pytest.raises(ValueError, match="synchronize"):
+        DevicePlugin(synchronize=value)
+
+
+def run_out_with_what_cannot_be_sent() -> None:
+    class OutOfMemoryError(RuntimeError):
+        def __reduce__(self) -> tuple[object, ...]:
+            raise TypeError("cannot be pickled")
+
+    OutOfMemoryError.__module__ = "torch"
+    raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_cause_that_cannot_be_sent_does_not_take_the_error_with_it(client: Client) -> None:
+    error = client.submit(run_out_with_what_cannot_be_sent).exception(timeout=20)
+    assert isinstance(error, DeviceOutOfMemoryError)
+    assert error.requested_nbytes == 2 * GIB
+    assert "CUDA out of memory" in str(error.__cause__)

@@ -1,0 +1,245 @@
+"""A device fails under a cluster: who is blamed, what is lost, and that the worker comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda.bindings.driver import CUresult
+from distributed import Client, Nanny, Scheduler, Worker, wait
+
+from dask_devctx import (
+    Device,
+    DeviceFailedError,
+    DevicePlugin,
+    LocalDeviceCluster,
+    driver,
+)
+from dask_devctx.scope import open_scopes
+from dask_devctx.simulated_array import SimulatedArray
+
+ILLEGAL_ADDRESS = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+
+
+def faults() -> Any:
+    machine = driver.backend().machine
+    assert machine is not None
+    return machine.faults
+
+
+def where_slowly(number: int, seconds: float = 0.02) -> tuple[int, int]:
+    time.sleep(seconds)
+    return number, os.getpid()
+
+
+def write_to_an_illegal_address(*inputs: Any) -> None:
+    """As a library does it that waits for its kernel: its own exception, and a sticky error."""
+    faults().poison(ILLEGAL_ADDRESS)
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def leave_a_bad_kernel_running(after_s: float) -> str:
+    faults().poison(ILLEGAL_ADDRESS, after_s=after_s)
+    return "looks good"
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        asyncio.run(test(**fixtures))
+
+    return run
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Iterator[LocalDeviceCluster]:
+    options = getattr(request, "param", {})
+    with LocalDeviceCluster(
+        dashboard_address=":0", silence_logs=False, plugin=DevicePlugin(**options)
+    ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
+    with Client(cluster) as client:
+        yield client
+
+
+def worker_pid(client: Client) -> int:
+    (pid,) = client.run(os.getpid).values()
+    return int(pid)
+
+
+def test_the_task_is_blamed_the_others_complete_and_the_worker_comes_back(client: Client) -> None:
+    before = worker_pid(client)
+    done = client.map(where_slowly, range(20))
+    wait(done)
+    bad = client.submit(write_to_an_illegal_address)
+    others = client.map(where_slowly, range(20, 60))
+
+    with pytest.raises(DeviceFailedError) as caught:
+        bad.result(timeout=30)
+
+    error = caught.value
+    assert error.status == "CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert error.code == 700
+    assert error.uuid in {device.uuid for device in map(Device, range(4))}
+    assert error.suspects[0].startswith(bad.key)
+    assert isinstance(error.__cause__, RuntimeError)
+    assert "illegal memory access" in str(error.__cause__)
+
+    results = client.gather(done + others)
+    assert [number for number, _ in results] == list(range(60))
+    # What the failed process held was made again: nothing of it was handed on.
+    assert before not in {pid for _, pid in results}
+    assert worker_pid(client) != before
+
+
+@pytest.mark.parametrize("cluster", [{"devices": [0], "synchronize": True}], indirect=True)
+def test_a_kernel_that_fails_later_is_blamed_exactly_when_devices_are_waited_for(
+    client: Client,
+) -> None:
+    first = client.map(where_slowly, range(5))
+    wait(first)
+    bad = client.submit(leave_a_bad_kernel_running, 0.3)
+    after = client.map(where_slowly, range(5, 10))
+    with pytest.raises(DeviceFailedError) as caught:
+        bad.result(timeout=30)
+    assert caught.value.suspects == (f"{bad.key} on cuda:0",)
+    assert caught.value.synchronized
+    assert [number for number, _ in client.gather(first + after)] == list(range(10))
+
+
+@pytest.mark.parametrize("cluster", [{"devices": [0]}], indirect=True)
+def test_without_waiting_every_task_that_may_be_the_cause_is_named_and_no_other(
+    client: Client,
+) -> None:
+    cleared = client.map(where_slowly, range(5))
+    wait(cleared)
+    bad = client.submit(leave_a_bad_kernel_running, 0.3)
+    assert bad.result(timeout=30) == "looks good"  # its kernel is still running
+    noticed = client.submit(where_slowly, 5, 1.0)
+    with pytest.raises(DeviceFailedError) as caught:
+        noticed.result(timeout=30)
+    assert caught.value.suspects == (f"{noticed.key} on cuda:0", f"{bad.key} on cuda:0")
+    assert "synchronize" in str(caught.value)
+    assert client.gather(cleared)[4][0] == 4
+
+
+def test_what_was_in_the_failed_process_is_computed_again_for_its_dependents(
+    client: Client,
+) -> None:
+    source = client.submit(where_slowly, 1)
+    wait(source)
+    bad = client.submit(write_to_an_illegal_address, source)
+    dependent = client.submit(lambda value: value, source)
+    assert isinstance(bad.exception(timeout=30), DeviceFailedError)
+    assert dependent.result(timeout=30)[0] == 1
+    assert source.result(timeout=30)[1] == worker_pid(client)
+
+
+def test_a_task_that_always_kills_ends_as_an_error(client: Client) -> None:
+    bad = client.submit(write_to_an_illegal_address, retries=2)
+    assert isinstance(bad.exception(timeout=60), DeviceFailedError)
+    assert client.submit(where_slowly, 1).result(timeout=30)[0] == 1
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(client: Client) -> None:
+    before = worker_pid(client)
+    running = client.map(where_slowly, range(12), seconds=0.5)
+    time.sleep(0.3)
+    os.kill(before, signal.SIGKILL)
+    assert [number for number, _ in client.gather(running)] == list(range(12))
+    assert worker_pid(client) != before
+    assert client.submit(lambda: len(open_scopes())).result() == 1
+
+
+def test_restart_while_tasks_run(client: Client) -> None:
+    before = worker_pid(client)
+    abandoned = client.map(where_slowly, range(12), seconds=0.5)
+    time.sleep(0.2)
+    client.restart(timeout=30)
+    assert {future.status for future in abandoned} == {"cancelled"}
+    assert worker_pid(client) != before
+    assert client.submit(lambda: Device.current().device_id).result() in range(4)
+
+
+@in_a_loop
+async def test_without_a_nanny_the_worker_closes_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        Scheduler(dashboard_address=":0", port=0) as scheduler,
+        Worker(scheduler.address) as worker,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        await client.register_plugin(DevicePlugin())
+        bad = client.submit(write_to_an_illegal_address)
+        error = await bad.exception()
+        assert isinstance(error, DeviceFailedError)
+        await asyncio.wait_for(worker.finished(), 20)
+        assert not scheduler.workers
+    assert "has no nanny" in caplog.text
+    assert not open_scopes()
+
+
+@in_a_loop
+async def test_the_scheduler_goes_while_tasks_run() -> None:
+    async with (
+        Scheduler(dashboard_address=":0", port=0) as scheduler,
+        Nanny(scheduler.address, nthreads=8) as nanny,
+    ):
+        async with Client(scheduler.address, asynchronous=True) as client:
+            await client.register_plugin(DevicePlugin())
+            client.map(where_slowly, range(8), seconds=0.3)
+            await asyncio.sleep(0.2)
+            process = nanny.process.process
+            await scheduler.close()
+        await asyncio.wait_for(nanny.finished(), 30)
+        assert not process.is_alive()
+
+
+def kill_the_worker_in_a_copy(flag: str) -> int:
+    """End the process with scopes of two devices open and memory allocated on both, once."""
+    with Device(0):
+        source = SimulatedArray.asarray([1, 2, 3])
+        target = Device(1)
+        with target:
+            copy = source.copy_to(target)
+            if not os.path.exists(flag):
+                open(flag, "x").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return int(copy.sum())
+
+
+def open_scopes_and_memory() -> tuple[int, int]:
+    machine = driver.backend().machine
+    assert machine is not None
+    return len(open_scopes()), sum(gpu.used_memory for gpu in machine.gpus)
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_copy_comes_back(
+    client: Client, tmp_path: Path
+) -> None:
+    future = client.submit(kill_the_worker_in_a_copy, str(tmp_path / "killed"))
+    assert future.result(timeout=60) == 6
+    assert (tmp_path / "killed").exists()
+    ((scopes, used),) = client.run(open_scopes_and_memory).values()
+    assert (scopes, used) == (0, 0)
+
+
+def test_the_cluster_closes_while_tasks_run() -> None:
+    with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
+        pid = worker_pid(client)
+        client.map(where_slowly, range(100), seconds=0.2)
+        time.sleep(0.3)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

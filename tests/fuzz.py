@@ -1,0 +1,189 @@
+"""Strange input by the million: only documented answers come back, and only documented errors.
+
+Run as ``make fuzz``. Pieces of right input, numbers at their limits, other scripts' digits, white
+space and plain noise are put together at random and given to what reads ``CUDA_VISIBLE_DEVICES``,
+the ``device`` annotation and the configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import dask
+
+from dask_devctx import DevicePlugin, driver
+from dask_devctx.annotations import requested_device
+from dask_devctx.discovery import DeviceInfo, Inventory
+from dask_devctx.driver.visible import PhysicalDevice, visible_devices
+from dask_devctx.errors import DeviceNotFoundError, DriverUnavailableError
+from dask_devctx.selection import find
+
+MIG = tuple(f"MIG-00000000-0000-0000-0000-00000000000{n}" for n in range(2))
+UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]
+MACHINES = [
+    [],
+    [PhysicalDevice(uuid) for uuid in UUIDS],
+    [PhysicalDevice(uuid, MIG if n == 2 else (), n == 2) for n, uuid in enumerate(UUIDS)],
+    [PhysicalDevice(UUIDS[0], MIG, True)],
+]
+INVENTORY = Inventory(
+    tuple(
+        DeviceInfo(n, uuid, f"GPU {n}", f"0000:{n:02x}:00.0") for n, uuid in enumerate(UUIDS[:3])
+    ),
+    (DeviceInfo(-1, UUIDS[3]),),
+)
+
+PIECES = [
+    *UUIDS, *MIG, "GPU-", "MIG-", "gpu-", "GPU-b33ebc80", "b33ebc80", "cuda", "cuda:", "gpu:",
+    "auto", "none", "0000:01:00.0", "00000000:01:00.0", "01:00.0", "NoDevFiles", "0", "1", "3", "4",
+    "-1",
+    "-0", "+1", "01", "0x1", "1.5", "1e3", "2147483648", "4294967296", "9223372036854775807",
+    "9" * 40, ",", ",,", ", ", ";", ":", "-", " ", "\t", "\n", "\0", "\x0b", "", "all", "void", "٣",
+    "²", "é", "\U0001f600", "\udc80", "None", "True", "nan", "inf", "[0]", "{}", "%s", "../",
+]  # fmt: skip
+VALUES: list[Any] = [
+    None, True, False, 0, 1, 2, -1, 1.0, 0.5, float("nan"), float("inf"), 10**30, b"0", (), [0],
+    {"a": 1}, {1}, object(), type, int, lambda key: 1, 1j, Ellipsis, NotImplemented, range(2),
+]  # fmt: skip
+
+
+def text(chance: random.Random) -> str:
+    parts = [chance.choice(PIECES) for _ in range(chance.randint(0, 5))]
+    value = chance.choice(["", ",", ", ", ":"]).join(parts)
+    for _ in range(chance.choice([0, 0, 1, 3])):  # and noise
+        place = chance.randint(0, len(value))
+        value = (
+            value[:place] + chr(chance.randint(0, 0x24F)) + value[place + chance.randint(0, 1) :]
+        )
+    return value
+
+
+def anything(chance: random.Random) -> Any:
+    kind = chance.random()
+    if kind < 0.6:
+        return text(chance)
+    if kind < 0.8:
+        return chance.randint(-(2 ** chance.randint(1, 70)), 2 ** chance.randint(1, 70))
+    return chance.choice(VALUES)
+
+
+def fuzz_visible_devices(chance: random.Random) -> str:
+    machine = chance.choice(MACHINES)
+    value = text(chance)
+    seen = visible_devices(value, machine)  # never raises
+    known = {device.uuid for device in machine if not device.mig_enabled}
+    known |= {mig for device in machine for mig in device.mig}
+    assert set(seen.uuids) <= known, value
+    assert len(set(seen.uuids)) == len(seen.uuids), value
+    assert (seen.stopped_at is None) == (not seen.reason), value
+    assert seen.stopped_at is None or seen.stopped_at in value, value
+    return "shown" if seen.uuids else "hidden"
+
+
+def fuzz_device_names(chance: random.Random) -> str:
+    value = anything(chance)
+    try:
+        found = find(value, INVENTORY)
+    except DeviceNotFoundError as error:
+        return "not found" if str(error) else "without words"
+    except TypeError:
+        return "no name"
+    assert found is None or found in INVENTORY.devices, value
+    return "current" if found is None else "found"
+
+
+def fuzz_annotations(chance: random.Random) -> str:
+    value = anything(chance)
+    wanted = requested_device(
+        chance.choice([{"device": value}, {"device": value, "x": 1}, {}, None]),
+        "key",
+        chance.choice(["assign", "leave"]),
+    )
+    if wanted is None:
+        return "none"
+    try:
+        find(wanted, INVENTORY)
+    except (DeviceNotFoundError, TypeError):
+        return "refused"
+    return "a device"
+
+
+def fuzz_configuration(chance: random.Random) -> str:
+    settings = {
+        f"devctx.{key}": anything(chance)
+        for key in (
+            "tasks-per-device",
+            "devices-per-worker",
+            "unannotated",
+            "move-inputs",
+            "replica-limit",
+            "synchronize",
+            "oom-retries",
+        )
+        if chance.random() < 0.4
+    }
+    with dask.config.set(settings):
+        try:
+            plugin = DevicePlugin()
+        except ValueError as error:
+            right = "must be" in str(error) or "is a fraction" in str(error)
+            return "refused" if right else "refused in other words"
+    assert plugin.tasks_per_device >= 1
+    assert plugin.oom_retries >= 0
+    assert plugin.devices_per_worker is None or plugin.devices_per_worker >= 1
+    assert 0 <= plugin.replica_limit <= 1
+    return "accepted"
+
+
+def fuzz_simulated_devices(chance: random.Random) -> str:
+    with dask.config.set({"devctx.simulated-devices": anything(chance)}):
+        try:
+            count = driver._simulated_devices()
+        except DriverUnavailableError:
+            return "refused"
+    assert isinstance(count, int)
+    assert count >= 0
+    return "accepted"
+
+
+TARGETS: list[Callable[[random.Random], str]] = [
+    fuzz_visible_devices,
+    fuzz_visible_devices,
+    fuzz_device_names,
+    fuzz_device_names,
+    fuzz_annotations,
+    fuzz_configuration,
+    fuzz_simulated_devices,
+]
+
+
+def main(given: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=None)
+    arguments = parser.parse_args(given)
+    seed = random.randrange(2**32) if arguments.seed is None else arguments.seed
+    chance = random.Random(seed)
+    outcomes: Counter[str] = Counter()
+    started = time.monotonic()
+    for number in range(arguments.inputs):
+        target = TARGETS[number % len(TARGETS)]
+        try:
+            outcomes[f"{target.__name__}: {target(chance)}"] += 1
+        except BaseException:
+            print(f"input {number} of seed {seed} in {target.__name__}", file=sys.stderr)
+            raise
+    for outcome, count in sorted(outcomes.items()):
+        print(f"{count:9d}  {outcome}")
+    print(f"{arguments.inputs} inputs of seed {seed} in {time.monotonic() - started:.1f} s")
+    return int(any("words" in outcome for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,326 @@
+"""Devices that fail for real: an illegal address, 1 TiB asked for, a worker killed in a copy.
+
+Each scenario runs in a process of its own with a cluster of its own, and what breaks is a worker of
+that cluster: nothing that is broken here is ever used by the tests' process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.gpu(count=2)
+
+ROOT = Path(__file__).parent.parent.parent
+MIB = 2**20
+
+ILLEGAL = r"""
+extern "C" __global__ void write(long long where, long long wait_cycles) {
+    long long start = clock64();
+    while (clock64() - start < wait_cycles) {}
+    *(volatile int*)where = 1;
+}
+"""
+
+
+# -- what runs in the workers
+
+
+def pid_after(number: int, seconds: float = 0.01) -> tuple[int, int]:
+    time.sleep(seconds)
+    return number, os.getpid()
+
+
+def square_sum(number: int) -> tuple[int, int, int]:
+    """Compute on the device; return the number, the sum, and the device where it was."""
+    import cupy
+
+    values = cupy.arange(1000, dtype=cupy.int64) + number
+    return number, int((values * values).sum()), values.device.id
+
+
+def expected(number: int) -> int:
+    return sum((value + number) ** 2 for value in range(1000))
+
+
+def write_to_an_illegal_address(wait_cycles: int, wait_for_it: bool) -> str:
+    import cupy
+    import numpy
+
+    kernel = cupy.RawKernel(ILLEGAL, "write")
+    kernel((1,), (1,), (numpy.int64(16), numpy.int64(wait_cycles)))
+    if wait_for_it:
+        cupy.cuda.get_current_stream().synchronize()
+    return "looks good"
+
+
+def allocate_with_cupy(nbytes: int) -> int:
+    import cupy
+
+    return int(cupy.empty(nbytes, dtype=cupy.uint8).nbytes)
+
+
+def allocate_with_torch(nbytes: int) -> int:
+    import torch
+
+    return int(torch.empty(nbytes, dtype=torch.uint8, device="cuda").numel())
+
+
+def kill_in_a_copy(flag: str, nbytes: int) -> int:
+    """End the process while GPU 0's memory is on its way to GPU 1; the second time, do not."""
+    import cupy
+
+    with cupy.cuda.Device(0):
+        source = cupy.ones(nbytes, dtype=cupy.uint8)
+        cupy.cuda.get_current_stream().synchronize()
+    with cupy.cuda.Device(1):
+        target = cupy.empty(nbytes, dtype=cupy.uint8)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        for _ in range(50):
+            target.data.copy_from_device_async(source.data, nbytes, stream)
+        if not os.path.exists(flag):
+            Path(flag).touch()
+            assert not stream.done, "the copies were done before the process could be killed"
+            os.kill(os.getpid(), signal.SIGKILL)
+        stream.synchronize()
+        return int(target[:100].sum())
+
+
+def used_by_this_machine() -> list[int]:
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles]
+
+
+# -- the scenarios, each in a process of its own
+
+
+def start(stack: ExitStack, **options: Any) -> Any:
+    from distributed import Client
+
+    from dask_devctx import DevicePlugin, LocalDeviceCluster
+
+    cluster = stack.enter_context(
+        LocalDeviceCluster(plugin=DevicePlugin(**options), dashboard_address=":0")
+    )
+    return stack.enter_context(Client(cluster))
+
+
+def describe(error: BaseException | None) -> dict[str, Any]:
+    return {
+        "type": type(error).__name__,
+        "text": str(error),
+        "cause": type(getattr(error, "__cause__", None)).__name__,
+        **{
+            name: getattr(error, name)
+            for name in ("device", "status", "suspects", "free_nbytes", "requested_nbytes")
+            if hasattr(error, name)
+        },
+    }
+
+
+def failing(wait_for_it: bool, **options: Any) -> dict[str, Any]:
+    """A bad kernel among good tasks on both devices."""
+    import dask
+
+    with ExitStack() as stack:
+        client = start(stack, **options)
+        first = client.map(square_sum, range(20))
+        before = {pid for _, pid in client.gather(client.map(pid_after, range(4)))}
+        client.gather(first)
+        bad_options = (500_000_000, wait_for_it)  # a quarter of a second
+        with dask.annotate(device=0):
+            bad = client.submit(write_to_an_illegal_address, *bad_options)
+            began = time.monotonic()
+            if wait_for_it or options.get("synchronize"):
+                error = bad.exception(timeout=120)
+            else:
+                bad.result(timeout=60)
+                error = client.submit(pid_after, 1, 2.0, pure=False).exception(timeout=120)
+        others = client.map(square_sum, range(20, 60))
+        right = [
+            value == expected(number)
+            for number, value, _ in client.gather(first + others, errors="raise")
+        ]
+        after = {pid for _, pid in client.gather(client.map(pid_after, range(10, 14)))}
+        return {
+            "error": describe(error),
+            "bad": bad.key,
+            "right": right,
+            "another process": not before & after,
+            "seconds": time.monotonic() - began,
+        }
+
+
+def illegal_address() -> dict[str, Any]:
+    return failing(True)
+
+
+def illegal_address_synchronized() -> dict[str, Any]:
+    return failing(False, devices=[0], synchronize=True)
+
+
+def illegal_address_noticed_later() -> dict[str, Any]:
+    return failing(False, devices=[0])
+
+
+def one_tebibyte(library: str) -> dict[str, Any]:
+    import dask
+
+    allocate = {"cupy": allocate_with_cupy, "torch": allocate_with_torch}[library]
+    with ExitStack() as stack:
+        client = start(stack)
+        (before,) = client.run(os.getpid).values()
+        with dask.annotate(device=1):
+            error = client.submit(allocate, 2**40).exception(timeout=120)
+        fits = client.submit(allocate, MIB).result(timeout=60)
+        (after,) = client.run(os.getpid).values()
+        return {"error": describe(error), "fits": fits, "same process": before == after}
+
+
+def one_tebibyte_cupy() -> dict[str, Any]:
+    return one_tebibyte("cupy")
+
+
+def one_tebibyte_torch() -> dict[str, Any]:
+    return one_tebibyte("torch")
+
+
+def killed_in_a_copy() -> dict[str, Any]:
+    import tempfile
+
+    before = used_by_this_machine()
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        client = start(stack)
+        flag = os.path.join(directory, "killed")
+        total = client.submit(kill_in_a_copy, flag, 2**30).result(timeout=120)
+        killed = os.path.exists(flag)
+    deadline = time.monotonic() + 20
+    while (left := max(map(int.__sub__, used_by_this_machine(), before))) > 64 * MIB:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    return {"total": total, "killed": killed, "MiB left": left // MIB}
+
+
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    scenario.__name__: scenario
+    for scenario in (
+        illegal_address,
+        illegal_address_synchronized,
+        illegal_address_noticed_later,
+        one_tebibyte_cupy,
+        one_tebibyte_torch,
+        killed_in_a_copy,
+    )
+}
+
+
+# -- the tests
+
+
+def run(scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("DASK_DEVCTX__SIMULATED_DEVICES", "CUDA_VISIBLE_DEVICES")
+    }
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.test_failures", scenario.__name__],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
+    assert lines, f"{done.stdout}\n{done.stderr[-6000:]}"
+    print(lines[-1])
+    answer: dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def need(*modules: str) -> None:
+    for module in modules:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+
+
+def check_failed(seen: dict[str, Any]) -> None:
+    assert seen["error"]["type"] == "DeviceFailedError", seen
+    assert seen["error"]["status"] in ("CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED")
+    assert any(suspect.startswith(seen["bad"]) for suspect in seen["error"]["suspects"])
+    assert seen["right"]
+    assert all(seen["right"])
+    assert seen["another process"]
+
+
+@pytest.mark.timeout(320)
+def test_an_illegal_address() -> None:
+    need("cupy")
+    seen = run(illegal_address)
+    check_failed(seen)
+    assert seen["error"]["suspects"][0].startswith(seen["bad"])
+    assert seen["error"]["cause"] in ("CUDARuntimeError", "CUDADriverError")
+
+
+@pytest.mark.timeout(320)
+def test_an_illegal_address_is_blamed_exactly_when_devices_are_waited_for() -> None:
+    need("cupy")
+    seen = run(illegal_address_synchronized)
+    check_failed(seen)
+    assert len(seen["error"]["suspects"]) == 1
+
+
+@pytest.mark.timeout(320)
+def test_an_illegal_address_that_another_task_notices() -> None:
+    need("cupy")
+    seen = run(illegal_address_noticed_later)
+    check_failed(seen)
+    assert not seen["error"]["suspects"][0].startswith(seen["bad"])
+    assert len(seen["error"]["suspects"]) == 2, "who was done before is no suspect"
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize(
+    ("library", "scenario"), [("cupy", one_tebibyte_cupy), ("torch", one_tebibyte_torch)]
+)
+def test_one_tebibyte(library: str, scenario: Callable[[], dict[str, Any]]) -> None:
+    need(library)
+    seen = run(scenario)
+    assert seen["error"]["type"] == "DeviceOutOfMemoryError", seen
+    assert seen["error"]["cause"] == "OutOfMemoryError"
+    assert seen["error"]["requested_nbytes"] == 2**40
+    assert seen["error"]["free_nbytes"] > 0
+    assert seen["fits"] == MIB
+    assert seen["same process"], "out of memory is no reason to end a process"
+
+
+@pytest.mark.timeout(320)
+def test_a_worker_killed_in_a_copy() -> None:
+    need("cupy")
+    seen = run(killed_in_a_copy)
+    assert seen["total"] == 100
+    assert seen["killed"]
+    assert seen["MiB left"] <= 64
+
+
+if __name__ == "__main__":
+    print(json.dumps(SCENARIOS[sys.argv[1]]()))
