@@ -24,7 +24,8 @@ from benchmarks.measure import measure
     show_default=True,
     help="The folder for the JSON file and the plots.",
 )
-def main(names: tuple[str, ...], tiny: bool, output: Path) -> None:
+@click.option("-k", "only", default="", metavar="TEXT", help="Only cases whose name has this.")
+def main(names: tuple[str, ...], tiny: bool, output: Path, only: str) -> None:
     """Measure SUBJECTs, all of them by default, beside whatever peers are installed."""
     size = TINY if tiny else FULL
     about = machine.describe()
@@ -46,6 +47,8 @@ def main(names: tuple[str, ...], tiny: bool, output: Path) -> None:
         found[name] = {"title": subject.TITLE, "cases": []}
         try:
             for case in subject.cases(size):
+                if only not in case.name:
+                    continue
                 measured = measure(case, size)
                 click.echo(report.table(case, measured) + "\n")
                 found[name]["cases"].append(report.as_data(case, measured))

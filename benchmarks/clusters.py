@@ -7,7 +7,7 @@ this module.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,21 +117,32 @@ def zeros(library: str, shape: Any, dtype: str) -> Any:
     return SimulatedArray(shape, dtype)
 
 
-def sync_all(library: str) -> None:
-    """Wait for what this process gave to its devices."""
+def sync(library: str) -> None:
+    """Wait for the device that is current."""
     if library == "cupy":
         import cupy
 
-        for number in range(cupy.cuda.runtime.getDeviceCount()):
-            with cupy.cuda.Device(number) as device:
-                device.synchronize()
+        cupy.cuda.Device().synchronize()
 
 
-def free_all(library: str) -> None:
-    """Give the memory that CuPy keeps back to the devices."""
-    if library == "cupy":
-        import cupy
+def sync_all(library: str, dask_worker: Any = None) -> None:
+    """Wait for the devices of a worker, and for no other: that would begin to use it."""
+    for device in _devices(dask_worker):
+        with device:
+            sync(library)
 
-        for number in range(cupy.cuda.runtime.getDeviceCount()):
-            with cupy.cuda.Device(number):
+
+def free_all(library: str, dask_worker: Any = None) -> None:
+    """Give the memory that CuPy keeps back to a worker's devices."""
+    for device in _devices(dask_worker):
+        with device:
+            if library == "cupy":
+                import cupy
+
                 cupy.get_default_memory_pool().free_all_blocks()
+
+
+def _devices(worker: Any) -> Iterable[contextlib.AbstractContextManager[Any]]:
+    """Return what makes each device of a worker current; dask-cuda's have one, current always."""
+    plugin = worker.plugins.get("devctx")
+    return plugin.placement.devices if plugin else [contextlib.nullcontext()]

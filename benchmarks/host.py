@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from benchmarks.case import Contender, ContenderFailedError, Missing
 
 START_S = 90.0
 ANSWER_S = 60.0
-CLOSE_S = 15.0
+CLOSE_S = 10.0
 
 
 class Host:
@@ -43,7 +44,7 @@ class Host:
     """
 
     def __init__(self, factory: str, *args: Any, start_s: float = START_S) -> None:
-        self._log = tempfile.TemporaryFile(mode="w+", errors="replace")
+        self._log = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115: see close
         self._pipe, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
@@ -52,10 +53,15 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
+                cwd=Path(__file__).parent.parent,  # where the benchmarks are found
                 start_new_session=True,  # its workers are ended with it, as one process group
             )
         self._dead = ""
-        self._ask(args, start_s, "starting")
+        try:
+            self._ask(args, start_s, "starting")
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -84,15 +90,15 @@ class Host:
             self._fail(f"its process died in {what}")
         if not done:
             if what == "starting":
-                self._fail(value)
+                self._kill()
             raise ContenderFailedError(value)
         return value
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str) -> NoReturn:
         self._kill()
         self._log.seek(0)
         last = self._log.read().strip().splitlines()[-1:]
-        self._dead = ": ".join([reason, *last])[:500]
+        self._dead = "; the last it said: ".join([reason, *last])[:500]
         raise ContenderFailedError(self._dead)
 
     def close(self) -> None:

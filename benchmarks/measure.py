@@ -90,18 +90,18 @@ class _Part:
             self._count = _repetitions(self.contender, round_s)
 
     def turn(self) -> None:
+        started = time.perf_counter()
         with self._noting():
             self.values.append(_turn(self.contender, self._count))
+        self.spent_s += time.perf_counter() - started
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        started = time.perf_counter()
         try:
             yield
         except ContenderFailedError as error:
             self.failed = str(error)
             self.values.clear()
-        self.spent_s += time.perf_counter() - started
 
 
 def _repetitions(contender: Contender, round_s: float) -> int:

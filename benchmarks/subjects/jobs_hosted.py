@@ -90,6 +90,7 @@ class Jobs:
 
 # -- what is measured: what makes the arrays, and what is done with them
 
+
 def _one(random: Random, shape: Shape, chunk: Shape) -> Any:
     return (random(shape, chunk),)
 
@@ -131,6 +132,7 @@ OPERATIONS: dict[str, tuple[Random, Callable[..., Any]]] = {
 
 
 # -- on the workers
+
 
 def draw(library: str, limit: int, seed: int, block_info: Any = None) -> Any:
     place = block_info[None]

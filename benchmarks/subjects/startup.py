@@ -59,7 +59,6 @@ def cases(size: Size) -> Iterator[Case]:
             unit=quantity.unit,
             single=True,
             rounds=None if size.tiny else 3,
-            cap_s=90.0,
             target=None if size.tiny else quantity.target,
             contenders=[
                 Contender(
@@ -107,7 +106,7 @@ class _Starts:
         before = _gpu_used()
         host = Host("benchmarks.subjects.startup_hosted:waiting", self.entry.factory)
         try:
-            found = {}
+            found: dict[str, float] = {}
             ready_s = host.call("start", *self.entry.args, timeout_s=90)
             found["gpu_idle"] = _gpu_used() - before
             found["host_idle"] = _host_used(host.pid)

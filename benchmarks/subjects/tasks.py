@@ -42,6 +42,8 @@ def cases(size: Size) -> Iterator[Case]:
 
 def _turn(host: Host, tasks: int, annotation: int | None, plugin: bool) -> Callable[[int], float]:
     def run(count: int) -> float:
-        return sum(host.call("turn", tasks, annotation, plugin) for _ in range(count)) / tasks
+        return (
+            sum(float(host.call("turn", tasks, annotation, plugin)) for _ in range(count)) / tasks
+        )
 
     return run

@@ -40,7 +40,7 @@ def _inside_a_task(host: Host, nbytes: int, size: Size) -> Case:
                 "to_device in a task",
                 _several(host, "copy_in_task", nbytes),
                 "ours",
-                remark="until the devices are idle",
+                remark="until it is done",
             ),
             Contender("bare copy", _several(host, "bare_copy", nbytes), remark=_bare()),
         ],
@@ -76,7 +76,7 @@ def _round_trip(
 
 def _several(host: Host, method: str, nbytes: int) -> Callable[[int], float]:
     def run(count: int) -> float:
-        return sum(host.call(method, nbytes) for _ in range(count))
+        return sum(float(host.call(method, nbytes)) for _ in range(count))
 
     return run
 

@@ -39,7 +39,8 @@ class Transfers:
         self._source = None
         array = cluster.submit(make, cluster.library, nbytes, mark, device=0)
         wait(array)
-        array_or_error(array)
+        if array.status != "finished":
+            array.result()  # raises what the task raised
         started = time.perf_counter()
         use = cluster.submit(last, array, device=1)
         found = use.result()
@@ -64,19 +65,13 @@ class Transfers:
         return float(task.result())
 
 
-def array_or_error(future: Any) -> None:
-    """Raise what a task that is done raised; do not fetch what it made."""
-    if future.status != "finished":
-        future.result()
-
-
 # -- on the workers
 
 
 def make(library: str, nbytes: int, mark: int) -> Any:
     array = clusters.zeros(library, (nbytes,), "uint8")
     array[...] = mark
-    clusters.sync_all(library)
+    clusters.sync(library)
     return array
 
 
@@ -85,25 +80,22 @@ def last(array: Any) -> int:
 
 
 def copy_in_task(library: str, array: Any) -> float:
-    from dask_devctx import to_device
+    from dask_devctx import Device, to_device
 
-    to_device(array, 1)  # what is done once: memory of that size, peer access
-    clusters.sync_all(library)
+    there = Device(1)
+
+    def copy() -> Any:
+        moved = to_device(array, there)
+        with there:
+            clusters.sync(library)
+        return moved
+
+    copy()  # what is done once: memory of that size, peer access
     started = time.perf_counter()
-    moved = to_device(array, 1)
-    _wait(library)
+    moved = copy()
     took = time.perf_counter() - started
     _check(moved, array)
     return took
-
-
-def _wait(library: str) -> None:
-    """Wait for the device that the copy goes to."""
-    if library == "cupy":
-        import cupy
-
-        with cupy.cuda.Device(1) as device:
-            device.synchronize()
 
 
 def _check(moved: Any, array: Any) -> None:
