@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from benchmarks import machine, report, subjects
-from benchmarks.case import FULL, TINY, CannotRunError, Size
+from benchmarks.case import FULL, TINY, CannotRunError
 from benchmarks.measure import measure
 
 
@@ -24,7 +24,8 @@ from benchmarks.measure import measure
     show_default=True,
     help="The folder for the JSON file and the plots.",
 )
-def main(names: tuple[str, ...], tiny: bool, output: Path) -> None:
+@click.option("-k", "only", default="", metavar="TEXT", help="Only cases whose name has this.")
+def main(names: tuple[str, ...], tiny: bool, output: Path, only: str) -> None:
     """Measure SUBJECTs, all of them by default, beside whatever peers are installed."""
     size = TINY if tiny else FULL
     about = machine.describe()
@@ -32,38 +33,40 @@ def main(names: tuple[str, ...], tiny: bool, output: Path) -> None:
     if tiny:
         click.echo("TINY: these numbers show that the benchmarks run, and nothing else")
     output.mkdir(parents=True, exist_ok=True)
+    path = output / "results.json"
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found: dict[str, Any] = {}
+
+    def keep() -> None:
+        report.write_json(path, {"when": when, "tiny": tiny, "machine": about, "subjects": found})
+
     refused = False
     for name in names or subjects.NAMES:
         subject = subjects.load(name)
         click.echo(f"\n== {name}: {subject.TITLE}")
+        found[name] = {"title": subject.TITLE, "cases": []}
         try:
-            found[name] = {"title": subject.TITLE, "cases": _run(subject, size)}
+            for case in subject.cases(size):
+                if only not in case.name:
+                    continue
+                measured = measure(case, size)
+                click.echo(report.table(case, measured) + "\n")
+                found[name]["cases"].append(report.as_data(case, measured))
+                keep()  # whatever becomes of the rest
         except CannotRunError as error:
             refused = True
             click.echo(f"  cannot run here: {error}")
-            found[name] = {"title": subject.TITLE, "cannot_run": str(error)}
+            found[name]["cannot_run"] = str(error)
             continue
         picture = output / f"{name}.png"
         if report.plot(picture, subject.TITLE, found[name]["cases"]):
             click.echo(f"  plot: {picture}")
         else:
-            click.echo("  no plot: matplotlib is not installed")
-    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    path = output / "results.json"
-    report.write_json(path, {"when": when, "tiny": tiny, "machine": about, "subjects": found})
+            click.echo("  no plot: matplotlib is not installed, or there is nothing to draw")
+    keep()
     click.echo(f"\nresults: {path}")
     if refused:
         raise SystemExit(1)
-
-
-def _run(subject: subjects.Subject, size: Size) -> list[dict[str, Any]]:
-    done = []
-    for case in subject.cases(size):
-        measured = measure(case, size)
-        click.echo(report.table(case, measured) + "\n")
-        done.append(report.as_data(case, measured))
-    return done
 
 
 if __name__ == "__main__":

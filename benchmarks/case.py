@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,6 +12,10 @@ Role = Literal["ours", "variant", "peer", "floor"]
 
 class CannotRunError(Exception):
     """A subject needs what this machine does not have."""
+
+
+class ContenderFailedError(Exception):
+    """A contender does not do what it is measured at, or does not answer in time."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,10 @@ class Contender:
         Whether it does the whole job, so that a target may be taken against it.
     remark
         What a reader must know to compare it.
+    at_most
+        Ours divided by this one is to be at most this.
+    at_most_more
+        Ours less this one is to be at most this, in the case's unit.
     """
 
     name: str
@@ -38,6 +47,8 @@ class Contender:
     role: Role = "peer"
     counts: bool = True
     remark: str = ""
+    at_most: float | None = None
+    at_most_more: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,12 @@ class Case:
         Ours divided by the fastest peer that counts is to be at most this.
     single
         Whether one repetition is long enough to be a round.
+    rounds
+        How many, where that is not as many as for every other case.
+    cap_s
+        A contender whose turns have taken longer than this together gets no more of them.
+    best_of_ours
+        Whether the fastest of ours and its variants is held against the fastest peer.
     """
 
     name: str
@@ -73,6 +90,9 @@ class Case:
     unit: Literal["s", "B"] = "s"
     target: float | None = None
     single: bool = False
+    rounds: int | None = None
+    cap_s: float = math.inf
+    best_of_ours: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,20 +105,24 @@ class Size:
         How often each contender has its turn.
     round_s
         How long such a turn is to take, at least; 0 for a single repetition.
+    tiny
+        Whether this is only to show that it runs.
     """
 
     rounds: int
     round_s: float
+    tiny: bool = False
 
 
 FULL = Size(rounds=31, round_s=0.02)
-TINY = Size(rounds=2, round_s=0.0)
+TINY = Size(rounds=2, round_s=0.0, tiny=True)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A contender's values, one per round, each of one repetition."""
+    """A contender's values, one per round, each of one repetition; or why it has none."""
 
     contender: Contender
     values: Sequence[float]
     ratios: Sequence[float] = field(default=())  # ours divided by it, round by round
+    failed: str = ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from benchmarks.case import Case, Contender, Measured, Size
+from benchmarks.case import Case, Contender, ContenderFailedError, Measured, Size
 
 
 class Spread(NamedTuple):
@@ -20,6 +22,8 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
@@ -27,28 +31,77 @@ def measure(case: Case, size: Size) -> list[Measured]:
     """Measure the contenders of a case, in turn, round after round.
 
     The order is another one in each round, so that nobody always comes after the same neighbour.
-    Garbage is collected between turns and not within them.
+    Garbage is collected between turns and not within them. One that fails gets no more turns, and
+    what it did before is not kept.
     """
-    counts = [_repetitions(one, 0.0 if case.single else size.round_s) for one in case.contenders]
-    values: list[list[float]] = [[] for _ in case.contenders]
+    taking_part = [_Part(one) for one in case.contenders]
+    for part in taking_part:
+        part.warm_up(0.0 if case.single else size.round_s)
     gc.collect()
     gc.freeze()  # what the peers brought along need not be looked through before every turn
-    for turn in range(size.rounds):
-        for place in range(len(case.contenders)):
-            which = (place + turn) % len(case.contenders)
-            values[which].append(_turn(case.contenders[which], counts[which]))
+    for turn in range(case.rounds or size.rounds):
+        for place in range(len(taking_part)):
+            part = taking_part[(place + turn) % len(taking_part)]
+            if not part.failed and (not part.values or part.spent_s < case.cap_s):
+                part.turn()
     gc.unfreeze()
-    ours = next(v for one, v in zip(case.contenders, values, strict=True) if one.role == "ours")
+    ours = next(part for part in taking_part if part.contender.role == "ours")
     return [
-        Measured(one, found, [o / it for o, it in zip(ours, found, strict=True)])
-        for one, found in zip(case.contenders, values, strict=True)
+        Measured(part.contender, part.values, ratios(ours.values, part.values), part.failed)
+        for part in taking_part
+    ]
+
+
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Return ours divided by theirs, round by round, as far as both had their turns."""
+    return [
+        o / it if it else 1.0 if o == it else math.inf for o, it in zip(ours, theirs, strict=False)
     ]
 
 
 def verdict(measured: Sequence[Measured]) -> Measured | None:
     """Return the fastest peer that does the whole job, or None where there is none."""
-    peers = [m for m in measured if m.contender.role == "peer" and m.contender.counts]
-    return min(peers, key=lambda m: statistics.median(m.values), default=None)
+    return _fastest(m for m in measured if m.contender.role == "peer" and m.contender.counts)
+
+
+def best_of_ours(measured: Sequence[Measured]) -> Measured | None:
+    """Return the fastest of ours and its variants, or None where all of them failed."""
+    return _fastest(m for m in measured if m.contender.role in ("ours", "variant"))
+
+
+def _fastest(measured: Iterable[Measured]) -> Measured | None:
+    return min(
+        (m for m in measured if m.values), key=lambda m: statistics.median(m.values), default=None
+    )
+
+
+class _Part:
+    """A contender that takes part."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+        self.values: list[float] = []
+        self.failed = ""
+        self.spent_s = 0.0
+        self._count = 1
+
+    def warm_up(self, round_s: float) -> None:
+        with self._noting():
+            self._count = _repetitions(self.contender, round_s)
+
+    def turn(self) -> None:
+        started = time.perf_counter()
+        with self._noting():
+            self.values.append(_turn(self.contender, self._count))
+        self.spent_s += time.perf_counter() - started
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except ContenderFailedError as error:
+            self.failed = str(error)
+            self.values.clear()
 
 
 def _repetitions(contender: Contender, round_s: float) -> int:

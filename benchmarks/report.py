@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Measured
-from benchmarks.measure import spread, verdict
+from benchmarks.measure import best_of_ours, ratios, spread, verdict
 
 _SCALES = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
@@ -28,16 +28,21 @@ def quantity(value: float, unit: str) -> str:
 def table(case: Case, measured: Sequence[Measured]) -> str:
     """Return one case as text."""
     rows = [["contender", f"per {case.per}", "quartiles", "ours ÷ it", "quartiles", "remark"]]
+    most = max(len(one.values) for one in measured)
     for one in measured:
-        value, ratio = spread(one.values), spread(one.ratios)
+        if one.failed:
+            continue
+        value = spread(one.values)
+        ratio = spread(one.ratios) if one.ratios else None
+        few = f"{len(one.values)} of {most} rounds" if len(one.values) < most else ""
         rows.append(
             [
                 one.contender.name,
                 quantity(value.median, case.unit),
                 f"{quantity(value.low, case.unit)} – {quantity(value.high, case.unit)}",
-                f"{ratio.median:.3f}",
-                f"{ratio.low:.3f} – {ratio.high:.3f}",
-                one.contender.remark,
+                f"{ratio.median:.3f}" if ratio else "",
+                f"{ratio.low:.3f} – {ratio.high:.3f}" if ratio else "",
+                "; ".join(filter(None, [one.contender.remark, few])),
             ]
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -46,8 +51,9 @@ def table(case: Case, measured: Sequence[Measured]) -> str:
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+    text += [f"  FAILED: {one.contender.name}: {one.failed}" for one in measured if one.failed]
     text += [f"  missing: {one.name}: {one.reason}" for one in case.missing]
-    text.append("  " + judgement(case, measured))
+    text += ["  " + line for line in [judgement(case, measured), *own_targets(case, measured)]]
     return "\n".join(text)
 
 
@@ -56,24 +62,69 @@ def judgement(case: Case, measured: Sequence[Measured]) -> str:
     best = verdict(measured)
     if best is None:
         return "no peer that does the whole job could be measured: no verdict"
-    ratio = spread(best.ratios)
-    against = f"ours ÷ {best.contender.name} = {ratio.median:.3f}"
+    ours, found = _against(case, measured, best)
+    if ours is None:
+        return "ours could not be measured: no verdict"
+    ratio = spread(found)
+    name = f"best of ours ({ours.contender.name})" if case.best_of_ours else "ours"
+    against = f"{name} ÷ {best.contender.name} = {ratio.median:.3f}"
     if case.target is None:
         return against
-    met = "met" if ratio.median <= case.target else "MISSED"
-    return f"{against}, target at most {case.target}: {met}"
+    return f"{against}, target at most {case.target:.3g}: {_met(ratio.median, case.target)}"
+
+
+def own_targets(case: Case, measured: Sequence[Measured]) -> list[str]:
+    """Say how the targets stand that are against one contender each."""
+    ours = next(one for one in measured if one.contender.role == "ours")
+    lines = []
+    for one in measured:
+        name, ratio, more = one.contender.name, one.contender.at_most, one.contender.at_most_more
+        if not one.ratios:
+            continue
+        if ratio is not None:
+            found = spread(one.ratios).median
+            lines.append(
+                f"ours ÷ {name} = {found:.3f}, target at most {ratio:.3g}: {_met(found, ratio)}"
+            )
+        if more is not None:
+            pairs = zip(ours.values, one.values, strict=False)
+            found = spread([o - it for o, it in pairs]).median
+            sign = "-" if found < 0 else ""
+            lines.append(
+                f"ours less {name} = {sign}{quantity(abs(found), case.unit)}, "
+                f"target at most {quantity(more, case.unit)}: {_met(found, more)}"
+            )
+    return lines
+
+
+def _met(value: float, target: float) -> str:
+    return "met" if value <= target else "MISSED"
+
+
+def _against(
+    case: Case, measured: Sequence[Measured], best: Measured
+) -> tuple[Measured | None, Sequence[float]]:
+    """Return which of ours is held against the best peer, and the ratios of the two."""
+    if not case.best_of_ours:
+        ours = next(one for one in measured if one.contender.role == "ours")
+        return (ours if ours.values else None), best.ratios
+    fastest = best_of_ours(measured)
+    return fastest, ratios(fastest.values, best.values) if fastest else ()
 
 
 def as_data(case: Case, measured: Sequence[Measured]) -> dict[str, Any]:
     """Return one case for JSON, every round's value included."""
     best = verdict(measured)
+    ours, found = _against(case, measured, best) if best else (None, ())
     return {
         "name": case.name,
         "per": case.per,
         "unit": case.unit,
         "target": case.target,
+        "ours": ours.contender.name if ours else None,
         "against": best.contender.name if best else None,
-        "ratio": spread(best.ratios)._asdict() if best else None,
+        "ratio": spread(found)._asdict() if found else None,
+        "judgement": [judgement(case, measured), *own_targets(case, measured)],
         "contenders": [
             {
                 "name": one.contender.name,
@@ -82,9 +133,13 @@ def as_data(case: Case, measured: Sequence[Measured]) -> dict[str, Any]:
                 "remark": one.contender.remark,
                 "values": list(one.values),
                 "spread": spread(one.values)._asdict(),
-                "ratio": spread(one.ratios)._asdict(),
+                "ratio": spread(one.ratios)._asdict() if one.ratios else None,
             }
             for one in measured
+            if not one.failed
+        ],
+        "failed": [
+            {"name": one.contender.name, "reason": one.failed} for one in measured if one.failed
         ],
         "missing": [dataclasses.asdict(one) for one in case.missing],
     }
@@ -95,11 +150,14 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def plot(path: Path, title: str, cases: Sequence[dict[str, Any]]) -> bool:
-    """Draw the cases of a subject; False where matplotlib is not installed."""
+    """Draw the cases of a subject; False where matplotlib is not installed, or nothing is there."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.ticker import EngFormatter, NullFormatter
     except ImportError:
+        return False
+    cases = [{**case, "contenders": _drawable(case)} for case in cases if _drawable(case)]
+    if not cases:
         return False
     rows = sum(len(case["contenders"]) for case in cases)
     figure = Figure(figsize=(9, 1.2 + 0.9 * len(cases) + 0.3 * rows), layout="constrained")
@@ -143,3 +201,8 @@ def plot(path: Path, title: str, cases: Sequence[dict[str, Any]]) -> bool:
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
     return True
+
+
+def _drawable(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the contenders that a logarithmic axis can show."""
+    return [one for one in case["contenders"] if one["spread"]["median"] > 0]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import subjects
-from benchmarks.case import TINY, Case, Contender, Size
+from benchmarks.case import TINY, Case, Contender, ContenderFailedError, Missing, Size
+from benchmarks.host import Entry, Host, started
 from benchmarks.measure import measure, verdict
-from benchmarks.report import as_data, judgement, plot, quantity, table
+from benchmarks.report import as_data, judgement, own_targets, plot, quantity, table
 from dask_devctx import driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.addressed import addressed
@@ -22,9 +28,10 @@ from tests.addressed import addressed
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_command_line_measures_every_subject(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["scope", "import"], ["tasks", "startup", "transfer"], ["jobs"]])
+def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "--tiny", "-o", str(tmp_path)],
+        [sys.executable, "-m", "benchmarks", "--tiny", "-o", str(tmp_path), *names],
         cwd=ROOT,
         env=os.environ | {driver.SIMULATED_DEVICES_VARIABLE: "2"},
         capture_output=True,
@@ -35,20 +42,48 @@ def test_the_command_line_measures_every_subject(tmp_path: Path) -> None:
     assert results["tiny"] is True
     assert results["machine"]["gpus"] == ["Simulated GPU"] * 2
     assert "simulated" in results["machine"]["driver"]
-    assert set(results["subjects"]) == set(subjects.NAMES)
-    for subject in results["subjects"].values():
+    assert set(results["subjects"]) == set(names)
+    for name, subject in results["subjects"].items():
+        assert subject["cases"]
         for case in subject["cases"]:
             assert [c["role"] for c in case["contenders"]].count("ours") == 1
+            assert case["failed"] == []
             for contender in case["contenders"]:
                 assert len(contender["values"]) == TINY.rounds
                 assert min(contender["values"]) > 0
                 assert contender["name"] in done.stdout
-    missing = {m["name"] for m in results["subjects"]["scope"]["cases"][0]["missing"]}
-    assert {"CuPy", "torch", "Numba", "JAX"} <= missing
+            if name in ("tasks", "startup", "transfer", "jobs"):
+                assert "SIMULATED" in case["name"]
     drawn = importlib.util.find_spec("matplotlib") is not None
-    for name in subjects.NAMES:
+    for name in names:
         assert (tmp_path / f"{name}.png").exists() is drawn
     assert ("matplotlib is not installed" in done.stdout) is not drawn
+
+
+def test_every_subject_is_run_by_a_test() -> None:
+    assert set(subjects.NAMES) == {"scope", "import", "tasks", "startup", "transfer", "jobs"}
+
+
+def test_peers_that_are_absent_are_named(tmp_path: Path) -> None:
+    results = _tiny(tmp_path, "scope", "-k", "nothing is current")
+    missing = {m["name"] for m in results["subjects"]["scope"]["cases"][0]["missing"]}
+    assert {"CuPy", "torch", "Numba", "JAX"} <= missing
+    results = _tiny(tmp_path, "jobs", "-k", "mean")
+    (case,) = results["subjects"]["jobs"]["cases"]
+    missing = {m["name"] for m in case["missing"]}
+    assert missing == {"dask-cuda, TCP", "dask-cuda, UCXX and RMM pool"}
+
+
+def _tiny(folder: Path, *arguments: str) -> dict[str, Any]:
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--tiny", "-o", str(folder), *arguments],
+        cwd=ROOT,
+        env=os.environ | {driver.SIMULATED_DEVICES_VARIABLE: "2"},
+        capture_output=True,
+        check=True,
+    )
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results
 
 
 def test_a_machine_without_gpus_is_told_so(tmp_path: Path) -> None:
@@ -119,6 +154,148 @@ def test_rounds_are_interleaved_and_nobody_always_follows_the_same() -> None:
 
     measure(Case("a case", "with", [note(name) for name in "abc"]), Size(rounds=3, round_s=0))
     assert order[3:] == list("abcbcacab")  # after one warm-up each
+
+
+def test_a_contender_that_fails_is_reported_and_stops_nobody() -> None:
+    turns = iter(range(10))
+
+    def fails(count: int) -> float:
+        if next(turns) == 2:
+            raise ContenderFailedError("it has had enough")
+        return 1e-9
+
+    case = Case(
+        "a case",
+        "with",
+        [_constant("ours", 3.0, role="ours"), Contender("fails", fails), _constant("peer", 6.0)],
+        target=0.4,
+    )
+    measured = measure(case, Size(rounds=3, round_s=0))
+    assert "FAILED: fails: it has had enough" in table(case, measured)
+    assert "ours ÷ peer = 0.500, target at most 0.4: MISSED" in table(case, measured)
+    data = as_data(case, measured)
+    assert data["failed"] == [{"name": "fails", "reason": "it has had enough"}]
+    assert [len(one["values"]) for one in data["contenders"]] == [3, 3]
+
+
+def test_ours_failing_leaves_no_verdict() -> None:
+    def fails(count: int) -> float:
+        raise ContenderFailedError("no GPU")
+
+    case = Case("a case", "with", [Contender("ours", fails, "ours"), _constant("peer", 6.0)])
+    measured = measure(case, Size(rounds=3, round_s=0))
+    assert judgement(case, measured) == "ours could not be measured: no verdict"
+    assert as_data(case, measured)["ratio"] is None
+    assert "6.00 s" in table(case, measured)
+
+
+def test_a_contender_over_its_time_gets_fewer_turns() -> None:
+    def slow(count: int) -> float:
+        time.sleep(0.02)
+        return 1.0
+
+    case = Case("a case", "job", [_constant("ours", 1.0, role="ours"), Contender("slow", slow)])
+    capped = dataclasses.replace(case, cap_s=0.01, rounds=5)
+    for one, rounds in ((case, 3), (capped, 1)):
+        measured = measure(one, Size(rounds=3, round_s=0))
+        assert len(measured[1].values) == len(measured[1].ratios) == rounds
+    assert "1 of 5 rounds" in table(capped, measured)
+
+
+def test_the_best_of_ours_is_held_against_the_best_peer() -> None:
+    contenders = [
+        _constant("1 × 4", 3.0, role="ours"),
+        _constant("4 × 1", 2.0, role="variant"),
+        _constant("TCP", 10.0),
+        _constant("UCXX", 4.0),
+    ]
+    case = Case("a job", "job", contenders, target=1.0, best_of_ours=True)
+    measured = measure(case, Size(rounds=3, round_s=0))
+    expected = "best of ours (4 × 1) ÷ UCXX = 0.500, target at most 1: met"
+    assert judgement(case, measured) == expected
+    assert as_data(case, measured)["ours"] == "4 × 1"
+
+
+def test_a_contender_can_have_a_target_of_its_own() -> None:
+    contenders = [
+        _constant("with", 5e-4, role="ours"),
+        _constant("without", 4.9e-4, at_most=1.03, at_most_more=5e-6),
+    ]
+    case = Case("a case", "task", contenders)
+    measured = measure(case, Size(rounds=3, round_s=0))
+    assert own_targets(case, measured) == [
+        "ours ÷ without = 1.020, target at most 1.03: met",
+        "ours less without = 10.0 µs, target at most 5.00 µs: MISSED",
+    ]
+
+
+class _Held:
+    """What a contender's process holds in these tests."""
+
+    def add(self, one: int, other: int) -> int:
+        return one + other
+
+    def fail(self) -> None:
+        raise ValueError("it does not work\nat all")
+
+    def die(self) -> None:
+        print("here is why", flush=True)
+        os._exit(3)
+
+    def hang(self) -> None:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        time.sleep(60)
+
+
+@contextlib.contextmanager
+def held(message: str = "") -> Iterator[_Held]:
+    if message:
+        raise RuntimeError(message)
+    yield _Held()
+
+
+HELD = "tests.test_benchmarks:held"
+
+
+def test_a_host_answers_until_it_dies() -> None:
+    with started([Entry("held", HELD)]) as (hosts, failed):
+        assert failed == []
+        host = hosts[0][1]
+        assert host.call("add", 1, 2) == 3
+        with pytest.raises(ContenderFailedError, match=r"ValueError: it does not work at all"):
+            host.call("fail")
+        assert host.call("add", 1, 3) == 4
+        for _ in range(2):
+            with pytest.raises(ContenderFailedError, match=r"died in die.*here is why"):
+                host.call("die")
+
+
+def test_a_host_that_hangs_is_ended_with_all_that_it_started() -> None:
+    host = Host(HELD)
+    try:
+        with pytest.raises(ContenderFailedError, match="no answer within 2 s from hang"):
+            host.call("hang", timeout_s=2)
+        deadline = time.monotonic() + 5
+        while _group_lives(host.pid):  # until init has reaped what it started
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        host.close()
+
+
+def _group_lives(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_contender_that_does_not_start_is_named() -> None:
+    with started([Entry("bad", HELD, ("no such transport",)), Entry("good", HELD)]) as found:
+        hosts, failed = found
+        assert [entry.name for entry, _ in hosts] == ["good"]
+        assert failed == [Missing("bad", "FAILED to start: RuntimeError: no such transport")]
 
 
 @pytest.mark.parametrize(

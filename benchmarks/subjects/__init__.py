@@ -8,7 +8,14 @@ from typing import Protocol, cast
 
 from benchmarks.case import Case, Size
 
-_MODULES = {"scope": "scope", "import": "imports"}
+_MODULES = {
+    "scope": "scope",
+    "import": "imports",
+    "tasks": "tasks",
+    "startup": "startup",
+    "transfer": "transfer",
+    "jobs": "jobs",
+}
 NAMES = tuple(_MODULES)
 
 

@@ -1,0 +1,65 @@
+"""A cluster that is given the plugin, and has it taken away again."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def noops(n_devices: int) -> Iterator[Noops]:
+    from distributed import Client, LocalCluster
+
+    from dask_devctx.plugin import LOOK_AHEAD
+
+    with (
+        LocalCluster(
+            n_workers=1,
+            threads_per_worker=LOOK_AHEAD * n_devices,
+            memory_limit=0,
+            dashboard_address=":0",
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield Noops(client)
+
+
+class Noops:
+    """Tasks that do nothing."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._keys = itertools.count()
+        self._has_plugin = False
+
+    def turn(self, tasks: int, annotation: int | None, plugin: bool) -> float:
+        """Return the seconds that so many tasks took, from their submission to the last's end."""
+        import dask
+        from distributed import wait
+
+        from dask_devctx import DevicePlugin
+
+        if plugin and not self._has_plugin:
+            self._client.register_plugin(DevicePlugin())
+        elif self._has_plugin and not plugin:
+            self._client.unregister_worker_plugin(DevicePlugin.name)
+        self._has_plugin = plugin
+        first = next(self._keys) * tasks
+        annotations = {} if annotation is None else {"device": annotation}
+        started = time.perf_counter()
+        with dask.annotate(**annotations):
+            futures = self._client.map(nothing, range(first, first + tasks))
+        wait(futures)
+        took = time.perf_counter() - started
+        failed = [future for future in futures if future.status != "finished"]
+        if failed:
+            failed[0].result()
+        self._client.cancel(futures)
+        return took
+
+
+def nothing(number: int) -> None:
+    return None

@@ -1,0 +1,92 @@
+"""How an array gets from one GPU to another: copied bare, inside a task, and by dask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks import field
+from benchmarks.case import CannotRunError, Case, Contender, Missing, Size
+from benchmarks.host import Entry, Host, started
+
+TITLE = "from GPU to GPU"
+_JUDGED = 2**30
+_BANDWIDTH, _OF_UCXX, _OF_TCP = 0.85, 0.7, 0.02
+_MODULE = "benchmarks.subjects.transfer_hosted"
+
+
+def cases(size: Size) -> Iterator[Case]:
+    n_devices = 2
+    field.n_devices(at_least=n_devices)
+    peers, missing = field.dask_cuda(_MODULE, n_devices)
+    ours = Entry("dask_devctx", f"{_MODULE}:ours", (field.library(), n_devices, 1))
+    with started([ours, *peers]) as (hosts, failed):
+        if not hosts or hosts[0][0] is not ours:
+            raise CannotRunError(failed[0].reason)
+        for nbytes in (2**10, 2**16) if size.tiny else (2**10, 2**20, 2**26, 2**30, 2**32):
+            yield _inside_a_task(hosts[0][1], nbytes, size)
+            yield _round_trip(hosts, nbytes, size, [*missing, *failed])
+
+
+def _inside_a_task(host: Host, nbytes: int, size: Size) -> Case:
+    return Case(
+        f"a copy of {_named(nbytes)}{field.where()}",
+        per="copy",
+        single=True,
+        rounds=None if size.tiny else 21,
+        cap_s=5.0,
+        target=1 / _BANDWIDTH if nbytes == _JUDGED else None,
+        contenders=[
+            Contender(
+                "to_device in a task",
+                _several(host, "copy_in_task", nbytes),
+                "ours",
+                remark="until it is done",
+            ),
+            Contender("bare copy", _several(host, "bare_copy", nbytes), remark=_bare()),
+        ],
+    )
+
+
+def _round_trip(
+    hosts: list[tuple[Entry, Host]], nbytes: int, size: Size, missing: list[Missing]
+) -> Case:
+    targets = {field.UCXX: _OF_UCXX, field.TCP: _OF_TCP} if nbytes == _JUDGED else {}
+    contenders = [
+        entry.contender(
+            _several(host, "round_trip", nbytes),
+            role="ours" if place == 0 else "peer",
+            at_most=targets.get(entry.name),
+        )
+        for place, (entry, host) in enumerate(hosts)
+    ]
+    bare = Contender(
+        "bare copy", _several(hosts[0][1], "bare_copy", nbytes), "floor", remark=_bare()
+    )
+    return Case(
+        f"a task on one GPU with an input of {_named(nbytes)} on another, from submission to "
+        f"result{field.where()}",
+        per="task",
+        single=True,
+        rounds=None if size.tiny else 21,
+        cap_s=10.0,
+        contenders=[*contenders, bare],
+        missing=missing,
+    )
+
+
+def _several(host: Host, method: str, nbytes: int) -> Callable[[int], float]:
+    def run(count: int) -> float:
+        return sum(float(host.call(method, nbytes)) for _ in range(count))
+
+    return run
+
+
+def _bare() -> str:
+    return "SimulatedArray.copy_to" if field.library() == "simulated" else "cudaMemcpyPeerAsync"
+
+
+def _named(nbytes: int) -> str:
+    for scale, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= scale:
+            return f"{nbytes // scale} {unit}"
+    return f"{nbytes} B"
