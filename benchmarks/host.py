@@ -44,7 +44,7 @@ class Host:
     """
 
     def __init__(self, factory: str, *args: Any, start_s: float = START_S) -> None:
-        self._log = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 (see close)
+        self._log = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115
         self._pipe, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(

@@ -26,7 +26,7 @@ def cases(size: Size) -> Iterator[Case]:
                 f"{tasks} tasks that do nothing, {said}{field.where()}",
                 per="task",
                 single=True,
-                rounds=None if size.tiny else 15,
+                rounds=None if size.tiny else 21,
                 target=None if size.tiny else _RATIO,
                 contenders=[
                     Contender("with the plugin", _turn(host, tasks, annotation, True), "ours"),

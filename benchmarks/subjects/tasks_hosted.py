@@ -32,31 +32,36 @@ class Noops:
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._keys = itertools.count()
+        self._numbers = itertools.count()
         self._has_plugin = False
 
     def turn(self, tasks: int, annotation: int | None, plugin: bool) -> float:
         """Return the seconds that so many tasks took, from their submission to the last's end."""
+        from dask_devctx import DevicePlugin
+
+        if plugin != self._has_plugin:
+            if plugin:
+                self._client.register_plugin(DevicePlugin())
+            else:
+                self._client.unregister_worker_plugin(DevicePlugin.name)
+            self._has_plugin = plugin
+            self._run(tasks // 10, annotation)  # what is done once: threads, contexts
+        return self._run(tasks, annotation)
+
+    def _run(self, tasks: int, annotation: int | None) -> float:
         import dask
         from distributed import wait
 
-        from dask_devctx import DevicePlugin
-
-        if plugin and not self._has_plugin:
-            self._client.register_plugin(DevicePlugin())
-        elif self._has_plugin and not plugin:
-            self._client.unregister_worker_plugin(DevicePlugin.name)
-        self._has_plugin = plugin
-        first = next(self._keys) * tasks
+        numbers = [next(self._numbers) for _ in range(tasks)]
         annotations = {} if annotation is None else {"device": annotation}
         started = time.perf_counter()
         with dask.annotate(**annotations):
-            futures = self._client.map(nothing, range(first, first + tasks))
+            futures = self._client.map(nothing, numbers)
         wait(futures)
         took = time.perf_counter() - started
-        failed = [future for future in futures if future.status != "finished"]
-        if failed:
-            failed[0].result()
+        for future in futures:
+            if future.status != "finished":
+                future.result()  # raises what the task raised
         self._client.cancel(futures)
         return took
 
