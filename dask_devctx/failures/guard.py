@@ -7,8 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any, Final
 
 from distributed import Reschedule
@@ -179,8 +178,9 @@ class Guard:
         ended = False
         try:
             with device:
-                if not self.synchronize:
-                    with _undisturbing(device._backend.calls) as calls:
+                if not self.synchronize and self.suspects.marked(device):
+                    calls = device._backend.calls
+                    with _Undisturbing(calls):
                         self.suspects.look(device, calls, mark=False)
                 try:
                     result = fn(data)
@@ -220,7 +220,7 @@ class Guard:
             if calls.current() != device._handle:
                 self._note_left_behind(key, device)
                 calls.set_current(device._handle)  # with none current, the probe sees nothing
-            with _undisturbing(calls):
+            with _Undisturbing(calls):
                 if self.synchronize and wait:
                     ended = self.suspects.count(device)
                     calls.synchronize()
@@ -313,14 +313,19 @@ class GuardedTask:
         raise _alone(failure)
 
 
-@contextmanager
-def _undisturbing(calls: Calls) -> Iterator[Calls]:
+class _Undisturbing:
     """Let this thread look at a device without ending what another thread captures as a graph."""
-    before = calls.exchange_capture_mode(RELAXED_CAPTURE)
-    try:
-        yield calls
-    finally:
-        calls.exchange_capture_mode(before)
+
+    __slots__ = ("_before", "_calls")
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._before = self._calls.exchange_capture_mode(RELAXED_CAPTURE)
+
+    def __exit__(self, *error: object) -> None:
+        self._calls.exchange_capture_mode(self._before)
 
 
 def _alone(failure: Exception) -> Exception:

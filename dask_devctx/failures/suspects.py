@@ -81,6 +81,11 @@ class Suspects:
             work.left.append(suspect)
             work.ended += 1
 
+    def marked(self, device: Device) -> bool:
+        """Return whether there is a mark to be asked for, without which a look tells nothing."""
+        work = self._work.get(device)
+        return work is not None and work.marked is not None
+
     def look(self, device: Device, calls: Calls, *, mark: bool) -> None:
         """Ask how far the device is, without waiting; on a thread where it is current.
 
