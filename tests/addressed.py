@@ -35,6 +35,8 @@ class AddressedDriver(SimulatedDriver):
         return int(status)
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
+        if name not in self._functions:  # called through the bindings' shapes instead
+            return types.CUresult.CUDA_ERROR_NOT_FOUND, None, 0
         address = ctypes.cast(self._functions[name], ctypes.c_void_p).value
         return types.CUresult.CUDA_SUCCESS, address, 0
 

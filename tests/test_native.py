@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import pickle
@@ -11,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cuda.bindings import driver as types
@@ -203,6 +205,31 @@ def test_exit_takes_three_arguments(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # forking is what is tested
+def test_short_functions_are_called_by_their_address() -> None:
+    seen = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    def takes_four(*numbers: int | None) -> int:
+        seen.append(tuple(number or 0 for number in numbers))
+        return 7
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p)
+    def adds_to(value: Any, number: int | None) -> int:
+        value[0] += number or 0
+        return 0
+
+    four, add = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (takes_four, adds_to))
+    assert native.invoke(four) == 7
+    assert native.invoke(four, 1, 2, 2**64 - 1, 4) == 7
+    assert seen == [(0, 0, 0, 0), (1, 2, 2**64 - 1, 4)]
+    assert native.invoke_out(add, 40, 2) == (0, 42)
+    for wrong in ((), (four, 1, 2, 3, 4, 5), (0,), ("a",), (four, "a")):
+        with pytest.raises((TypeError, ValueError)):
+            native.invoke(*wrong)
+    with pytest.raises(TypeError):
+        native.invoke_out(add)
+
+
 # Threads, and JAX' own words, of whatever was imported in this process: the child only looks.
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_after_a_fork_scopes_say_so(machine: SimulatedMachine) -> None:

@@ -18,6 +18,11 @@ from dask_devctx.errors import (
     ForkedProcessError,
 )
 
+try:
+    from dask_devctx._scope import invoke, invoke_out
+except ImportError:  # it was not built
+    invoke = invoke_out = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     import uuid
 
@@ -49,6 +54,7 @@ class Calls:
         self.driver = driver
         self.types: Any = types
         self.forked = False
+        self._addresses: dict[str, int] = {}
 
     def _value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
         try:
@@ -99,6 +105,40 @@ class Calls:
             return None
         status, address, *_ = ask(function.encode(), version, 0)
         return int(address) if status == 0 and address else None
+
+    # -- by the address, with Python's lock kept
+
+    def _status(self, function: str, version: int, *numbers: int) -> int | None:
+        """Call a short C function by its address; its status, or None where there is no address.
+
+        The bindings give Python's lock up around each call. Where other threads are busy it is
+        often milliseconds until it comes back, and these functions take a microsecond at most.
+        """
+        address = self._address(function, version)
+        return invoke(address, *numbers) if address else None
+
+    def _out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
+        """The same for a function that changes what its first argument points to; that value."""
+        address = self._address(function, version)
+        if not address:
+            return None
+        status, value = invoke_out(address, value, *numbers)
+        if status:
+            raise self._error(function, status)
+        return value
+
+    def _address(self, function: str, version: int) -> int:
+        address = self._addresses.get(function)
+        if address is None:
+            found = None if invoke is None else self.address(function, version)
+            address = self._addresses[function] = found or 0
+        return address
+
+    def _succeeded(self, function: str, status: int | None) -> bool:
+        """Whether the call was made by its address; raises where it was, and failed."""
+        if status:
+            raise self._error(function, status)
+        return status is not None
 
     # -- the process
 
@@ -186,6 +226,9 @@ class Calls:
 
     def current(self) -> int:
         """The context that is current on this thread; 0 where there is none."""
+        found = self._out("cuCtxGetCurrent", 4000, 0)
+        if found is not None:
+            return found
         status, context = self.driver.cuCtxGetCurrent()
         if status != 0:
             raise self._error("cuCtxGetCurrent", status)
@@ -295,17 +338,21 @@ class Calls:
     def event_create(self) -> int:
         """An event of the current context, which measures no time."""
         flag = int(self.types.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        return int(self._value(self.driver.cuEventCreate, flag))
+        made = self._out("cuEventCreate", 2000, 0, flag)
+        return int(self._value(self.driver.cuEventCreate, flag)) if made is None else made
 
     def event_destroy(self, event: int) -> None:
         """What waits for it still does."""
-        self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
+        if not self._succeeded("cuEventDestroy", self._status("cuEventDestroy", 4000, event)):
+            self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
 
     def event_record(self, event: int, stream: int) -> None:
         """Let the event mean what the stream has been given so far."""
-        self._value(
-            self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
-        )
+        status = self._status("cuEventRecord", 2000, event, stream)
+        if not self._succeeded("cuEventRecord", status):
+            self._value(
+                self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
+            )
 
     def event_record_context(self, event: int, context: int) -> bool:
         """Let the event mean what every stream of the context has been given so far.
@@ -314,8 +361,10 @@ class Calls:
         is being captured into a graph.
         """
         try:
-            function = self.driver.cuCtxRecordEvent
-            (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
+            status = self._status("cuCtxRecordEvent", 12050, context, event)
+            if status is None:
+                function = self.driver.cuCtxRecordEvent
+                (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
         except (AttributeError, RuntimeError):  # the bindings' words for a function that is missing
             return False
         kind = self.types.CUresult
@@ -329,7 +378,9 @@ class Calls:
         return True
 
     def event_done(self, event: int) -> bool:
-        (status,) = self.driver.cuEventQuery(self.types.CUevent(event))
+        status = self._status("cuEventQuery", 2000, event)
+        if status is None:
+            (status,) = self.driver.cuEventQuery(self.types.CUevent(event))
         if int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_READY):
             return False
         if status != 0:
@@ -343,12 +394,14 @@ class Calls:
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Let what the stream is given from now on wait for the event, of any device."""
-        self._value(
-            self.driver.cuStreamWaitEvent,
-            self.types.CUstream(stream),
-            self.types.CUevent(event),
-            0,
-        )
+        status = self._status("cuStreamWaitEvent", 3020, stream, event, 0)
+        if not self._succeeded("cuStreamWaitEvent", status):
+            self._value(
+                self.driver.cuStreamWaitEvent,
+                self.types.CUstream(stream),
+                self.types.CUevent(event),
+                0,
+            )
 
     # -- memory of the current context
 
@@ -379,9 +432,13 @@ class Calls:
 
     def exchange_capture_mode(self, mode: int) -> int:
         """Set how this thread may disturb graphs that others capture; return how it was."""
+        before = self._out("cuThreadExchangeStreamCaptureMode", 10010, mode)
+        if before is not None:
+            return before & 0xFFFFFFFF
         kind = self.types.CUstreamCaptureMode
         return int(self._value(self.driver.cuThreadExchangeStreamCaptureMode, kind(mode)))
 
     def probe(self) -> None:
         """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""
-        self._value(self.driver.cuMemFree, 0)
+        if not self._succeeded("cuMemFree", self._status("cuMemFree", 3020, 0)):
+            self._value(self.driver.cuMemFree, 0)
