@@ -7,6 +7,8 @@ this module.
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -45,11 +47,16 @@ class Cluster:
 @contextlib.contextmanager
 def ours(library: str, n_devices: int, n_workers: int) -> Iterator[Cluster]:
     """``LocalDeviceCluster`` with some of the GPUs for each worker."""
+    import dask
     from distributed import Client
 
     from dask_devctx import LocalDeviceCluster
 
     with (
+        # Its own locks: clusters of other shapes have the same GPUs at the same time.
+        tempfile.TemporaryDirectory() as locks,
+        _environment(DASK_DEVCTX__LOCK_DIRECTORY=locks),
+        dask.config.set({"devctx.lock-directory": locks}),
         LocalDeviceCluster(
             n_workers=n_workers,
             devices=range(n_devices),
@@ -59,6 +66,18 @@ def ours(library: str, n_devices: int, n_workers: int) -> Iterator[Cluster]:
         Client(cluster) as client,
     ):
         yield _ready(client, library, n_devices, n_workers)
+
+
+@contextlib.contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Have the processes that are started inside see these variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def bare_copy(library: str, array: Any) -> float:
     runtime = cupy.cuda.runtime
     with cupy.cuda.Device(1) as device:
         with contextlib.suppress(runtime.CUDARuntimeError):  # enabled already
-            runtime.deviceEnablePeerAccess(0, 0)
+            runtime.deviceEnablePeerAccess(0)
         moved = cupy.empty_like(array)
         stream = cupy.cuda.Stream(non_blocking=True)
         device.synchronize()
