@@ -44,6 +44,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(count=2): needs that many real GPUs")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Libraries leave contexts and threads in this process that other tests must not meet.
+    items.sort(key=lambda item: "tests/gpu/" in item.nodeid)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("gpu"):
         needed = marker.kwargs.get("count", marker.args[0] if marker.args else 2)

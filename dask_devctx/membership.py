@@ -80,7 +80,7 @@ async def refuse(worker: Worker, error: Exception) -> None:
     try:
         await _install_routing(worker)
         if leaves:
-            await _tell(worker, REFUSE, error=dumps(error))
+            await _tell(worker, REFUSE, kind=type(error).__name__, arguments=error.args)
         else:
             await _tell(worker, ANNOUNCE, seen=[], used=[])
     except Exception as untold:

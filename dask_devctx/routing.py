@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from dask.utils import parse_timedelta
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
-from distributed.protocol.pickle import loads
 
 from dask_devctx import config, selection
 from dask_devctx.annotations import ANNOTATION, AUTO, requested_device
 from dask_devctx.device import Device
 from dask_devctx.discovery import DeviceInfo, Inventory
-from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +24,11 @@ logger = logging.getLogger(__name__)
 ANNOUNCE = "devctx_announce"
 WITHDRAW = "devctx_withdraw"
 REFUSE = "devctx_refuse"
+
+# Why a worker leaves that could not take its devices.
+_REFUSALS: Mapping[str, Callable[..., Exception]] = {
+    kind.__name__: kind for kind in (DevicesInUseError, LockDirectoryError)
+}
 
 # A restriction to no worker: the task waits in "no-worker", as dask's own do, until it is lifted.
 _NOBODY = frozenset({"devctx://waiting-for-the-device"})
@@ -179,8 +183,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._review()
         return "OK"
 
-    def _refused(self, address: str, error: bytes) -> str:
-        self.refused[address] = loads(error)
+    def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> str:
+        # Plain data, made an error of ours here: nothing is unpickled that a worker sends.
+        self.refused[address] = _REFUSALS[kind](*arguments)
         self._cluster.joined.pop(self.scheduler.coerce_address(address), None)
         self._review()
         return "OK"

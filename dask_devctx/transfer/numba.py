@@ -26,10 +26,18 @@ def _address(array: Any) -> int:
     return int(array.__cuda_array_interface__["data"][0] or 0)
 
 
+def _extent(array: Any) -> int:
+    """Return the bytes from an array's first element to the end of its last."""
+    if not array.size:
+        return 0
+    steps = zip(array.shape, array.strides, strict=True)
+    return int(sum((n - 1) * stride for n, stride in steps) + array.dtype.itemsize)
+
+
 def _to_device(array: Any, device: Device) -> Any:
     source = _device_of(array)
-    if not (array.is_c_contiguous() or array.is_f_contiguous()):
-        # Numba copies strided arrays by a kernel, on the source's default stream.
+    if min(array.strides, default=0) < 0:
+        # Numba turns an array round by a kernel, on the source's default stream.
         move = current_move()
         move.order(source, on_source=True)
         with source, cuda.gpus[source.device_id]:
@@ -46,7 +54,7 @@ def _to_device(array: Any, device: Device) -> Any:
         device,
         _address(array),
         source,
-        array.size * array.dtype.itemsize,
+        _extent(array),  # with the gaps of a strided one, which keeps its strides
         numba_stream(device.device_id),
     )
     return moved

@@ -39,7 +39,10 @@ def no_device_thread_and_no_file_left(machine: SimulatedMachine) -> Iterator[Non
         time.sleep(0.01)
     assert not left
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= files + 8  # logging's and asyncio's own
+    # Logging's and asyncio's own may stay, and a closing cluster's connections for a moment.
+    while len(os.listdir("/proc/self/fd")) > files + 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= files + 8
 
 
 def _device_threads() -> list[str]:

@@ -94,7 +94,7 @@ def nested(first, second, third):
     @contextlib.contextmanager
     def theirs(name, ordinal):
         with scope_of(name, ordinal):
-            assert Device.current() is None or Device.current() is Device(ordinal)
+            # torch switches when there is work: only then is its device the driver's, too.
             assert work(name) == ordinal
             yield
             assert work(name) == ordinal
