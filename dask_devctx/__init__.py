@@ -14,6 +14,7 @@ from dask_devctx.context import (
     Limit,
     PrimaryContext,
     SharedMemoryConfig,
+    StreamPriorityRange,
 )
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import (
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from dask_devctx.plugin import DevicePlugin
     from dask_devctx.reporting import report
     from dask_devctx.routing import DeviceRouting
-    from dask_devctx.simulated_array import SimulatedArray
+    from dask_devctx.simulated_array import SimulatedArray as SimulatedArray
     from dask_devctx.transfer import device_of, to_device
 
 __all__ = [
@@ -64,7 +65,7 @@ __all__ = [
     "LockDirectoryError",
     "PrimaryContext",
     "SharedMemoryConfig",
-    "SimulatedArray",
+    "StreamPriorityRange",
     "VisibleDevicesError",
     "device_of",
     "devices",
@@ -80,7 +81,7 @@ _DISTRIBUTED_HALF = {
     "LocalDeviceCluster": "dask_devctx.cluster",
     # `--preload dask_devctx` looks for this here
     "dask_setup": "dask_devctx.preload",
-    "SimulatedArray": "dask_devctx.simulated_array",
+    "SimulatedArray": "dask_devctx.simulated_array",  # needs NumPy, which nothing else does
     "device_of": "dask_devctx.transfer",
     "report": "dask_devctx.reporting",
     "to_device": "dask_devctx.transfer",
@@ -96,4 +97,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_DISTRIBUTED_HALF})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
 from dask_devctx import discovery, driver, selection
 from dask_devctx.discovery import DeviceInfo
 from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import DevctxError
+from dask_devctx.errors import DevctxError, DriverUnavailableError, ForkedProcessError
 from dask_devctx.scope import Scope, raise_or_note
 
 if TYPE_CHECKING:
@@ -133,16 +133,21 @@ class Device(Scope):
 
         Notes
         -----
-        Initialises nothing: before anything in this process has used CUDA, none is current.
+        Initialises nothing: before anything in this process has used CUDA, none is current, and on
+        a machine without a driver none ever is.
 
         References
         ----------
         ``cuCtxGetCurrent``, ``cuCtxGetDevice``.
         """
         backend = driver.backend()
-        if not backend.current_context():
+        try:
+            context = backend.current_context()
+        except ForkedProcessError:
+            raise
+        except DriverUnavailableError:  # a machine without a GPU, where nothing can be current
             return None
-        return cls._of_current_context(backend)
+        return cls._of_current_context(backend) if context else None
 
     @classmethod
     def _of_current_context(cls, backend: Backend) -> Self:

@@ -71,7 +71,7 @@ class DriverUnavailableError(DevctxError):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        return f"{self.reason}. {self.remedy}"
+        return f"{self.reason.rstrip('.')}. {self.remedy}"
 
 
 class ForkedProcessError(DriverUnavailableError):

@@ -48,7 +48,8 @@ def on_device(which: object) -> Callable[[Callable[P, T]], DeviceFunction[P, T]]
     Raises
     ------
     TypeError
-        What is decorated cannot be called. On calling: ``which`` names no device.
+        What is decorated cannot be called, or the device is left out. On calling: ``which`` names
+        no device.
     DeviceNotFoundError
         On calling: this process does not have the device.
 
@@ -66,6 +67,9 @@ def on_device(which: object) -> Callable[[Callable[P, T]], DeviceFunction[P, T]]
     >>> where("here")
     ('here', 2)
     """
+
+    if inspect.isroutine(which) or isinstance(which, type):
+        raise TypeError(f"on_device needs a device: write @on_device(1) above {which!r}")
 
     def decorate(fn: Callable[P, T]) -> DeviceFunction[P, T]:
         return DeviceFunction(which, fn)

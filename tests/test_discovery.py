@@ -247,8 +247,7 @@ def test_no_driver_library():
     with driver.use(Backend(nothing, nvml)):
         with pytest.raises(DriverUnavailableError, match=r"there is no CUDA driver: libcuda\.so"):
             Device(0)
-        with pytest.raises(DriverUnavailableError, match=r"there is no CUDA driver: libcuda\.so"):
-            Device.current()
+        assert Device.current() is None  # nothing can be current where there is no driver
 
 
 def test_nvml_shows_no_gpu(machine):

@@ -843,3 +843,11 @@ def test_within_a_context():
     with closing(Context(2)) as own:
         handles = list(call(own, lambda: (Context.current() for _ in range(2))))
         assert handles == [own, own]
+
+
+def test_the_device_is_not_left_out():
+    with pytest.raises(TypeError, match=r"write @on_device\(1\)"):
+
+        @on_device
+        def task():
+            raise AssertionError

@@ -127,8 +127,10 @@ def _by_uuid(entry: str, devices: Sequence[PhysicalDevice]) -> str | _Unusable:
 
 def _by_index(entry: str, devices: Sequence[PhysicalDevice]) -> str | _Unusable:
     number = _NUMBER.match(entry)
+    if not entry:
+        return _Unusable("it is empty")
     if number is None:
-        return _Unusable("it is not an index" + (", as the first entry is" if entry else ""))
+        return _Unusable("it is not an index, as the first entry is")
     wide = max(-_LONG_MAX - 1, min(_LONG_MAX, int(number[1])))
     index = (wide + 2**31) % 2**32 - 2**31  # a C long that is stored in a C int
     if not 0 <= index < len(devices):
