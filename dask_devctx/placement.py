@@ -6,10 +6,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
 
-from dask_devctx import discovery, driver, selection
+from dask_devctx import discovery, driver
 from dask_devctx.annotations import AUTO, not_an_annotation
 from dask_devctx.assignment import Candidate, Policy
 from dask_devctx.device import Device
+from dask_devctx.errors import DeviceNotFoundError
 
 # How much a new measurement counts against what was known of a prefix' duration.
 _NEW_DURATION_WEIGHT = 0.5
@@ -180,9 +181,13 @@ class Placement:
         except TypeError:
             raise not_an_annotation(wanted) from None
         if device not in self._loads:
-            found = discovery.inventory(driver.backend())
-            have = ", ".join(map(str, self.devices))
-            raise selection.not_found(wanted, found, f"This worker uses only {have}")
+            raise DeviceNotFoundError(
+                wanted,
+                [str(mine.info) for mine in self.devices],
+                discovery.inventory(driver.backend()).visible_devices,
+                f"The machine has {device.info}, which this worker does not use, and no worker "
+                "that uses it was found",
+            )
         if name[0] in (int, str) and wanted not in ("cuda", "gpu"):
             self._named[name] = device
         return device

@@ -8,7 +8,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Event, Worker, worker_client
+from distributed import Client, Event, Worker, worker_client
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import DeviceNotFoundError, DevicePlugin
@@ -122,7 +122,8 @@ async def test_registering_anew(client: Any, scheduler: Any, worker: Any) -> Non
     assert await actor.where() == lives_on
     with dask.annotate(device=1):
         error = await client.submit(here, "elsewhere").exception()
-    assert "uses only cuda:2" in str(error)
+    assert "available: cuda:2 (" in str(error)
+    assert "which this worker does not use" in str(error)
     await client.register_plugin(DevicePlugin(tasks_per_device=3))
     assert set(worker.executors) == executors
     assert await client.gather([client.submit(here, i, pure=False) for i in range(4)])
@@ -182,3 +183,16 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
             assert "Start it with nthreads=64" in events[0]["message"]
 
     check()
+
+
+@pytest.mark.skipif(
+    not hasattr(Client, "register_worker_plugin"), reason="this release of dask has it no more"
+)
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)])
+async def test_registered_by_the_older_call(client: Any, scheduler: Any, worker: Any) -> None:
+    with pytest.warns(DeprecationWarning, match="register_worker_plugin"):
+        await client.register_worker_plugin(DevicePlugin())
+    with dask.annotate(device=2):
+        assert await client.submit(here, pure=False) == 2
+    await client.unregister_worker_plugin("devctx")
+    assert await client.submit(here, pure=False) is None

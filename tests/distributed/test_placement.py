@@ -141,7 +141,9 @@ def test_what_names_no_device(make: Callable[..., Placement], wanted: object) ->
 
 def test_a_device_of_another_worker(make: Callable[..., Placement]) -> None:
     placement = Placement(devices()[:2], 1, start_soonest)
-    with pytest.raises(DeviceNotFoundError, match="uses only cuda:0, cuda:1"):
+    with pytest.raises(
+        DeviceNotFoundError, match=r"available: cuda:0 \(GPU-\S+, cuda:1 \(GPU-\S+;.*does not use"
+    ):
         placement.place("x", "f", "cuda:3")
 
 
