@@ -134,8 +134,9 @@ class Calls:
             address = self._addresses[function] = found or 0
         return address
 
-    def _succeeded(self, function: str, status: int | None) -> bool:
-        """Whether the call was made by its address; raises where it was, and failed."""
+    def _called(self, function: str, version: int, *numbers: int) -> bool:
+        """Whether the function was called by its address; raises where it was, and failed."""
+        status = self._status(function, version, *numbers)
         if status:
             raise self._error(function, status)
         return status is not None
@@ -343,13 +344,12 @@ class Calls:
 
     def event_destroy(self, event: int) -> None:
         """What waits for it still does."""
-        if not self._succeeded("cuEventDestroy", self._status("cuEventDestroy", 4000, event)):
+        if not self._called("cuEventDestroy", 4000, event):
             self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
 
     def event_record(self, event: int, stream: int) -> None:
         """Let the event mean what the stream has been given so far."""
-        status = self._status("cuEventRecord", 2000, event, stream)
-        if not self._succeeded("cuEventRecord", status):
+        if not self._called("cuEventRecord", 2000, event, stream):
             self._value(
                 self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
             )
@@ -394,8 +394,7 @@ class Calls:
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Let what the stream is given from now on wait for the event, of any device."""
-        status = self._status("cuStreamWaitEvent", 3020, stream, event, 0)
-        if not self._succeeded("cuStreamWaitEvent", status):
+        if not self._called("cuStreamWaitEvent", 3020, stream, event, 0):
             self._value(
                 self.driver.cuStreamWaitEvent,
                 self.types.CUstream(stream),
@@ -440,5 +439,5 @@ class Calls:
 
     def probe(self) -> None:
         """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""
-        if not self._succeeded("cuMemFree", self._status("cuMemFree", 3020, 0)):
+        if not self._called("cuMemFree", 3020, 0):
             self._value(self.driver.cuMemFree, 0)
