@@ -39,7 +39,7 @@ from distributed.utils_test import async_poll_for, gen_cluster, inc, slowinc
 from dask_devctx.pinned import PinnedTask
 from tests.distributed.devices import here
 
-PRELOAD = "tests.distributed.preload"
+PRELOAD = "dask_devctx"
 
 
 def promise(*nthreads: int, **kwargs: Any) -> Callable[[Any], Any]:
