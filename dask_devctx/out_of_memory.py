@@ -76,6 +76,7 @@ def release_caches(error: BaseException | None = None) -> None:
     """
     for one in () if error is None else _chain(error):
         traceback.clear_frames(one.__traceback__)
+    gc.unfreeze()  # what was left out of collections may hold memory
     gc.collect()
     for release in (_release_cupy, _release_torch):
         try:

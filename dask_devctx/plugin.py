@@ -17,6 +17,7 @@ from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
 from dask_devctx.failures import Guard, GuardedTask, end_failed_worker
 from dask_devctx.inputs import Inputs
+from dask_devctx.interpreter import Interpreter
 from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
 from dask_devctx.placement import NoDevices, Placement
@@ -191,6 +192,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         }
         worker.executors.update(self.pools)
         self.actors = PinnedActors(worker)
+        self.interpreter = Interpreter(worker)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
         return failure
 
@@ -202,6 +204,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.inputs is not None:
             self.inputs.close()
         self.actors.restore()
+        self.interpreter.close()
         if worker.status is Status.closing:
             return  # it empties and ends its executors itself, these with the others
         for ts in worker.state.tasks.values():
