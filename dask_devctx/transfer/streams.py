@@ -28,8 +28,10 @@ def current_streams(device: Device) -> tuple[int, ...]:
     No library is imported or initialised. "Current" is a matter of the calling thread.
     """
     ordinal = device.device_id
+    # A simulated device is none of the libraries', whose own device of this number is another.
+    libraries = () if device._backend.simulated else _LIBRARIES
     found = dict.fromkeys(
-        stream for library in _LIBRARIES if (stream := library(ordinal)) is not None
+        stream for library in libraries if (stream := library(ordinal)) is not None
     )
     return tuple(found) or (LEGACY_STREAM,)
 

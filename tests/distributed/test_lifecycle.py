@@ -8,7 +8,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, Event, Worker, worker_client
+from distributed import Event, Worker, worker_client
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import DeviceNotFoundError, DevicePlugin
@@ -185,13 +185,13 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
     check()
 
 
-@pytest.mark.skipif(
-    not hasattr(Client, "register_worker_plugin"), reason="this release of dask has it no more"
-)
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 8)])
 async def test_registered_by_the_older_call(client: Any, scheduler: Any, worker: Any) -> None:
-    with pytest.warns(DeprecationWarning, match="register_worker_plugin"):
-        await client.register_worker_plugin(DevicePlugin())
+    if hasattr(client, "register_worker_plugin"):
+        with pytest.warns(DeprecationWarning, match="register_worker_plugin"):
+            await client.register_worker_plugin(DevicePlugin())
+    else:  # this release has it no more
+        await client.register_plugin(DevicePlugin())
     with dask.annotate(device=2):
         assert await client.submit(here, pure=False) == 2
     await client.unregister_worker_plugin("devctx")
