@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final
 
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.device import Device
+from dask_devctx.errors import DevctxError
+from dask_devctx.lifetime import Lifetime
 from dask_devctx.replicas import Replicas
 from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp
 
@@ -17,6 +23,21 @@ logger = logging.getLogger(__name__)
 
 # How often memory is let go of that a copy has read by now, where nothing else is moved.
 _RELEASE_INTERVAL_MS = 500
+# How often a task that ran out of memory looks whether what reads the dropped copies is done.
+_LOOK_INTERVAL_S = 0.001
+
+
+# Those of a task's inputs that were brought: the copies, each with the lifetime of its source.
+Copies = list[tuple[Lifetime, Any]]
+
+# Of what nobody knows when it goes: no copy of it is kept.
+_UNKNOWN = Lifetime()
+_UNKNOWN.ended = True
+
+
+def _not_ahead(key: Hashable, device: Device) -> None:
+    # The task will try for itself, and fail with this if it must.
+    logger.debug("%r was not brought to %s ahead of its task", key, device, exc_info=True)
 
 
 def _release() -> None:
@@ -31,18 +52,29 @@ class Inputs:
     limit
         How much of each device's memory copies may take, as a fraction.
 
+    Attributes
+    ----------
+    lifetimes
+        By key, of the values in the worker's memory that a task made here, or that one is given:
+        looking one up begins it where it is not known, :meth:`forget` ends it.
+
     Notes
     -----
-    :meth:`bring` and :meth:`made` are called on the task's thread, inside its device's scope; all
-    else from the worker's event loop. One thread of its own starts copies ahead of their tasks.
+    :meth:`bring`, :meth:`made` and :meth:`used` are called on the task's thread, inside its
+    device's scope; all else from the worker's event loop, but for :meth:`drop_replicas`, which is
+    called from either. One thread of its own starts copies ahead of their tasks.
+
+    Copies belong to a value's :class:`~dask_devctx.lifetime.Lifetime` and not to its key: a task
+    that was cancelled runs on with values that dask has let go, and a copy that was to be made
+    ahead may have its turn when they are gone.
     """
 
     metric: Final = "devctx-traffic"
 
     def __init__(self, limit: float) -> None:
         self.replicas = Replicas(limit=limit)
-        # Of the work that makes what a key stands for, where a task of this worker made it.
-        self._stamps: dict[Hashable, Stamp] = {}
+        self.lifetimes: defaultdict[Hashable, Lifetime] = defaultdict(Lifetime)
+        self._event_loop = threading.get_ident()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="devctx-ahead")
         self._release = PeriodicCallback(_release, _RELEASE_INTERVAL_MS)
         self._release.start()
@@ -51,60 +83,106 @@ class Inputs:
         """Start no more copies, and forget those that are there."""
         self._release.stop()
         self._ahead.shutdown(wait=False, cancel_futures=True)
-        self._stamps.clear()
-        self.replicas.drop_all()
+        for lifetime in self.lifetimes.values():  # what runs now keeps no copies any more
+            self.replicas.forget(lifetime)
+        self.lifetimes.clear()
         release_held()
 
-    def start_moving(self, inputs: Iterable[tuple[Hashable, object]], device: Device) -> None:
+    # -- a value's way
+
+    def arrived(self, key: Hashable, after: Stamp) -> None:
+        """Note of which work the value of a key is that a task has made here."""
+        self.forget(key)
+        self.lifetimes[key] = Lifetime(after)
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the copies of what a key stood for: dask has let it go."""
+        lifetime = self.lifetimes.pop(key, None)
+        if lifetime is not None:
+            self.replicas.forget(lifetime)
+
+    # -- a task's way
+
+    def start_moving(
+        self,
+        inputs: Iterable[tuple[Hashable, object]],
+        lifetimes: Mapping[Hashable, Lifetime],
+        device: Device,
+    ) -> None:
         """Begin to copy what a task will need, while it waits for its turn.
 
         Parameters
         ----------
         inputs
             The keys and values that the worker has by now.
+        lifetimes
+            The lifetimes of its inputs.
         device
             The task's device. No more is brought than there is room for: what is not brought
             ahead is when the task's turn comes.
         """
         for key, value in inputs:
-            places = nbytes_by_device(value)
-            places.pop(device, None)
-            nbytes = sum(places.values())
-            if nbytes and self.replicas.has_room(device, nbytes):
-                self._ahead.submit(self._move_ahead, key, value, device)
+            try:
+                places = nbytes_by_device(value)
+                places.pop(device, None)
+                nbytes = sum(places.values())
+                if nbytes and self.replicas.wants(lifetimes[key], device, nbytes):
+                    self._ahead.submit(self._move_ahead, key, value, lifetimes[key], device)
+            except Exception:
+                _not_ahead(key, device)
 
-    def _move_ahead(self, key: Hashable, value: object, device: Device) -> None:
+    def _move_ahead(self, key: Hashable, value: object, lifetime: Lifetime, device: Device) -> None:
+        if lifetime.ended:
+            return
         try:
-            self.replicas.get(key, value, device, after=self._stamps.get(key), ahead=True)
-        except Exception:  # the task will try for itself, and fail with this if it must
-            logger.debug("%r was not brought to %s ahead of its task", key, device, exc_info=True)
+            self.replicas.get(lifetime, value, device, after=lifetime.after, ahead=True)
+        except Exception:
+            _not_ahead(key, device)
 
-    def bring(self, data: Mapping[Hashable, Any], device: Device) -> dict[Hashable, Any]:
-        """Return a task's inputs as they are on its device."""
-        get, stamps = self.replicas.get, self._stamps
-        return {key: get(key, value, device, after=stamps.get(key)) for key, value in data.items()}
+    def bring(
+        self, data: Mapping[Hashable, Any], lifetimes: Mapping[Hashable, Lifetime], device: Device
+    ) -> tuple[dict[Hashable, Any], Copies]:
+        """Return a task's inputs as they are on its device, and which of them are copies."""
+        inputs, copies = {}, []
+        for key, value in data.items():
+            lifetime = lifetimes.get(key, _UNKNOWN)
+            inputs[key] = here = self.replicas.get(lifetime, value, device, after=lifetime.after)
+            if here is not value:
+                copies.append((lifetime, here))
+        return inputs, copies
 
-    def made(
-        self, key: Hashable, result: object, brought: Mapping[Hashable, Any], device: Device
-    ) -> None:
-        """Note that a task has given all its work to its device, and what it made."""
+    def made(self, result: object, copies: Copies, device: Device) -> Stamp | None:
+        """Note that a task has given all its work to its device.
+
+        Returns
+        -------
+        Stamp or None
+            Of the work that makes its result, where that is on a device: for :meth:`arrived`.
+        """
         after = stamp(result)
-        if after is not None:
-            self._stamps[key] = after
-        elif brought:
-            after = stamp(*brought.values())  # its result is on the host, its work may not be done
-        self.replicas.used(brought, device, after)
+        if copies:
+            # A result on the host says nothing of work that may not be done.
+            known = after is not None and device in after.devices
+            self.replicas.used(copies, device, after if known else Stamp.of_devices([device]))
+        return after
+
+    def gave_up(self, copies: Copies, device: Device) -> None:
+        """Note that a task raised: what it gave to its device until then may still run."""
+        if copies:
+            with suppress(DevctxError):  # the device is not well; the task's own exception counts
+                self.replicas.used(copies, device, Stamp.of_devices([device]))
 
     def drop_replicas(self, device: Device) -> int:
         """Drop the copies on a device whose memory ran out; return their bytes."""
         dropped = self.replicas.drop_all(device)
+        if dropped and threading.get_ident() != self._event_loop:
+            # The memory of one that is being read is there when that is done.
+            with suppress(DevctxError):
+                reading = Stamp.of_devices([device])
+                while not reading.done():
+                    time.sleep(_LOOK_INTERVAL_S)
         release_held()
         return dropped
-
-    def forget(self, key: Hashable) -> None:
-        """Drop the copies of what a key stood for: dask has let it go."""
-        self._stamps.pop(key, None)
-        self.replicas.forget(key)
 
     def metrics(self, worker: object) -> list[dict[str, Any]]:
         """Return what the worker's heartbeat tells: a row for each pair of devices, plain data.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dask_devctx import driver, tasks
@@ -13,8 +14,12 @@ from dask_devctx.pools import submitting
 
 if TYPE_CHECKING:
     from dask_devctx.inputs import Inputs
+    from dask_devctx.lifetime import Lifetime
+    from dask_devctx.transfer import Stamp
 
 logger = logging.getLogger(__name__)
+
+_NONE: Mapping[Hashable, Lifetime] = MappingProxyType({})
 
 
 class PinnedTask:
@@ -30,13 +35,18 @@ class PinnedTask:
         Dask's priority of it; the least runs first.
     asked_for
         Whether somebody asked for this device; else any would have done.
-    key
-        Dask's key of it.
     inputs
         Brings the inputs to the device; None leaves them where they are.
     call
         Calls it on the device; whatever watches over the task is in here, and watches over its
         inputs' way too. It stays behind where the task is sent to another process.
+
+    Attributes
+    ----------
+    lifetimes
+        The lifetimes of the inputs' values, by key; set where it has any.
+    made
+        Stamp of the work that makes its result, when it has returned one that is on a device.
 
     Notes
     -----
@@ -46,7 +56,7 @@ class PinnedTask:
     without one, any other fails.
     """
 
-    __slots__ = ("asked_for", "call", "device", "inputs", "key", "priority", "task")
+    __slots__ = ("asked_for", "call", "device", "inputs", "lifetimes", "made", "priority", "task")
 
     def __init__(
         self,
@@ -55,13 +65,13 @@ class PinnedTask:
         priority: tuple[int, ...] | None = None,
         *,
         asked_for: bool = True,
-        key: Hashable = None,
         inputs: Inputs | None = None,
         call: Callable[[Device, Callable[[Any], Any], Any], Any] = tasks.call,
     ) -> None:
         self.call = call
-        self.key = key
         self.inputs = inputs
+        self.lifetimes = _NONE
+        self.made: Stamp | None = None
         self.task = task
         self.device = device
         self.priority = priority
@@ -78,10 +88,15 @@ class PinnedTask:
         inputs, device = self.inputs, self.device
         assert inputs is not None
         assert isinstance(device, Device)
-        brought = inputs.bring(data, device) if data else data
-        result = self.task(brought)
-        if not self.task.is_coro:  # type: ignore[attr-defined]
-            inputs.made(self.key, result, brought, device)
+        brought, copies = inputs.bring(data, self.lifetimes, device) if data else (data, [])
+        if self.task.is_coro:  # type: ignore[attr-defined]
+            return self.task(brought)
+        try:
+            result = self.task(brought)
+        except BaseException:
+            inputs.gave_up(copies, device)
+            raise
+        self.made = inputs.made(result, copies, device)
         return result
 
     @property

@@ -263,17 +263,19 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.actors.live_on(ts, device)
         if not annotations or "executor" not in annotations:
             ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
-        ts.run_spec = PinnedTask(
+        ts.run_spec = pinned = PinnedTask(
             ts.run_spec,
             device,
             ts.priority,
             asked_for=asked_for,
-            key=ts.key,
             inputs=self.inputs,
             call=GuardedTask(self.guard, ts.key, movable=not asked_for),
         )
-        if self.inputs is not None and inputs:
-            self.inputs.start_moving(inputs, device)
+        if self.inputs is not None and ts.dependencies:
+            known = self.inputs.lifetimes
+            pinned.lifetimes = {dep.key: known[dep.key] for dep in ts.dependencies}
+            if inputs:
+                self.inputs.start_moving(inputs, pinned.lifetimes, device)
         if self._advice:
             self._advise()
 
@@ -290,6 +292,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         run = self.record.left(device, ts)
         if run is not None and run.start is not None and run.stop is not None:
             self.placement.took(run.prefix, run.stop - run.start)
+        # Of one that came to nothing, or was to be computed anew meanwhile, nothing is known.
+        if ts is not None and ts.state == "memory" and self.inputs is not None:
+            spec = ts.run_spec
+            if spec.__class__ is PinnedTask and spec.made is not None:
+                self.inputs.arrived(key, spec.made)
 
     def _on_failure(self, error: DeviceFailedError, key: Hashable) -> None:
         """End the worker; called on the thread of the task that noticed."""

@@ -1,7 +1,7 @@
 """Copies of tasks' inputs on other devices: made once, shared, and dropped in time.
 
 Nothing here knows dask's cluster: keys are anything hashable, and whoever owns them says when
-they are gone.
+they are gone. One that may come to stand for another value has a ``Lifetime`` for each.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from dask_devctx import config
 from dask_devctx.device import Device
+from dask_devctx.lifetime import Lifetime
 from dask_devctx.out_of_memory import is_out_of_memory
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held, to_device
 from dask_devctx.transfer.move import After, Move
@@ -48,6 +49,16 @@ class _Entry:
     nbytes: int = 0  # counted against the limit; 0 while it is being made
     uses: list[Stamp] = field(default_factory=list)
     expected: bool = False  # made ahead of the task that will be the first to use it
+
+
+@dataclass(eq=False)
+class _Place:
+    """What is kept on one device."""
+
+    limit: int
+    # The one used last is last.
+    entries: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
+    nbytes: int = 0  # the sum of the entries', kept: the worker's event loop asks for it
 
 
 class Replicas:
@@ -89,9 +100,7 @@ class Replicas:
         check_limit(limit)
         self.limit = float(limit)
         self._lock = threading.RLock()
-        # The one used last is last.
-        self._entries: dict[Device, OrderedDict[Hashable, _Entry]] = {}
-        self._limits: dict[Device, int] = {}
+        self._places: dict[Device, _Place] = {}
         self._traffic: dict[tuple[Device, Device], Traffic] = {}
 
     def get(
@@ -108,7 +117,8 @@ class Replicas:
         Parameters
         ----------
         key
-            Stands for the value until it is forgotten.
+            Stands for the value until it is forgotten. Where it may be forgotten before this is
+            called, a :class:`~dask_devctx.lifetime.Lifetime`.
         value
             What the key's owner has, wherever it lives.
         device
@@ -138,12 +148,15 @@ class Replicas:
             return to_device(value, device, after=after)
         while True:
             with self._lock:
-                entries = self._entries.setdefault(device, OrderedDict())
+                entries = self._place(device).entries
                 entry = entries.get(key)
                 mine = entry is None
                 if entry is None:
-                    entry = entries[key] = _Entry(sources, expected=ahead)
-                entries.move_to_end(key)
+                    entry = _Entry(sources, expected=ahead)
+                    if not (isinstance(key, Lifetime) and key.ended):
+                        entries[key] = entry
+                else:
+                    entries.move_to_end(key)
             if mine:
                 return self._make(key, entry, value, device, after)
             if entry.made.exception() is not None:  # waits; the maker's error is the maker's
@@ -177,8 +190,10 @@ class Replicas:
         self._count(entry.sources, device, copies=1, seconds=time.perf_counter() - start)
         entry.made.set_result((moved, stamp))
         with self._lock:
-            if self._entries[device].get(key) is entry:  # not forgotten in the meantime
+            place = self._places[device]
+            if place.entries.get(key) is entry:  # not forgotten in the meantime
                 entry.nbytes = nbytes
+                place.nbytes += nbytes
                 self._keep_to_limit(device)
         return moved
 
@@ -187,51 +202,74 @@ class Replicas:
         # Nobody writes to a task's input, so that its device need not wait for the copy.
         return Move(device, after, guard_source=False, read_only=True).run(value)
 
-    def used(self, keys: Iterable[Hashable], device: object, stamp: Stamp | None) -> None:
-        """Say that the work of ``stamp`` reads the copies of ``keys`` on a device.
+    def used(
+        self, copies: Iterable[tuple[Hashable, Any]], device: object, stamp: Stamp | None
+    ) -> None:
+        """Say that the work of ``stamp`` reads copies on a device.
 
         To be called when a task has given its work to the device: a copy that is dropped while it
         is still being read is kept alive until then. Needed where threads use streams of their
         own; with the default stream the library keeps this order itself.
+
+        Parameters
+        ----------
+        copies
+            What :meth:`get` returned, each with its key. Those that are not kept any more are
+            held until the work is done.
+        device
+            Where they are.
+        stamp
+            The work; None for none.
         """
         if stamp is None:
             return
+        dropped = []
         with self._lock:
-            entries = self._entries.get(Device(device), OrderedDict())
-            for key in keys:
-                entry = entries.get(key)
-                if entry is not None:
+            place = self._places.get(Device(device))
+            for key, moved in copies:
+                entry = None if place is None else place.entries.get(key)
+                if entry is None or not entry.made.done() or entry.made.result()[0] is not moved:
+                    dropped.append(moved)
+                else:
                     entry.uses = [use for use in entry.uses if not use.done()] + [stamp]
+        if dropped:
+            hold(stamp, *dropped)
 
     def forget(self, key: Hashable) -> None:
         """Drop the copies of a key on all devices: its owner has let it go."""
         with self._lock:
-            for device, entries in self._entries.items():
-                entry = entries.get(key)
+            if isinstance(key, Lifetime):
+                key.ended = True
+            for device, place in self._places.items():
+                entry = place.entries.get(key)
                 if entry is not None:
                     self._remove(device, key, entry)
 
     def drop_all(self, device: object = None) -> int:
         """Drop every copy on a device, or on all; return the bytes. The keys stay usable."""
         with self._lock:
-            wanted = list(self._entries) if device is None else [Device(device)]
+            wanted = None if device is None else Device(device)
             dropped = 0
-            for each in wanted:
-                for key, entry in list(self._entries.get(each, {}).items()):
+            for each, place in self._places.items():
+                if wanted is not None and each is not wanted:
+                    continue
+                for key, entry in list(place.entries.items()):
                     if entry.made.done():
                         dropped += entry.nbytes
                         self._remove(each, key, entry)
         return dropped
 
-    def has_room(self, device: Device, nbytes: int) -> bool:
-        """Return whether that many bytes fit beside the copies there, without any being dropped."""
+    def wants(self, key: Hashable, device: Device, nbytes: int) -> bool:
+        """Return whether a copy is not there yet, and fits beside the others there."""
         with self._lock:
-            return self.nbytes(device) + nbytes <= self._limit_of(device)
+            place = self._place(device)
+            return key not in place.entries and place.nbytes + nbytes <= place.limit
 
     def nbytes(self, device: object) -> int:
         """Return the bytes of the copies that are kept on a device."""
         with self._lock:
-            return sum(entry.nbytes for entry in self._entries.get(Device(device), {}).values())
+            place = self._places.get(Device(device))
+            return 0 if place is None else place.nbytes
 
     @property
     def traffic(self) -> dict[tuple[Device, Device], Traffic]:
@@ -241,29 +279,26 @@ class Replicas:
 
     # -- with the lock held
 
+    def _place(self, device: Device) -> _Place:
+        place = self._places.get(device)
+        if place is None:
+            place = self._places[device] = _Place(int(self.limit * device.memory_info.total))
+        return place
+
     def _remove(self, device: Device, key: Hashable, entry: _Entry) -> None:
-        entries = self._entries[device]
-        if entries.get(key) is entry:
-            del entries[key]
+        place = self._places[device]
+        if place.entries.get(key) is entry:
+            del place.entries[key]
+            place.nbytes -= entry.nbytes
             for use in entry.uses:
                 hold(use, entry.made)
 
-    def _limit_of(self, device: Device) -> int:
-        limit = self._limits.get(device)
-        if limit is None:
-            limit = self._limits[device] = int(self.limit * device.memory_info.total)
-        return limit
-
     def _keep_to_limit(self, device: Device) -> None:
-        limit = self._limit_of(device)
-        entries = self._entries[device]
-        total = sum(entry.nbytes for entry in entries.values())
-        for key, entry in list(entries.items()):
-            if total <= limit:
-                break
-            if entry.nbytes:
-                total -= entry.nbytes
-                self._remove(device, key, entry)
+        place = self._places[device]
+        while place.nbytes > place.limit:
+            # The others are being made: they come here when they are.
+            key, entry = next(item for item in place.entries.items() if item[1].nbytes)
+            self._remove(device, key, entry)
 
     def _count(
         self,

@@ -13,6 +13,7 @@ from cuda.bindings import driver as cuda
 
 from dask_devctx import Device
 from dask_devctx.errors import DeviceMemoryError
+from dask_devctx.lifetime import Lifetime
 from dask_devctx.replicas import Replicas, Traffic
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import device_of, release_held, stamp, to_device
@@ -126,6 +127,47 @@ def test_forgotten_while_it_is_being_made(machine, replicas):
     assert used(machine, 1) == 0
 
 
+def test_what_is_let_go_leaves_no_copy_whoever_asks_late(machine, replicas):
+    old, new = array(), array()
+    before, now = Lifetime(), Lifetime()
+    kept = replicas.get(before, old, 1)
+    assert kept is replicas.get(before, old, 1)
+    replicas.forget(before)
+    late = replicas.get(before, old, 1)
+    assert late.device is Device(1)
+    assert late is not kept
+    assert replicas.nbytes(1) == 0
+    assert replicas.get(now, new, 1) is replicas.get(now, new, 1)
+    assert replicas.get(before, old, 1) is not replicas.get(now, new, 1)
+    assert replicas.nbytes(1) == 8000
+    del kept, late
+    assert used(machine, 1) == 8000
+
+
+def test_a_failed_copy_of_what_was_let_go(machine, replicas):
+    x, gone = array(), Lifetime()
+    replicas.forget(gone)
+    machine.gpus[1].total_memory = 100
+    with pytest.raises(DeviceMemoryError):
+        replicas.get(gone, x, 1)
+    machine.gpus[1].total_memory = 2**30
+    assert replicas.get(gone, x, 1).device is Device(1)
+
+
+def test_wanted_where_it_is_not_and_has_room(machine):
+    machine.gpus[1].total_memory = 40_000
+    replicas = Replicas(limit=0.5)
+    assert replicas.wants("x", Device(1), 20_000)
+    assert not replicas.wants("x", Device(1), 20_001)
+    replicas.get("x", array(), 1)
+    assert not replicas.wants("x", Device(1), 0)
+    assert replicas.wants("x", Device(2), 8000)
+    assert replicas.wants("y", Device(1), 12_000)
+    assert not replicas.wants("y", Device(1), 12_001)
+    replicas.drop_all(1)
+    assert replicas.wants("y", Device(1), 20_000)
+
+
 def test_the_one_not_used_for_longest_goes_first(machine):
     machine.gpus[1].total_memory = 40_000
     replicas = Replicas(limit=0.5)
@@ -188,13 +230,37 @@ def test_what_is_still_read_outlives_its_being_dropped(machine, replicas):
     reading = stamp(moved)
     release_held()
     pending[0] = True
-    replicas.used(["x", "unknown"], 1, reading)
-    replicas.used(["x"], 1, None)
+    replicas.used([("x", moved)], 1, reading)
+    replicas.used([("x", moved)], 1, None)
     del moved
     replicas.forget("x")
     assert used(machine, 1) == 8000
     pending[0] = False
     assert used(machine, 1) == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_read_after_it_was_dropped_is_held(machine, replicas, again):
+    """A task's copy is dropped while the task runs, and perhaps made anew for another."""
+    pending = [False]
+    machine.faults.inject(
+        "cuEventQuery",
+        cuda.CUresult.CUDA_ERROR_NOT_READY,
+        times=99,
+        when=lambda event: pending[0],
+    )
+    x = array()
+    moved = replicas.get("x", x, 1)
+    assert replicas.drop_all() == 8000
+    if again:
+        replicas.get("x", x, 1)
+    release_held()
+    pending[0] = True
+    replicas.used([("x", moved)], 1, stamp(moved))
+    del moved
+    assert used(machine, 1) == (16_000 if again else 8000)
+    pending[0] = False
+    assert used(machine, 1) == (8000 if again else 0)
 
 
 def test_another_threads_streams_wait_for_the_copy(machine, replicas):

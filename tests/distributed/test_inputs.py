@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import operator
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import dask
 import numpy as np
 import pytest
-from distributed import Client, Worker
-from distributed.utils_test import gen_cluster
+from cuda.bindings.driver import CUresult
+from distributed import Client, Worker, secede, wait
+from distributed.utils_test import captured_logger, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, device_of
+from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.inputs import Inputs
+from dask_devctx.transfer import Stamp
 
 da = pytest.importorskip("dask.array")
 
@@ -148,6 +156,193 @@ async def test_a_key_that_is_made_anew_is_brought_anew(
         while worker.state.tasks:
             await asyncio.sleep(0.01)
     assert seen == [100.0, 200.0]
+
+
+_gates: dict[str, threading.Event] = defaultdict(threading.Event)
+
+
+def pass_gate(name: str) -> bool:
+    """Wait until the test lets whoever is in a task go on."""
+    return _gates[name].wait(10)
+
+
+def make_later(gate: str) -> SimulatedArray:
+    if gate == "seceded":
+        secede()
+    _gates[f"{gate}, started"].set()
+    pass_gate(gate)
+    return make()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+@one_worker()
+async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    """What it brings stands for a key that is gone, and is not taken for what comes after."""
+    replicas = worker.plugins["devctx"].inputs.replicas
+    with dask.annotate(device=0):
+        x = client.submit(make, 1.0, key="x")
+        await x
+    with dask.annotate(device=1):
+        busy = client.submit(pass_gate, "late")
+        late = client.submit(where, x, key="late")
+        await until(lambda: replicas.nbytes(1) == 800)  # brought ahead
+    await late.cancel()
+    x.release()
+    await until(lambda: "x" not in worker.data)
+    assert replicas.nbytes(1) == 0
+    _gates["late"].set()
+    await busy
+    await until(lambda: "late" not in worker.state.tasks)
+    assert traffic(worker) == {(0, 1): (2, 0, 1600)}  # it did run, and brought its input
+    assert replicas.nbytes(1) == 0
+    with dask.annotate(device=0):
+        x = client.submit(make, 2.0, key="x")
+    with dask.annotate(device=1):
+        assert await client.submit(lambda array: float(array.sum()), x, pure=False) == 200.0
+
+
+@one_worker()
+async def test_what_starts_moving_too_late_leaves_no_copy(
+    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
+) -> None:
+    """Copies ahead of their tasks wait for their turn, and meanwhile dask lets a key go."""
+    replicas, first = worker.plugins["devctx"].inputs.replicas, threading.Event()
+    with dask.annotate(device=0):
+        slow, x, last = (client.submit(make, 1.0, n, pure=False) for n in (50, 100, 200))
+        await wait([slow, x, last])
+    machine.faults.inject("cuMemAlloc", None, when=lambda nbytes: nbytes == 400 and first.wait(10))
+    with dask.annotate(device=1):
+        busy = client.submit(pass_gate, "ahead")
+        one, two, three = (client.submit(where, each, pure=False) for each in (slow, x, last))
+        await until(lambda: worker.state.executing_count == 4)
+    await two.cancel()
+    x.release()
+    await until(lambda: x.key not in worker.data)
+    first.set()
+    await until(lambda: traffic(worker).get((0, 1), (0, 0, 0))[2] >= 400 + 1600)
+    assert replicas.nbytes(1) == 400 + 1600
+    _gates["ahead"].set()
+    assert await client.gather([busy, one, three]) == [True, (1,), (1,)]
+
+
+@one_worker()
+async def test_nothing_is_remembered_of_tasks_that_came_to_nothing(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    def stamps() -> int:
+        gc.collect()
+        return sum(isinstance(each, Stamp) for each in gc.get_objects())
+
+    before = stamps()
+    for gate in ("cancelled", "seceded"):
+        with dask.annotate(device=0):
+            task = client.submit(make_later, gate)
+        await until(_gates[f"{gate}, started"].is_set)
+        await task.cancel()
+        _gates[gate].set()
+        await until(lambda: not worker.state.tasks)
+    assert stamps() == before
+
+
+@one_worker()
+async def test_a_copy_outlives_the_kernels_of_a_task_that_raised(
+    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
+) -> None:
+    def launch_and_raise(array: SimulatedArray) -> None:
+        raise ValueError(array.device.device_id)
+
+    pending = [True]
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+        await x
+    machine.faults.inject(
+        "cuEventQuery",
+        CUresult.CUDA_ERROR_NOT_READY,
+        times=10**6,
+        when=lambda event: pending[0],
+    )
+    with dask.annotate(device=1):
+        failed = client.submit(launch_and_raise, x, pure=False)
+    assert str(await failed.exception()) == "1"
+    failed.release()
+    x.release()
+    await until(lambda: not worker.state.tasks)
+    gc.collect()
+    assert worker.plugins["devctx"].inputs.replicas.nbytes(1) == 0
+    assert machine.gpus[1].used_memory == 800
+    pending[0] = False
+    await until(lambda: machine.gpus[1].used_memory == 0)
+
+
+@one_worker()
+async def test_what_is_on_disk_meanwhile_shares_its_copy(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    """It comes back as another object, and is the same value."""
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+    with dask.annotate(device=1):
+        assert await client.submit(where, x, pure=False) == (1,)
+        assert worker.data.evict() > 0
+        while x.key in worker.data.memory:
+            worker.data.evict()
+        assert await client.submit(where, x, pure=False) == (1,)
+    assert traffic(worker) == {(0, 1): (1, 1, 800)}
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 32)])
+async def test_a_task_that_outlives_the_plugin_leaves_no_copy(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    inputs = worker.plugins["devctx"].inputs
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+        await x
+    with dask.annotate(device=1):
+        busy = client.submit(pass_gate, "unregistered")
+        late = client.submit(where, x, pure=False)
+        await until(lambda: inputs.replicas.nbytes(1) == 800)
+    await client.unregister_worker_plugin("devctx")
+    _gates["unregistered"].set()
+    assert await client.gather([busy, late]) == [True, (1,)]
+    assert inputs.replicas.nbytes(1) == 0
+
+
+class Lost:
+    """Lives somewhere, but nobody can say where."""
+
+
+def _raise(value: Lost) -> Device:
+    raise LookupError("where is it?")
+
+
+@one_worker()
+async def test_a_type_whose_function_raises_fails_its_task_alone(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    device_of.register(Lost, _raise)
+    lost = await client.scatter(Lost())
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+        await x
+    with captured_logger("distributed.worker.state_machine", level=logging.INFO) as log:
+        with dask.annotate(device=1):
+            busy = client.submit(pass_gate, "lost")
+            failed = client.submit(lambda *inputs: len(inputs), lost, x, lost, pure=False)
+            await until(lambda: traffic(worker))  # the other input is under way
+        _gates["lost"].set()
+        assert isinstance(await failed.exception(), LookupError)
+        assert await busy
+    assert "failed with exception" not in log.getvalue()
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 32)])

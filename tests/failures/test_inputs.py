@@ -126,6 +126,19 @@ def test_copies_make_room_for_a_task(client: Client, machine: SimulatedMachine) 
     assert replicas.nbytes(Device(1)) == NBYTES
 
 
+def test_room_is_made_when_what_reads_the_copies_is_done(
+    client: Client, machine: SimulatedMachine
+) -> None:
+    """A task's kernels still read its input when it runs out of memory."""
+    machine.gpus[1].used_memory = machine.gpus[1].total_memory - 2 * NBYTES
+    x, y = made_on(client, 0), made_on(client, 0)
+    with dask.annotate(device=1):
+        assert client.submit(total, x).result(timeout=20) == (1, NBYTES)
+        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=50)
+        assert client.submit(allocate, y, NBYTES).result(timeout=20) == (1, NBYTES)
+    assert out_of_memory(client) == {"cuda:1": 1}
+
+
 @none_ahead
 def test_a_device_that_fails_in_a_copy_is_noticed(
     client: Client, machine: SimulatedMachine
