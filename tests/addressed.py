@@ -13,6 +13,7 @@ from dask_devctx.driver.simulated import SimulatedDriver, SimulatedMachine
 
 _GetCurrent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
 _SetCurrent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_GetId = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong))
 
 
 class AddressedDriver(SimulatedDriver):
@@ -23,6 +24,7 @@ class AddressedDriver(SimulatedDriver):
         self._functions: dict[bytes, Callable[..., Any]] = {
             b"cuCtxGetCurrent": _GetCurrent(self._get_current),
             b"cuCtxSetCurrent": _SetCurrent(self._set_current),
+            b"cuCtxGetId": _GetId(self._get_id),
         }
 
     def _get_current(self, handle: Any) -> int:
@@ -32,6 +34,12 @@ class AddressedDriver(SimulatedDriver):
 
     def _set_current(self, handle: int | None) -> int:
         (status,) = self.cuCtxSetCurrent(types.CUcontext(handle or 0))
+        return int(status)
+
+    def _get_id(self, handle: int | None, number: Any) -> int:
+        status, found = self.cuCtxGetId(types.CUcontext(handle or 0))
+        if status == 0:
+            number[0] = int(found)
         return int(status)
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:

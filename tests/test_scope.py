@@ -353,6 +353,11 @@ class Reusing:
         status, number = self._driver.cuCtxGetId(context)
         return status, number and number + self.reused
 
+    def cuGetProcAddress(self, name, version, flags):
+        if name == b"cuCtxGetId" or not hasattr(self._driver, "cuGetProcAddress"):
+            return CUresult.CUDA_ERROR_NOT_FOUND, None, 0  # it is this object's own
+        return self._driver.cuGetProcAddress(name, version, flags)
+
 
 def test_another_context_at_the_same_address(machine):
     """The driver uses handles again; the number of the context tells the two apart."""

@@ -7,6 +7,7 @@ A call that fails raises :class:`~dask_devctx.errors.DriverError`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -270,7 +271,12 @@ class Calls:
 
         Only for a handle that was a context once: the driver does not look twice.
         """
-        status, number = self.driver.cuCtxGetId(self.types.CUcontext(context))
+        cell = array("Q", (0,))
+        status = self._status("cuCtxGetId", 12000, context, cell.buffer_info()[0])
+        if status is None:
+            status, number = self.driver.cuCtxGetId(self.types.CUcontext(context))
+        else:
+            number = cell[0]
         if int(status) == int(self.types.CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED):
             return None
         if status != 0:

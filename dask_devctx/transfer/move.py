@@ -18,6 +18,9 @@ from dask_devctx.transfer.where import nbytes_by_device
 T = TypeVar("T")
 After = Stamp | Iterable[Stamp] | None
 
+# How many holds each move looks at: more than it makes, so that none stay for long.
+_LOOK_AT_MOST = 8
+
 
 def _stay(value: T, device: Device) -> T:
     return value
@@ -71,7 +74,7 @@ class Move:
 
     def run(self, value: Any) -> Any:
         """Return the value as it is on the device."""
-        release_held()
+        release_held(_LOOK_AT_MOST)
         before, _thread.move = _thread.move, self
         try:
             moved = to_device.dispatched(value, self)

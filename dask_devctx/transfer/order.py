@@ -164,27 +164,31 @@ def hold(stamp: Stamp, *values: Any) -> None:
 
     Notes
     -----
-    They are let go by the next call of :func:`release_held` after that, which every move makes.
+    They are let go by a call of :func:`release_held` after that, which every move makes.
     """
-    with _lock:
-        _held.append((stamp, values))
+    if not _finished(stamp):
+        with _lock:
+            _held.append((stamp, values))
 
 
-def release_held() -> int:
+def release_held(at_most: int | None = None) -> int:
     """Let go of what was held and is not read any more; return how many holds remain.
 
     Cheap; a worker may call it with each heartbeat, and when a device's memory runs short.
+
+    Parameters
+    ----------
+    at_most
+        How many holds to look at, those not looked at for longest; all by default.
     """
     if not _held:
         return 0
+    gone: list[tuple[Stamp, tuple[Any, ...]]] = []
     with _lock:
-        waiting: list[tuple[Stamp, tuple[Any, ...]]] = []
-        gone: list[tuple[Stamp, tuple[Any, ...]]] = []
-        for entry in _held:
-            (gone if _finished(entry[0]) else waiting).append(entry)
-        _held.clear()
-        _held.extend(waiting)
-        remaining = len(waiting)
+        for _ in range(len(_held) if at_most is None else min(at_most, len(_held))):
+            entry = _held.popleft()
+            (gone if _finished(entry[0]) else _held).append(entry)
+        remaining = len(_held)
     gone.clear()  # outside the lock: what dies here may run anybody's code
     return remaining
 
