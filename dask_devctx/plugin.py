@@ -14,8 +14,8 @@ from dask_devctx.annotations import AUTO, Unannotated, requested_device
 from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
-from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
-from dask_devctx.failures import Guard, GuardedTask, end_failed_worker
+from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, end_failed_worker, marks
 from dask_devctx.inputs import Inputs
 from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
@@ -231,6 +231,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 self._pin(ts)
         elif key in self.placement.placed and (ts is None or ts.state not in _UNDER_WAY):
             self._done(key, ts)
+            if finish == "long-running":
+                self.guard.seceded(key)
         if start == "memory" and self.inputs is not None:
             self.inputs.forget(key)
 
@@ -260,6 +262,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.actors.live_on(ts, device)
         if not annotations or "executor" not in annotations:
             ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
+        charge = Charge(ts.key, movable=not asked_for)
+        if marks.is_watched(annotations):
+            charge = charge._replace(watched=True, is_coroutine=bool(ts.run_spec.is_coro))
         ts.run_spec = PinnedTask(
             ts.run_spec,
             device,
@@ -267,7 +272,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             asked_for=asked_for,
             key=ts.key,
             inputs=self.inputs,
-            call=GuardedTask(self.guard, ts.key, movable=not asked_for),
+            call=GuardedTask(self.guard, charge),
         )
         if self.inputs is not None and inputs:
             self.inputs.start_moving(inputs, device)
@@ -288,9 +293,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if run is not None and run.start is not None and run.stop is not None:
             self.placement.took(run.prefix, run.stop - run.start)
 
-    def _on_failure(self, error: DeviceFailedError, key: Hashable) -> None:
+    def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
-        self.worker.loop.add_callback(end_failed_worker, self.worker, error, key)
+        self.worker.loop.add_callback(end_failed_worker, self.worker, failure)
 
     def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""
