@@ -190,7 +190,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             for device, name in self._executor_names.items()
         }
         worker.executors.update(self.pools)
-        self.actors = PinnedActors(worker)
+        self.actors = PinnedActors(worker, self.guard)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
         return failure
 

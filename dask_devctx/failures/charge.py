@@ -19,9 +19,12 @@ class Charge(NamedTuple):
         Whether it may have broken a device before.
     is_coroutine
         Whether it is a coroutine function's; asked of watched tasks only.
+    is_method
+        Whether it is a call of an actor's method: it is not waited for, and not run again.
     """
 
     key: Hashable
     movable: bool
     watched: bool = False
     is_coroutine: bool = False
+    is_method: bool = False

@@ -20,7 +20,7 @@ from dask_devctx.failures.checkup import Checkup
 from dask_devctx.failures.retries import Retries, portable
 from dask_devctx.failures.suspects import Suspect
 
-_POLL_S = 0.005
+_POLL_S = 0.02  # many may be waiting for their turn on one event loop
 
 
 class Guard:
@@ -213,7 +213,7 @@ class Guard:
             self.blame.refuse_after_failure()
         with device:
             self._check(charge, device, None, wait=False)
-        if self.synchronize or charge.watched:
+        if (self.synchronize or charge.watched) and not charge.is_method:
             # on another thread: this one runs the worker's event loop
             await asyncio.to_thread(self._wait, charge, device)
         return result
@@ -262,7 +262,7 @@ class Guard:
         self, charge: Charge, device: Device, body: Exception | None, *, wait: bool = True
     ) -> None:
         """Look at the device after a task, inside its scope; ``body`` is what the task raised."""
-        wait = wait and (self.synchronize or charge.watched)
+        wait = wait and not charge.is_method and (self.synchronize or charge.watched)
         try:
             self._checkup.after(charge.key, device, wait=wait)
         except DriverError as found:
@@ -283,6 +283,6 @@ class Guard:
         return self.blame.noticed(key, device, error)
 
     def _try_again_or_raise(self, charge: Charge, device: Device, error: Exception) -> None:
-        if self.blame.failure is not None:
+        if self.blame.failure is not None or charge.is_method:
             raise error
         self.retries.make_room_or_raise(charge.key, charge.movable, device, error)
