@@ -295,6 +295,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
+        marks.tell(self.worker, str(failure.error), failure.suspects)
         self.worker.loop.add_callback(end_failed_worker, self.worker, failure)
 
     def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:

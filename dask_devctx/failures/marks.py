@@ -18,7 +18,7 @@ _ACTION: Final = "device-failed"
 
 
 def tell(worker: Worker, error: str, suspects: Sequence[Hashable]) -> None:
-    """Tell the scheduler which tasks may have broken a worker's devices; on its event loop.
+    """Tell the scheduler which tasks may have broken a worker's devices; on any thread.
 
     Parameters
     ----------
@@ -31,8 +31,9 @@ def tell(worker: Worker, error: str, suspects: Sequence[Hashable]) -> None:
 
     Notes
     -----
-    An event goes the same way as what became of the tasks, so it is there before any of them is run
-    again. A scheduler that does not know this package keeps it with its other events.
+    An event goes the same way as what becomes of the tasks: if this is called before a task raises,
+    the mark is there before the task is run again. A scheduler that does not know this package
+    keeps it with its other events.
     """
     try:
         worker.log_event(_TOPIC, {"action": _ACTION, "error": error, "suspects": list(suspects)})

@@ -14,7 +14,6 @@ from distributed import Worker
 from distributed.core import Status, error_message
 
 from dask_devctx.errors import DeviceFailedError
-from dask_devctx.failures import marks
 from dask_devctx.failures.blame import Failure
 
 logger = logging.getLogger(__name__)
@@ -36,23 +35,22 @@ async def end_failed_worker(worker: Worker, failure: Failure) -> None:
     worker
         The worker.
     failure
-        What happened, who errs with it, and who is to be watched when it is run again.
+        What happened, and who errs with it.
 
     Notes
     -----
-    Runs on the worker's event loop. In this order: the scheduler is told the suspects; the worker
-    takes no more tasks and hands on no more data; the error of each task that is to blame reaches
-    the scheduler, also where the task does not end; the worker leaves it as one that was expected
-    to, so that no task that happened to be there is blamed, and what it held is recomputed; the
-    process exits. A nanny starts another. Nothing is done with the devices: a process whose primary
-    context is reset under its libraries is worse than none, and any call may hang.
+    Runs on the worker's event loop. In this order: the worker takes no more tasks and hands on no
+    more data; the error of each task that is to blame reaches the scheduler, also where the task
+    does not end; the worker leaves it as one that was expected to, so that no task that happened to
+    be there is blamed, and what it held is recomputed; the process exits. A nanny starts another.
+    Nothing is done with the devices: a process whose primary context is reset under its libraries
+    is worse than none, and any call may hang.
 
     Where the scheduler could not be told an error, the worker leaves it unexpected. Then dask
     counts, and lets no task run for ever that ends its worker each time.
     """
     error = failure.error
     logger.error("%s", error)
-    marks.tell(worker, str(error), failure.suspects)
     # Not "paused": the worker would resume by itself when it finds that it has memory enough.
     worker.status = Status.closing_gracefully
     worker.handlers["get_data"] = _refuse
