@@ -11,7 +11,7 @@ from distributed import Worker
 from distributed.utils import thread_state
 
 from dask_devctx.device import Device
-from dask_devctx.tasks import DeviceFunction
+from dask_devctx.failures import Guard, GuardedMethod
 
 _HANDLERS = ("actor_execute", "actor_attribute")
 
@@ -27,6 +27,8 @@ class PinnedActors(dict[Hashable, Any]):
     ----------
     worker
         The worker, whose dictionary of actors this replaces until :meth:`restore`.
+    guard
+        Watches over what their methods do.
 
     Notes
     -----
@@ -35,9 +37,10 @@ class PinnedActors(dict[Hashable, Any]):
     Everybody else is given the actor itself.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, guard: Guard) -> None:
         super().__init__(worker.state.actors)
         self._worker = worker
+        self._guard = guard
         self._handlers = {name: worker.handlers[name] for name in _HANDLERS}
         self._called: Hashable = None
         worker.state.actors = self
@@ -60,7 +63,7 @@ class PinnedActors(dict[Hashable, Any]):
         elif not getattr(thread_state, "actor", False):
             return actor
         device = self._device_of(key)
-        return actor if device is None else _OnDevice(actor, device)
+        return actor if device is None else _OnDevice(actor, device, key, self._guard)
 
     def _device_of(self, key: Hashable) -> Device | None:
         ts = self._worker.state.tasks.get(key)
@@ -81,11 +84,15 @@ class PinnedActors(dict[Hashable, Any]):
 class _OnDevice:
     """An actor whose methods run on its device."""
 
-    def __init__(self, actor: Any, device: Device) -> None:
+    def __init__(self, actor: Any, device: Device, key: Hashable, guard: Guard) -> None:
         self._actor = actor
         self._device = device
+        self._key = key
+        self._guard = guard
 
     def __getattr__(self, name: str) -> Any:
         with self._device:
             attribute = getattr(self._actor, name)
-        return DeviceFunction(self._device, attribute) if callable(attribute) else attribute
+        if not callable(attribute):
+            return attribute
+        return GuardedMethod(self._guard, self._key, self._device, attribute)

@@ -265,6 +265,9 @@ class DeviceFailedError(DevctxError):
         Whether each task was waited for, so that a task that was done before is no suspect.
     lost
         Whether NVML says that the device is not there any more.
+    watched
+        Whether the suspects had been suspects of an earlier failure, and were waited for this time.
+        Other tasks that ran at the same time are not named then.
 
     Notes
     -----
@@ -280,9 +283,10 @@ class DeviceFailedError(DevctxError):
         suspects: Sequence[str] = (),
         synchronized: bool = False,
         lost: bool = False,
+        watched: bool = False,
     ) -> None:
         suspects = tuple(suspects)
-        super().__init__(device, uuid, status, code, suspects, synchronized, lost)
+        super().__init__(device, uuid, status, code, suspects, synchronized, lost, watched)
         self.device = device
         self.uuid = uuid
         self.status = status
@@ -290,6 +294,7 @@ class DeviceFailedError(DevctxError):
         self.suspects = suspects
         self.synchronized = synchronized
         self.lost = lost
+        self.watched = watched
 
     def __str__(self) -> str:
         lost = (
@@ -303,6 +308,12 @@ class DeviceFailedError(DevctxError):
             "can be used in this process any more: the worker ends, and what it held is "
             "recomputed. "
         )
+        if self.watched and len(self.suspects) == 1:
+            return (
+                f"{what}It was found by being watched: {self.suspects[0]} had been a suspect of an "
+                "earlier failure, was run again alone among its suspects, and its device was "
+                "waited for. compute-sanitizer finds the line"
+            )
         if len(self.suspects) == 1:
             return f"{what}Nothing else had been at work since it was last seen healthy: " + (
                 f"{self.suspects[0]} caused it. compute-sanitizer finds the line"
@@ -311,7 +322,10 @@ class DeviceFailedError(DevctxError):
         if len(self.suspects) > _NAMED:
             named += f"; and {len(self.suspects) - _NAMED} more (.suspects has all)"
         how = (
-            "They ran at the same time. To tell them apart, run them one after the other"
+            "They had been suspects of an earlier failure, were watched, and ran at the same time. "
+            "To tell them apart, run them one after the other"
+            if self.watched
+            else "They ran at the same time. To tell them apart, run them one after the other"
             if self.synchronized
             else "Work that a task leaves running may fail after it. To find out, run again with "
             "DevicePlugin(synchronize=True) (devctx.synchronize: true), which waits for the device "

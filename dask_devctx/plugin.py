@@ -14,8 +14,8 @@ from dask_devctx.annotations import AUTO, Unannotated, requested_device
 from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
-from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
-from dask_devctx.failures import Guard, GuardedTask, end_failed_worker
+from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, end_failed_worker, marks
 from dask_devctx.inputs import Inputs
 from dask_devctx.interpreter import Interpreter
 from dask_devctx.keeping import keep_annotations
@@ -191,7 +191,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             for device, name in self._executor_names.items()
         }
         worker.executors.update(self.pools)
-        self.actors = PinnedActors(worker)
+        self.actors = PinnedActors(worker, self.guard)
         self.interpreter = Interpreter(worker)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
         return failure
@@ -234,6 +234,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 self._pin(ts)
         elif key in self.placement.placed and (ts is None or ts.state not in _UNDER_WAY):
             self._done(key, ts)
+            if finish == "long-running":
+                self.guard.seceded(key)
         if start == "memory" and self.inputs is not None:
             self.inputs.forget(key)
 
@@ -263,13 +265,16 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.actors.live_on(ts, device)
         if not annotations or "executor" not in annotations:
             ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
+        charge = Charge(ts.key, movable=not asked_for)
+        if marks.is_watched(annotations):
+            charge = charge._replace(watched=True, is_coroutine=bool(ts.run_spec.is_coro))
         ts.run_spec = pinned = PinnedTask(
             ts.run_spec,
             device,
             ts.priority,
             asked_for=asked_for,
             inputs=self.inputs,
-            call=GuardedTask(self.guard, ts.key, movable=not asked_for),
+            call=GuardedTask(self.guard, charge),
         )
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
@@ -298,9 +303,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             if spec.__class__ is PinnedTask and spec.made is not None:
                 self.inputs.arrived(key, spec.made)
 
-    def _on_failure(self, error: DeviceFailedError, key: Hashable) -> None:
+    def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
-        self.worker.loop.add_callback(end_failed_worker, self.worker, error, key)
+        marks.tell(self.worker, str(failure.error), failure.suspects)
+        self.worker.loop.add_callback(end_failed_worker, self.worker, failure)
 
     def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""

@@ -17,6 +17,7 @@ from dask_devctx.annotations import ANNOTATION, AUTO, requested_device
 from dask_devctx.device import Device
 from dask_devctx.discovery import DeviceInfo, Inventory
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
+from dask_devctx.failures import marks
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +166,10 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster.left[worker] = holdings, time()
             self._look_again_later()
         self._review()
+
+    def log_event(self, topic: str, msg: Any) -> None:
+        """Mark the tasks that may have broken a worker's devices."""
+        marks.put(self.scheduler, topic, msg)
 
     # -- what workers say
 

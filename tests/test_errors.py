@@ -64,11 +64,22 @@ CASES = [
             "suspects": ("x on cuda:1",),
             "synchronized": True,
             "lost": False,
+            "watched": False,
         },
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
         "process any more: the worker ends, and what it held is recomputed. Nothing else had been "
         "at work since it was last seen healthy: x on cuda:1 caused it. compute-sanitizer finds "
         "the line",
+    ),
+    (
+        errors.DeviceFailedError(
+            "cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0"], watched=True
+        ),
+        {"suspects": ("x on cuda:0",), "synchronized": False, "watched": True},
+        "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
+        "any more: the worker ends, and what it held is recomputed. It was found by being watched: "
+        "x on cuda:0 had been a suspect of an earlier failure, was run again alone among its "
+        "suspects, and its device was waited for. compute-sanitizer finds the line",
     ),
     (
         errors.DeviceOutOfMemoryError(

@@ -1,6 +1,9 @@
 """When things break: the right task is blamed, nothing is lost, and the worker comes back."""
 
-from dask_devctx.failures.guard import Guard, GuardedTask
+from dask_devctx.failures.blame import Failure
+from dask_devctx.failures.charge import Charge
+from dask_devctx.failures.guard import Guard
+from dask_devctx.failures.guarded import GuardedMethod, GuardedTask
 from dask_devctx.failures.restart import end_failed_worker
 
-__all__ = ["Guard", "GuardedTask", "end_failed_worker"]
+__all__ = ["Charge", "Failure", "Guard", "GuardedMethod", "GuardedTask", "end_failed_worker"]

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-import logging
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any, Final
 
 from distributed import Reschedule
 
-from dask_devctx import discovery, tasks
+from dask_devctx import tasks
 from dask_devctx.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.driver.calls import RELAXED_CAPTURE, Calls
-from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError, DriverError
+from dask_devctx.errors import DeviceFailedError, DriverError
+from dask_devctx.failures.blame import Blame, Failure
+from dask_devctx.failures.charge import Charge
+from dask_devctx.failures.checkup import Checkup
 from dask_devctx.failures.retries import Retries, portable
-from dask_devctx.failures.suspects import Suspects
+from dask_devctx.failures.suspects import Suspect
 
-logger = logging.getLogger(__name__)
-
-_WARN_EVERY_S = 10.0
+_POLL_S = 0.02  # many may be waiting for their turn on one event loop
 
 
 class Guard:
@@ -37,14 +35,14 @@ class Guard:
     oom_retries
         How often a task that ran out of a device's memory is tried again.
     on_failure
-        Called once, on the task's thread, when a device failed: with the error and the task's key.
+        Called once, on the task's thread, when a device failed.
 
     Attributes
     ----------
     metric
         The name of what the worker's heartbeat tells of it.
-    failure
-        What ended this process' use of its devices, or None.
+    blame
+        Who errs when a device failed.
     retries
         The tasks that ran out of memory.
     """
@@ -57,47 +55,46 @@ class Guard:
         *,
         synchronize: bool,
         oom_retries: int,
-        on_failure: Callable[[DeviceFailedError, Hashable], None],
+        on_failure: Callable[[Failure], None],
     ) -> None:
         self.synchronize = synchronize
         self.retries = Retries(devices, oom_retries)
-        self.failure: DeviceFailedError | None = None
-        self.suspects = Suspects()
-        self._on_failure = on_failure
-        self._lock = threading.Lock()
-        self._left_behind: Counter[Device] = Counter()
-        self._warned_at: dict[Device, float] = {}
+        self.blame = Blame(synchronize, on_failure)
+        self._suspects = self.blame.suspects
+        self._watch = self.blame.watch
+        self._checkup = Checkup(self._suspects)
 
     def metrics(self, worker: object) -> dict[str, dict[str, int]]:
         """Return how often a context was left behind and memory ran out, by device."""
         return {
-            "left-behind": {str(device): n for device, n in self._left_behind.items()},
+            "left-behind": {str(device): n for device, n in self._checkup.left_behind.items()},
             "out-of-memory": {str(device): n for device, n in self.retries.counted.items()},
         }
 
+    def seceded(self, key: Hashable) -> None:
+        """Note that a task left its thread to others: it may be waiting for them."""
+        self._watch.seceded(key)
+
     def close(self) -> None:
-        """Give back what it holds; tasks that still run are watched to their end."""
-        self.suspects.close()
+        """Give back what it holds; tasks that still run are watched over to their end."""
+        self._suspects.close()
+        self._watch.close()
 
     # -- around a task
 
-    def run(
-        self, key: Hashable, movable: bool, device: Device, fn: Callable[[Any], Any], data: Any
-    ) -> Any:
+    def run(self, charge: Charge, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
         """Return what a task returns, run on its device.
 
         Parameters
         ----------
-        key
-            The task's key.
-        movable
-            Whether it may be tried again on another device: the user named none.
+        charge
+            The task.
         device
             Its device.
         fn
-            The task.
+            What it does.
         data
-            What it is called with.
+            What that is called with.
 
         Raises
         ------
@@ -109,88 +106,38 @@ class Guard:
             It is to be run again: on another device, or in another process since this one's
             devices failed.
         """
+        if charge.watched and charge.is_coroutine:
+            return self._awaited(charge, device, fn, data)  # its turn is waited for elsewhere
+        once = self._once_watched if charge.watched else self._once
         while True:
             try:
-                result = self._once(key, device, fn, data)
+                result = once(charge, device, fn, data)
             except Exception as error:
-                self._try_again_or_raise(key, movable, device, error)
+                self._try_again_or_raise(charge, device, error)
             else:
                 if inspect.iscoroutine(result):
-                    return self._awaited(key, movable, device, fn, data, result)
-                self.retries.forget(key)
+                    return self._awaited(charge, device, fn, data, result)
+                self.retries.forget(charge.key)
                 return tasks.within(device, result)
 
-    async def _awaited(
-        self,
-        key: Hashable,
-        movable: bool,
-        device: Device,
-        fn: Callable[[Any], Any],
-        data: Any,
-        given: Coroutine[Any, Any, Any],
-    ) -> Any:
-        """As :meth:`run`, once a coroutine function has given its first coroutine."""
-        running: Coroutine[Any, Any, Any] | None = given
-        while True:
-            self.suspects.started(key, device)
-            try:
-                try:
-                    if running is None:
-                        with device:
-                            running = fn(data)  # what it needs is brought again, too
-                    result = await tasks.within(device, running)
-                finally:
-                    self.suspects.ended(key, device)
-                self._refuse_after_failure()
-                with device:
-                    self._check(key, device, None, wait=False)
-            except Exception as error:
-                failure = self._failure_in(key, device, error)
-                if failure is not None:
-                    raise failure from error
-                self._try_again_or_raise(key, movable, device, error)
-                running = None
-            else:
-                if self.synchronize:
-                    await self._wait(key, device)
-                self.retries.forget(key)
-                return result
-
-    async def _wait(self, key: Hashable, device: Device) -> None:
-        """Wait for the device on another thread: this one runs the worker's event loop."""
-        import asyncio
-
-        def wait() -> None:
-            with device:
-                self._check(key, device, None)
-
-        try:
-            await asyncio.to_thread(wait)
-        except DriverError as error:
-            failure = self._failure_in(key, device, error)
-            if failure is None:
-                raise
-            raise failure from error
-
-    def _once(self, key: Hashable, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
-        self._refuse_after_failure()
-        self.suspects.started(key, device)
+    def _once(self, charge: Charge, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
+        key = charge.key
+        self.blame.refuse_after_failure()
+        self._suspects.started(key, device)
         ended = False
         try:
             with device:
-                if not self.synchronize and self.suspects.marked(device):
-                    calls = device._backend.calls
-                    with _Undisturbing(calls):
-                        self.suspects.look(device, calls, mark=False)
+                if not self.synchronize:
+                    self._checkup.before(device)
                 try:
                     result = fn(data)
                 except Exception as error:
                     ended = self._ended(key, device)
-                    self._check(key, device, error)
+                    self._check(charge, device, error)
                     raise
                 if not inspect.iscoroutine(result):
                     ended = self._ended(key, device)
-                    self._check(key, device, None)
+                    self._check(charge, device, None)
             return result
         except DriverError as error:
             failure = self._failure_in(key, device, error)
@@ -199,136 +146,143 @@ class Guard:
             raise failure from error
         finally:
             if not ended:
-                self.suspects.ended(key, device)
+                self._suspects.ended(key, device)
 
     def _ended(self, key: Hashable, device: Device) -> bool:
-        self.suspects.ended(key, device)
+        self._suspects.ended(key, device)
         return True
+
+    def _once_watched(
+        self, charge: Charge, device: Device, fn: Callable[[Any], Any], data: Any
+    ) -> Any:
+        try:
+            for _ in self._watch.turns(charge.key, self.blame.refuse_after_failure):
+                time.sleep(_POLL_S)
+            self._drain(charge, device)
+            self._watch.began(Suspect(charge.key, device))
+            result = self._once(charge, device, fn, data)
+            self._raise_if_blamed(charge)
+            return result
+        finally:
+            self._watch.ended(charge.key)
+
+    # -- around a coroutine
+
+    async def _awaited(
+        self,
+        charge: Charge,
+        device: Device,
+        fn: Callable[[Any], Any],
+        data: Any,
+        given: Coroutine[Any, Any, Any] | None = None,
+    ) -> Any:
+        """As :meth:`run`, for a coroutine function, which may have given its first coroutine."""
+        step = self._step_watched if charge.watched else self._step
+        running = given
+        while True:
+            try:
+                result = await step(charge, device, fn, data, running)
+            except Exception as error:
+                failure = self._failure_in(charge.key, device, error)
+                if failure is not None:
+                    raise failure from error
+                self._try_again_or_raise(charge, device, error)
+                running = None
+            else:
+                self.retries.forget(charge.key)
+                return result
+
+    async def _step(
+        self,
+        charge: Charge,
+        device: Device,
+        fn: Callable[[Any], Any],
+        data: Any,
+        running: Coroutine[Any, Any, Any] | None,
+    ) -> Any:
+        self._suspects.started(charge.key, device)
+        try:
+            if running is None:
+                self.blame.refuse_after_failure()
+                with device:
+                    running = fn(data)  # what it needs is brought again, too
+            result = await tasks.within(device, running)
+        finally:
+            self._suspects.ended(charge.key, device)
+        if not charge.watched:
+            self.blame.refuse_after_failure()
+        with device:
+            self._check(charge, device, None, wait=False)
+        if (self.synchronize or charge.watched) and not charge.is_method:
+            # on another thread: this one runs the worker's event loop
+            await asyncio.to_thread(self._wait, charge, device)
+        return result
+
+    async def _step_watched(
+        self,
+        charge: Charge,
+        device: Device,
+        fn: Callable[[Any], Any],
+        data: Any,
+        running: Coroutine[Any, Any, Any] | None,
+    ) -> Any:
+        try:
+            for _ in self._watch.turns(charge.key, self.blame.refuse_after_failure):
+                await asyncio.sleep(_POLL_S)
+            await asyncio.to_thread(self._drain, charge, device)
+            self._watch.began(Suspect(charge.key, device))
+            result = await self._step(charge, device, fn, data, running)
+            self._raise_if_blamed(charge)
+            return result
+        finally:
+            self._watch.ended(charge.key)
+
+    def _wait(self, charge: Charge, device: Device) -> None:
+        with device:
+            self._check(charge, device, None)
 
     # -- is the device well
 
-    def _refuse_after_failure(self) -> None:
-        if self.failure is not None:
-            raise Reschedule
+    def _drain(self, charge: Charge, device: Device) -> None:
+        """Wait for what others gave the device: what goes wrong after it, is not theirs."""
+        try:
+            with device:
+                self._checkup.after(charge.key, device, wait=True)
+        except DriverError as found:
+            if found.code in statuses.STICKY:  # anything else meets the task, too
+                raise self.blame.noticed(charge.key, device, found, began=False) from found
+
+    def _raise_if_blamed(self, charge: Charge) -> None:
+        """Raise what the others were told that a task errs with, else nobody does."""
+        error = self.blame.error_of(charge.key)
+        if error is not None:
+            raise error
 
     def _check(
-        self, key: Hashable, device: Device, body: Exception | None, *, wait: bool = True
+        self, charge: Charge, device: Device, body: Exception | None, *, wait: bool = True
     ) -> None:
         """Look at the device after a task, inside its scope; ``body`` is what the task raised."""
-        calls = device._backend.calls
+        wait = wait and not charge.is_method and (self.synchronize or charge.watched)
         try:
-            if calls.current() != device._handle:
-                self._note_left_behind(key, device)
-                calls.set_current(device._handle)  # with none current, the probe sees nothing
-            with _Undisturbing(calls):
-                if self.synchronize and wait:
-                    ended = self.suspects.count(device)
-                    calls.synchronize()
-                    self.suspects.idle(device, ended)
-                else:
-                    self.suspects.look(device, calls, mark=True)
-                calls.probe()
+            self._checkup.after(charge.key, device, wait=wait)
         except DriverError as found:
             if not statuses.failed(found.code):
                 if body is None:
                     raise
                 body.add_note(f"After it, {device} was found unwell: {found}")
                 return
-            raise self._failed(key, device, found) from portable(body or found)
+            error = self.blame.noticed(charge.key, device, found)
+            raise error from portable(body or found)
 
     def _failure_in(
         self, key: Hashable, device: Device, error: Exception
     ) -> DeviceFailedError | Reschedule | None:
         """Return the failure that a driver call around the task ran into, or None."""
-        if isinstance(error, (DeviceFailedError, Reschedule)) or not isinstance(error, DriverError):
+        if not isinstance(error, DriverError) or error.code not in statuses.STICKY:
             return None
-        return self._failed(key, device, error) if error.code in statuses.STICKY else None
+        return self.blame.noticed(key, device, error)
 
-    def _failed(
-        self, key: Hashable, device: Device, found: DriverError
-    ) -> DeviceFailedError | Reschedule:
-        """Return the error for the first task that notices; the others are to be run again."""
-        suspects = self.suspects.named(key, device)
-        with self._lock:
-            if self.failure is not None:
-                return Reschedule()
-            self.failure = failure = DeviceFailedError(
-                str(device),
-                device.uuid,
-                found.status,
-                found.code,
-                [str(suspect) for suspect in suspects],
-                self.synchronize,
-                discovery.is_lost(device._backend, device.info),
-            )
-        self._on_failure(failure, key)
-        return failure
-
-    def _note_left_behind(self, key: Hashable, device: Device) -> None:
-        self._left_behind[device] += 1
-        now = time.monotonic()
-        if now - self._warned_at.get(device, -_WARN_EVERY_S) >= _WARN_EVERY_S:
-            self._warned_at[device] = now
-            logger.warning(
-                "the task %r changed the current CUDA context on %s and did not restore it (seen "
-                "%d times on this device). It did no harm: the earlier one was restored. "
-                "'with Device(n):' restores by itself",
-                key,
-                device,
-                self._left_behind[device],
-            )
-
-    def _try_again_or_raise(
-        self, key: Hashable, movable: bool, device: Device, error: Exception
-    ) -> None:
-        if self.failure is not None:
+    def _try_again_or_raise(self, charge: Charge, device: Device, error: Exception) -> None:
+        if self.blame.failure is not None or charge.is_method:
             raise error
-        self.retries.make_room_or_raise(key, movable, device, error)
-
-
-class GuardedTask:
-    """What a pinned task calls in the place of :func:`dask_devctx.tasks.call`."""
-
-    __slots__ = ("_guard", "_key", "_movable")
-
-    def __init__(self, guard: Guard, key: Hashable, movable: bool) -> None:
-        self._guard = guard
-        self._key = key
-        self._movable = movable
-
-    def __call__(self, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
-        try:
-            result = self._guard.run(self._key, self._movable, device, fn, data)
-        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
-            failure: Exception = error
-        else:
-            return self._awaited(result) if inspect.iscoroutine(result) else result
-        raise _alone(failure)
-
-    async def _awaited(self, running: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await running
-        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
-            failure: Exception = error
-        raise _alone(failure)
-
-
-class _Undisturbing:
-    """Let this thread look at a device without ending what another thread captures as a graph."""
-
-    __slots__ = ("_before", "_calls")
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-
-    def __enter__(self) -> None:
-        self._before = self._calls.exchange_capture_mode(RELAXED_CAPTURE)
-
-    def __exit__(self, *error: object) -> None:
-        self._calls.exchange_capture_mode(self._before)
-
-
-def _alone(failure: Exception) -> Exception:
-    """Take from an error what it was raised in the middle of: its cause says it, and is sent."""
-    failure.__context__ = None
-    return failure
+        self.retries.make_room_or_raise(charge.key, charge.movable, device, error)

@@ -7,13 +7,14 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Hashable
+from collections.abc import Awaitable, Collection, Hashable, Mapping
 from typing import Any
 
 from distributed import Worker
-from distributed.core import Status
+from distributed.core import Status, error_message
 
 from dask_devctx.errors import DeviceFailedError
+from dask_devctx.failures.blame import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -26,26 +27,29 @@ _REFUSING_S = 0.5
 _EXIT_STATUS = 70  # EX_SOFTWARE: what the nanny's log says of the process
 
 
-async def end_failed_worker(worker: Worker, error: DeviceFailedError, key: Hashable) -> None:
+async def end_failed_worker(worker: Worker, failure: Failure) -> None:
     """End a worker whose process cannot use its devices any more.
 
     Parameters
     ----------
     worker
         The worker.
-    error
-        What happened.
-    key
-        The task that fails with it.
+    failure
+        What happened, and who errs with it.
 
     Notes
     -----
     Runs on the worker's event loop. In this order: the worker takes no more tasks and hands on no
-    more data; the task's error reaches the scheduler; the worker leaves it as one that was expected
-    to, so that no task that happened to be there is blamed, and what it held is recomputed; the
-    process exits. A nanny starts another. Nothing is done with the devices: a process whose primary
-    context is reset under its libraries is worse than none, and any call may hang.
+    more data; the error of each task that is to blame reaches the scheduler, also where the task
+    does not end; the worker leaves it as one that was expected to, so that no task that happened to
+    be there is blamed, and what it held is recomputed; the process exits. A nanny starts another.
+    Nothing is done with the devices: a process whose primary context is reset under its libraries
+    is worse than none, and any call may hang.
+
+    Where the scheduler could not be told an error, the worker leaves it unexpected. Then dask
+    counts, and lets no task run for ever that ends its worker each time.
     """
+    error = failure.error
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it finds that it has memory enough.
     worker.status = Status.closing_gracefully
@@ -59,12 +63,14 @@ async def end_failed_worker(worker: Worker, error: DeviceFailedError, key: Hasha
         last_resort = threading.Timer(4 * _STEP_S, os._exit, [_EXIT_STATUS])
         last_resort.daemon = True
         last_resort.start()
-    worker.log_event("devctx", {"action": "device-failed", "error": str(error)})
-    await _bounded(_reported(worker, key), "report the task's error")
+    reported = await _bounded(_reported(worker, failure.errors), "see a task's error reported")
+    if not reported:
+        _report(worker, failure.errors)
+        reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
     await _bounded(
         worker.scheduler.unregister(
             address=worker.contact_address,
-            expected=True,  # else each of its tasks counts as one that may have killed it
+            expected=reported,  # else each of its tasks counts as one that may have killed it
             stimulus_id=f"devctx-device-failed-{time.time()}",
         ),
         "leave the scheduler",
@@ -81,21 +87,42 @@ async def end_failed_worker(worker: Worker, error: DeviceFailedError, key: Hasha
     await worker.close(nanny=False, executor_wait=False, reason=str(error))
 
 
-async def _reported(worker: Worker, key: Hashable) -> None:
-    """Wait until the scheduler has heard what became of a task."""
+async def _reported(worker: Worker, keys: Collection[Hashable]) -> None:
+    """Wait until the scheduler has heard what became of some tasks."""
     address = worker.contact_address
     while True:
         processing = await worker.scheduler.processing(workers=[address])
-        if key not in processing.get(address, ()):
+        if not set(keys) & set(processing.get(address, ())):
             return
         await asyncio.sleep(_POLL_S)
 
 
-async def _bounded(step: Awaitable[Any], what: str) -> None:
+def _report(worker: Worker, errors: Mapping[Hashable, DeviceFailedError]) -> None:
+    """Tell the scheduler that tasks erred whose own threads are still at work."""
+    for key, error in errors.items():
+        ts = worker.state.tasks.get(key)
+        if ts is not None and ts.state in ("executing", "long-running"):
+            worker.batched_send(
+                {
+                    **error_message(error),
+                    "op": "task-erred",
+                    "key": key,
+                    "run_id": ts.run_id,
+                    "thread": None,
+                    "startstops": (),
+                    "stimulus_id": f"devctx-device-failed-{time.time()}",
+                }
+            )
+
+
+async def _bounded(step: Awaitable[Any], what: str) -> bool:
+    """Return whether a step of the end was taken in its time."""
     try:
         await asyncio.wait_for(step, _STEP_S)
     except Exception as error:  # whatever it is, the worker ends
         logger.warning("the worker could not %s before it ends: %r", what, error)
+        return False
+    return True
 
 
 async def _refuse(comm: Any, **kwargs: Any) -> Any:

@@ -170,6 +170,7 @@ def test_the_parent_of_mig_instances_is_hidden_and_they_are_there(
     [
         DeviceFailedError("cuda:0", "GPU-1", "CUDA_ERROR_ASSERT", 710, ["a on cuda:0"], True, True),
         DeviceFailedError("cuda:0", "GPU-1", "CUDA_ERROR_ASSERT", 710, [f"t{n}" for n in range(9)]),
+        DeviceFailedError("cuda:0", "GPU-1", "CUDA_ERROR_ASSERT", 710, ["a", "b"], watched=True),
     ],
 )
 def test_the_error_pickles_with_its_fields(error: DeviceFailedError) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Nanny, Scheduler, Worker, wait
@@ -150,6 +151,37 @@ def test_a_task_that_always_kills_ends_as_an_error(client: Client) -> None:
     bad = client.submit(write_to_an_illegal_address, retries=2)
     assert isinstance(bad.exception(timeout=60), DeviceFailedError)
     assert client.submit(where_slowly, 1).result(timeout=30)[0] == 1
+
+
+class Model:
+    """An actor whose methods break its device."""
+
+    def well(self) -> int | None:
+        current = Device.current()
+        return None if current is None else current.device_id
+
+    def breaks(self) -> None:
+        write_to_an_illegal_address()
+
+    async def breaks_later(self) -> str:
+        await asyncio.sleep(0.01)
+        return leave_a_bad_kernel_running(0)
+
+
+@pytest.mark.parametrize("method", ["breaks", "breaks_later"])
+def test_an_actor_whose_method_breaks_the_device_is_named(client: Client, method: str) -> None:
+    before = worker_pid(client)
+    done = client.map(where_slowly, range(10))
+    wait(done)
+    with dask.annotate(device=1):
+        future = client.submit(Model, actor=True)
+    actor = future.result(timeout=30)
+    assert actor.well().result(timeout=30) == 1
+    with pytest.raises(DeviceFailedError) as caught:
+        getattr(actor, method)().result(timeout=30)
+    assert caught.value.suspects[0] == f"{future.key} on cuda:1"
+    assert [number for number, _ in client.gather(done)] == list(range(10))
+    assert worker_pid(client) != before
 
 
 def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(client: Client) -> None:

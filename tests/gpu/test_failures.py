@@ -126,10 +126,26 @@ def describe(error: BaseException | None) -> dict[str, Any]:
         "cause": type(getattr(error, "__cause__", None)).__name__,
         **{
             name: getattr(error, name)
-            for name in ("device", "status", "suspects", "free_nbytes", "requested_nbytes")
+            for name in (
+                "device",
+                "status",
+                "suspects",
+                "watched",
+                "free_nbytes",
+                "requested_nbytes",
+            )
             if hasattr(error, name)
         },
     }
+
+
+def error_in_the_end(future: Any) -> BaseException | None:
+    """Return the error of a future that may count as finished for a while yet."""
+    deadline = time.monotonic() + 120
+    while future.status != "error" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    error: BaseException | None = future.exception(timeout=1)
+    return error
 
 
 def failing(wait_for_it: bool, **options: Any) -> dict[str, Any]:
@@ -155,9 +171,11 @@ def failing(wait_for_it: bool, **options: Any) -> dict[str, Any]:
             value == expected(number)
             for number, value, _ in client.gather(first + others, errors="raise")
         ]
+        in_the_end = error_in_the_end(bad)
         after = {pid for _, pid in client.gather(client.map(pid_after, range(10, 14)))}
         return {
             "error": describe(error),
+            "in the end": describe(in_the_end),
             "bad": bad.key,
             "right": right,
             "another process": not before & after,
@@ -296,6 +314,10 @@ def test_an_illegal_address_that_another_task_notices() -> None:
     check_failed(seen)
     assert not seen["error"]["suspects"][0].startswith(seen["bad"])
     assert len(seen["error"]["suspects"]) == 2, "who was done before is no suspect"
+    # It is run again, because its future is held, and watched: now it errs itself.
+    assert seen["in the end"]["type"] == "DeviceFailedError", seen
+    assert seen["in the end"]["suspects"][0].startswith(seen["bad"])
+    assert seen["in the end"]["watched"]
 
 
 @pytest.mark.timeout(320)

@@ -1,0 +1,108 @@
+"""Is a device well after a task."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Hashable
+
+from dask_devctx.device import Device
+from dask_devctx.driver.calls import RELAXED_CAPTURE, Calls
+from dask_devctx.failures.suspects import Suspects
+
+logger = logging.getLogger(__name__)
+
+_WARN_EVERY_S = 10.0
+
+
+class Checkup:
+    """Looks at devices, and clears the suspects whose work is seen to be done.
+
+    Parameters
+    ----------
+    suspects
+        The tasks whose work may not be done yet.
+
+    Attributes
+    ----------
+    left_behind
+        How often a task left another context current, by device.
+    """
+
+    def __init__(self, suspects: Suspects) -> None:
+        self.left_behind: Counter[Device] = Counter()
+        self._suspects = suspects
+        self._warned_at: dict[Device, float] = {}
+
+    def before(self, device: Device) -> None:
+        """Look at a device inside its scope, before a task that is not waited for.
+
+        Raises
+        ------
+        DriverError
+            The device failed.
+        """
+        if self._suspects.marked(device):
+            calls = device._backend.calls
+            with _Undisturbing(calls):
+                self._suspects.look(device, calls, mark=False)
+
+    def after(self, key: Hashable, device: Device, *, wait: bool) -> None:
+        """Look at a device inside its scope, after a task.
+
+        Parameters
+        ----------
+        key
+            The task's key.
+        device
+            The device.
+        wait
+            Wait until it has done all that it was given.
+
+        Raises
+        ------
+        DriverError
+            It failed, or the driver cannot be asked.
+        """
+        calls = device._backend.calls
+        if calls.current() != device._handle:
+            self._note_left_behind(key, device)
+            calls.set_current(device._handle)  # with none current, the probe sees nothing
+        with _Undisturbing(calls):
+            if wait:
+                ended = self._suspects.count(device)
+                calls.synchronize()
+                self._suspects.idle(device, ended)
+            else:
+                self._suspects.look(device, calls, mark=True)
+            calls.probe()
+
+    def _note_left_behind(self, key: Hashable, device: Device) -> None:
+        self.left_behind[device] += 1
+        now = time.monotonic()
+        if now - self._warned_at.get(device, -_WARN_EVERY_S) >= _WARN_EVERY_S:
+            self._warned_at[device] = now
+            logger.warning(
+                "the task %r changed the current CUDA context on %s and did not restore it (seen "
+                "%d times on this device). It did no harm: the earlier one was restored. "
+                "'with Device(n):' restores by itself",
+                key,
+                device,
+                self.left_behind[device],
+            )
+
+
+class _Undisturbing:
+    """Let this thread look at a device without ending what another thread captures as a graph."""
+
+    __slots__ = ("_before", "_calls")
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._before = self._calls.exchange_capture_mode(RELAXED_CAPTURE)
+
+    def __exit__(self, *error: object) -> None:
+        self._calls.exchange_capture_mode(self._before)

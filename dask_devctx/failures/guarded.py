@@ -1,0 +1,108 @@
+"""What is called in the place of a task, or of an actor's method, so that it is watched over."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Coroutine, Hashable
+from typing import Any
+
+from distributed import Reschedule
+
+from dask_devctx.device import Device
+from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
+from dask_devctx.failures.charge import Charge
+from dask_devctx.failures.guard import Guard
+from dask_devctx.tasks import DeviceFunction
+
+
+class GuardedTask:
+    """What a pinned task calls in the place of :func:`dask_devctx.tasks.call`.
+
+    Parameters
+    ----------
+    guard
+        Watches over it.
+    charge
+        The task.
+    """
+
+    __slots__ = ("_charge", "_guard")
+
+    def __init__(self, guard: Guard, charge: Charge) -> None:
+        self._guard = guard
+        self._charge = charge
+
+    def __call__(self, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
+        try:
+            result = self._guard.run(self._charge, device, fn, data)
+        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
+            failure: Exception = error
+        else:
+            return self._awaited(result) if inspect.iscoroutine(result) else result
+        raise _alone(failure)
+
+    async def _awaited(self, running: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await running
+        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
+            failure: Exception = error
+        raise _alone(failure)
+
+
+class GuardedMethod(DeviceFunction[..., Any]):
+    """A method of an actor, on the actor's device.
+
+    Parameters
+    ----------
+    guard
+        Watches over it.
+    key
+        The actor's key.
+    device
+        Its device.
+    method
+        The method.
+
+    Notes
+    -----
+    What a method did to its actor it must not do twice: unlike a task it is not run again, neither
+    when memory ran out nor when another one broke the device.
+    """
+
+    def __init__(
+        self, guard: Guard, key: Hashable, device: Device, method: Callable[..., Any]
+    ) -> None:
+        super().__init__(device, method)
+        self._guard = guard
+        self._charge = Charge(key, movable=False, is_method=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(self.which, Device)
+
+        def method(_: object) -> Any:
+            return self.__wrapped__(*args, **kwargs)
+
+        try:
+            result = self._guard.run(self._charge, self.which, method, None)
+        except (DeviceFailedError, Reschedule) as error:
+            failure: Exception = error
+        else:
+            return self._awaited(result) if inspect.iscoroutine(result) else result
+        raise _alone(self._not_again(failure))
+
+    async def _awaited(self, running: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await running
+        except (DeviceFailedError, Reschedule) as error:
+            failure: Exception = error
+        raise _alone(self._not_again(failure))
+
+    def _not_again(self, failure: Exception) -> Exception:
+        ended = self._guard.blame.failure
+        return ended.error if ended is not None and isinstance(failure, Reschedule) else failure
+
+
+def _alone(failure: Exception) -> Exception:
+    """Take from an error what it was raised in the middle of: its cause says it, and is sent."""
+    failure.__context__ = None
+    return failure
