@@ -10,7 +10,7 @@ from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config, membership, splitting
 from dask_devctx.actors import PinnedActors
-from dask_devctx.annotations import AUTO, Unannotated, requested_device
+from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
@@ -23,6 +23,7 @@ from dask_devctx.placement import NoDevices, Placement
 from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 from dask_devctx.record import Record
 from dask_devctx.replicas import check_limit
+from dask_devctx.selection import AUTO
 from dask_devctx.transfer import nbytes_by_device
 
 logger = logging.getLogger(__name__)
