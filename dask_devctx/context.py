@@ -6,7 +6,7 @@ import enum
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, ParamSpec, Self, TypeVar
 
 from dask_devctx import driver
@@ -32,6 +32,10 @@ class ContextFlags(enum.IntFlag):
     COREDUMP_ENABLE = 0x20
     USER_COREDUMP_ENABLE = 0x40
     SYNC_MEMOPS = 0x80
+
+
+# How a context waits is one of these; the others can be joined to it.
+_SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
 
 
 class Limit(enum.IntEnum):
@@ -88,6 +92,10 @@ class Context(Scope):
     ------
     DriverError
         The driver does not make it.
+    TypeError
+        A flag is no number, or ``device`` no way to name one.
+    ValueError
+        A flag is unknown, or two exclude each other: more than one of the ``SCHED_`` flags.
 
     Notes
     -----
@@ -118,13 +126,11 @@ class Context(Scope):
 
     def __init__(self, device: object, *flags: ContextFlags) -> None:
         self._owned = False  # until it is made
+        wanted = _joined(flags)
         self._device = Device(device)
         self._backend = self._device._backend
         calls = self._backend.driver()
-        wanted = ContextFlags(0)
-        for flag in flags:
-            wanted |= flag
-        self._handle = calls.create(self._device._ordinal(), int(wanted))
+        self._handle = calls.create(self._device._ordinal(), wanted)
         self._owned = True
         calls.set_current(0)  # making it also put it on the driver's stack: this takes it off
         self._identity = calls.context_id(self._handle)
@@ -272,6 +278,11 @@ class Context(Scope):
     def flags(self) -> ContextFlags:
         """What it was made with, and what was set since.
 
+        Raises
+        ------
+        TypeError, ValueError
+            On setting: what making a context with them raises.
+
         References
         ----------
         ``cuCtxGetFlags``, ``cuCtxSetFlags``.
@@ -280,7 +291,7 @@ class Context(Scope):
 
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
-        self.run(self._calls.set_flags, int(value))
+        self.run(self._calls.set_flags, _joined([value]))
 
     @property
     def limits(self) -> Limits:
@@ -438,7 +449,7 @@ class PrimaryContext(Context):
 
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
-        self._calls.primary_set_flags(self._device._ordinal(), int(value))
+        self._calls.primary_set_flags(self._device._ordinal(), _joined([value]))
 
     def release(self) -> None:
         """Give back this process's hold of it; it is destroyed when no library holds it either.
@@ -503,6 +514,32 @@ class Limits(Mapping[Limit, int]):
 
     def __repr__(self) -> str:
         return f"<Limits of {self._context!r}>"
+
+
+def _joined(flags: Iterable[ContextFlags]) -> int:
+    """Return the flags as one number that the driver takes."""
+    wanted = 0
+    for flag in flags:
+        if isinstance(flag, bool) or not isinstance(flag, int):
+            raise TypeError(
+                "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
+                f"{flag!r} of type {type(flag).__name__}"
+            )
+        wanted |= int(flag)
+    unknown = wanted & ~sum(map(int, ContextFlags))
+    if unknown:
+        names = ", ".join(f"{one.name} ({one:#x})" for one in ContextFlags.__members__.values())
+        raise ValueError(
+            f"a context has no flag {unknown:#x}, which is in {wanted:#x}; there are {names}"
+        )
+    ways = [one.name for one in ContextFlags if one & wanted & _SCHEDULING]
+    if len(ways) > 1:
+        raise ValueError(
+            f"the flags {' and '.join(map(str, ways))} exclude each other, got {wanted:#x}: a "
+            "context waits in one way. Give one of SCHED_SPIN, SCHED_YIELD and "
+            "SCHED_BLOCKING_SYNC, or none for SCHED_AUTO"
+        )
+    return wanted
 
 
 _Owners = weakref.WeakValueDictionary[int, "Context"]
