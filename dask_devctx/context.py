@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, ParamSpec, Self, TypeVar
+from typing import NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from dask_devctx import driver
 from dask_devctx.device import Device
@@ -104,7 +104,8 @@ class Context(Scope):
     unclosed warns, and leaves the context, which may be current on some thread, to the end of the
     process. ``Context.current()`` borrows; ``device.primary_context`` is shared.
 
-    Making one leaves the thread's current context as it was, as does every property.
+    Making one leaves the thread's current context as it was, as does every property. A copy of the
+    object is the object itself, as for ``Device``; it cannot be pickled.
 
     References
     ----------
@@ -206,6 +207,18 @@ class Context(Scope):
 
     def __hash__(self) -> int:
         return hash(self._identity)  # for life: the handle goes when it is closed
+
+    def __copy__(self) -> Self:
+        return self  # a copy would own the context, too, and destroy it a second time
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: a context is one process' alone. Send its device, and "
+            "make or ask for a context there"
+        )
 
     def __del__(self) -> None:
         if getattr(self, "_owned", False) and self._handle:
