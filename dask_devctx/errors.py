@@ -14,8 +14,10 @@ class DevctxError(Exception):
     """Base class of every error that this package raises."""
 
     def __repr__(self) -> str:
-        # dask logs a failed task's error by its repr: let that be what a person can read.
-        return f"{type(self).__name__}({str(self)!r})"
+        # dask logs a failed task's error by its repr, and a notebook shows it so: let that be what
+        # a person can read, with what to do about it.
+        said = ". ".join([str(self), *getattr(self, "__notes__", ())])
+        return f"{type(self).__name__}({said!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made again from its arguments: what rebuilds an exception without calling its class, as

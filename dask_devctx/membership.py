@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler: which devices it has, that they are gone, or why not."""
+"""What a worker tells of its devices: to the scheduler which it has, to a person why not."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from dask_devctx.errors import DevicesInUseError, LockDirectoryError
 from dask_devctx.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
 
 logger = logging.getLogger(__name__)
+
+_WAY_OUT = (
+    "The worker {!r} goes on without devices: tasks that ask for one fail there with this error. "
+    "dask keeps the plugin all the same, and gives it to workers that join later. To get out, take "
+    'it away with client.unregister_worker_plugin("devctx"), or register it again with devices '
+    "that exist: client.register_plugin(DevicePlugin(devices=[...]))"
+)
 
 
 async def announce(worker: Worker, used: Sequence[Device]) -> None:
@@ -65,7 +72,7 @@ async def refuse(worker: Worker, error: Exception) -> None:
     worker
         The worker. One that joined earlier stays as it is: whoever registered the plugin is told.
     error
-        Why.
+        Why. Where the worker stays, a note on it says how to get out.
 
     Notes
     -----
@@ -77,6 +84,8 @@ async def refuse(worker: Worker, error: Exception) -> None:
         return  # it is starting, and the error ends the start
     joining = not worker.periodic_callbacks["heartbeat"].is_running()
     leaves = joining and isinstance(error, (DevicesInUseError, LockDirectoryError))
+    if not leaves:
+        error.add_note(_WAY_OUT.format(worker.name))
     try:
         await _install_routing(worker)
         if leaves:

@@ -138,7 +138,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         DevctxError, TypeError
             The worker does not have the devices. It goes on without, unless they are others':
             tasks that ask for a device fail on it with the same error, and all others run as they
-            did.
+            did. dask keeps the plugin; a note on the error says how to get out.
         """
         failure = self._install(worker)
         if failure is None:
