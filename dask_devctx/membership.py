@@ -16,6 +16,11 @@ from dask_devctx.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
 
 logger = logging.getLogger(__name__)
 
+NOT_STARTED = (
+    "The worker does not start without the devices of its plugin. With --preload dask_devctx the "
+    "plugin is made from the configuration devctx.*, such as DASK_DEVCTX__DEVICES; `dask devctx "
+    "info` shows what this machine has"
+)
 _WAY_OUT = (
     "The worker {!r} goes on without devices: tasks that ask for one fail there with this error. "
     "dask keeps the plugin all the same, and gives it to workers that join later. To get out, take "
@@ -72,7 +77,8 @@ async def refuse(worker: Worker, error: Exception) -> None:
     worker
         The worker. One that joined earlier stays as it is: whoever registered the plugin is told.
     error
-        Why. Where the worker stays, a note on it says how to get out.
+        Why. A note on it says what to do, where the error itself does not: in a worker that stays,
+        or that is starting.
 
     Notes
     -----
@@ -81,7 +87,8 @@ async def refuse(worker: Worker, error: Exception) -> None:
     devices that are others'.
     """
     if worker.status != Status.running:
-        return  # it is starting, and the error ends the start
+        error.add_note(NOT_STARTED)  # the error ends the start
+        return
     joining = not worker.periodic_callbacks["heartbeat"].is_running()
     leaves = joining and isinstance(error, (DevicesInUseError, LockDirectoryError))
     if not leaves:
