@@ -256,6 +256,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
             ts.run_spec = PinnedTask(ts.run_spec, failure, ts.priority)
+            self.record.refused(ts, failure)
             return
         if ts.key in self.worker.state.actors:
             self.actors.live_on(ts, device)

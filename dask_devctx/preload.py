@@ -82,6 +82,6 @@ def _say_why_last(
         cause = cause.__cause__
 
 
-# `dask worker` ends with "Worker failed to start." below a hundred lines of traceback. Set where this
-# module is imported, since the nanny's process imports it and calls nothing in it.
+# `dask worker` ends with "Worker failed to start." below a hundred lines of traceback. This is set
+# on import, since the process of the nanny imports the module and calls nothing in it.
 sys.excepthook = functools.partial(_say_why_last, sys.excepthook)
