@@ -48,7 +48,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         How many of them the worker takes for itself alone: workers of one machine and user that
         are given this share the devices out without overlap. None for all, shared with anybody.
     tasks_per_device
-        How many tasks run on a device at a time.
+        How many tasks run on a device at a time. Tasks that wait for each other must all have a
+        place: see docs/deployment.md.
     unannotated
         ``"assign"`` gives a task without a ``device`` annotation a device; ``"leave"`` leaves it on
         dask's own threads without one.
