@@ -239,8 +239,9 @@ class DevicesInUseError(DevctxError):
         held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
         return (
             f"this worker wants {self.wanted} devices for itself and {len(self.free)} of {total} "
-            f"are free{': ' if held else ''}{held}. Start fewer workers on this machine, or lower "
-            "devices_per_worker"
+            f"are free{': ' if held else ''}{held}. Close a cluster that holds them and is not "
+            "needed, such as that of a notebook's earlier cell (cluster.close()), start fewer "
+            "workers on this machine, or lower devices_per_worker"
         )
 
 
