@@ -6,12 +6,9 @@ from collections.abc import Hashable, Mapping
 from typing import Any, Final, Literal
 
 from dask_devctx.device import Device
-from dask_devctx.selection import ACCEPTED
+from dask_devctx.selection import ACCEPTED, AUTO, NO_DEVICE
 
 ANNOTATION: Final = "device"
-AUTO: Final = "auto"
-# The scheduler drops a layer's annotation that is None: this says the same and arrives.
-NO_DEVICE: Final = "none"
 
 Unannotated = Literal["assign", "leave"]
 

@@ -6,8 +6,8 @@ import enum
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from typing import NamedTuple, ParamSpec, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from dask_devctx import driver
 from dask_devctx.device import Device
@@ -32,6 +32,10 @@ class ContextFlags(enum.IntFlag):
     COREDUMP_ENABLE = 0x20
     USER_COREDUMP_ENABLE = 0x40
     SYNC_MEMOPS = 0x80
+
+
+# How a context waits is one of these; the others can be joined to it.
+_SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
 
 
 class Limit(enum.IntEnum):
@@ -88,6 +92,10 @@ class Context(Scope):
     ------
     DriverError
         The driver does not make it.
+    TypeError
+        A flag is no number, or ``device`` no way to name one.
+    ValueError
+        A flag is unknown, or two exclude each other: more than one of the ``SCHED_`` flags.
 
     Notes
     -----
@@ -96,7 +104,8 @@ class Context(Scope):
     unclosed warns, and leaves the context, which may be current on some thread, to the end of the
     process. ``Context.current()`` borrows; ``device.primary_context`` is shared.
 
-    Making one leaves the thread's current context as it was, as does every property.
+    Making one leaves the thread's current context as it was, as does every property. A copy of the
+    object is the object itself, as for ``Device``; it cannot be pickled.
 
     References
     ----------
@@ -118,13 +127,11 @@ class Context(Scope):
 
     def __init__(self, device: object, *flags: ContextFlags) -> None:
         self._owned = False  # until it is made
+        wanted = _joined(flags)
         self._device = Device(device)
         self._backend = self._device._backend
         calls = self._backend.driver()
-        wanted = ContextFlags(0)
-        for flag in flags:
-            wanted |= flag
-        self._handle = calls.create(self._device._ordinal(), int(wanted))
+        self._handle = calls.create(self._device._ordinal(), wanted)
         self._owned = True
         calls.set_current(0)  # making it also put it on the driver's stack: this takes it off
         self._identity = calls.context_id(self._handle)
@@ -201,6 +208,18 @@ class Context(Scope):
     def __hash__(self) -> int:
         return hash(self._identity)  # for life: the handle goes when it is closed
 
+    def __copy__(self) -> Self:
+        return self  # a copy would own the context, too, and destroy it a second time
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} cannot be pickled: a context is one process' alone. Send its device, and "
+            "make or ask for a context there"
+        )
+
     def __del__(self) -> None:
         if getattr(self, "_owned", False) and self._handle:
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
@@ -272,6 +291,11 @@ class Context(Scope):
     def flags(self) -> ContextFlags:
         """What it was made with, and what was set since.
 
+        Raises
+        ------
+        TypeError, ValueError
+            On setting: what making a context with them raises.
+
         References
         ----------
         ``cuCtxGetFlags``, ``cuCtxSetFlags``.
@@ -280,7 +304,7 @@ class Context(Scope):
 
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
-        self.run(self._calls.set_flags, int(value))
+        self.run(self._calls.set_flags, _joined([value]))
 
     @property
     def limits(self) -> Limits:
@@ -438,7 +462,7 @@ class PrimaryContext(Context):
 
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
-        self._calls.primary_set_flags(self._device._ordinal(), int(value))
+        self._calls.primary_set_flags(self._device._ordinal(), _joined([value]))
 
     def release(self) -> None:
         """Give back this process's hold of it; it is destroyed when no library holds it either.
@@ -503,6 +527,32 @@ class Limits(Mapping[Limit, int]):
 
     def __repr__(self) -> str:
         return f"<Limits of {self._context!r}>"
+
+
+def _joined(flags: Iterable[ContextFlags]) -> int:
+    """Return the flags as one number that the driver takes."""
+    wanted = 0
+    for flag in flags:
+        if isinstance(flag, bool) or not isinstance(flag, int):
+            raise TypeError(
+                "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
+                f"{flag!r} of type {type(flag).__name__}"
+            )
+        wanted |= int(flag)
+    unknown = wanted & ~sum(map(int, ContextFlags))
+    if unknown:
+        names = ", ".join(f"{one.name} ({one:#x})" for one in ContextFlags.__members__.values())
+        raise ValueError(
+            f"a context has no flag {unknown:#x}, which is in {wanted:#x}; there are {names}"
+        )
+    ways = [one.name for one in ContextFlags if one & wanted & _SCHEDULING]
+    if len(ways) > 1:
+        raise ValueError(
+            f"the flags {' and '.join(map(str, ways))} exclude each other, got {wanted:#x}: a "
+            "context waits in one way. Give one of SCHED_SPIN, SCHED_YIELD and "
+            "SCHED_BLOCKING_SYNC, or none for SCHED_AUTO"
+        )
+    return wanted
 
 
 _Owners = weakref.WeakValueDictionary[int, "Context"]

@@ -162,8 +162,10 @@ class Device(Scope):
         return "dask_devctx.Device", self._uuid
 
     def __repr__(self) -> str:
-        info = self._info
-        return f"<Device {self._uuid}>" if info is None else f"<Device {info}>"
+        # Of a device that came here pickled the ordinal may not be known, or not be there at all:
+        # nothing is looked up to write it down.
+        ordinal = discovery.ordinal_if_known(self._backend, self._uuid)
+        return f"<Device cuda:{'?' if ordinal is None else ordinal} ({self._uuid})>"
 
     def __str__(self) -> str:
         return f"cuda:{self.device_id}"

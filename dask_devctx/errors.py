@@ -14,8 +14,10 @@ class DevctxError(Exception):
     """Base class of every error that this package raises."""
 
     def __repr__(self) -> str:
-        # dask logs a failed task's error by its repr: let that be what a person can read.
-        return f"{type(self).__name__}({str(self)!r})"
+        # dask logs a failed task's error by its repr, and a notebook shows it so: let that be what
+        # a person can read, with what to do about it.
+        said = ". ".join([str(self), *getattr(self, "__notes__", ())])
+        return f"{type(self).__name__}({said!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Made again from its arguments: what rebuilds an exception without calling its class, as
@@ -237,8 +239,9 @@ class DevicesInUseError(DevctxError):
         held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
         return (
             f"this worker wants {self.wanted} devices for itself and {len(self.free)} of {total} "
-            f"are free{': ' if held else ''}{held}. Start fewer workers on this machine, or lower "
-            "devices_per_worker"
+            f"are free{': ' if held else ''}{held}. Close a cluster that holds them and is not "
+            "needed, such as that of a notebook's earlier cell (cluster.close()), start fewer "
+            "workers on this machine, or lower devices_per_worker"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a worker tells the scheduler: which devices it has, that they are gone, or why not."""
+"""What a worker tells of its devices: to the scheduler which it has, to a person why not."""
 
 from __future__ import annotations
 
@@ -15,6 +15,18 @@ from dask_devctx.errors import DevicesInUseError, LockDirectoryError
 from dask_devctx.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
 
 logger = logging.getLogger(__name__)
+
+NOT_STARTED = (
+    "The worker does not start without the devices of its plugin. With --preload dask_devctx the "
+    "plugin is made from the configuration devctx.*, such as DASK_DEVCTX__DEVICES; `dask devctx "
+    "info` shows what this machine has"
+)
+_WAY_OUT = (
+    "The worker {!r} goes on without devices: tasks that ask for one fail there with this error. "
+    "dask keeps the plugin all the same, and gives it to workers that join later. To get out, take "
+    'it away with client.unregister_worker_plugin("devctx"), or register it again with devices '
+    "that exist: client.register_plugin(DevicePlugin(devices=[...]))"
+)
 
 
 async def announce(worker: Worker, used: Sequence[Device]) -> None:
@@ -65,7 +77,8 @@ async def refuse(worker: Worker, error: Exception) -> None:
     worker
         The worker. One that joined earlier stays as it is: whoever registered the plugin is told.
     error
-        Why.
+        Why. A note on it says what to do, where the error itself does not: in a worker that stays,
+        or that is starting.
 
     Notes
     -----
@@ -74,9 +87,12 @@ async def refuse(worker: Worker, error: Exception) -> None:
     devices that are others'.
     """
     if worker.status != Status.running:
-        return  # it is starting, and the error ends the start
+        error.add_note(NOT_STARTED)  # the error ends the start
+        return
     joining = not worker.periodic_callbacks["heartbeat"].is_running()
     leaves = joining and isinstance(error, (DevicesInUseError, LockDirectoryError))
+    if not leaves:
+        error.add_note(_WAY_OUT.format(worker.name))
     try:
         await _install_routing(worker)
         if leaves:

@@ -7,10 +7,11 @@ from time import monotonic
 from typing import Protocol
 
 from dask_devctx import discovery, driver
-from dask_devctx.annotations import AUTO, not_an_annotation
+from dask_devctx.annotations import not_an_annotation
 from dask_devctx.assignment import Candidate, Policy
 from dask_devctx.device import Device
 from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.selection import AUTO
 
 # How much a new measurement counts against what was known of a prefix' duration.
 _NEW_DURATION_WEIGHT = 0.5

@@ -10,7 +10,7 @@ from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config, membership, splitting
 from dask_devctx.actors import PinnedActors
-from dask_devctx.annotations import AUTO, Unannotated, requested_device
+from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
@@ -24,6 +24,7 @@ from dask_devctx.placement import NoDevices, Placement
 from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 from dask_devctx.record import Record
 from dask_devctx.replicas import check_limit
+from dask_devctx.selection import AUTO
 from dask_devctx.transfer import nbytes_by_device
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         How many of them the worker takes for itself alone: workers of one machine and user that
         are given this share the devices out without overlap. None for all, shared with anybody.
     tasks_per_device
-        How many tasks run on a device at a time.
+        How many tasks run on a device at a time. Tasks that wait for each other must all have a
+        place: see docs/deployment.md.
     unannotated
         ``"assign"`` gives a task without a ``device`` annotation a device; ``"leave"`` leaves it on
         dask's own threads without one.
@@ -138,7 +140,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         DevctxError, TypeError
             The worker does not have the devices. It goes on without, unless they are others':
             tasks that ask for a device fail on it with the same error, and all others run as they
-            did.
+            did. dask keeps the plugin; a note on the error says how to get out.
         """
         failure = self._install(worker)
         if failure is None:
@@ -260,6 +262,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
             ts.run_spec = PinnedTask(ts.run_spec, failure, ts.priority)
+            self.record.refused(ts, failure)
             return
         if ts.key in self.worker.state.actors:
             self.actors.live_on(ts, device)

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
 from distributed import Scheduler, Worker, WorkerPlugin
 
+from dask_devctx import membership
+from dask_devctx.membership import NOT_STARTED
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.routing import DeviceRouting
 
@@ -53,5 +60,28 @@ class _Failing(WorkerPlugin):  # type: ignore[misc]
     def __init__(self, error: Exception) -> None:
         self._error = error
 
-    def setup(self, worker: Worker) -> None:
+    async def setup(self, worker: Worker) -> None:
+        await membership.refuse(worker, self._error)
         raise self._error
+
+
+def _say_why_last(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """Show what ends this process, and in the last line why the worker did not start."""
+    show(kind, error, traceback)
+    cause: BaseException | None = error
+    while cause is not None:
+        if NOT_STARTED in getattr(cause, "__notes__", ()):
+            reason = f"{type(cause).__name__}: {str(cause).rstrip('.')}. {NOT_STARTED}"
+            print(f"\ndask_devctx: {reason}", file=sys.stderr)
+            return
+        cause = cause.__cause__
+
+
+# `dask worker` ends with "Worker failed to start." below a hundred lines of traceback. This is set
+# on import, since the process of the nanny imports the module and calls nothing in it.
+sys.excepthook = functools.partial(_say_why_last, sys.excepthook)

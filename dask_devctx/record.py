@@ -44,6 +44,25 @@ class TaskRun:
     outcome: str
 
 
+@dataclass(frozen=True)
+class RefusedTask:
+    """One task that failed before it had a device: nobody has the one that it names, say.
+
+    Parameters
+    ----------
+    key
+        Its key.
+    prefix
+        What tasks of its kind are called.
+    reason
+        The error, in words.
+    """
+
+    key: Hashable
+    prefix: str
+    reason: str
+
+
 @dataclass
 class _Tally:
     """One device's tasks."""
@@ -69,6 +88,8 @@ class Record:
     ----------
     runs
         The latest tasks, the last one last, ``devctx.history`` of them at most.
+    refusals
+        The latest tasks that got no device, as many at most.
 
     Notes
     -----
@@ -80,6 +101,7 @@ class Record:
 
     def __init__(self, devices: Sequence[Device], tasks_per_device: int) -> None:
         self.runs: deque[TaskRun] = deque(maxlen=config.get("history"))
+        self.refusals: deque[RefusedTask] = deque(maxlen=self.runs.maxlen)
         self._tallies = {device: _Tally(device) for device in devices}
         self._tasks_per_device = tasks_per_device
 
@@ -89,6 +111,10 @@ class Record:
             self._tallies[before].under_way -= 1
         self._tallies[device].under_way += 1
         ts.metadata[METADATA] = device.uuid
+
+    def refused(self, ts: Any, error: Exception) -> None:
+        """Note a task that got no device, and fails with this error."""
+        self.refusals.append(RefusedTask(ts.key, ts.prefix, f"{type(error).__name__}: {error}"))
 
     def left(self, device: Device, ts: Any) -> TaskRun | None:
         """Count a task that was on a device and is not any more; return its run, if it was one.

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distributed import Client, Worker
 
 from dask_devctx.plugin import DevicePlugin
-from dask_devctx.record import TaskRun
+from dask_devctx.record import RefusedTask, TaskRun
 from dask_devctx.tables import aligned, nbytes_text
 
 
 @dataclass(frozen=True)
 class ReportedTask(TaskRun):
     """One task that ran: :class:`~dask_devctx.record.TaskRun`, and where.
+
+    Parameters
+    ----------
+    worker
+        The worker's address.
+    """
+
+    worker: str
+
+
+@dataclass(frozen=True)
+class ReportedRefusal(RefusedTask):
+    """One task that got no device: :class:`~dask_devctx.record.RefusedTask`, and where.
 
     Parameters
     ----------
@@ -53,16 +67,26 @@ class Report(list[ReportedTask]):
     ----------
     devices
         A row for each device of each worker.
+    refused
+        The tasks that failed before they could run, as they got no device.
+    workers
+        Whether each worker runs the plugin, by its address.
     """
 
     def __init__(
-        self, tasks: Sequence[ReportedTask] = (), devices: Sequence[ReportedDevice] = ()
+        self,
+        tasks: Sequence[ReportedTask] = (),
+        devices: Sequence[ReportedDevice] = (),
+        refused: Sequence[ReportedRefusal] = (),
+        workers: Mapping[str, bool] | None = None,
     ) -> None:
         super().__init__(tasks)
         self.devices = list(devices)
+        self.refused = list(refused)
+        self.workers = dict(workers or {})
 
     def __str__(self) -> str:
-        """Return a line for each device, and one for each kind of task on it."""
+        """Return a line for each device and each kind of task on it, then what is amiss."""
         rows: list[Sequence[object]] = []
         for device in self.devices:
             memory = f"{nbytes_text(device.memory_free)} of {nbytes_text(device.memory_total)} free"
@@ -77,7 +101,23 @@ class Report(list[ReportedTask]):
                 counts = ("", "", len(same) - failed, failed)
                 rows.append(("", "", "", prefix, *counts, round(busy_s, 3), ""))
         head = ("worker", "device", "uuid", "tasks", "queued", "running", "done", "failed")
-        return aligned((*head, "busy s", "memory"), rows)
+        return "\n".join([aligned((*head, "busy s", "memory"), rows), *self._amiss()])
+
+    def _amiss(self) -> Iterator[str]:
+        same = Counter((task.worker, task.prefix, task.reason) for task in self.refused)
+        for (worker, prefix, reason), count in same.items():
+            yield f"refused on {worker}: {count} of {prefix}: {reason}"
+        without = [worker for worker, runs in self.workers.items() if not runs]
+        if not self.workers:
+            yield "the cluster has no workers"
+        elif len(without) == len(self.workers):
+            yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
+        elif without:
+            yield f"without the plugin: {', '.join(without)}"
+        having = {device.worker for device in self.devices}
+        bare = [worker for worker, runs in self.workers.items() if runs and worker not in having]
+        if bare:
+            yield f"with the plugin and without devices: {', '.join(bare)}"
 
 
 def report(client: Client) -> Any:
@@ -91,8 +131,9 @@ def report(client: Client) -> Any:
     Returns
     -------
     Report
-        The tasks, and under ``devices`` the devices. A worker remembers its latest tasks,
-        ``devctx.history`` of them; one that has left is not in it.
+        The tasks, under ``devices`` the devices, and under ``refused`` the tasks that got none. A
+        worker remembers its latest tasks, ``devctx.history`` of them; one that has left is not in
+        it.
 
     Examples
     --------
@@ -111,19 +152,26 @@ def report(client: Client) -> Any:
 async def _report(client: Client) -> Report:
     tasks: list[ReportedTask] = []
     devices: list[ReportedDevice] = []
-    for worker, answer in sorted((await client.run(_of_worker)).items()):
-        tasks += [ReportedTask(worker=worker, **run) for run in answer["runs"]]
-        devices += [ReportedDevice(worker=worker, **row) for row in answer["devices"]]
+    refused: list[ReportedRefusal] = []
+    answers = dict(sorted((await client.run(_of_worker)).items()))
+    for worker, answer in answers.items():
+        if answer is not None:
+            tasks += [ReportedTask(worker=worker, **run) for run in answer["runs"]]
+            devices += [ReportedDevice(worker=worker, **row) for row in answer["devices"]]
+            refused += [ReportedRefusal(worker=worker, **task) for task in answer["refused"]]
     tasks.sort(key=lambda task: task.start or 0.0)
-    return Report(tasks, devices)
+    workers = {worker: answer is not None for worker, answer in answers.items()}
+    return Report(tasks, devices, refused, workers)
 
 
-async def _of_worker(dask_worker: Worker) -> dict[str, list[dict[str, Any]]]:
+async def _of_worker(dask_worker: Worker) -> dict[str, list[dict[str, Any]]] | None:
     # A coroutine, so that it runs on the worker's event loop, as the record asks.
     plugin = dask_worker.plugins.get(DevicePlugin.name)
     record = getattr(plugin, "record", None)
     if record is None:
-        return {"runs": [], "devices": []}
-    names = [field.name for field in fields(TaskRun)]
-    runs = [{name: getattr(run, name) for name in names} for run in record.runs]
-    return {"runs": runs, "devices": record.metrics(dask_worker)}
+        return None
+    return {
+        "runs": [vars(run) for run in record.runs],
+        "devices": record.metrics(dask_worker),
+        "refused": [vars(task) for task in record.refusals],
+    }

@@ -13,11 +13,12 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx import config, selection
-from dask_devctx.annotations import ANNOTATION, AUTO, requested_device
+from dask_devctx.annotations import ANNOTATION, requested_device
 from dask_devctx.device import Device
 from dask_devctx.discovery import DeviceInfo, Inventory
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
 from dask_devctx.failures import marks
+from dask_devctx.selection import AUTO
 
 logger = logging.getLogger(__name__)
 

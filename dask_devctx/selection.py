@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.discovery import DeviceInfo, Inventory
 from dask_devctx.errors import DeviceNotFoundError
@@ -14,6 +14,10 @@ ACCEPTED = (
     'an ordinal (1, "1", "cuda:1"), a UUID or a unique prefix of one ("GPU-…", "MIG-…"), a PCI '
     "bus id, a Device, or a device object of torch, CuPy, Numba, JAX or cuda.core"
 )
+# What an annotation may say too: any device, and none. The scheduler drops a layer's annotation
+# that is None; "none" says the same and arrives.
+AUTO: Final = "auto"
+NO_DEVICE: Final = "none"
 
 _ORDINAL = re.compile(r"(?:(?:cuda|gpu):)?([0-9]{1,9})")
 _PCI_BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
@@ -83,7 +87,10 @@ def _by_name(name: str, inventory: Inventory) -> DeviceInfo | None:
             if info.pci_bus_id == wanted:
                 return info
         raise not_found(name, inventory, "No visible device has this PCI bus id")
-    raise not_found(name, inventory, f"A device is {ACCEPTED}")
+    hint = f"A device is {ACCEPTED}"
+    if name in (AUTO, NO_DEVICE):
+        hint = f"{name!r} is for annotations alone: dask.annotate(device={name!r}). {hint}"
+    raise not_found(name, inventory, hint)
 
 
 def _by_uuid(name: str, inventory: Inventory) -> DeviceInfo:

@@ -80,9 +80,42 @@ def test_flags_are_joined(machine):
     own.close()
 
 
-def test_flags_that_exclude_each_other(backend):
-    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+_WRONG_FLAGS = [
+    (
+        ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD,
+        ValueError,
+        "SCHED_SPIN and SCHED_YIELD exclude each other, got 0x3",
+    ),
+    (99, ValueError, "SCHED_SPIN and SCHED_YIELD exclude each other, got 0x63"),
+    (7, ValueError, "SCHED_SPIN and SCHED_YIELD and SCHED_BLOCKING_SYNC exclude each other"),
+    (0x301, ValueError, r"no flag 0x300, which is in 0x301; there are .*SCHED_SPIN \(0x1\),"),
+    (-1, ValueError, "no flag"),
+    ("spin", TypeError, "such as ContextFlags.SCHED_SPIN; got 'spin' of type str"),
+    (True, TypeError, "got True of type bool"),
+    (None, TypeError, "got None of type NoneType"),
+]
+
+
+@pytest.mark.parametrize(("flags", "kind", "message"), _WRONG_FLAGS)
+def test_flags_that_cannot_be(machine, flags, kind, message):
+    with pytest.raises(kind, match=message):
+        Context(0, flags)
+    with closing(Context(0)) as own, pytest.raises(kind, match=message):
+        own.flags = flags
+    with pytest.raises(kind, match=message):
+        Device(0).primary_context.flags = flags
+    assert current() == 0
+
+
+def test_flags_given_one_by_one_exclude_each_other(machine):
+    with pytest.raises(ValueError, match="SCHED_SPIN and SCHED_YIELD exclude each other"):
         Context(0, ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD)
+
+
+@pytest.mark.parametrize("flags", [0x3, 0x7, 0x300])
+def test_the_driver_refuses_what_is_refused_before_it(backend, flags):
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        backend.driver().create(0, flags)
     assert current() == 0
 
 

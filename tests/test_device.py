@@ -108,6 +108,27 @@ def test_pickles_by_uuid(machine, monkeypatch, module):
         assert there.device_id == 1
 
 
+def test_repr_is_one_before_and_after_it_is_used(machine):
+    device = Device(2)
+    expected = f"<Device cuda:2 ({machine.gpus[2].uuid})>"
+    assert repr(device) == expected
+    assert machine.faults.calls["cuInit"] == 0
+    assert device.name
+    assert repr(device) == expected
+    with device:
+        assert repr(device) == expected
+
+
+def test_repr_looks_nothing_up(machine):
+    sent = pickle.dumps(Device(2))
+    other = SimulatedMachine(4, host="test")
+    with driver.use(other.backend()):
+        device = pickle.loads(sent)
+        assert repr(device) == f"<Device cuda:? ({device.uuid})>"
+        assert not other.faults.calls
+        assert repr(Device("cuda:2")) == repr(device) == f"<Device cuda:2 ({device.uuid})>"
+
+
 def test_can_be_held_where_the_gpu_is_not(machine):
     sent = pickle.dumps(Device(2))
     with driver.use(SimulatedMachine(4, host="elsewhere").backend()):

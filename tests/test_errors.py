@@ -50,7 +50,8 @@ CASES = [
         errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
         {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
         "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "
-        "Start fewer workers on this machine, or lower devices_per_worker",
+        "Close a cluster that holds them and is not needed, such as that of a notebook's earlier "
+        "cell (cluster.close()), start fewer workers on this machine, or lower devices_per_worker",
     ),
     (
         errors.DeviceFailedError(

@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import os
+import pickle
 import threading
 
 import pytest
@@ -620,6 +622,17 @@ def test_forked_inside_a_scope(machine):
     with Device(1) as device:
         assert forked(lambda: raises_forked(lambda: device.__exit__(None, None, None)))
         assert Device.current() is device
+
+
+@pytest.mark.parametrize("make", [Device, Context, lambda n: Device(n).primary_context])
+def test_a_copy_is_the_same_object(machine, make):
+    scope = make(1)
+    assert copy.copy(scope) is copy.deepcopy(scope) is scope
+    if isinstance(scope, Context):
+        with pytest.raises(TypeError, match="cannot be pickled: a context is one process' alone"):
+            pickle.dumps(scope)
+        if not scope.is_primary:
+            scope.close()
 
 
 def test_forked_before_cuda_was_used(machine):

@@ -147,6 +147,8 @@ def test_no_way_to_name_a_device(which):
         ("cuda:", "A device is an ordinal"),
         ("cuda:x", "A device is an ordinal"),
         ("cpu", "A device is an ordinal"),
+        ("auto", "'auto' is for annotations alone: dask.annotate(device='auto'). A device is an"),
+        ("none", "'none' is for annotations alone: dask.annotate(device='none'). A device is an"),
         ("", "A device is an ordinal"),
         (" 1", "A device is an ordinal"),
         ("١", "A device is an ordinal"),

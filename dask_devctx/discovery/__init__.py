@@ -30,6 +30,7 @@ __all__ = [
     "inventory",
     "is_lost",
     "memory_info",
+    "ordinal_if_known",
     "processes",
 ]
 
@@ -57,6 +58,13 @@ def inventory(backend: Backend) -> Inventory:
         if key not in known:
             known[key] = _discover(backend, *key)
         return known[key]
+
+
+def ordinal_if_known(backend: Backend, uuid: str) -> int | None:
+    """Return the ordinal of a device among those found so far; asks neither NVML nor the driver."""
+    known = _known.get(backend, {}).get(backend.environment or environment())
+    found = () if known is None else known.devices
+    return next((info.device_id for info in found if info.uuid == uuid), None)
 
 
 def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:

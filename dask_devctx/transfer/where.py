@@ -43,8 +43,9 @@ class DeviceOf(Registry):
         -----
         A type is made known with ``device_of.register(T)``: the function is given the value and
         returns what :class:`~dask_devctx.Device` accepts, or None. Such a value is taken to live
-        on that one device, with the bytes that its attribute ``nbytes`` says. No library is
-        imported, and no context created.
+        on that one device, with the bytes that its attribute ``nbytes`` says; without one, with
+        those of the parts that the function calls ``device_of`` for. No library is imported, and
+        no context created.
 
         Examples
         --------
@@ -57,6 +58,10 @@ class DeviceOf(Registry):
         True
         """
         found = nbytes_by_device(value)
+        parts = _thread.parts
+        if parts is not None:
+            for device, nbytes in found.items():
+                parts[device] = parts.get(device, 0) + nbytes
         if len(found) < 2:
             return next(iter(found), None)
         return max(found, key=lambda device: (found[device], -device.device_id))
@@ -97,13 +102,24 @@ class BytesByDevice(Registry):
 
 
 def _on_one_device(value: Any) -> dict[Device, int]:
-    which = device_of.dispatch(type(value))(value)
-    return {} if which is None else {Device(which): int(getattr(value, "nbytes", 0))}
+    parts: dict[Device, int] = {}
+    before, _thread.parts = _thread.parts, parts
+    try:
+        which = device_of.dispatch(type(value))(value)
+    finally:
+        _thread.parts = before
+    if which is None:
+        return {}
+    device = Device(which)
+    nbytes = getattr(value, "nbytes", None)
+    return {device: parts.get(device, 0) if nbytes is None else int(nbytes)}
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.seen: set[int] = set()
+        # The bytes of what a registered function has asked ``device_of`` for, while it runs.
+        self.parts: dict[Device, int] | None = None
 
 
 _thread = _Thread()

@@ -19,7 +19,14 @@ from cuda.bindings.driver import CUresult
 from distributed import Client, Worker, secede, wait
 from distributed.utils_test import captured_logger, gen_cluster
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, device_of
+from dask_devctx import (
+    Device,
+    DevicePlugin,
+    LocalDeviceCluster,
+    SimulatedArray,
+    device_of,
+    to_device,
+)
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.inputs import Inputs
@@ -90,6 +97,25 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
     while x.key in worker.data:
         await asyncio.sleep(0.01)
     assert plugin.inputs.replicas.nbytes(3) == 0
+
+
+class Grid:
+    def __init__(self, cells: SimulatedArray) -> None:
+        self.cells = cells
+
+
+@one_worker()
+async def test_the_bytes_of_a_registered_type_are_counted(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    device_of.register(Grid, lambda grid: device_of(grid.cells))
+    to_device.register(Grid, lambda grid, device: Grid(to_device(grid.cells, device)))
+    with dask.annotate(device=0):
+        grid = client.submit(lambda: Grid(make()), pure=False)
+    with dask.annotate(device=2):
+        assert await client.submit(lambda grid: where(grid.cells), grid, pure=False) == (2,)
+    assert traffic(worker) == {(0, 2): (1, 0, 800)}
+    assert worker.plugins["devctx"].inputs.replicas.nbytes(2) == 800
 
 
 @one_worker()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from ast import literal_eval
 from typing import Any
 
 import dask
@@ -156,17 +157,35 @@ def test_arguments_out_of_range(kwargs: dict[str, Any], message: str) -> None:
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
 async def test_a_device_that_no_worker_has(client: Any, scheduler: Any, worker: Any) -> None:
     before = state_of(worker)
-    with pytest.raises(DeviceNotFoundError, match="no device 7"):
+    with pytest.raises(DeviceNotFoundError, match="no device 7") as caught:
         await client.register_plugin(DevicePlugin(devices=[7]))
+    (note,) = caught.value.__notes__
+    for way_out in ('client.unregister_worker_plugin("devctx")', "DevicePlugin(devices=[...])"):
+        assert way_out in note
     for wanted in (7, 1, "auto"):
         with dask.annotate(device=wanted):
             error = await client.submit(here, wanted).exception()
         assert isinstance(error, DeviceNotFoundError)
         assert error.requested == 7
+        assert error.__notes__ == [note]
+        assert note in literal_eval(
+            repr(error).removeprefix("DeviceNotFoundError")
+        )  # as dask logs it
     assert await client.submit(here, "unannotated") is None
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
     assert await client.submit(here) is None
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_the_other_way_out_is_to_register_devices_that_exist(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with pytest.raises(TypeError, match="a device is an ordinal") as caught:
+        await client.register_plugin(DevicePlugin(devices=[1.5]))
+    assert "register it again with devices that exist" in caught.value.__notes__[0]
+    await client.register_plugin(DevicePlugin(devices=[1]))
+    assert await client.submit(here) == 1
 
 
 @pytest.mark.parametrize(("nthreads", "told"), [(4, True), (8, False)])

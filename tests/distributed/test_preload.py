@@ -172,6 +172,11 @@ def test_a_worker_without_devices_does_not_start(address: str, nanny: str) -> No
         with dask_command(*WORKER, nanny, address, env=env) as worker:
             assert worker.says(text), worker.said
             assert worker.process.wait(30) != 0
+        # below the traceback that dask ends with
+        *_, last = worker.said.splitlines()
+        assert last.startswith("dask_devctx: "), worker.said
+        assert text in last
+        assert "`dask devctx info` shows what this machine has" in last
 
 
 @pytest.mark.parametrize("processes", [False, True])

@@ -10,7 +10,13 @@ import dask
 import pytest
 from distributed import Client, Event, LocalCluster
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, report
+from dask_devctx import (
+    Device,
+    DeviceNotFoundError,
+    DevicePlugin,
+    LocalDeviceCluster,
+    report,
+)
 from dask_devctx.reporting import Report
 
 
@@ -207,6 +213,52 @@ def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
         LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
-        assert (list(report(client)), report(client).devices) == ([], [])
+        found = report(client)
+        assert (list(found), found.devices) == ([], [])
+        assert list(found.workers.values()) == [False]
+        *_, last = str(found).splitlines()
+        assert last == "no worker runs the plugin: client.register_plugin(DevicePlugin())"
+        with pytest.raises(DeviceNotFoundError):
+            client.register_plugin(DevicePlugin(devices=[9]))
+        (address,) = found.workers
+        assert str(report(client)).endswith(f"\nwith the plugin and without devices: {address}")
         client.register_plugin(DevicePlugin())
-        assert len(report(client).devices) == 4
+        found = report(client)
+        assert len(found.devices) == 4
+        assert "plugin" not in str(found)
+        assert list(found.workers.values()) == [True]
+
+
+def test_workers_without_the_plugin_are_named() -> None:
+    found = Report(workers={"tcp://10.0.0.1:1234": True, "tcp://10.0.0.2:1234": False})
+    assert "without the plugin: tcp://10.0.0.2:1234" in str(found).splitlines()
+
+
+def test_a_cluster_without_workers_has_nothing_to_report() -> None:
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        assert str(report(client)).splitlines()[-1] == "the cluster has no workers"
+
+
+def test_refused_tasks_are_counted(client: Client, cluster: LocalDeviceCluster) -> None:
+    for n in range(3):
+        with dask.annotate(device=9):
+            future = client.submit(nap, n, key=f"nap-{n}")
+        assert isinstance(future.exception(), DeviceNotFoundError)
+    with dask.annotate(device=1.5):
+        assert isinstance(client.submit(fail, key="fail-1").exception(), TypeError)
+    found = report(client)
+    assert {task.key for task in found.refused} == {"nap-0", "nap-1", "nap-2", "fail-1"}
+    assert all(task.worker in cluster.scheduler.workers for task in found.refused)
+    assert (
+        sum(task.reason.startswith("DeviceNotFoundError: no device 9;") for task in found.refused)
+        == 3
+    )
+    assert list(found) == []
+    assert {(device.done, device.failed) for device in found.devices} == {(0, 0)}
+    text = [line for line in str(found).splitlines() if line.startswith("refused on ")]
+    counts = [int(line.split(": ")[1].split()[0]) for line in text if " of nap: " in line]
+    assert sum(counts) == 3
+    assert any(" of fail: TypeError: the annotation 'device' is" in line for line in text)

@@ -5,29 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_devctx import Device, driver
-from dask_devctx.driver import backends
-from dask_devctx.errors import DevctxError
-from dask_devctx.transfer import device_of, nbytes_by_device, release_held, to_device
+from dask_devctx import Device
+from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 
-pytestmark = pytest.mark.gpu(count=2)
-
-
-@pytest.fixture(autouse=True)
-def two_gpus():
-    real = backends.real()
-    try:
-        count = real.driver().device_count()
-    except DevctxError as error:
-        pytest.skip(f"needs 2 GPUs: {error}")
-    if count < 2:
-        pytest.skip(f"needs 2 GPUs, there is {count}")
-    # Libraries that make their device current and leave it so do it inside this scope.
-    with driver.use(real), Device(0):
-        yield
-        for device in (0, 1):
-            Device(device).sync()
-        assert release_held() == 0
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.usefixtures("two_gpus")]
 
 
 _LAYOUTS = {

@@ -13,12 +13,14 @@ from contextlib import contextmanager
 import pytest
 
 from dask_devctx import Device, driver
-from dask_devctx.driver import backends
-from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import release_held, stamp
 from dask_devctx.transfer.move import Move
 
-pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.gpu(count=2),
+    pytest.mark.usefixtures("two_gpus"),
+    pytest.mark.timeout(600),
+]
 
 REPEATS = 200
 ELEMENTS = 1 << 20
@@ -108,23 +110,6 @@ class Torch:
 
     def forget_cache(self):
         self.torch.cuda.empty_cache()
-
-
-@pytest.fixture(autouse=True)
-def two_gpus():
-    real = backends.real()
-    try:
-        count = real.driver().device_count()
-    except DevctxError as error:
-        pytest.skip(f"needs 2 GPUs: {error}")
-    if count < 2:
-        pytest.skip(f"needs 2 GPUs, there is {count}")
-    # Libraries that make their device current and leave it so do it inside this scope.
-    with driver.use(real), Device(0):
-        yield
-        for device in (0, 1):
-            Device(device).sync()
-        release_held()
 
 
 @pytest.fixture(params=["cupy", "torch"])

@@ -248,6 +248,26 @@ def test_a_users_own_type_takes_two_functions(x):
     assert nbytes_by_device(moved[0]) == {Device(1): 2 * x.nbytes}
 
 
+class Grid:
+    def __init__(self, cells, **attributes):
+        self.cells = cells
+        vars(self).update(attributes)
+
+
+def test_the_bytes_of_a_users_type_are_its_own_or_those_of_its_parts(x):
+    device_of.register(Grid, lambda grid: device_of(grid.cells))
+    assert nbytes_by_device(Grid(x)) == {Device(0): x.nbytes}
+    assert nbytes_by_device(Grid([x, Grid(to_device(x, 0, copy=True))])) == {
+        Device(0): 2 * x.nbytes
+    }
+    assert nbytes_by_device([Grid(x), to_device(x, 1)]) == {
+        Device(0): x.nbytes,
+        Device(1): x.nbytes,
+    }
+    assert nbytes_by_device(Grid(x, nbytes=7)) == {Device(0): 7}
+    assert nbytes_by_device(Grid("on the host")) == {}
+
+
 class Handle:
     """Lives on a device, by its ordinal only."""
 
@@ -255,6 +275,7 @@ class Handle:
 def test_where_a_users_type_is_may_be_any_name_of_a_device(x):
     device_of.register(Handle, lambda handle: "cuda:2")
     assert device_of([Handle()]) is Device(2)
+    assert nbytes_by_device(Handle()) == {Device(2): 0}
 
 
 def test_plain_values_touch_neither_the_driver_nor_a_library():
