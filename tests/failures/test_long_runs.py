@@ -26,9 +26,10 @@ def test_soak() -> None:
     shown = run(
         "tests.soak",
         *("--tasks", "1000", "--batch", "250", "--kill-every", "4"),
-        *("--sticky", "0.001", "--restore", "0.002"),
+        *("--sticky", "0.001", "--restore", "0.002", "--steady", "500"),
     )
     assert "tasks: 1000" in shown
+    assert shown.count("client and scheduler: [") == 2
     assert "every result right, nothing lost" in shown
 
 
