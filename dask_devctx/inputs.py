@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Final
 
 from tornado.ioloop import PeriodicCallback
@@ -35,11 +36,6 @@ _UNKNOWN = Lifetime()
 _UNKNOWN.ended = True
 
 
-def _not_ahead(key: Hashable, device: Device) -> None:
-    # The task will try for itself, and fail with this if it must.
-    logger.debug("%r was not brought to %s ahead of its task", key, device, exc_info=True)
-
-
 def _release() -> None:
     release_held()
 
@@ -62,7 +58,8 @@ class Inputs:
     -----
     :meth:`bring`, :meth:`made` and :meth:`used` are called on the task's thread, inside its
     device's scope; all else from the worker's event loop, but for :meth:`drop_replicas`, which is
-    called from either. One thread of its own starts copies ahead of their tasks.
+    called from either. One thread of its own starts copies ahead of their tasks, and drops those of
+    values that dask let go.
 
     Copies belong to a value's :class:`~dask_devctx.lifetime.Lifetime` and not to its key: a task
     that was cancelled runs on with values that dask has let go, and a copy that was to be made
@@ -75,14 +72,18 @@ class Inputs:
         self.replicas = Replicas(limit=limit)
         self.lifetimes: defaultdict[Hashable, Lifetime] = defaultdict(Lifetime)
         self._event_loop = threading.get_ident()
-        self._ahead = ThreadPoolExecutor(1, thread_name_prefix="devctx-ahead")
+        # No executor: a future for each task costs the event loop ten times what this does.
+        self._later: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._open = True
+        threading.Thread(target=self._do_later, name="devctx-copies", daemon=True).start()
         self._release = PeriodicCallback(_release, _RELEASE_INTERVAL_MS)
         self._release.start()
 
     def close(self) -> None:
         """Start no more copies, and forget those that are there."""
         self._release.stop()
-        self._ahead.shutdown(wait=False, cancel_futures=True)
+        self._open = False
+        self._later.put(None)
         for lifetime in self.lifetimes.values():  # what runs now keeps no copies any more
             self.replicas.forget(lifetime)
         self.lifetimes.clear()
@@ -99,13 +100,15 @@ class Inputs:
         """Drop the copies of what a key stood for: dask has let it go."""
         lifetime = self.lifetimes.pop(key, None)
         if lifetime is not None:
-            self.replicas.forget(lifetime)
+            lifetime.ended = True
+            if lifetime.copied:  # what is freed then, and the lock, are not for the event loop
+                self._later.put(partial(self.replicas.forget, lifetime))
 
     # -- a task's way
 
     def start_moving(
         self,
-        inputs: Iterable[tuple[Hashable, object]],
+        inputs: Sequence[tuple[Hashable, object]],
         lifetimes: Mapping[Hashable, Lifetime],
         device: Device,
     ) -> None:
@@ -121,23 +124,32 @@ class Inputs:
             The task's device. No more is brought than there is room for: what is not brought
             ahead is when the task's turn comes.
         """
+        self._later.put(partial(self._move_ahead, inputs, lifetimes, device))
+
+    def _do_later(self) -> None:
+        while (do := self._later.get()) is not None:
+            do()
+            del do  # while nothing is to be done, nothing is kept
+
+    def _move_ahead(
+        self,
+        inputs: Sequence[tuple[Hashable, object]],
+        lifetimes: Mapping[Hashable, Lifetime],
+        device: Device,
+    ) -> None:
         for key, value in inputs:
             try:
-                places = nbytes_by_device(value)
-                places.pop(device, None)
-                nbytes = sum(places.values())
-                if nbytes and self.replicas.wants(lifetimes[key], device, nbytes):
-                    self._ahead.submit(self._move_ahead, key, value, lifetimes[key], device)
-            except Exception:
-                _not_ahead(key, device)
+                if self._open:
+                    self._move_one(value, lifetimes[key], device)
+            except Exception:  # the task will try for itself, and fail with this if it must
+                logger.debug("%r was not brought to %s ahead", key, device, exc_info=True)
 
-    def _move_ahead(self, key: Hashable, value: object, lifetime: Lifetime, device: Device) -> None:
-        if lifetime.ended:
-            return
-        try:
+    def _move_one(self, value: object, lifetime: Lifetime, device: Device) -> None:
+        places = nbytes_by_device(value)
+        places.pop(device, None)
+        nbytes = sum(places.values())
+        if nbytes and not lifetime.ended and self.replicas.wants(lifetime, device, nbytes):
             self.replicas.get(lifetime, value, device, after=lifetime.after, ahead=True)
-        except Exception:
-            _not_ahead(key, device)
 
     def bring(
         self, data: Mapping[Hashable, Any], lifetimes: Mapping[Hashable, Lifetime], device: Device

@@ -22,12 +22,16 @@ class Lifetime:
 
     Attributes
     ----------
+    copied
+        Whether there may be copies of it: set before ``ended`` is looked at to keep one, so that
+        whoever ends it and finds this unset has none to drop.
     ended
         Whether it was forgotten.
     """
 
-    __slots__ = ("after", "ended")
+    __slots__ = ("after", "copied", "ended")
 
     def __init__(self, after: Stamp | None = None) -> None:
         self.after = after
+        self.copied = False
         self.ended = False

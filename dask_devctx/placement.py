@@ -131,6 +131,10 @@ class Placement:
             load.busy_s = load.busy_s - seconds if load.expected_s else 0.0
         return device
 
+    def waits(self, device: Device) -> bool:
+        """Return whether the task that was placed last waits for others on its device."""
+        return len(self._loads[device].expected_s) > self._tasks_per_device
+
     def took(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
         known = self._durations_s.get(prefix, seconds)
@@ -216,6 +220,9 @@ class NoDevices:
 
     def remove(self, key: Hashable) -> Device | None:
         return None
+
+    def waits(self, device: Device) -> bool:
+        return False
 
     def took(self, prefix: str, seconds: float) -> None:
         pass

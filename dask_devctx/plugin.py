@@ -282,7 +282,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
             pinned.lifetimes = {dep.key: known[dep.key] for dep in ts.dependencies}
-            if inputs:
+            if inputs and self.placement.waits(device):
                 self.inputs.start_moving(inputs, pinned.lifetimes, device)
         if self._advice:
             self._advise()

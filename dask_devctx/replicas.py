@@ -153,7 +153,7 @@ class Replicas:
                 mine = entry is None
                 if entry is None:
                     entry = _Entry(sources, expected=ahead)
-                    if not (isinstance(key, Lifetime) and key.ended):
+                    if _may_keep(key):
                         entries[key] = entry
                 else:
                     entries.move_to_end(key)
@@ -316,6 +316,13 @@ class Replicas:
                 traffic.copies += copies
                 traffic.saved += saved
                 traffic.seconds += seconds / len(sources)
+
+
+def _may_keep(key: Hashable) -> bool:
+    if isinstance(key, Lifetime):
+        key.copied = True
+        return not key.ended
+    return True
 
 
 def check_limit(limit: object) -> None:

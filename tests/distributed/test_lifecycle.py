@@ -28,7 +28,7 @@ def state_of(worker: Worker) -> Any:
 
 
 def device_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("devctx")]
+    return [t.name for t in threading.enumerate() if t.name.startswith("devctx-cuda")]
 
 
 def blocks(name: str) -> int | None:
