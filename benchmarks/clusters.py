@@ -45,8 +45,17 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def ours(library: str, n_devices: int, n_workers: int) -> Iterator[Cluster]:
-    """``LocalDeviceCluster`` with some of the GPUs for each worker."""
+def ours(
+    library: str,
+    n_devices: int,
+    n_workers: int,
+    protocol: str | None = None,
+    pool_nbytes: int | None = None,
+) -> Iterator[Cluster]:
+    """``LocalDeviceCluster`` with some of the GPUs for each worker.
+
+    By default with dask's protocol; CuPy takes memory from RMM's pools if any, one for each GPU.
+    """
     import dask
     from distributed import Client
 
@@ -60,12 +69,17 @@ def ours(library: str, n_devices: int, n_workers: int) -> Iterator[Cluster]:
         LocalDeviceCluster(
             n_workers=n_workers,
             devices=range(n_devices),
+            protocol=protocol,
             memory_limit=0,
             dashboard_address=":0",
         ) as cluster,
         Client(cluster) as client,
     ):
-        yield _ready(client, library, n_devices, n_workers)
+        ready = _ready(client, library, n_devices, n_workers)
+        if pool_nbytes is not None:
+            client.run(_make_pools, pool_nbytes)
+            client.run(_use_rmm)
+        yield ready
 
 
 @contextlib.contextmanager
@@ -113,6 +127,15 @@ def _ready(client: Any, library: str, n_devices: int, n_workers: int) -> Cluster
 
 def _nothing() -> None:
     return None
+
+
+def _make_pools(nbytes: int, dask_worker: Any = None) -> None:
+    import rmm
+
+    for device in dask_worker.plugins["devctx"].placement.devices:
+        with device:
+            pool = rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), nbytes)
+            rmm.mr.set_current_device_resource(pool)
 
 
 def _use_rmm() -> None:

@@ -13,6 +13,7 @@ from dask_devctx.errors import DevctxError
 _POOL_NBYTES = 60 * 10**9
 TCP = "dask-cuda, TCP"
 UCXX = "dask-cuda, UCXX and RMM pool"
+UCXX_NEEDS = ("ucxx", "distributed_ucxx", "rmm")
 
 
 def library() -> str:
@@ -64,21 +65,33 @@ def dask_cuda(
     **options
         For ``tcp`` and for ``ucxx``, what the contenders are given.
     """
-    total = min((device.memory_info.total for device in devices()), default=0)
-    pool = min(_POOL_NBYTES, int(0.4 * total))
     ways = [
         ("tcp", TCP, None, ("dask_cuda",)),
-        ("ucxx", UCXX, pool, ("dask_cuda", "ucxx", "distributed_ucxx", "rmm")),
+        ("ucxx", UCXX, pool_nbytes(0.4), ("dask_cuda", *UCXX_NEEDS)),
     ]
     entries, missing = [], []
     for protocol, name, nbytes, needs in ways:
-        absent = [need for need in needs if find_spec(need) is None]
-        if absent:
-            missing.append(Missing(name, f"not installed: {', '.join(absent)}"))
-        elif driver.backend().simulated:
-            missing.append(Missing(name, "the devices are simulated"))
+        absent = lacking(name, *needs)
+        if absent is not None:
+            missing.append(absent)
         else:
             args = (library(), n_devices, protocol, nbytes)
             given = options.get(protocol, {})
             entries.append(Entry(name, f"{module}:dask_cuda", args, given))
     return entries, missing
+
+
+def lacking(name: str, *modules: str) -> Missing | None:
+    """Return why a contender that needs these modules, and GPUs, cannot take part; else None."""
+    absent = [module for module in modules if find_spec(module) is None]
+    if absent:
+        return Missing(name, f"not installed: {', '.join(absent)}")
+    if driver.backend().simulated:
+        return Missing(name, "the devices are simulated")
+    return None
+
+
+def pool_nbytes(share: float) -> int:
+    """Return how large a pool is that takes a share of each GPU's memory, 60 GB at most."""
+    total = min((device.memory_info.total for device in devices()), default=0)
+    return min(_POOL_NBYTES, int(share * total))

@@ -44,6 +44,14 @@ def cases(size: Size) -> Iterator[Case]:
     n_devices = field.n_devices()
     peers, missing = field.dask_cuda(_MODULE, n_devices)
     ours = _ours(n_devices)
+    over_ucxx = f"{n_devices} × 1 workers × GPUs, UCXX and RMM pool"
+    if n_devices > 1:
+        absent = field.lacking(over_ucxx, *field.UCXX_NEEDS)
+        if absent is not None:
+            missing.append(absent)
+        else:
+            args = field.library(), n_devices, n_devices, "ucxx", field.pool_nbytes(0.2)
+            ours.append(Entry(over_ucxx, f"{_MODULE}:ours", args, {"role": "variant"}))
     with started([*ours, *peers]) as (hosts, failed):
         if not hosts or hosts[0][0] is not ours[0]:
             raise CannotRunError(failed[0].reason)
