@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 
 # CuPy, where there is a GPU to compute on.
 EXTRAS := test,demo,lint$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
-TEST_ARGS ?=
+# Many tests wait, for processes that start and for faults to be found.
+TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
 .PHONY: demo test soak fuzz lint format clean
 

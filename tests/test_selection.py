@@ -48,7 +48,7 @@ class Index:
         (np.int64(1), 1),
         (np.uint8(2), 2),
         (np.array(1), 1),
-        (Index(), 2),
+        pytest.param(Index(), 2, id="an index"),
         ("1", 1),
         ("01", 1),
         ("cuda:1", 1),
@@ -113,7 +113,7 @@ def test_devices_of_other_libraries(which, device_id):
         [1],
         (1,),
         {1},
-        object(),
+        pytest.param(object(), id="an object"),
         int,
         Device,
         foreign("torch", type=lambda: "torch.cuda.FloatTensor"),  # a tensor
