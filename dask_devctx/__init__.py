@@ -7,15 +7,9 @@ distributed and touches no driver. The distributed half is imported on first use
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dask_devctx.context import (
-    CacheConfig,
-    Context,
-    ContextFlags,
-    Limit,
-    PrimaryContext,
-    SharedMemoryConfig,
-    StreamPriorityRange,
-)
+from dask_devctx.context import CacheConfig, Context, SharedMemoryConfig, StreamPriorityRange
+from dask_devctx.context_flags import ContextFlags
+from dask_devctx.context_limits import Limit
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import (
     DevctxError,
@@ -32,6 +26,7 @@ from dask_devctx.errors import (
     LockDirectoryError,
     VisibleDevicesError,
 )
+from dask_devctx.primary import PrimaryContext
 from dask_devctx.tasks import on_device
 
 if TYPE_CHECKING:

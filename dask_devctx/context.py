@@ -1,4 +1,4 @@
-"""CUDA contexts as objects: owned ones, borrowed ones, and the primary one of each device."""
+"""CUDA contexts as objects: those that this process owns, and those that it borrows."""
 
 from __future__ import annotations
 
@@ -6,52 +6,20 @@ import enum
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from dask_devctx import driver
+from dask_devctx.context_flags import ContextFlags, joined
+from dask_devctx.context_limits import Limits
 from dask_devctx.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.calls import Calls
-from dask_devctx.errors import DeviceScopeError, DriverError
-from dask_devctx.scope import Scope, open_scopes
+from dask_devctx.errors import DeviceScopeError
+from dask_devctx.scope import Scope
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class ContextFlags(enum.IntFlag):
-    """How a context waits, and what else it does: the driver's ``CUctx_flags``."""
-
-    SCHED_AUTO = 0x00
-    SCHED_SPIN = 0x01
-    SCHED_YIELD = 0x02
-    SCHED_BLOCKING_SYNC = 0x04
-    MAP_HOST = 0x08
-    LMEM_RESIZE_TO_MAX = 0x10
-    COREDUMP_ENABLE = 0x20
-    USER_COREDUMP_ENABLE = 0x40
-    SYNC_MEMOPS = 0x80
-
-
-# How a context waits is one of these; the others can be joined to it.
-_SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
-
-
-class Limit(enum.IntEnum):
-    """What can be limited in a context: the driver's ``CUlimit``; bytes unless it says else."""
-
-    STACK_SIZE = 0
-    PRINTF_FIFO_SIZE = 1
-    MALLOC_HEAP_SIZE = 2
-    DEV_RUNTIME_SYNC_DEPTH = 3  # launches in depth
-    DEV_RUNTIME_PENDING_LAUNCH_COUNT = 4  # launches
-    MAX_L2_FETCH_GRANULARITY = 5
-    PERSISTING_L2_CACHE_SIZE = 6
-    SHMEM_SIZE = 7
-    CIG_ENABLED = 8  # 0 or 1
-    CIG_SHMEM_FALLBACK_ENABLED = 9  # 0 or 1
-    PER_BLOCK_MEMORY_SIZE = 10
 
 
 class CacheConfig(enum.IntEnum):
@@ -127,7 +95,7 @@ class Context(Scope):
 
     def __init__(self, device: object, *flags: ContextFlags) -> None:
         self._owned = False  # until it is made
-        wanted = _joined(flags)
+        wanted = joined(flags)
         self._device = Device(device)
         self._backend = self._device._backend
         calls = self._backend.driver()
@@ -162,7 +130,7 @@ class Context(Scope):
         if owner is not None:
             return owner
         device = Device._of_current_context(backend)
-        if _is_primary(backend, device, handle):
+        if is_primary(backend, device, handle):
             return device.primary_context
         return cls._borrowed(backend, device, handle, identity)
 
@@ -275,7 +243,7 @@ class Context(Scope):
     @property
     def is_primary(self) -> bool:
         """Whether it is its device's primary context."""
-        return bool(self._handle) and _is_primary(self._backend, self._device, self._handle)
+        return bool(self._handle) and is_primary(self._backend, self._device, self._handle)
 
     @property
     def api_version(self) -> int:
@@ -304,7 +272,7 @@ class Context(Scope):
 
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
-        self.run(self._calls.set_flags, _joined([value]))
+        self.run(self._calls.set_flags, joined([value]))
 
     @property
     def limits(self) -> Limits:
@@ -395,166 +363,6 @@ class Context(Scope):
             return fn(*args, **kwargs)
 
 
-class PrimaryContext(Context):
-    """The context of a device that all libraries of this process share.
-
-    Notes
-    -----
-    Got from ``device.primary_context``. Asking for the object creates nothing; the first scope of
-    the device or of this object retains it, once per process.
-
-    References
-    ----------
-    ``cuDevicePrimaryCtxRetain``, ``cuDevicePrimaryCtxGetState``, ``cuDevicePrimaryCtxSetFlags``,
-    ``cuDevicePrimaryCtxRelease``.
-    """
-
-    __slots__ = ()
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._backend = device._backend
-        self._handle = 0
-        self._identity = None
-        self._owned = False
-
-    def _bind(self) -> int:
-        self._handle = self._device._bind()
-        return self._handle
-
-    def _check_alive(self) -> None:
-        self._bind()
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return hash(self._device)
-
-    def __repr__(self) -> str:
-        return f"<PrimaryContext of {self._device!r}>"
-
-    @property
-    def handle(self) -> int:
-        """The driver's handle, a ``CUcontext``; asking for it retains the context."""
-        return self._bind()
-
-    @property
-    def is_current(self) -> bool:
-        """Whether it is current on this thread."""
-        current = self._backend.current_context()
-        return bool(current) and _is_primary(self._backend, self._device, current)
-
-    @property
-    def is_primary(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def is_active(self) -> bool:
-        """Whether somebody in this process has retained it; asking does not."""
-        return self._calls.primary_state(self._device._ordinal())[1]
-
-    @property
-    def flags(self) -> ContextFlags:
-        """How it waits; can be read and set whether it is active or not."""
-        return ContextFlags(self._calls.primary_state(self._device._ordinal())[0])
-
-    @flags.setter
-    def flags(self, value: ContextFlags) -> None:
-        self._calls.primary_set_flags(self._device._ordinal(), _joined([value]))
-
-    def release(self) -> None:
-        """Give back this process's hold of it; it is destroyed when no library holds it either.
-
-        Raises
-        ------
-        DeviceScopeError
-            A scope of it is open on this thread.
-
-        Notes
-        -----
-        The next scope retains it again. No other thread may have a scope of it open.
-        """
-        if self._device in open_scopes() or self in open_scopes():
-            raise DeviceScopeError(self, "cannot be released while a scope of it is open")
-        self._handle = 0
-        self._device._unbind()
-
-
-# A driver that is older than a limit says the second.
-_NO_SUCH_LIMIT = ("CUDA_ERROR_UNSUPPORTED_LIMIT", "CUDA_ERROR_INVALID_VALUE")
-
-
-class Limits(Mapping[Limit, int]):
-    """The limits of a context: a mapping from :class:`Limit` to numbers, which can be set.
-
-    Notes
-    -----
-    Iterating gives those that the device has. Reading or setting another raises ``DriverError``
-    with the status ``CUDA_ERROR_UNSUPPORTED_LIMIT``; some can be read and not set. The driver may
-    round what is set: read it back.
-
-    References
-    ----------
-    ``cuCtxGetLimit``, ``cuCtxSetLimit``.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def __getitem__(self, limit: Limit) -> int:
-        return self._context.run(self._context._calls.limit, Limit(limit))
-
-    def __setitem__(self, limit: Limit, value: int) -> None:
-        self._context.run(self._context._calls.set_limit, Limit(limit), value)
-
-    def __contains__(self, limit: object) -> bool:
-        return any(limit == known for known in self)
-
-    def __iter__(self) -> Iterator[Limit]:
-        for limit in Limit:
-            try:
-                self[limit]
-            except DriverError as error:
-                if error.status not in _NO_SUCH_LIMIT:
-                    raise
-            else:
-                yield limit
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __repr__(self) -> str:
-        return f"<Limits of {self._context!r}>"
-
-
-def _joined(flags: Iterable[ContextFlags]) -> int:
-    """Return the flags as one number that the driver takes."""
-    wanted = 0
-    for flag in flags:
-        if isinstance(flag, bool) or not isinstance(flag, int):
-            raise TypeError(
-                "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
-                f"{flag!r} of type {type(flag).__name__}"
-            )
-        wanted |= int(flag)
-    unknown = wanted & ~sum(map(int, ContextFlags))
-    if unknown:
-        names = ", ".join(f"{one.name} ({one:#x})" for one in ContextFlags.__members__.values())
-        raise ValueError(
-            f"a context has no flag {unknown:#x}, which is in {wanted:#x}; there are {names}"
-        )
-    ways = [one.name for one in ContextFlags if one & wanted & _SCHEDULING]
-    if len(ways) > 1:
-        raise ValueError(
-            f"the flags {' and '.join(map(str, ways))} exclude each other, got {wanted:#x}: a "
-            "context waits in one way. Give one of SCHED_SPIN, SCHED_YIELD and "
-            "SCHED_BLOCKING_SYNC, or none for SCHED_AUTO"
-        )
-    return wanted
-
-
 _Owners = weakref.WeakValueDictionary[int, "Context"]
 _owned: weakref.WeakKeyDictionary[Backend, _Owners] = weakref.WeakKeyDictionary()
 _closing = threading.Lock()
@@ -565,7 +373,7 @@ def _owners(backend: Backend) -> _Owners:
     return _owned.setdefault(backend, weakref.WeakValueDictionary())
 
 
-def _is_primary(backend: Backend, device: Device, handle: int) -> bool:
+def is_primary(backend: Backend, device: Device, handle: int) -> bool:
     if device._handle:
         return device._handle == handle
     calls = backend.driver()

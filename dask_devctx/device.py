@@ -14,7 +14,7 @@ from dask_devctx.errors import DevctxError, DriverUnavailableError, ForkedProces
 from dask_devctx.scope import Scope, raise_or_note
 
 if TYPE_CHECKING:
-    from dask_devctx.context import PrimaryContext
+    from dask_devctx.primary import PrimaryContext
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -249,7 +249,7 @@ class Device(Scope):
     @property
     def primary_context(self) -> PrimaryContext:
         """The context that all libraries of this process share on it; not created by asking."""
-        from dask_devctx.context import PrimaryContext
+        from dask_devctx.primary import PrimaryContext
 
         with _lock:
             if self._primary is None:

@@ -12,15 +12,16 @@ from contextlib import closing
 import pytest
 from cuda.bindings import driver as types
 
-from dask_devctx import Device, driver
-from dask_devctx.context import (
+from dask_devctx import (
     CacheConfig,
     Context,
     ContextFlags,
+    Device,
     Limit,
     PrimaryContext,
     SharedMemoryConfig,
     StreamPriorityRange,
+    driver,
 )
 from dask_devctx.errors import DeviceScopeError, DriverError
 

@@ -1,0 +1,50 @@
+"""How a context waits, and what else it can be made with."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+
+class ContextFlags(enum.IntFlag):
+    """How a context waits, and what else it does: the driver's ``CUctx_flags``."""
+
+    SCHED_AUTO = 0x00
+    SCHED_SPIN = 0x01
+    SCHED_YIELD = 0x02
+    SCHED_BLOCKING_SYNC = 0x04
+    MAP_HOST = 0x08
+    LMEM_RESIZE_TO_MAX = 0x10
+    COREDUMP_ENABLE = 0x20
+    USER_COREDUMP_ENABLE = 0x40
+    SYNC_MEMOPS = 0x80
+
+
+# How a context waits is one of these; the others can be joined to it.
+_SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
+
+
+def joined(flags: Iterable[ContextFlags]) -> int:
+    """Return the flags as one number that the driver takes."""
+    wanted = 0
+    for flag in flags:
+        if isinstance(flag, bool) or not isinstance(flag, int):
+            raise TypeError(
+                "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
+                f"{flag!r} of type {type(flag).__name__}"
+            )
+        wanted |= int(flag)
+    unknown = wanted & ~sum(map(int, ContextFlags))
+    if unknown:
+        names = ", ".join(f"{one.name} ({one:#x})" for one in ContextFlags.__members__.values())
+        raise ValueError(
+            f"a context has no flag {unknown:#x}, which is in {wanted:#x}; there are {names}"
+        )
+    ways = [one.name for one in ContextFlags if one & wanted & _SCHEDULING]
+    if len(ways) > 1:
+        raise ValueError(
+            f"the flags {' and '.join(map(str, ways))} exclude each other, got {wanted:#x}: a "
+            "context waits in one way. Give one of SCHED_SPIN, SCHED_YIELD and "
+            "SCHED_BLOCKING_SYNC, or none for SCHED_AUTO"
+        )
+    return wanted
