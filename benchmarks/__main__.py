@@ -24,8 +24,14 @@ from benchmarks.measure import measure
     show_default=True,
     help="The folder for the JSON file and the plots.",
 )
-@click.option("-k", "only", default="", metavar="TEXT", help="Only cases whose name has this.")
-def main(names: tuple[str, ...], tiny: bool, output: Path, only: str) -> None:
+@click.option(
+    "-k",
+    "only",
+    multiple=True,
+    metavar="TEXT",
+    help="Only cases whose name has this; several, for any of them.",
+)
+def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]) -> None:
     """Measure SUBJECTs, all of them by default, beside whatever peers are installed."""
     size = TINY if tiny else FULL
     about = machine.describe()
@@ -47,7 +53,7 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: str) -> None:
         found[name] = {"title": subject.TITLE, "cases": []}
         try:
             for case in subject.cases(size):
-                if only not in case.name:
+                if only and not any(text in case.name for text in only):
                     continue
                 measured = measure(case, size)
                 click.echo(report.table(case, measured) + "\n")
