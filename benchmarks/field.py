@@ -94,4 +94,5 @@ def lacking(name: str, *modules: str) -> Missing | None:
 def pool_nbytes(share: float) -> int:
     """Return how large a pool is that takes a share of each GPU's memory, 60 GB at most."""
     total = min((device.memory_info.total for device in devices()), default=0)
-    return min(_POOL_NBYTES, int(share * total))
+    wanted = min(_POOL_NBYTES, int(share * total))
+    return wanted - wanted % 2**20  # RMM takes multiples of 256 bytes
