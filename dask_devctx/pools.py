@@ -6,15 +6,18 @@ A GPU's tasks run on the GPU's own threads, near it, so that what libraries keep
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 
@@ -43,6 +46,9 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     dask takes an executor for one of threads by its class's name, which has to say
     ``ThreadPoolExecutor``. It is a distributed one, so that ``secede`` and ``rejoin`` work in it.
     What was submitted before it was shut down still runs, and who has left it can still come back.
+
+    A task that an event loop submits gives it a future of its own, and not one for threads that has
+    to be watched by another: half the work, and one wakeup for all that end until the loop looks.
     """
 
     def __init__(self, name: str, threads: int, cpus: frozenset[int] | None) -> None:
@@ -50,15 +56,26 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         self._work_queue = _ByPriority()
         self._cpus = cpus
         self._pinned = threading.local()
+        self._outcomes = _Outcomes()
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        priority = submitting.get() or _FIRST  # else it is of no task of dask's
+    def submit(
+        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any] | asyncio.Future[Any]:
+        priority = submitting.get()
 
         def near() -> Any:
             self._keep_to_cpus()
             return fn(*args, **kwargs)
 
-        near.priority = priority  # type: ignore[attr-defined]
+        near.priority = priority or _FIRST  # type: ignore[attr-defined]
+        loop = asyncio._get_running_loop() if priority else None
+        if loop is not None and self._outcomes.go_to(loop):
+            with self._shutdown_lock:
+                if not self._shutdown:
+                    task = _Task(near, loop.create_future(), self._outcomes)
+                    self._work_queue.put(task)
+                    self._adjust_thread_count()
+                    return task.future
         try:
             future: Future[Any] = super().submit(near)
         except RuntimeError:  # it was shut down
@@ -91,6 +108,59 @@ def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
     usable = frozenset(os.sched_getaffinity(0))
     near = cpus & usable
     return near if near and near != usable else None
+
+
+class _Outcomes:
+    """The way of tasks' outcomes from their threads to the event loop that submitted them."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._waiting: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self._woken = False
+
+    def go_to(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Return whether this is the loop that they go to; the first one is."""
+        if self._loop is None:
+            self._loop = loop
+        return self._loop is loop
+
+    def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+        """Called by a thread."""
+        self._waiting.append((future, result, error))
+        if not self._woken:
+            self._woken = True
+            assert self._loop is not None
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what is put from now on wakes the loop again
+        while self._waiting:
+            future, result, error = self._waiting.popleft()
+            if future.done():  # cancelled
+                continue
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+
+class _Task(NamedTuple):
+    """A task of an event loop, in the place of a work item."""
+
+    fn: Callable[[], Any]
+    future: asyncio.Future[Any]
+    outcomes: _Outcomes
+
+    def run(self) -> None:
+        if self.future.cancelled():
+            return
+        result, error = None, None
+        try:
+            result = self.fn()
+        except BaseException as raised:
+            error = raised
+        self.outcomes.put(self.future, result, error)
 
 
 class _ByPriority(queue.Queue[Any]):
