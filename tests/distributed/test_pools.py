@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -110,3 +111,61 @@ def test_near_cpus_are_those_that_may_be_used() -> None:
     if len(usable) > 1:
         one = frozenset([min(usable)])
         assert near_cpus(one | {absent}) == one
+
+
+def outcomes(pool: DeviceThreadPoolExecutor, count: int) -> list[object]:
+    """Submit from an event loop, as dask does for tasks."""
+
+    def task(number: int) -> int:
+        if number % 7 == 3:
+            raise KeyError(number)
+        return number
+
+    async def run() -> list[object]:
+        submitting.set((0,))
+        loop = asyncio.get_running_loop()
+        futures = [loop.run_in_executor(pool, task, number) for number in range(count)]
+        assert all(isinstance(future, asyncio.Future) for future in futures)
+        return await asyncio.gather(*futures, return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_every_outcome_reaches_the_loop_that_submitted() -> None:
+    pool = DeviceThreadPoolExecutor("test", 4, None)
+    for number, outcome in enumerate(outcomes(pool, 2000)):
+        if number % 7 == 3:
+            assert isinstance(outcome, KeyError)
+        else:
+            assert outcome == number
+    # Another loop's, while the pool is the first one's.
+    assert outcomes(pool, 3) == [0, 1, 2]
+    pool.shutdown(wait=True, timeout=10)
+
+
+def test_one_that_is_cancelled_does_not_run(pool: DeviceThreadPoolExecutor) -> None:
+    ran: list[int] = []
+
+    async def run() -> None:
+        submitting.set((0,))
+        loop = asyncio.get_running_loop()
+        first = loop.run_in_executor(pool, time.sleep, 0.1)
+        second = loop.run_in_executor(pool, ran.append, 2)
+        second.cancel()
+        await first
+        await loop.run_in_executor(pool, ran.append, 3)
+
+    asyncio.run(run())
+    assert ran == [3]
+
+
+def test_the_loop_is_gone_before_the_task_ends(pool: DeviceThreadPoolExecutor) -> None:
+    go_on = threading.Event()
+
+    async def run() -> None:
+        submitting.set((0,))
+        asyncio.get_running_loop().run_in_executor(pool, go_on.wait, 10)
+
+    asyncio.run(run())
+    go_on.set()
+    assert pool.submit(lambda: "still at work").result(10) == "still at work"
