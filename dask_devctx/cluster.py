@@ -16,7 +16,7 @@ from distributed.protocol.pickle import dumps
 from dask_devctx import config
 from dask_devctx.device import Device
 from dask_devctx.device import devices as all_devices
-from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin
+from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin, check_devices
 from dask_devctx.routing import DeviceRouting
 
 
@@ -77,6 +77,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     ) -> None:
         if plugin is None:
             named = config.get("devices", devices)
+            check_devices(named)
             used = _found(named)
             count = config.get("devices-per-worker", devices_per_worker)
             if count is None and n_workers > 1:
