@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import operator
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, NoReturn, ParamSpec, Self, TypeVar
+from typing import NamedTuple, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 
 from dask_devctx import driver
 from dask_devctx.device import Device
@@ -509,7 +510,9 @@ class Limits(Mapping[Limit, int]):
         return self._context.run(self._context._calls.limit, Limit(limit))
 
     def __setitem__(self, limit: Limit, value: int) -> None:
-        self._context.run(self._context._calls.set_limit, Limit(limit), value)
+        if not isinstance(value, SupportsIndex) or operator.index(value) < 0:
+            raise ValueError(f"a limit is a whole number, 0 or more, got {value!r}")
+        self._context.run(self._context._calls.set_limit, Limit(limit), operator.index(value))
 
     def __contains__(self, limit: object) -> bool:
         return any(limit == known for known in self)
