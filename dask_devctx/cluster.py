@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
 from collections.abc import Generator, Sequence
@@ -16,7 +17,7 @@ from distributed.protocol.pickle import dumps
 from dask_devctx import config
 from dask_devctx.device import Device
 from dask_devctx.device import devices as all_devices
-from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin
+from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin, check_devices
 from dask_devctx.routing import DeviceRouting
 
 
@@ -51,7 +52,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     DriverUnavailableError
         The machine has no GPU that can be found and none is simulated.
     TypeError
-        ``plugin`` is given together with what it replaces.
+        ``plugin`` is given together with what it replaces, or an argument that only it takes.
     ValueError
         There are fewer devices than the workers need; on scaling up, too.
 
@@ -75,8 +76,13 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         plugin: DevicePlugin | None = None,
         **kwargs: Any,
     ) -> None:
+        for_plugin = sorted(kwargs.keys() & inspect.signature(DevicePlugin).parameters.keys())
+        if for_plugin:
+            example = ", ".join(f"{name}={kwargs[name]!r}" for name in for_plugin)
+            raise TypeError(f"{', '.join(for_plugin)}: give plugin=DevicePlugin({example})")
         if plugin is None:
             named = config.get("devices", devices)
+            check_devices(named)
             used = _found(named)
             count = config.get("devices-per-worker", devices_per_worker)
             if count is None and n_workers > 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import dask
 import yaml
+from dask.utils import parse_timedelta
 
 
 def _read(name: str) -> Any:
@@ -35,3 +36,21 @@ def get(key: str, given: Any = None) -> Any:
         return given
     # Whoever clears dask's configuration, as its own tests do, clears the defaults with it.
     return dask.config.get(f"devctx.{key}", defaults["devctx"][key])
+
+
+def seconds(key: str) -> float | None:
+    """Return a time of the configuration in seconds; None where it is null.
+
+    Raises
+    ------
+    ValueError
+        It is no time; the key is named.
+    """
+    value = get(key)
+    try:
+        found: float | None = parse_timedelta(value)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"devctx.{key} is a time such as '100us' or '30s', got {value!r}"
+        ) from None
+    return found

@@ -213,7 +213,9 @@ class Context(Scope):
         ``cuCtxDestroy``.
         """
         if not self._owned:
-            raise DeviceScopeError(self, "cannot be closed: the context belongs to somebody else")
+            why = "cannot be closed: the context belongs to somebody else"
+            why += "; release() gives up our hold of it" if self.is_primary else ""
+            raise DeviceScopeError(self, why)
         with _closing:
             handle, self._handle = self._handle, 0
         if handle:

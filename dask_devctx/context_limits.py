@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from dask_devctx.errors import DriverError
 
@@ -53,7 +54,9 @@ class Limits(Mapping[Limit, int]):
         return self._context.run(self._context._calls.limit, Limit(limit))
 
     def __setitem__(self, limit: Limit, value: int) -> None:
-        self._context.run(self._context._calls.set_limit, Limit(limit), value)
+        if not isinstance(value, SupportsIndex) or operator.index(value) < 0:
+            raise ValueError(f"a limit is a whole number, 0 or more, got {value!r}")
+        self._context.run(self._context._calls.set_limit, Limit(limit), operator.index(value))
 
     def __contains__(self, limit: object) -> bool:
         return any(limit == known for known in self)

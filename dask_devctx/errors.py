@@ -347,7 +347,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     requested_nbytes
         How much the allocation that failed asked for; None where the library did not say.
     free_nbytes, total_nbytes
-        What the device had then; None where nobody says.
+        What the device had afterwards, when the failed attempt's own memory was given back; None
+        where nobody says.
     holders
         Pairs of a process' id and the bytes that it holds there, None where NVML does not say; not
         known at all in most containers.
@@ -395,7 +396,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     def __str__(self) -> str:
         asked = f"{_gib(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
         free = (
-            f"{_gib(self.free_nbytes)} of {_gib(self.total_nbytes)} free"
+            f"{_gib(self.free_nbytes)} of {_gib(self.total_nbytes)} free now, after room was made"
             if self.free_nbytes is not None and self.total_nbytes is not None
             else ""
         )
@@ -420,7 +421,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         return (
             f"{self.device} ({self.uuid}) has not enough memory; the task was tried {times}"
             f"{f' ({facts})' if facts else ''}. Make the task's parts smaller, run fewer tasks per "
-            "device, or let dask spill"
+            "device, or keep fewer results on it"
         )
 
 

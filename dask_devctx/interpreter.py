@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import sys
 
-from dask.utils import parse_timedelta
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
@@ -44,11 +43,11 @@ class Interpreter:
         self._worker = worker
         self._modules = 0
         self._looking: PeriodicCallback | None = None
-        interval = config.get("switch-interval")
+        interval = config.seconds("switch-interval")
         if not Interpreter._open:
             Interpreter._interval_before = sys.getswitchinterval()
             if interval is not None:
-                sys.setswitchinterval(parse_timedelta(interval))
+                sys.setswitchinterval(interval)
         Interpreter._open += 1
         self._interval = sys.getswitchinterval()
         if config.get("gc-freeze") and worker.nanny:

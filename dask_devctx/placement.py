@@ -191,7 +191,7 @@ class Placement:
                 [str(mine.info) for mine in self.devices],
                 discovery.inventory(driver.backend()).visible_devices,
                 f"The machine has {device.info}, which this worker does not use, and no worker "
-                "that uses it was found",
+                "that uses it was found, among those that the task may run on",
             )
         if name[0] in (int, str) and wanted not in ("cuda", "gpu"):
             self._named[name] = device

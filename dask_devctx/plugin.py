@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 from distributed import Status, Worker, WorkerPlugin
@@ -69,6 +69,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     Raises
     ------
+    TypeError
+        ``devices`` is not a sequence.
     ValueError
         An argument, or the configuration that stands in for it, is out of range.
 
@@ -118,6 +120,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.policy = policy
         self.synchronize = config.get("synchronize", synchronize)
         self.oom_retries = config.get("oom-retries", oom_retries)
+        check_devices(self.devices)
         _check_count("tasks_per_device", self.tasks_per_device)
         _check_count("oom_retries", self.oom_retries, least=0)
         if self.devices_per_worker is not None:
@@ -129,6 +132,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             raise ValueError(f"synchronize must be True or False, got {self.synchronize!r}")
         if self.unannotated not in ("assign", "leave"):
             raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
+        _check_count("devctx.history", config.get("history"), least=0)
+        config.seconds("switch-interval")
 
     # -- dask's hooks
 
@@ -340,6 +345,20 @@ def _advice(worker: Worker, running: int) -> str:
 def _check_count(name: str, count: object, *, least: int = 1) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{name} must be a whole number, {least} or more, got {count!r}")
+
+
+def check_devices(wanted: object) -> None:
+    """Raise where this is not the sequence of devices, or None, that a worker is given."""
+    if wanted is None:
+        return
+    if isinstance(wanted, str | bytes) or not isinstance(wanted, Iterable):
+        raise TypeError(
+            f"devices is a list, got {wanted!r}. Write devices=[0, 1] or devices=['GPU-8f3a'], in "
+            "the environment DASK_DEVCTX__DEVICES='[0, 1]' or "
+            """DASK_DEVCTX__DEVICES='["GPU-8f3a"]'"""
+        )
+    if isinstance(wanted, Collection) and not len(wanted):
+        raise ValueError("devices is empty. Leave it out for all devices that the worker sees")
 
 
 def _worker_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask.utils import parse_timedelta
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
@@ -122,7 +121,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     async def start(self, scheduler: Scheduler) -> None:
         """Take up the work; tasks that are there already are led as well."""
         self.scheduler = scheduler
-        grace = parse_timedelta(config.get("missing-device-timeout"))
+        grace = config.seconds("missing-device-timeout") or 0
         self._cluster = _Cluster(grace)
         self._cluster.joined = dict.fromkeys(scheduler.workers, time())
         # A TaskState is equal to any other of its key, so an entry is taken out before it is put

@@ -93,7 +93,9 @@ class DeviceFunction(Generic[P, T]):
 
     def __init__(self, which: object, fn: Callable[P, T]) -> None:
         if not callable(fn):
-            raise TypeError(f"on_device({which!r}) decorates something callable, got {fn!r}")
+            hint = ". Put it below @classmethod or @property, next to the function"
+            hint = hint if isinstance(fn, classmethod | property) else ""
+            raise TypeError(f"on_device({which!r}) decorates something callable, got {fn!r}{hint}")
         functools.update_wrapper(self, fn)
         self.which = which
 

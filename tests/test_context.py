@@ -495,6 +495,12 @@ def test_limits(own):
     assert current() == 0
 
 
+@pytest.mark.parametrize("value", [-1, 1.5, "big", None])
+def test_limits_are_whole_numbers(own, value):
+    with pytest.raises(ValueError, match="a limit is a whole number, 0 or more, got"):
+        own.limits[Limit.STACK_SIZE] = value
+
+
 def test_limits_are_a_mapping(own):
     limits = own.limits
     everything = dict(limits)

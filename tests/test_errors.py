@@ -95,9 +95,9 @@ CASES = [
             "attempts": 2,
         },
         "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB asked for; "
-        "1.00 GiB of 16.00 GiB free; held by process 7 8.00 GiB, process 8 an unknown amount; "
-        "1.00 GiB of copies were dropped). Make the task's parts smaller, run fewer tasks per "
-        "device, or let dask spill",
+        "1.00 GiB of 16.00 GiB free now, after room was made; held by process 7 8.00 GiB, process "
+        "8 an unknown amount; 1.00 GiB of copies were dropped). Make the task's parts smaller, run "
+        "fewer tasks per device, or keep fewer results on it",
     ),
     (
         errors.DriverUnavailableError("there is no driver", "Install it"),

@@ -98,6 +98,11 @@ def test_only_what_can_be_called(thing):
         on_device(1)(thing)
 
 
+def test_above_a_classmethod_it_says_where_to_put_it():
+    with pytest.raises(TypeError, match="Put it below @classmethod or @property"):
+        on_device(1)(classmethod(ordinal))
+
+
 class Model:
     @on_device(2)
     def method(self, x):

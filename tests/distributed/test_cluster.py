@@ -171,6 +171,11 @@ def test_scaling() -> None:
         client.wait_for_workers(4, timeout=10)
 
 
+def test_arguments_of_the_plugin_alone_say_where_they_go() -> None:
+    with pytest.raises(TypeError, match=r"give plugin=DevicePlugin\(synchronize=True\)"):
+        LocalDeviceCluster(synchronize=True, **QUIET)
+
+
 def test_adapting() -> None:
     with (
         LocalDeviceCluster(n_workers=0, devices_per_worker=2, **QUIET) as cluster,

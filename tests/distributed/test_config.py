@@ -15,7 +15,7 @@ import dask
 import pytest
 import yaml
 
-from dask_devctx import DevicePlugin, config
+from dask_devctx import DevicePlugin, LocalDeviceCluster, config
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -114,3 +114,34 @@ def test_an_argument_overrides_the_configuration() -> None:
         assert DevicePlugin().tasks_per_device == 5
         assert DevicePlugin().devices == [1]
         assert DevicePlugin(tasks_per_device=2, devices=[3]).tasks_per_device == 2
+
+
+@pytest.mark.parametrize("devices", [1, "0,1", "GPU-8f3a"])
+def test_devices_that_are_no_list_are_refused_with_what_to_write(devices: Any) -> None:
+    for make in (DevicePlugin, LocalDeviceCluster):
+        with pytest.raises(TypeError, match=r"devices is a list, got .*DASK_DEVCTX__DEVICES='\[0"):
+            make(devices=devices)
+    with dask.config.set({"devctx.devices": devices}), pytest.raises(TypeError, match="a list"):
+        DevicePlugin()
+
+
+def test_no_devices_at_all_are_refused() -> None:
+    with pytest.raises(ValueError, match="devices is empty"):
+        DevicePlugin(devices=[])
+
+
+@pytest.mark.parametrize(("key", "value"), [("history", -1), ("switch-interval", "abc")])
+def test_what_a_worker_cannot_use_is_refused_by_its_key(key: str, value: object) -> None:
+    with (
+        dask.config.set({f"devctx.{key}": value}),
+        pytest.raises(ValueError, match=rf"devctx\.{key} .*got {value!r}"),
+    ):
+        DevicePlugin()
+
+
+def test_a_time_is_refused_by_its_key() -> None:
+    with (
+        dask.config.set({"devctx.missing-device-timeout": "abc"}),
+        pytest.raises(ValueError, match=r"devctx\.missing-device-timeout is a time .*got 'abc'"),
+    ):
+        config.seconds("missing-device-timeout")
