@@ -39,6 +39,7 @@ class Interpreter:
 
     _open = 0
     _interval_before = 0.0
+    _interval = 0.0  # as it was set, and as Python rounds it
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -49,8 +50,8 @@ class Interpreter:
             Interpreter._interval_before = sys.getswitchinterval()
             if interval is not None:
                 sys.setswitchinterval(parse_timedelta(interval))
+            Interpreter._interval = sys.getswitchinterval()
         Interpreter._open += 1
-        self._interval = sys.getswitchinterval()
         if config.get("gc-freeze") and worker.nanny:
             self._looking = PeriodicCallback(self._freeze_when_idle, _LOOK_INTERVAL_MS)
             self._looking.start()
@@ -61,7 +62,7 @@ class Interpreter:
             self._looking.stop()
             gc.unfreeze()
         Interpreter._open -= 1
-        if not Interpreter._open and sys.getswitchinterval() == self._interval:
+        if not Interpreter._open and sys.getswitchinterval() == Interpreter._interval:
             sys.setswitchinterval(Interpreter._interval_before)
 
     def _freeze_when_idle(self) -> None:
