@@ -234,10 +234,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if ts is not None and ts.state == "executing":
             if ts.run_spec.__class__ is not PinnedTask:
                 self._pin(ts)
-        elif key in self.placement.placed and (ts is None or ts.state not in _UNDER_WAY):
-            self._done(key, ts)
-            if finish == "long-running":
+        elif key in self.placement.placed:
+            if finish == "long-running":  # also of one that was cancelled, and stays so
                 self.guard.seceded(key)
+            if ts is None or ts.state not in _UNDER_WAY:
+                self._done(key, ts)
         if start == "memory" and self.inputs is not None:
             self.inputs.forget(key)
 
