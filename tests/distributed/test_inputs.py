@@ -278,13 +278,29 @@ async def test_nothing_is_remembered_of_tasks_that_came_to_nothing(
     assert stamps() == before
 
 
-@one_worker()
-async def test_a_copy_outlives_the_kernels_of_a_task_that_raised(
-    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
-) -> None:
-    def launch_and_raise(array: SimulatedArray) -> None:
-        raise ValueError(array.device.device_id)
+def launch_and_raise(array: SimulatedArray) -> None:
+    raise ValueError(array.device.device_id)
 
+
+async def launch_in_a_coroutine_and_raise(array: SimulatedArray) -> None:
+    raise ValueError(array.device.device_id)
+
+
+async def launch_in_a_coroutine(array: SimulatedArray) -> int:
+    return array.device.device_id
+
+
+@pytest.mark.parametrize(
+    "launch", [launch_and_raise, launch_in_a_coroutine_and_raise, launch_in_a_coroutine]
+)
+@one_worker()
+async def test_a_copy_outlives_the_kernels_of_a_task(
+    client: Client,
+    scheduler: Any,
+    worker: Worker,
+    machine: SimulatedMachine,
+    launch: Callable[[SimulatedArray], Any],
+) -> None:
     pending = [True]
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
@@ -296,13 +312,14 @@ async def test_a_copy_outlives_the_kernels_of_a_task_that_raised(
         when=lambda event: pending[0],
     )
     with dask.annotate(device=1):
-        failed = client.submit(launch_and_raise, x, pure=False)
-    assert str(await failed.exception()) == "1"
-    failed.release()
+        task = client.submit(launch, x, pure=False)
+    await wait([task])
+    assert str(await (task.exception() if task.status == "error" else task)) == "1"
+    task.release()
     x.release()
     await until(lambda: not worker.state.tasks)
     gc.collect()
-    assert worker.plugins["devctx"].inputs.replicas.nbytes(1) == 0
+    await until(lambda: worker.plugins["devctx"].inputs.replicas.nbytes(1) == 0)
     assert machine.gpus[1].used_memory == 800
     pending[0] = False
     await until(lambda: machine.gpus[1].used_memory == 0)
