@@ -282,7 +282,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         )
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
-            pinned.lifetimes = {dep.key: known[dep.key] for dep in ts.dependencies}
+            # One that is asked for again while it runs may have lost its inputs meanwhile.
+            pinned.lifetimes = {
+                dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
+            }
             if inputs and self.placement.waits(device):
                 self.inputs.start_moving(inputs, pinned.lifetimes, device)
         if self._advice:

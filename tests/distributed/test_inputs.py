@@ -360,6 +360,44 @@ async def test_a_task_that_outlives_the_plugin_leaves_no_copy(
     assert inputs.replicas.nbytes(1) == 0
 
 
+def total_at_the_gate(array: SimulatedArray, gate: str) -> float:
+    _gates[f"{gate}, started"].set()
+    pass_gate(gate)
+    return float(array.sum())
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
+async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
+    client: Client, scheduler: Any, first: Worker, second: Worker
+) -> None:
+    """It is not fetched again: the task that runs still has it."""
+    await client.register_plugin(DevicePlugin())
+    lifetimes = second.plugins["devctx"].inputs.lifetimes
+
+    def ask() -> tuple[Any, Any]:
+        x = client.submit(make, key="x", workers=[first.address])
+        return x, client.submit(
+            total_at_the_gate, x, "again", key="task", workers=[second.address]
+        )
+
+    x, task = ask()
+    await until(_gates["again, started"].is_set)
+    assert list(lifetimes) == ["x"]
+    x.release()
+    task.release()
+    await until(lambda: "x" not in second.data)
+    assert not lifetimes
+    x, task = ask()
+    await until(lambda: second.state.tasks["task"].state == "executing")
+    assert "x" not in second.data
+    x.release()
+    task.release()
+    await until(lambda: second.state.tasks["task"].state == "cancelled")
+    _gates["again"].set()
+    await until(lambda: not second.state.tasks)
+    assert not lifetimes
+
+
 class Lost:
     """Lives somewhere, but nobody can say where."""
 
