@@ -398,6 +398,45 @@ async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
     assert not lifetimes
 
 
+def device_at_the_gate(array: SimulatedArray, gate: str) -> int:
+    if gate:
+        _gates[f"{gate}, started"].set()
+        pass_gate(gate)
+    return array.device.device_id
+
+
+@pytest.mark.parametrize("gate", ["", "outlives"])
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 32)])
+async def test_what_is_read_when_the_plugin_goes_is_let_go_after_that(
+    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine, gate: str
+) -> None:
+    """By a task that is done, or by one that runs on."""
+    await client.register_plugin(DevicePlugin())
+    pending = [True]
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+        await x
+    machine.faults.inject(
+        "cuEventQuery",
+        CUresult.CUDA_ERROR_NOT_READY,
+        times=10**6,
+        when=lambda event: pending[0],
+    )
+    with dask.annotate(device=1):
+        task = client.submit(device_at_the_gate, x, gate)
+    await (until(_gates[f"{gate}, started"].is_set) if gate else task)
+    await client.unregister_worker_plugin("devctx")
+    _gates[gate].set()
+    assert await task == 1
+    x.release()
+    task.release()
+    await until(lambda: not worker.state.tasks)
+    gc.collect()
+    assert [gpu.used_memory for gpu in machine.gpus[:2]] == [800, 800]
+    pending[0] = False
+    await until(lambda: not any(gpu.used_memory for gpu in machine.gpus))
+
+
 class Lost:
     """Lives somewhere, but nobody can say where."""
 
