@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import suppress
 
 from dask.utils import parse_timedelta
 from distributed import Worker
@@ -14,6 +15,24 @@ from dask_devctx import config
 _LOOK_INTERVAL_MS = 1000
 
 
+def switch_interval() -> float | None:
+    """Return the switch interval that is configured, in seconds; None where it is left alone.
+
+    Raises
+    ------
+    ValueError
+        It is no time.
+    """
+    wanted = config.get("switch-interval")
+    if wanted is None:
+        return None
+    with suppress(KeyError, TypeError, ValueError):  # as dask raises, by what is wrong
+        seconds = float(parse_timedelta(wanted))
+        if 0 < seconds < 1000:  # Python takes no more than an int of microseconds
+            return seconds
+    raise ValueError(f"devctx.switch-interval is a time such as '100us', or null; got {wanted!r}")
+
+
 class Interpreter:
     """While it is open, a worker's Python is set for threads that drive GPUs.
 
@@ -21,6 +40,8 @@ class Interpreter:
     ----------
     worker
         The worker, on whose event loop this is called.
+    interval_s
+        The switch interval, in seconds; None leaves it.
 
     Notes
     -----
@@ -41,15 +62,14 @@ class Interpreter:
     _interval_before = 0.0
     _interval = 0.0  # as it was set, and as Python rounds it
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, interval_s: float | None) -> None:
         self._worker = worker
         self._modules = 0
         self._looking: PeriodicCallback | None = None
-        interval = config.get("switch-interval")
         if not Interpreter._open:
             Interpreter._interval_before = sys.getswitchinterval()
-            if interval is not None:
-                sys.setswitchinterval(parse_timedelta(interval))
+            if interval_s is not None:
+                sys.setswitchinterval(interval_s)
             Interpreter._interval = sys.getswitchinterval()
         Interpreter._open += 1
         if config.get("gc-freeze") and worker.nanny:

@@ -17,7 +17,7 @@ from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, end_failed_worker, marks
 from dask_devctx.inputs import Inputs
-from dask_devctx.interpreter import Interpreter
+from dask_devctx.interpreter import Interpreter, switch_interval
 from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
 from dask_devctx.placement import NoDevices, Placement
@@ -161,7 +161,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self._tasks = worker.state.tasks  # looked into at every transition of every task
         self.placement: Placement | NoDevices
         failure: Exception | None = None
+        history, interval_s = 0, None
         try:
+            _check_count("devctx.history", config.get("history"), least=0)
+            history = config.get("history")
+            interval_s = switch_interval()
             self.share = self._take(worker)
             self.placement = Placement(
                 self.share.devices, self.tasks_per_device, self.policy, nbytes_by_device
@@ -170,7 +174,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             failure = error
             self.placement = NoDevices(error)
         self._unannotated: Unannotated = "leave" if failure else self.unannotated
-        self.record = Record(self.placement.devices, self.tasks_per_device)
+        self.record = Record(self.placement.devices, self.tasks_per_device, history)
         worker.metrics[Record.metric] = self.record.metrics
         self.guard = Guard(
             self.placement.devices,
@@ -194,7 +198,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         }
         worker.executors.update(self.pools)
         self.actors = PinnedActors(worker, self.guard)
-        self.interpreter = Interpreter(worker)
+        self.interpreter = Interpreter(worker, interval_s)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
         return failure
 

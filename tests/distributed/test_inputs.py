@@ -376,9 +376,7 @@ async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
 
     def ask() -> tuple[Any, Any]:
         x = client.submit(make, key="x", workers=[first.address])
-        return x, client.submit(
-            total_at_the_gate, x, "again", key="task", workers=[second.address]
-        )
+        return x, client.submit(total_at_the_gate, x, "again", key="task", workers=[second.address])
 
     x, task = ask()
     await until(_gates["again, started"].is_set)

@@ -55,9 +55,9 @@ async def test_what_others_set_between_two_workers_stays(
 ) -> None:
     before = sys.getswitchinterval()
     try:
-        first = Interpreter(workers[0])
+        first = Interpreter(workers[0], 0.0001)
         sys.setswitchinterval(0.002)
-        second = Interpreter(workers[1])
+        second = Interpreter(workers[1], 0.0001)
         first.close()
         second.close()
         assert sys.getswitchinterval() == pytest.approx(0.002, rel=0.02)
