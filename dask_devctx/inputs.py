@@ -12,7 +12,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Final
 
-from tornado.ioloop import PeriodicCallback
+from tornado.ioloop import IOLoop, PeriodicCallback
 
 from dask_devctx.device import Device
 from dask_devctx.errors import DevctxError
@@ -34,10 +34,6 @@ Copies = list[tuple[Lifetime, Any]]
 # Of what nobody knows when it goes: no copy of it is kept.
 _UNKNOWN = Lifetime()
 _UNKNOWN.ended = True
-
-
-def _release() -> None:
-    release_held()
 
 
 class Inputs:
@@ -76,18 +72,25 @@ class Inputs:
         self._later: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._open = True
         threading.Thread(target=self._do_later, name="devctx-copies", daemon=True).start()
-        self._release = PeriodicCallback(_release, _RELEASE_INTERVAL_MS)
-        self._release.start()
+        self._loop = IOLoop.current()
+        self._releasing = PeriodicCallback(self._release, _RELEASE_INTERVAL_MS)
+        self._release()
 
     def close(self) -> None:
-        """Start no more copies, and forget those that are there."""
-        self._release.stop()
+        """Start no more copies, and forget those that are there; what is read stays until then."""
         self._open = False
         self._later.put(None)
         for lifetime in self.lifetimes.values():  # what runs now keeps no copies any more
             self.replicas.forget(lifetime)
         self.lifetimes.clear()
-        release_held()
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of what was read, now and later: while it is open, or something is still read."""
+        if not release_held() and not self._open:
+            self._releasing.stop()
+        elif not self._releasing.is_running():
+            self._releasing.start()
 
     # -- a value's way
 
@@ -175,14 +178,19 @@ class Inputs:
         if copies:
             # A result on the host says nothing of work that may not be done.
             known = after is not None and device in after.devices
-            self.replicas.used(copies, device, after if known else Stamp.of_devices([device]))
+            self._used(copies, device, after if known else Stamp.of_devices([device]))
         return after
 
     def gave_up(self, copies: Copies, device: Device) -> None:
         """Note that a task raised: what it gave to its device until then may still run."""
         if copies:
             with suppress(DevctxError):  # the device is not well; the task's own exception counts
-                self.replicas.used(copies, device, Stamp.of_devices([device]))
+                self._used(copies, device, Stamp.of_devices([device]))
+
+    def _used(self, copies: Copies, device: Device, after: Stamp | None) -> None:
+        self.replicas.used(copies, device, after)
+        if not self._open:  # the task outlived the plugin, and nobody looks any more
+            self._loop.add_callback(self._release)
 
     def drop_replicas(self, device: Device) -> int:
         """Drop the copies on a device whose memory ran out; return their bytes."""

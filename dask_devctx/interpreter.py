@@ -13,6 +13,23 @@ from dask_devctx import config
 _LOOK_INTERVAL_MS = 1000
 
 
+def switch_interval() -> float | None:
+    """Return the switch interval that is configured, in seconds; None where it is left alone.
+
+    Raises
+    ------
+    ValueError
+        It is no time, or out of range.
+    """
+    found = config.seconds("switch-interval")
+    if found is not None and not 0 < found < 1000:  # Python keeps it as an int of microseconds
+        raise ValueError(
+            "devctx.switch-interval is between 1us and 1000s, or null; got "
+            f"{config.get('switch-interval')!r}"
+        )
+    return found
+
+
 class Interpreter:
     """While it is open, a worker's Python is set for threads that drive GPUs.
 
@@ -20,6 +37,8 @@ class Interpreter:
     ----------
     worker
         The worker, on whose event loop this is called.
+    interval_s
+        The switch interval, in seconds; None leaves it.
 
     Notes
     -----
@@ -38,18 +57,18 @@ class Interpreter:
 
     _open = 0
     _interval_before = 0.0
+    _interval = 0.0  # as it was set, and as Python rounds it
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, interval_s: float | None) -> None:
         self._worker = worker
         self._modules = 0
         self._looking: PeriodicCallback | None = None
-        interval = config.seconds("switch-interval")
         if not Interpreter._open:
             Interpreter._interval_before = sys.getswitchinterval()
-            if interval is not None:
-                sys.setswitchinterval(interval)
+            if interval_s is not None:
+                sys.setswitchinterval(interval_s)
+            Interpreter._interval = sys.getswitchinterval()
         Interpreter._open += 1
-        self._interval = sys.getswitchinterval()
         if config.get("gc-freeze") and worker.nanny:
             self._looking = PeriodicCallback(self._freeze_when_idle, _LOOK_INTERVAL_MS)
             self._looking.start()
@@ -60,7 +79,7 @@ class Interpreter:
             self._looking.stop()
             gc.unfreeze()
         Interpreter._open -= 1
-        if not Interpreter._open and sys.getswitchinterval() == self._interval:
+        if not Interpreter._open and sys.getswitchinterval() == Interpreter._interval:
             sys.setswitchinterval(Interpreter._interval_before)
 
     def _freeze_when_idle(self) -> None:

@@ -86,7 +86,7 @@ async def refuse(worker: Worker, error: Exception) -> None:
     worker on a machine without GPUs; one whose machine's devices are taken would run tasks on
     devices that are others'.
     """
-    if worker.status != Status.running:
+    if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start
         return
     joining = not worker.periodic_callbacks["heartbeat"].is_running()

@@ -13,7 +13,7 @@ from dask_devctx.device import Device
 from dask_devctx.pools import submitting
 
 if TYPE_CHECKING:
-    from dask_devctx.inputs import Inputs
+    from dask_devctx.inputs import Copies, Inputs
     from dask_devctx.lifetime import Lifetime
     from dask_devctx.transfer import Stamp
 
@@ -90,9 +90,21 @@ class PinnedTask:
         assert isinstance(device, Device)
         brought, copies = inputs.bring(data, self.lifetimes, device) if data else (data, [])
         if self.task.is_coro:  # type: ignore[attr-defined]
-            return self.task(brought)
+            return self._awaited(brought, copies)
         try:
             result = self.task(brought)
+        except BaseException:
+            inputs.gave_up(copies, device)
+            raise
+        self.made = inputs.made(result, copies, device)
+        return result
+
+    async def _awaited(self, brought: Any, copies: Copies) -> Any:
+        inputs, device = self.inputs, self.device
+        assert inputs is not None
+        assert isinstance(device, Device)
+        try:
+            result = await self.task(brought)
         except BaseException:
             inputs.gave_up(copies, device)
             raise

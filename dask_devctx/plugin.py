@@ -17,7 +17,7 @@ from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, end_failed_worker, marks
 from dask_devctx.inputs import Inputs
-from dask_devctx.interpreter import Interpreter
+from dask_devctx.interpreter import Interpreter, switch_interval
 from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinned import PinnedTask
 from dask_devctx.placement import NoDevices, Placement
@@ -133,7 +133,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.unannotated not in ("assign", "leave"):
             raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
         _check_count("devctx.history", config.get("history"), least=0)
-        config.seconds("switch-interval")
+        switch_interval()
 
     # -- dask's hooks
 
@@ -166,7 +166,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self._tasks = worker.state.tasks  # looked into at every transition of every task
         self.placement: Placement | NoDevices
         failure: Exception | None = None
+        history, interval_s = 0, None
         try:
+            _check_count("devctx.history", config.get("history"), least=0)
+            history = config.get("history")
+            interval_s = switch_interval()
             self.share = self._take(worker)
             self.placement = Placement(
                 self.share.devices, self.tasks_per_device, self.policy, nbytes_by_device
@@ -175,7 +179,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             failure = error
             self.placement = NoDevices(error)
         self._unannotated: Unannotated = "leave" if failure else self.unannotated
-        self.record = Record(self.placement.devices, self.tasks_per_device)
+        self.record = Record(self.placement.devices, self.tasks_per_device, history)
         worker.metrics[Record.metric] = self.record.metrics
         self.guard = Guard(
             self.placement.devices,
@@ -199,7 +203,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         }
         worker.executors.update(self.pools)
         self.actors = PinnedActors(worker, self.guard)
-        self.interpreter = Interpreter(worker)
+        self.interpreter = Interpreter(worker, interval_s)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
         return failure
 
@@ -239,10 +243,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if ts is not None and ts.state == "executing":
             if ts.run_spec.__class__ is not PinnedTask:
                 self._pin(ts)
-        elif key in self.placement.placed and (ts is None or ts.state not in _UNDER_WAY):
-            self._done(key, ts)
-            if finish == "long-running":
+        elif key in self.placement.placed:
+            if finish == "long-running":  # also of one that was cancelled, and stays so
                 self.guard.seceded(key)
+            if ts is None or ts.state not in _UNDER_WAY:
+                self._done(key, ts)
         if start == "memory" and self.inputs is not None:
             self.inputs.forget(key)
 
@@ -286,7 +291,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         )
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
-            pinned.lifetimes = {dep.key: known[dep.key] for dep in ts.dependencies}
+            # One that is asked for again while it runs may have lost its inputs meanwhile.
+            pinned.lifetimes = {
+                dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
+            }
             if inputs and self.placement.waits(device):
                 self.inputs.start_moving(inputs, pinned.lifetimes, device)
         if self._advice:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dask_devctx import config, discovery, driver
+from dask_devctx import discovery, driver
 from dask_devctx.device import Device
 
 # The key under which a task's metadata and a task's row name the device.
@@ -83,13 +83,15 @@ class Record:
         The worker's devices.
     tasks_per_device
         How many tasks run on a device at a time.
+    history
+        How many tasks are remembered.
 
     Attributes
     ----------
     runs
-        The latest tasks, the last one last, ``devctx.history`` of them at most.
+        The latest tasks, the last one last.
     refusals
-        The latest tasks that got no device, as many at most.
+        The latest tasks that got no device.
 
     Notes
     -----
@@ -99,9 +101,9 @@ class Record:
 
     metric = "devctx"
 
-    def __init__(self, devices: Sequence[Device], tasks_per_device: int) -> None:
-        self.runs: deque[TaskRun] = deque(maxlen=config.get("history"))
-        self.refusals: deque[RefusedTask] = deque(maxlen=self.runs.maxlen)
+    def __init__(self, devices: Sequence[Device], tasks_per_device: int, history: int) -> None:
+        self.runs: deque[TaskRun] = deque(maxlen=history)
+        self.refusals: deque[RefusedTask] = deque(maxlen=history)
         self._tallies = {device: _Tally(device) for device in devices}
         self._tasks_per_device = tasks_per_device
 

@@ -278,13 +278,29 @@ async def test_nothing_is_remembered_of_tasks_that_came_to_nothing(
     assert stamps() == before
 
 
-@one_worker()
-async def test_a_copy_outlives_the_kernels_of_a_task_that_raised(
-    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
-) -> None:
-    def launch_and_raise(array: SimulatedArray) -> None:
-        raise ValueError(array.device.device_id)
+def launch_and_raise(array: SimulatedArray) -> None:
+    raise ValueError(array.device.device_id)
 
+
+async def launch_in_a_coroutine_and_raise(array: SimulatedArray) -> None:
+    raise ValueError(array.device.device_id)
+
+
+async def launch_in_a_coroutine(array: SimulatedArray) -> int:
+    return array.device.device_id
+
+
+@pytest.mark.parametrize(
+    "launch", [launch_and_raise, launch_in_a_coroutine_and_raise, launch_in_a_coroutine]
+)
+@one_worker()
+async def test_a_copy_outlives_the_kernels_of_a_task(
+    client: Client,
+    scheduler: Any,
+    worker: Worker,
+    machine: SimulatedMachine,
+    launch: Callable[[SimulatedArray], Any],
+) -> None:
     pending = [True]
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
@@ -296,13 +312,14 @@ async def test_a_copy_outlives_the_kernels_of_a_task_that_raised(
         when=lambda event: pending[0],
     )
     with dask.annotate(device=1):
-        failed = client.submit(launch_and_raise, x, pure=False)
-    assert str(await failed.exception()) == "1"
-    failed.release()
+        task = client.submit(launch, x, pure=False)
+    await wait([task])
+    assert str(await (task.exception() if task.status == "error" else task)) == "1"
+    task.release()
     x.release()
     await until(lambda: not worker.state.tasks)
     gc.collect()
-    assert worker.plugins["devctx"].inputs.replicas.nbytes(1) == 0
+    await until(lambda: worker.plugins["devctx"].inputs.replicas.nbytes(1) == 0)
     assert machine.gpus[1].used_memory == 800
     pending[0] = False
     await until(lambda: machine.gpus[1].used_memory == 0)
@@ -341,6 +358,81 @@ async def test_a_task_that_outlives_the_plugin_leaves_no_copy(
     _gates["unregistered"].set()
     assert await client.gather([busy, late]) == [True, (1,)]
     assert inputs.replicas.nbytes(1) == 0
+
+
+def total_at_the_gate(array: SimulatedArray, gate: str) -> float:
+    _gates[f"{gate}, started"].set()
+    pass_gate(gate)
+    return float(array.sum())
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
+async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
+    client: Client, scheduler: Any, first: Worker, second: Worker
+) -> None:
+    """It is not fetched again: the task that runs still has it."""
+    await client.register_plugin(DevicePlugin())
+    lifetimes = second.plugins["devctx"].inputs.lifetimes
+
+    def ask() -> tuple[Any, Any]:
+        x = client.submit(make, key="x", workers=[first.address])
+        return x, client.submit(total_at_the_gate, x, "again", key="task", workers=[second.address])
+
+    x, task = ask()
+    await until(_gates["again, started"].is_set)
+    assert list(lifetimes) == ["x"]
+    x.release()
+    task.release()
+    await until(lambda: "x" not in second.data)
+    assert not lifetimes
+    x, task = ask()
+    await until(lambda: second.state.tasks["task"].state == "executing")
+    assert "x" not in second.data
+    x.release()
+    task.release()
+    await until(lambda: second.state.tasks["task"].state == "cancelled")
+    _gates["again"].set()
+    await until(lambda: not second.state.tasks)
+    assert not lifetimes
+
+
+def device_at_the_gate(array: SimulatedArray, gate: str) -> int:
+    if gate:
+        _gates[f"{gate}, started"].set()
+        pass_gate(gate)
+    return array.device.device_id
+
+
+@pytest.mark.parametrize("gate", ["", "outlives"])
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 32)])
+async def test_what_is_read_when_the_plugin_goes_is_let_go_after_that(
+    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine, gate: str
+) -> None:
+    """By a task that is done, or by one that runs on."""
+    await client.register_plugin(DevicePlugin())
+    pending = [True]
+    with dask.annotate(device=0):
+        x = client.submit(make, pure=False)
+        await x
+    machine.faults.inject(
+        "cuEventQuery",
+        CUresult.CUDA_ERROR_NOT_READY,
+        times=10**6,
+        when=lambda event: pending[0],
+    )
+    with dask.annotate(device=1):
+        task = client.submit(device_at_the_gate, x, gate)
+    await (until(_gates[f"{gate}, started"].is_set) if gate else task)
+    await client.unregister_worker_plugin("devctx")
+    _gates[gate].set()
+    assert await task == 1
+    x.release()
+    task.release()
+    await until(lambda: not worker.state.tasks)
+    gc.collect()
+    assert [gpu.used_memory for gpu in machine.gpus[:2]] == [800, 800]
+    pending[0] = False
+    await until(lambda: not any(gpu.used_memory for gpu in machine.gpus))
 
 
 class Lost:

@@ -14,6 +14,7 @@ from distributed import Client
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster
+from dask_devctx.interpreter import Interpreter
 from dask_devctx.out_of_memory import release_caches
 
 
@@ -43,6 +44,22 @@ async def test_what_others_set_meanwhile_stays(client: Any, scheduler: Any, work
         await client.register_plugin(DevicePlugin())
         sys.setswitchinterval(0.002)
         await client.unregister_worker_plugin("devctx")
+        assert sys.getswitchinterval() == pytest.approx(0.002, rel=0.02)
+    finally:
+        sys.setswitchinterval(before)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2)
+async def test_what_others_set_between_two_workers_stays(
+    client: Any, scheduler: Any, *workers: Any
+) -> None:
+    before = sys.getswitchinterval()
+    try:
+        first = Interpreter(workers[0], 0.0001)
+        sys.setswitchinterval(0.002)
+        second = Interpreter(workers[1], 0.0001)
+        first.close()
+        second.close()
         assert sys.getswitchinterval() == pytest.approx(0.002, rel=0.02)
     finally:
         sys.setswitchinterval(before)

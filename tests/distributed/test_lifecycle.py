@@ -9,7 +9,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Event, Worker, worker_client
+from distributed import Event, Status, Worker, worker_client
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import DeviceNotFoundError, DevicePlugin
@@ -186,6 +186,39 @@ async def test_the_other_way_out_is_to_register_devices_that_exist(
     assert "register it again with devices that exist" in caught.value.__notes__[0]
     await client.register_plugin(DevicePlugin(devices=[1]))
     assert await client.submit(here) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("switch-interval", "fast"), ("switch-interval", 0), ("history", "all")]
+)
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_worker_whose_own_configuration_is_wrong(
+    client: Any, scheduler: Any, worker: Any, key: str, value: object
+) -> None:
+    """It is told where the plugin is registered, and the plugin is undone as any other."""
+    before = state_of(worker)
+    plugin = DevicePlugin()  # made where the configuration is right
+    with (
+        dask.config.set({f"devctx.{key}": value}),
+        pytest.raises(ValueError, match=f"devctx.{key} .*got {value!r}"),
+    ):
+        await client.register_plugin(plugin)
+    assert await client.submit(here, "unannotated") is None
+    with dask.annotate(device=1):
+        assert isinstance(await client.submit(here, "annotated").exception(), ValueError)
+    await client.unregister_worker_plugin("devctx")
+    assert state_of(worker)[:3] == before[:3]
+    assert await client.submit(here) is None
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_paused_worker_is_told_the_way_out_too(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    worker.status = Status.paused
+    with pytest.raises(DeviceNotFoundError, match="no device 7") as caught:
+        await client.register_plugin(DevicePlugin(devices=[7]))
+    assert "client.unregister_worker_plugin" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(("nthreads", "told"), [(4, True), (8, False)])

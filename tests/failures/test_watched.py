@@ -15,7 +15,8 @@ from typing import Any
 import dask
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, Future, Reschedule, wait, worker_client
+from distributed import Client, Future, Reschedule, get_worker, secede, wait, worker_client
+from distributed.utils_test import gen_cluster
 
 from dask_devctx import (
     Device,
@@ -328,6 +329,34 @@ def test_a_watched_task_can_wait_for_watched_ones_in_a_cluster(client: Client) -
     assert outer.result(timeout=30) == 12
     assert client.gather(inner) == [0, 2, 4, 6]
     assert [number for number, _ in client.gather(more)] == [*range(4)]
+
+
+_go_on = threading.Event()
+
+
+def secede_once_cancelled(key: str) -> None:
+    ts = get_worker().state.tasks[key]
+    while ts.state != "cancelled":
+        time.sleep(0.005)
+    secede()
+    _go_on.wait(30)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_watched_task_that_secedes_when_it_was_cancelled_is_not_waited_for(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    try:
+        with dask.annotate(device=0, **{WATCHED: True}):
+            cancelled = client.submit(secede_once_cancelled, "cancelled", key="cancelled")
+        while worker.state.executing_count == 0:
+            await asyncio.sleep(0.01)
+        await cancelled.cancel()
+        with dask.annotate(device=1, **{WATCHED: True}):
+            assert await asyncio.wait_for(client.submit(double, 1).result(), 10) == 2
+    finally:
+        _go_on.set()
 
 
 class _Scheduler:
