@@ -308,6 +308,7 @@ def main(given: list[str] | None = None) -> int:
         "distributed.admin.log-length": 100,
         "distributed.scheduler.dashboard.tasks.task-stream-length": 100,
         "distributed.diagnostics.computations.max-history": 10,
+        "distributed.worker.profile.enabled": False,  # an hour of samples, the more the deeper
         "distributed.scheduler.allowed-failures": 100,
         # Dask alone gives a worker up that is lost twice within this time.
         "distributed.deploy.lost-worker-timeout": "1 hour",
