@@ -1,4 +1,4 @@
-"""The ``device`` annotation: what a task asks for, as the worker reads it."""
+"""What a task asks for: its ``device`` annotation, or the device that its function carries."""
 
 from __future__ import annotations
 
@@ -6,15 +6,28 @@ from collections.abc import Hashable, Mapping
 from typing import Any, Final, Literal
 
 from dask_devctx.device import Device
-from dask_devctx.selection import ACCEPTED, AUTO, NO_DEVICE
+from dask_devctx.selection import ACCEPTED, AUTO, CURRENT, NO_DEVICE
+from dask_devctx.tasks import DeviceFunction
 
 ANNOTATION: Final = "device"
 
 Unannotated = Literal["assign", "leave"]
 
 
+def carried_device(task: object) -> object:
+    """Return the device that a task's own function names, ``on_device(...)(fn)``; None for none.
+
+    Where dask has fused the function with others, the task is all of them and names none.
+    """
+    fn = getattr(task, "func", None)
+    return fn.which if fn.__class__ is DeviceFunction else None
+
+
 def requested_device(
-    annotations: Mapping[str, Any] | None, key: Hashable, unannotated: Unannotated
+    annotations: Mapping[str, Any] | None,
+    key: Hashable,
+    unannotated: Unannotated,
+    task: object = None,
 ) -> object:
     """Return what a task asks for.
 
@@ -26,6 +39,8 @@ def requested_device(
         The task's key, which a callable annotation is given.
     unannotated
         What a task that says nothing gets: ``"assign"`` or ``"leave"``.
+    task
+        What is to be executed, which may carry a device; the annotation wins.
 
     Returns
     -------
@@ -33,14 +48,22 @@ def requested_device(
         ``"auto"`` for any device, None for none, else what :class:`~dask_devctx.Device` is to make
         a device of; that is not tried here.
     """
-    if not annotations or ANNOTATION not in annotations:
-        return AUTO if unannotated == "assign" else None
-    wanted = annotations[ANNOTATION]
+    if annotations and ANNOTATION in annotations:
+        wanted = annotations[ANNOTATION]
+    else:
+        wanted = carried_device(task)
+        if wanted is None:
+            return AUTO if unannotated == "assign" else None
     if wanted.__class__ is int:
         return wanted
     if callable(wanted) and not isinstance(wanted, (type, Device)):
         wanted = wanted(key)
-    return None if isinstance(wanted, str) and wanted == NO_DEVICE else wanted
+    if isinstance(wanted, str):
+        if wanted == NO_DEVICE:
+            return None
+        if wanted in CURRENT:  # of a task, that is the one that it is given
+            return AUTO
+    return wanted
 
 
 def not_an_annotation(wanted: object) -> TypeError:

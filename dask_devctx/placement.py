@@ -193,7 +193,7 @@ class Placement:
                 f"The machine has {device.info}, which this worker does not use, and no worker "
                 "that uses it was found, among those that the task may run on",
             )
-        if name[0] in (int, str) and wanted not in ("cuda", "gpu"):
+        if name[0] in (int, str):
             self._named[name] = device
         return device
 

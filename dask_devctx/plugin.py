@@ -257,7 +257,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """Wrap the task, and send it to its device's threads unless it asked for others."""
         annotations = ts.annotations
         try:
-            wanted = requested_device(annotations, ts.key, self._unannotated)
+            wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
                 self._done(ts.key, None)  # where it was asked for again, in other words
                 return

@@ -12,7 +12,7 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx import config, selection
-from dask_devctx.annotations import ANNOTATION, requested_device
+from dask_devctx.annotations import ANNOTATION, carried_device, requested_device
 from dask_devctx.device import Device
 from dask_devctx.discovery import DeviceInfo, Inventory
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
@@ -145,13 +145,20 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self,
         scheduler: Scheduler,
         *,
+        tasks: Iterable[Hashable],
         annotations: Mapping[str, Mapping[Hashable, Any]],
         **kwargs: Any,
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
-        keys = annotations.get(ANNOTATION)
-        if keys:
-            self._note_wishes(scheduler.tasks[key] for key in keys)
+        annotated = annotations.get(ANNOTATION, {})
+        touched = [ts for key in tasks if (ts := scheduler.tasks.get(key)) is not None]
+        self._note_wishes(
+            ts
+            for ts in touched
+            if ts.key in annotated
+            # one that was noted before has restrictions that are not its user's
+            or (carried_device(ts.run_spec) is not None and ts not in self._wishes)
+        )
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         if worker not in self._cluster.holdings:  # else it spoke before it joined
@@ -286,10 +293,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
 def _wanted(ts: Any) -> object:
     """Return the device that a task names, or None where it names none."""
-    if not ts.annotations or ANNOTATION not in ts.annotations:
-        return None
     try:
-        wanted = requested_device(ts.annotations, ts.key, "leave")
+        wanted = requested_device(ts.annotations, ts.key, "leave", ts.run_spec)
     except Exception:  # a user's callable: the worker calls it again, and fails the task
         return None
     return None if isinstance(wanted, str) and wanted == AUTO else wanted

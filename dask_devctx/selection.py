@@ -19,6 +19,9 @@ ACCEPTED = (
 AUTO: Final = "auto"
 NO_DEVICE: Final = "none"
 
+# What torch calls the device that is current.
+CURRENT: Final = frozenset({"cuda", "gpu"})
+
 _ORDINAL = re.compile(r"(?:(?:cuda|gpu):)?([0-9]{1,9})")
 _PCI_BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f][0-9a-f-]*", re.IGNORECASE)
@@ -75,7 +78,7 @@ def _by_ordinal(ordinal: int, which: object, inventory: Inventory) -> DeviceInfo
 
 
 def _by_name(name: str, inventory: Inventory) -> DeviceInfo | None:
-    if name in ("cuda", "gpu"):
+    if name in CURRENT:
         return None
     if match := _ORDINAL.fullmatch(name):
         return _by_ordinal(int(match[1]), name, inventory)

@@ -1,0 +1,69 @@
+"""A function that carries its device, ``on_device(...)(fn)``, is heeded as an annotation is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import dask
+import pytest
+from distributed.utils_test import gen_cluster
+
+from dask_devctx import Device, DeviceNotFoundError, DevicePlugin, SimulatedArray, on_device
+from tests.distributed.devices import here
+
+
+def slow_where(number: int) -> tuple[int | None, str]:
+    time.sleep(0.02)
+    return here(), threading.current_thread().name
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)])
+async def test_a_function_that_carries_its_device(client: Any, scheduler: Any, worker: Any) -> None:
+    """As if it were annotated: it waits for its turn there, and its inputs come to it."""
+    await client.register_plugin(DevicePlugin())
+    for where, name in await client.gather(client.map(on_device(1)(slow_where), range(6))):
+        assert where == 1
+        assert name.startswith("devctx-cuda:1-")
+    with dask.annotate(device=0):
+        there = client.submit(lambda: SimulatedArray((10,)))
+    assert await client.submit(on_device(2)(lambda x: (x + 1).device.device_id), there) == 2
+    with dask.annotate(device=3):  # the annotation wins, until the function is called
+        where, name = await client.submit(on_device(1)(slow_where), 7)
+    assert where == 1
+    assert name.startswith("devctx-cuda:3-")
+    error = await client.submit(on_device(9)(slow_where), 8).exception()
+    assert isinstance(error, DeviceNotFoundError)
+
+
+@pytest.mark.parametrize("name", ["cuda", "gpu"])
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)])
+async def test_torchs_word_for_its_own_device(
+    client: Any, scheduler: Any, worker: Any, name: str
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    with dask.annotate(device=name):
+        annotated = client.map(here, range(8), pure=False)
+    carried = client.map(on_device(name)(here), range(8), pure=False)
+    assert set(await client.gather(annotated)) == set(await client.gather(carried)) == {0, 1, 2, 3}
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)] * 2)
+async def test_it_is_led_to_the_worker_that_has_the_device(
+    client: Any, scheduler: Any, *workers: Any
+) -> None:
+    await client.register_plugin(DevicePlugin(devices_per_worker=2))
+    for ordinal in range(4):
+        carried = client.map(on_device(ordinal)(here), range(6), pure=False)
+        assert await client.gather(carried) == [ordinal] * 6
+        (has_it,) = {
+            ts.processing_on or next(iter(ts.who_has))
+            for ts in map(scheduler.tasks.__getitem__, (future.key for future in carried))
+        }
+        (owner,) = [
+            worker
+            for worker in workers
+            if Device(ordinal) in worker.plugins["devctx"].placement.devices
+        ]
+        assert has_it.address == owner.address
