@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 import warnings
@@ -19,6 +20,12 @@ from dask_devctx.device import Device
 from dask_devctx.device import devices as all_devices
 from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin, check_devices
 from dask_devctx.routing import DeviceRouting
+
+# What who comes from dask-cuda writes, and dask's servers would refuse in a worker's log.
+_DASK_CUDAS = frozenset(
+    {"CUDA_VISIBLE_DEVICES", "device_memory_limit", "jit_unspill", "rmm_async"}
+    | {"rmm_managed_memory", "rmm_maximum_pool_size", "rmm_pool_size", "enable_cudf_spill"}
+)
 
 
 class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
@@ -39,7 +46,6 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         that a queue for one device does not keep another waiting.
     plugin
         The plugin itself, instead of ``devices``, ``devices_per_worker`` and ``tasks_per_device``.
-        Without ``devices_per_worker`` its workers have all devices together.
     **kwargs
         What ``LocalCluster`` takes.
 
@@ -76,6 +82,12 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         plugin: DevicePlugin | None = None,
         **kwargs: Any,
     ) -> None:
+        theirs = sorted(kwargs.keys() & _DASK_CUDAS)
+        if theirs:
+            raise TypeError(
+                f"{', '.join(theirs)}: of LocalCUDACluster. Its devices are devices=[...] here; "
+                "what stands in for the others is in docs/from-dask-cuda.md"
+            )
         for_plugin = sorted(kwargs.keys() & inspect.signature(DevicePlugin).parameters.keys())
         if for_plugin:
             example = ", ".join(f"{name}={kwargs[name]!r}" for name in for_plugin)
@@ -97,6 +109,9 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
             raise TypeError("give either a plugin, or what it is made of")
         else:
             used = _found(plugin.devices)
+            if plugin.devices_per_worker is None and n_workers > 1:
+                plugin = copy.copy(plugin)
+                plugin.devices_per_worker = _even_share(len(used), n_workers)
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)

@@ -45,7 +45,7 @@ def threads(cluster: LocalDeviceCluster) -> list[int]:
         ({"n_workers": 2, "devices": [3, "cuda:1"]}, [[1], [3]]),
         ({"n_workers": 2, "devices_per_worker": 1}, [[0], [1]]),
         ({"devices": [2]}, [[2]]),
-        ({"n_workers": 2, "plugin": DevicePlugin()}, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+        ({"n_workers": 2, "plugin": DevicePlugin()}, [[0, 1], [2, 3]]),
     ],
 )
 def test_who_gets_what(arguments: dict[str, Any], expected: list[list[int]]) -> None:
@@ -211,3 +211,18 @@ def _pid() -> int:
     import os
 
     return os.getpid()
+
+
+def test_a_plugin_without_a_share_is_given_one() -> None:
+    plugin = DevicePlugin(tasks_per_device=2)
+    with LocalDeviceCluster(2, processes=False, dashboard_address=":0", plugin=plugin) as cluster:
+        found = [worker.plugins["devctx"].placement.devices for worker in cluster.workers.values()]
+    assert sorted(device.device_id for used in found for device in used) == [0, 1, 2, 3]
+    assert [len(used) for used in found] == [2, 2]
+    assert plugin.devices_per_worker is None, "what was given is not changed"
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "rmm_pool_size"])
+def test_dask_cudas_arguments(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name}: .*devices=.*from-dask-cuda"):
+        LocalDeviceCluster(**{name: "1"})  # type: ignore[arg-type]
