@@ -31,7 +31,7 @@ def need(*modules):
 
 
 def nested(first, second, third):
-    """Ours, theirs, ours, theirs, ours; then theirs, ours, theirs, ours: at each level, exact."""
+    """Ours around theirs, then theirs around ours, three of each: at each level, exact."""
     import contextlib
     import ctypes
     import importlib
@@ -99,11 +99,8 @@ def nested(first, second, third):
 
     @contextlib.contextmanager
     def theirs(name, ordinal):
-        bare = not current()
         with scope_of(name, ordinal):
-            # Where nothing is current, theirs of the first device may bind nothing until there is
-            # work: the runtime says that this device is current already.
-            assert bare or Device.current() is Device(ordinal), (name, ordinal, Device.current())
+            assert Device.current() is Device(ordinal), (name, ordinal, Device.current())
             assert (where := work(name)) == ordinal, (name, ordinal, where, Device.current())
             yield
             assert Device.current() is Device(ordinal), (name, ordinal, Device.current())
@@ -126,10 +123,14 @@ def nested(first, second, third):
                 assert Device.current() is Device(b)
             assert Device.current() is Device(a)
         assert current() == 0
-        with theirs(first, a), ours(b), theirs(second, a), ours(b), theirs(third, a), ours(b):
-            assert Device.current() is Device(b)
-        ok(types.cuCtxSetCurrent(types.CUcontext(0)))  # what they left is theirs
-        primaries[a] = Device(a).primary_context.handle
+        # Theirs around ours, on a thread that has a context. Without one CuPy launches on nothing
+        # where its pool has memory already, and torch goes on with the device that it was on.
+        primaries[a] = mine = Device(a).primary_context.handle
+        ok(types.cuCtxSetCurrent(types.CUcontext(mine)))
+        with theirs(first, b), ours(a), theirs(second, b), ours(a), theirs(third, b), ours(a):
+            assert Device.current() is Device(a)
+        assert current() == mine, "theirs did not come back to the caller's context"
+        ok(types.cuCtxSetCurrent(types.CUcontext(0)))
     assert len(set(primaries.values())) == 2
     for device in devices()[2:]:
         assert not device.primary_context.is_active, device
