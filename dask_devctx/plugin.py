@@ -15,7 +15,8 @@ from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
-from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, end_failed_worker, marks
+from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, marks
+from dask_devctx.failures.restart import end_failed_worker, refuse_data
 from dask_devctx.inputs import Inputs
 from dask_devctx.interpreter import Interpreter, switch_interval
 from dask_devctx.keeping import keep_annotations
@@ -321,6 +322,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
+        refuse_data(self.worker)  # now: whoever is told may ask before the event loop has its turn
         marks.tell(self.worker, str(failure.error), failure.suspects)
         self.worker.loop.add_callback(end_failed_worker, self.worker, failure)
 

@@ -4,6 +4,5 @@ from dask_devctx.failures.blame import Failure
 from dask_devctx.failures.charge import Charge
 from dask_devctx.failures.guard import Guard
 from dask_devctx.failures.guarded import GuardedMethod, GuardedTask
-from dask_devctx.failures.restart import end_failed_worker
 
-__all__ = ["Charge", "Failure", "Guard", "GuardedMethod", "GuardedTask", "end_failed_worker"]
+__all__ = ["Charge", "Failure", "Guard", "GuardedMethod", "GuardedTask"]

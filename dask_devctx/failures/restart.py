@@ -27,6 +27,11 @@ _REFUSING_S = 0.5
 _EXIT_STATUS = 70  # EX_SOFTWARE: what the nanny's log says of the process
 
 
+def refuse_data(worker: Worker) -> None:
+    """Hand on nothing that is in this process from now on; on any thread."""
+    worker.handlers["get_data"] = _refuse
+
+
 async def end_failed_worker(worker: Worker, failure: Failure) -> None:
     """End a worker whose process cannot use its devices any more.
 
@@ -53,7 +58,7 @@ async def end_failed_worker(worker: Worker, failure: Failure) -> None:
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it finds that it has memory enough.
     worker.status = Status.closing_gracefully
-    worker.handlers["get_data"] = _refuse
+    refuse_data(worker)
     # A worker that its scheduler removed is told to close, and closes its nanny too: this one is to
     # start another.
     nanny, worker.nanny = worker.nanny, None
