@@ -52,7 +52,7 @@ class Inputs:
 
     Notes
     -----
-    :meth:`bring`, :meth:`made` and :meth:`used` are called on the task's thread, inside its
+    :meth:`bring`, :meth:`made` and :meth:`gave_up` are called on the task's thread, inside its
     device's scope; all else from the worker's event loop, but for :meth:`drop_replicas`, which is
     called from either. One thread of its own starts copies ahead of their tasks, and drops those of
     values that dask let go.

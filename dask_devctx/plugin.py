@@ -133,7 +133,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             raise ValueError(f"synchronize must be True or False, got {self.synchronize!r}")
         if self.unannotated not in ("assign", "leave"):
             raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
-        _check_count("devctx.history", config.get("history"), least=0)
+        _history()
         switch_interval()
 
     # -- dask's hooks
@@ -169,8 +169,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         failure: Exception | None = None
         history, interval_s = 0, None
         try:
-            _check_count("devctx.history", config.get("history"), least=0)
-            history = config.get("history")
+            history = _history()
             interval_s = switch_interval()
             self.share = self._take(worker)
             self.placement = Placement(
@@ -350,6 +349,13 @@ def _advice(worker: Worker, running: int) -> str:
         f"others waiting. Start it with nthreads={LOOK_AHEAD * running}, which costs nothing here, "
         "because the devices' own threads run the tasks; LocalDeviceCluster does so"
     )
+
+
+def _history() -> int:
+    """Return how many tasks a worker remembers, as configured."""
+    count: int = config.get("history")
+    _check_count("devctx.history", count, least=0)
+    return count
 
 
 def _check_count(name: str, count: object, *, least: int = 1) -> None:
