@@ -6,6 +6,8 @@ each key means is in ``devctx.yaml``; what it may be, in ``devctx-schema.yaml``.
 
 from __future__ import annotations
 
+import difflib
+import warnings
 from importlib import resources
 from typing import Any
 
@@ -36,6 +38,19 @@ def get(key: str, given: Any = None) -> Any:
         return given
     # Whoever clears dask's configuration, as its own tests do, clears the defaults with it.
     return dask.config.get(f"devctx.{key}", defaults["devctx"][key])
+
+
+def warn_of_unknown_keys() -> None:
+    """Warn of keys of the section that mean nothing; dask takes a mistyped one without a word."""
+    known = [*defaults["devctx"], "simulated-host"]  # which only the environment can say
+    for key in dask.config.get("devctx", {}):
+        name = key.replace("_", "-")
+        if name not in known:
+            meant = "".join(f"; devctx.{near}?" for near in difflib.get_close_matches(name, known, 1))
+            variable = f"DASK_DEVCTX__{key.upper().replace('-', '_')}"
+            warnings.warn(
+                f"there is no devctx.{name} (in the environment {variable}){meant}", stacklevel=3
+            )
 
 
 def seconds(key: str) -> float | None:

@@ -112,6 +112,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         oom_retries: int | None = None,
     ) -> None:
         keep_annotations()
+        config.warn_of_unknown_keys()
         self.devices = config.get("devices", devices)
         self.devices_per_worker = config.get("devices-per-worker", devices_per_worker)
         self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)

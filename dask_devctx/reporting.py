@@ -71,6 +71,8 @@ class Report(list[ReportedTask]):
         The tasks that failed before they could run, as they got no device.
     workers
         Whether each worker runs the plugin, by its address.
+    silent
+        Why a worker did not answer, by its address: it is not in the others then.
     """
 
     def __init__(
@@ -79,11 +81,13 @@ class Report(list[ReportedTask]):
         devices: Sequence[ReportedDevice] = (),
         refused: Sequence[ReportedRefusal] = (),
         workers: Mapping[str, bool] | None = None,
+        silent: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(tasks)
         self.devices = list(devices)
         self.refused = list(refused)
         self.workers = dict(workers or {})
+        self.silent = dict(silent or {})
 
     def __str__(self) -> str:
         """Return a line for each device and each kind of task on it, then what is amiss."""
@@ -107,10 +111,12 @@ class Report(list[ReportedTask]):
         same = Counter((task.worker, task.prefix, task.reason) for task in self.refused)
         for (worker, prefix, reason), count in same.items():
             yield f"refused on {worker}: {count} of {prefix}: {reason}"
+        for worker, reason in self.silent.items():
+            yield f"no answer from {worker}: {reason}"
         without = [worker for worker, runs in self.workers.items() if not runs]
-        if not self.workers:
+        if not self.workers and not self.silent:
             yield "the cluster has no workers"
-        elif len(without) == len(self.workers):
+        elif len(without) == len(self.workers) > 0:
             yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
         elif without:
             yield f"without the plugin: {', '.join(without)}"
@@ -153,15 +159,21 @@ async def _report(client: Client) -> Report:
     tasks: list[ReportedTask] = []
     devices: list[ReportedDevice] = []
     refused: list[ReportedRefusal] = []
-    answers = dict(sorted((await client.run(_of_worker)).items()))
-    for worker, answer in answers.items():
+    workers: dict[str, bool] = {}
+    silent: dict[str, str] = {}
+    # One that is being restarted, or has another version of this package, must not hide the others.
+    answers = await client.run(_of_worker, on_error="return")
+    for worker, answer in sorted(answers.items()):
+        if isinstance(answer, BaseException):
+            silent[worker] = repr(answer)
+            continue
+        workers[worker] = answer is not None
         if answer is not None:
             tasks += [ReportedTask(worker=worker, **run) for run in answer["runs"]]
             devices += [ReportedDevice(worker=worker, **row) for row in answer["devices"]]
             refused += [ReportedRefusal(worker=worker, **task) for task in answer["refused"]]
     tasks.sort(key=lambda task: task.start or 0.0)
-    workers = {worker: answer is not None for worker, answer in answers.items()}
-    return Report(tasks, devices, refused, workers)
+    return Report(tasks, devices, refused, workers, silent)
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, list[dict[str, Any]]] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -33,6 +34,15 @@ class Command:
         with self._more:
             return self._more.wait_for(lambda: text in self.said, timeout_s)
 
+    def ends(self, timeout_s: float = 30) -> int:
+        """Return the exit status; where it does not end, fail with what it said and does."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # faulthandler says where each thread is
+            self._reader.join(10)
+            raise AssertionError(f"it did not end in {timeout_s} s:\n{self.said}") from None
+
     def end(self) -> None:
         self.process.terminate()
         try:
@@ -57,7 +67,7 @@ def dask_command(
         What runs the command, such as ``ip netns exec``.
     """
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", "dask", *arguments],
+        [*prefix, sys.executable, "-X", "faulthandler", "-m", "dask", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

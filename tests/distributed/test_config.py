@@ -125,6 +125,24 @@ def test_devices_that_are_no_list_are_refused_with_what_to_write(devices: Any) -
         DevicePlugin()
 
 
+@pytest.mark.parametrize("key", ["tasks-per-devices", "tasks_per_devices"])
+def test_a_mistyped_key_is_named_with_the_one_that_was_meant(key: str) -> None:
+    expected = (
+        "there is no devctx.tasks-per-devices (in the environment "
+        "DASK_DEVCTX__TASKS_PER_DEVICES); devctx.tasks-per-device?"
+    )
+    with (
+        dask.config.set({f"devctx.{key}": 2}),
+        pytest.warns(UserWarning, match=f"^{re.escape(expected)}$"),
+    ):
+        DevicePlugin()
+
+
+def test_a_variable_in_dasks_spelling_is_known() -> None:
+    with dask.config.set({"devctx.tasks_per_device": 2, "devctx.simulated_host": "a"}):
+        DevicePlugin()
+
+
 def test_no_devices_at_all_are_refused() -> None:
     with pytest.raises(ValueError, match="devices is empty"):
         DevicePlugin(devices=[])

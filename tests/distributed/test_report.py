@@ -229,6 +229,20 @@ def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
         assert list(found.workers.values()) == [True]
 
 
+def test_a_worker_that_cannot_answer_does_not_hide_the_others(
+    client: Client, cluster: LocalDeviceCluster
+) -> None:
+    run_some(client)
+    mute, other = cluster.workers.values()
+    mute.plugins["devctx"].record = object()  # as of another version
+    found = report(client)
+    assert {device.worker for device in found.devices} == {other.address}
+    assert list(found.workers) == [other.address]
+    assert list(found.silent) == [mute.address]
+    last = str(found).splitlines()[-1]
+    assert last.startswith(f"no answer from {mute.address}: AttributeError("), last
+
+
 def test_workers_without_the_plugin_are_named() -> None:
     found = Report(workers={"tcp://10.0.0.1:1234": True, "tcp://10.0.0.2:1234": False})
     assert "without the plugin: tcp://10.0.0.2:1234" in str(found).splitlines()
