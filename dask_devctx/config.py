@@ -46,7 +46,9 @@ def warn_of_unknown_keys() -> None:
     for key in dask.config.get("devctx", {}):
         name = key.replace("_", "-")
         if name not in known:
-            meant = "".join(f"; devctx.{near}?" for near in difflib.get_close_matches(name, known, 1))
+            meant = "".join(
+                f"; devctx.{near}?" for near in difflib.get_close_matches(name, known, 1)
+            )
             variable = f"DASK_DEVCTX__{key.upper().replace('-', '_')}"
             warnings.warn(
                 f"there is no devctx.{name} (in the environment {variable}){meant}", stacklevel=3

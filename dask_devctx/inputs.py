@@ -107,6 +107,12 @@ class Inputs:
             if lifetime.copied:  # what is freed then, and the lock, are not for the event loop
                 self._later.put(partial(self.replicas.forget, lifetime))
 
+    def read_back(self, key: Hashable) -> None:
+        """Note that the value of a key comes from disk now: not of the work that was noted."""
+        lifetime = self.lifetimes.get(key)
+        if lifetime is not None:
+            lifetime.after = None
+
     # -- a task's way
 
     def start_moving(

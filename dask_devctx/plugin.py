@@ -17,6 +17,7 @@ from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, marks
 from dask_devctx.failures.restart import end_failed_worker, refuse_data
+from dask_devctx.host_memory import HostMemory
 from dask_devctx.inputs import Inputs
 from dask_devctx.interpreter import Interpreter, switch_interval
 from dask_devctx.keeping import keep_annotations
@@ -194,6 +195,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.inputs = Inputs(self.replica_limit)
             self.guard.retries.drop_replicas = self.inputs.drop_replicas
             worker.metrics[Inputs.metric] = self.inputs.metrics
+        self.host_memory = HostMemory(worker, self._read_back)
         self.arrivals = Arrivals(worker, self.placement.devices)
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
@@ -212,6 +214,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         for metric in (Record.metric, Guard.metric, Inputs.metric):
             worker.metrics.pop(metric, None)
         self.arrivals.close()
+        self.host_memory.close()
         self.guard.close()
         if self.inputs is not None:
             self.inputs.close()
@@ -325,6 +328,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         refuse_data(self.worker)  # now: whoever is told may ask before the event loop has its turn
         marks.tell(self.worker, str(failure.error), failure.suspects)
         self.worker.loop.add_callback(end_failed_worker, self.worker, failure)
+
+    def _read_back(self, key: Hashable, value: object) -> None:
+        """Called when dask has read a value from disk."""
+        if self.inputs is not None:
+            self.inputs.read_back(key)
 
     def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""

@@ -1,0 +1,108 @@
+"""What is on devices is not counted as host memory, and what comes back from disk is new there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask
+import numpy as np
+from dask.sizeof import sizeof
+from distributed import Client, Worker, wait
+from distributed.utils_test import gen_cluster
+
+from dask_devctx import DevicePlugin, SimulatedArray
+
+MIB = 2**20
+
+
+def spilling_worker(plugins: list[DevicePlugin]) -> Any:
+    """One worker on this thread's loop, which spills what goes beyond 4 MiB."""
+    return gen_cluster(
+        client=True,
+        nthreads=[("127.0.0.1", 4)],
+        worker_kwargs={"plugins": plugins, "memory_limit": 8 * MIB},
+        config={
+            "distributed.worker.memory.target": 0.5,
+            "distributed.worker.memory.spill": False,
+            "distributed.worker.memory.pause": False,
+            "distributed.worker.memory.terminate": False,
+        },
+    )
+
+
+def on_a_device(number: int) -> SimulatedArray:
+    return SimulatedArray.asarray(np.full(MIB // 8, float(number)))
+
+
+def on_the_host(number: int) -> np.ndarray[Any, Any]:
+    return np.full(MIB // 8, float(number))
+
+
+def in_both(number: int) -> list[Any]:
+    return [on_a_device(number), on_the_host(number)]
+
+
+def total(array: SimulatedArray) -> float:
+    return float(array.sum())
+
+
+@spilling_worker([DevicePlugin()])
+async def test_what_is_on_devices_is_not_spilled(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    futures = client.map(on_a_device, range(8), pure=False)
+    assert await client.gather(client.map(total, futures)) == [n * MIB / 8 for n in range(8)]
+    assert sum(sizeof(worker.data[future.key]) for future in futures) > 8 * MIB
+    assert len(worker.data.disk) == 0
+
+
+@spilling_worker([DevicePlugin()])
+async def test_what_is_on_the_host_is_spilled(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    with dask.annotate(device="none"):
+        futures = client.map(on_the_host, range(8), pure=False)
+    await wait(futures)
+    assert len(worker.data.disk) == 4  # as many fit beside each other
+    assert [float(x.sum()) for x in await client.gather(futures)] == [n * MIB / 8 for n in range(8)]
+
+
+@spilling_worker([DevicePlugin()])
+async def test_only_the_part_on_the_host_counts(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    futures = client.map(in_both, range(3), pure=False)
+    await client.gather(futures)
+    assert len(worker.data.disk) == 0
+    assert 3 * MIB < worker.data.fast.total_weight < 3.1 * MIB
+
+
+@spilling_worker([DevicePlugin()])
+async def test_a_value_from_disk_is_not_of_the_work_that_first_made_it(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    plugin = worker.plugins["devctx"]
+    with dask.annotate(device=1):
+        x = client.submit(on_a_device, 1, pure=False)
+    await x
+    assert plugin.inputs.lifetimes[x.key].after is not None
+    worker.data.fast.evict(x.key)
+    assert x.key in worker.data.disk
+    with dask.annotate(device=2):
+        assert await client.submit(total, x, pure=False) == MIB / 8
+    assert plugin.inputs.lifetimes[x.key].after is None
+
+
+@spilling_worker([])
+async def test_the_worker_counts_as_before_without_the_plugin(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    data = worker.data
+    before = (data.weight, data.fast.weight, list(data.slow_to_fast_callbacks))
+    await client.register_plugin(DevicePlugin())
+    assert data.weight is not before[0]
+    await client.unregister_worker_plugin("devctx")
+    assert (data.weight, data.fast.weight, data.slow_to_fast_callbacks) == before
+    futures = client.map(on_a_device, range(8), pure=False)
+    assert len(await client.gather(futures)) == 8
+    assert len(data.disk) > 0
