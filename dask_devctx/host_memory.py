@@ -53,6 +53,10 @@ class HostMemory:
             self._data.weight = self._data.fast.weight = self._weight
 
     def _in_host_memory(self, key: Hashable, value: object) -> float:
-        on_devices = sum(nbytes_by_device(value).values())
+        counted = self._weight(key, value)
+        try:
+            on_devices = sum(nbytes_by_device(value).values())
+        except Exception:  # somebody's type; the task that is given the value will say so
+            return counted
         # Not every library's arrays count as large as they are.
-        return max(self._weight(key, value) - on_devices, 0)
+        return max(counted - on_devices, 0)
