@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -80,13 +81,19 @@ class Optimizer(str):
         return cloudpickle.loads, (_by_value(self.function),)
 
 
+_registering = threading.Lock()
+
+
 @functools.cache
 def _by_value(function: Callable[..., Any]) -> bytes:
-    cloudpickle.register_pickle_by_value(optimization)
-    try:
-        pickled: bytes = cloudpickle.dumps(function)
-    finally:
-        cloudpickle.unregister_pickle_by_value(optimization)
+    # The configuration is pickled for each process that is started, and nannies start theirs on
+    # threads of their own.
+    with _registering:
+        cloudpickle.register_pickle_by_value(optimization)
+        try:
+            pickled: bytes = cloudpickle.dumps(function)
+        finally:
+            cloudpickle.unregister_pickle_by_value(optimization)
     return pickled
 
 
