@@ -128,14 +128,21 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
 
     def adapt(self, *args: Any, **kwargs: Any) -> Any:
         """Scale by the load, as ``LocalCluster`` does; to as many workers as there is room for."""
-        per_worker = self._plugin.devices_per_worker
-        if per_worker is not None and not {"maximum", "maximum_cores"} & kwargs.keys():
-            kwargs["maximum"] = self._n_devices // per_worker
+        if not {"maximum", "maximum_cores"} & kwargs.keys():
+            per_worker = self._plugin.devices_per_worker or self._n_devices
+            kwargs["maximum"] = self._n_devices // max(per_worker, 1)
         return super().adapt(*args, **kwargs)
 
     def _check_enough(self, n_workers: int) -> None:
         per_worker = self._plugin.devices_per_worker
-        if per_worker is not None and n_workers * per_worker > self._n_devices:
+        if per_worker is None:
+            if n_workers > 1:
+                warnings.warn(
+                    f"each of the {n_workers} workers will use all {self._n_devices} devices. For "
+                    "a share of its own for each, give LocalDeviceCluster devices_per_worker",
+                    stacklevel=3,
+                )
+        elif n_workers * per_worker > self._n_devices:
             raise ValueError(
                 f"{n_workers} workers with {per_worker} devices each need {n_workers * per_worker} "
                 f"devices, and there are {self._n_devices}. Start fewer workers, or lower "

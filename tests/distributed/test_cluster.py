@@ -171,6 +171,15 @@ def test_scaling() -> None:
         client.wait_for_workers(4, timeout=10)
 
 
+def test_scaling_where_a_worker_has_all_devices() -> None:
+    with LocalDeviceCluster(**QUIET) as cluster, Client(cluster) as client:
+        with pytest.warns(UserWarning, match="each of the 2 workers will use all 4 devices"):
+            cluster.scale(2)
+        client.wait_for_workers(2, timeout=10)
+        assert ordinals(cluster) == [[0, 1, 2, 3]] * 2
+        assert cluster.adapt().maximum == 1  # no more than there is room for
+
+
 def test_arguments_of_the_plugin_alone_say_where_they_go() -> None:
     with pytest.raises(TypeError, match=r"give plugin=DevicePlugin\(synchronize=True\)"):
         LocalDeviceCluster(synchronize=True, **QUIET)
