@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -112,6 +112,20 @@ class Inputs:
         lifetime = self.lifetimes.get(key)
         if lifetime is not None:
             lifetime.after = None
+
+    def hold_back_for(self, keys: Iterable[Hashable]) -> None:
+        """Let what this thread's streams are given next wait for the work that makes some values.
+
+        For those that are read where nothing brings them: on the worker's default streams.
+        """
+        for key in keys:
+            lifetime = self.lifetimes.get(key)
+            if lifetime is None or lifetime.after is None:
+                continue
+            with suppress(DevctxError):  # who reads it is told
+                if not lifetime.after.done():
+                    for device in lifetime.after.devices:
+                        lifetime.after.hold_back(device)
 
     # -- a task's way
 

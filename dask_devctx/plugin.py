@@ -13,6 +13,7 @@ from dask_devctx.actors import PinnedActors
 from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.arrivals import Arrivals
 from dask_devctx.assignment import Policy, start_soonest
+from dask_devctx.departures import Departures
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, marks
@@ -194,6 +195,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.move_inputs:
             self.inputs = Inputs(self.replica_limit)
             self.guard.retries.drop_replicas = self.inputs.drop_replicas
+            self.departures = Departures(worker, self.inputs)
             worker.metrics[Inputs.metric] = self.inputs.metrics
         self.host_memory = HostMemory(worker, self._read_back)
         self.arrivals = Arrivals(worker, self.placement.devices)
@@ -217,6 +219,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.host_memory.close()
         self.guard.close()
         if self.inputs is not None:
+            self.departures.close()
             self.inputs.close()
         self.actors.restore()
         self.interpreter.close()
@@ -264,6 +267,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
                 self._done(ts.key, None)  # where it was asked for again, in other words
+                if self.inputs is not None:
+                    self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # after it ran out of memory elsewhere, it is known where to

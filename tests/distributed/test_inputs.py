@@ -27,6 +27,7 @@ from dask_devctx import (
     device_of,
     to_device,
 )
+from dask_devctx.driver.calls import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.inputs import Inputs
@@ -233,6 +234,54 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
         x = client.submit(make, 2.0, key="x")
     with dask.annotate(device=1):
         assert await client.submit(lambda array: float(array.sum()), x, pure=False) == 200.0
+
+
+@pytest.mark.parametrize("reader", ["client", "task without a device"])
+def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
+    reader: str, machine: SimulatedMachine
+) -> None:
+    """As if the task had given it to a stream of its own, and that was still at work."""
+    waits: list[tuple[int, int]] = []
+
+    @one_worker()
+    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+        with dask.annotate(device=1):
+            x = client.submit(make, pure=False)
+            y = client.submit(make, pure=False)
+            await wait([x, y])
+
+        async def read(future: Any) -> None:
+            if reader == "client":
+                await future
+            else:
+                with dask.annotate(device="none"):
+                    await client.submit(type, future, pure=False)
+
+        here = threading.get_ident()
+
+        def note(stream: Any, event: Any, flags: int) -> bool:
+            if threading.get_ident() == here:
+                waits.append((Device.current().device_id, int(stream)))  # type: ignore[union-attr]
+            return False
+
+        machine.faults.inject("cuStreamWaitEvent", None, when=note)
+        await read(x)
+        assert waits == []  # the work is done
+        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=1)
+        await read(y)
+        assert waits == [(1, LEGACY_STREAM)]
+
+    body()
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+async def test_what_is_sent_is_sent_as_before_without_the_plugin(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    assert worker.handlers["get_data"] != worker.get_data
+    await client.unregister_worker_plugin("devctx")
+    assert worker.handlers["get_data"] == worker.get_data
 
 
 @one_worker()

@@ -10,9 +10,11 @@ import importlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
+import dask
 import pytest
+from distributed import Client, wait
 
-from dask_devctx import Device, driver
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, driver
 from dask_devctx.transfer import release_held, stamp
 from dask_devctx.transfer.move import Move
 
@@ -67,6 +69,10 @@ class CuPy:
     def differs(self, array, value):
         return bool((array != value).any())
 
+    @staticmethod
+    def differs_on_the_host(array, value):
+        return bool((array.get() != value).any())
+
     def forget_cache(self):
         self.cupy.get_default_memory_pool().free_all_blocks()
 
@@ -107,6 +113,10 @@ class Torch:
 
     def differs(self, array, value):
         return bool((array != value).any().item())
+
+    @staticmethod
+    def differs_on_the_host(array, value):
+        return bool((array.cpu() != value).any().item())
 
     def forget_cache(self):
         self.torch.cuda.empty_cache()
@@ -248,3 +258,51 @@ def test_the_cpu_does_not_wait(scene):
     scene.settle()
     assert there.done()
     assert not scene.is_wrong(moved)
+
+
+_scenes: dict[str, Scene] = {}  # for tasks, which run in this process
+
+
+def _make_slowly(name):
+    scene = _scenes[name]
+    library = scene.library
+    with scene.on(0):
+        array = library.empty()
+        library.fill(array, BAD)
+        scene.settle()
+        for _ in range(50):  # longer than it takes dask to ask for the result
+            library.spin()
+        library.fill(array, GOOD)
+    return array
+
+
+@pytest.mark.parametrize("reader", ["client", "task without a device"])
+def test_what_is_read_elsewhere_is_read_after_the_work_that_makes_it(library, reader):
+    """From a stream for which the default ones do not wait by themselves."""
+    _scenes["here"] = Scene(library, "non-blocking")
+
+    def wrong(client):
+        with dask.annotate(device=0):
+            made = client.submit(_make_slowly, "here", pure=False)
+        wait(made)
+        if reader == "client":
+            return library.differs(made.result(), GOOD)
+        with dask.annotate(device="none"):
+            return client.submit(library.differs_on_the_host, made, GOOD, pure=False).result()
+
+    def count(plugin):
+        with (
+            LocalDeviceCluster(
+                processes=False, protocol="tcp", dashboard_address=":0", plugin=plugin
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            return sum(wrong(client) for _ in range(10))
+
+    try:
+        assert count(DevicePlugin(devices=[0])) == 0
+        assert count(DevicePlugin(devices=[0], move_inputs=False)), (
+            "left out, the wait is not missed: this scene proves nothing"
+        )
+    finally:
+        _scenes.clear()
