@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Coroutine, Hashable
+from types import TracebackType
 from typing import Any
 
 from distributed import Reschedule
@@ -37,6 +38,9 @@ class GuardedTask:
             result = self._guard.run(self._charge, device, fn, data)
         except (DeviceFailedError, DeviceOutOfMemoryError) as error:
             failure: Exception = error
+        except BaseException as error:
+            error.__traceback__ = _of_the_task(error)
+            raise
         else:
             return self._awaited(result) if inspect.iscoroutine(result) else result
         raise _alone(failure)
@@ -46,6 +50,9 @@ class GuardedTask:
             return await running
         except (DeviceFailedError, DeviceOutOfMemoryError) as error:
             failure: Exception = error
+        except BaseException as error:
+            error.__traceback__ = _of_the_task(error)
+            raise
         raise _alone(failure)
 
 
@@ -100,6 +107,23 @@ class GuardedMethod(DeviceFunction[..., Any]):
     def _not_again(self, failure: Exception) -> Exception:
         ended = self._guard.blame.failure
         return ended.error if ended is not None and isinstance(failure, Reschedule) else failure
+
+
+# Through these a task is called: who reads the traceback of a task that failed looks for its own.
+_ON_THE_WAY = ("dask_devctx.pinned", "dask_devctx.failures", "dask_devctx.tasks", "dask._task_spec")
+
+
+def _of_the_task(error: BaseException) -> TracebackType | None:
+    """Return the part of an error's traceback that begins with the task's own code, or all."""
+    step = error.__traceback__
+    while step is not None and _is_on_the_way(step):
+        step = step.tb_next
+    return step or error.__traceback__
+
+
+def _is_on_the_way(step: TracebackType) -> bool:
+    name: str = step.tb_frame.f_globals.get("__name__", "")
+    return name.startswith(_ON_THE_WAY)
 
 
 def _alone(failure: Exception) -> Exception:

@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -102,6 +103,27 @@ async def test_retries(client: Any, scheduler: Any, worker: Any) -> None:
     with dask.annotate(device=2):
         assert await client.submit(flaky, retries=5) == 2
     assert seen == [2, 2, 2]
+
+
+def divide(n: int) -> float:
+    return 1 / n
+
+
+async def divide_later(n: int) -> float:
+    await asyncio.sleep(0)
+    return 1 / n
+
+
+@pytest.mark.parametrize("function", [divide, divide_later])
+def test_the_traceback_of_a_failure_is_the_tasks(function: Any) -> None:
+    @with_plugin()
+    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+        failed = client.submit(function, 0)
+        frames = traceback.extract_tb(await failed.traceback())
+        assert frames[-1].name == function.__name__
+        assert [frame.name for frame in frames[:-1]] in ([], ["__call__"])
+
+    body()
 
 
 @with_plugin(8, 8)
