@@ -15,10 +15,10 @@ from distributed.core import Status
 from distributed.deploy.spec import SpecCluster
 from distributed.protocol.pickle import dumps
 
-from dask_devctx import config
+from dask_devctx import options
 from dask_devctx.device import Device
 from dask_devctx.device import devices as all_devices
-from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin, check_devices
+from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin
 from dask_devctx.routing import DeviceRouting
 
 # What who comes from dask-cuda writes, and dask's servers would refuse in a worker's log.
@@ -93,10 +93,9 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
             example = ", ".join(f"{name}={kwargs[name]!r}" for name in for_plugin)
             raise TypeError(f"{', '.join(for_plugin)}: give plugin=DevicePlugin({example})")
         if plugin is None:
-            named = config.get("devices", devices)
-            check_devices(named)
+            named = options.devices(devices)
             used = _found(named)
-            count = config.get("devices-per-worker", devices_per_worker)
+            count = options.count("devices-per-worker", devices_per_worker)
             if count is None and n_workers > 1:
                 count = _even_share(len(used), n_workers)
             plugin = DevicePlugin(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from distributed import Status, Worker, WorkerPlugin
 
-from dask_devctx import config, membership, splitting
+from dask_devctx import config, membership, options, splitting
 from dask_devctx.actors import PinnedActors
 from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.arrivals import Arrivals
@@ -115,28 +115,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     ) -> None:
         keep_annotations()
         config.warn_of_unknown_keys()
-        self.devices = config.get("devices", devices)
-        self.devices_per_worker = config.get("devices-per-worker", devices_per_worker)
-        self.tasks_per_device = config.get("tasks-per-device", tasks_per_device)
-        self.unannotated = config.get("unannotated", unannotated)
-        self.move_inputs = config.get("move-inputs", move_inputs)
+        self.devices = options.devices(devices)
+        self.devices_per_worker = options.count("devices-per-worker", devices_per_worker)
+        self.tasks_per_device = options.count("tasks-per-device", tasks_per_device)
+        self.unannotated = options.choice("unannotated", unannotated, ("assign", "leave"))
+        self.move_inputs = options.choice("move-inputs", move_inputs, (True, False))
         self.replica_limit = config.get("replica-limit", replica_limit)
         self.policy = policy
-        self.synchronize = config.get("synchronize", synchronize)
-        self.oom_retries = config.get("oom-retries", oom_retries)
-        check_devices(self.devices)
-        _check_count("tasks_per_device", self.tasks_per_device)
-        _check_count("oom_retries", self.oom_retries, least=0)
-        if self.devices_per_worker is not None:
-            _check_count("devices_per_worker", self.devices_per_worker)
-        if not isinstance(self.move_inputs, bool):
-            raise ValueError(f"move_inputs must be True or False, got {self.move_inputs!r}")
+        self.synchronize = options.choice("synchronize", synchronize, (True, False))
+        self.oom_retries = options.count("oom-retries", oom_retries, least=0)
         check_limit(self.replica_limit)
-        if not isinstance(self.synchronize, bool):
-            raise ValueError(f"synchronize must be True or False, got {self.synchronize!r}")
-        if self.unannotated not in ("assign", "leave"):
-            raise ValueError(f"unannotated must be 'assign' or 'leave', got {self.unannotated!r}")
-        _history()
+        options.count("history", least=0)
         switch_interval()
 
     # -- dask's hooks
@@ -172,7 +161,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         failure: Exception | None = None
         history, interval_s = 0, None
         try:
-            history = _history()
+            history = options.count("history", least=0)
             interval_s = switch_interval()
             self.share = self._take(worker)
             self.placement = Placement(
@@ -363,32 +352,6 @@ def _advice(worker: Worker, running: int) -> str:
         f"others waiting. Start it with nthreads={LOOK_AHEAD * running}, which costs nothing here, "
         "because the devices' own threads run the tasks; LocalDeviceCluster does so"
     )
-
-
-def _history() -> int:
-    """Return how many tasks a worker remembers, as configured."""
-    count: int = config.get("history")
-    _check_count("devctx.history", count, least=0)
-    return count
-
-
-def _check_count(name: str, count: object, *, least: int = 1) -> None:
-    if isinstance(count, bool) or not isinstance(count, int) or count < least:
-        raise ValueError(f"{name} must be a whole number, {least} or more, got {count!r}")
-
-
-def check_devices(wanted: object) -> None:
-    """Raise where this is not the sequence of devices, or None, that a worker is given."""
-    if wanted is None:
-        return
-    if isinstance(wanted, str | bytes) or not isinstance(wanted, Iterable):
-        raise TypeError(
-            f"devices is a list, got {wanted!r}. Write devices=[0, 1] or devices=['GPU-8f3a'], in "
-            "the environment DASK_DEVCTX__DEVICES='[0, 1]' or "
-            """DASK_DEVCTX__DEVICES='["GPU-8f3a"]'"""
-        )
-    if isinstance(wanted, Collection) and not len(wanted):
-        raise ValueError("devices is empty. Leave it out for all devices that the worker sees")
 
 
 def _worker_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:

@@ -148,13 +148,24 @@ def test_no_devices_at_all_are_refused() -> None:
         DevicePlugin(devices=[])
 
 
-@pytest.mark.parametrize(("key", "value"), [("history", -1), ("switch-interval", "abc")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("history", -1),
+        ("history", None),
+        ("switch-interval", "abc"),
+        ("move-inputs", 1),
+        ("synchronize", "yes"),
+        ("oom-retries", True),
+    ],
+)
 def test_what_a_worker_cannot_use_is_refused_by_its_key(key: str, value: object) -> None:
     with (
         dask.config.set({f"devctx.{key}": value}),
-        pytest.raises(ValueError, match=rf"devctx\.{key} .*got {value!r}"),
+        pytest.raises(ValueError, match=rf"got {value!r}") as caught,
     ):
         DevicePlugin()
+    assert f"devctx.{key}" in str(caught.value)
 
 
 def test_a_time_is_refused_by_its_key() -> None:

@@ -200,9 +200,10 @@ async def test_a_worker_whose_own_configuration_is_wrong(
     plugin = DevicePlugin()  # made where the configuration is right
     with (
         dask.config.set({f"devctx.{key}": value}),
-        pytest.raises(ValueError, match=f"devctx.{key} .*got {value!r}"),
+        pytest.raises(ValueError, match=f"got {value!r}") as caught,
     ):
         await client.register_plugin(plugin)
+    assert f"devctx.{key}" in str(caught.value)
     assert await client.submit(here, "unannotated") is None
     with dask.annotate(device=1):
         assert isinstance(await client.submit(here, "annotated").exception(), ValueError)
