@@ -42,9 +42,9 @@ class Device(Scope):
     ----------
     which
         Its ordinal (``1``, ``"1"`` or ``"cuda:1"``), UUID or a unique prefix of one
-        (``"GPU-…"``, ``"MIG-…"``), PCI bus id, another ``Device``, or a device object of torch,
-        CuPy, Numba, JAX or cuda.core. None, ``"cuda"`` and torch's device without an index mean
-        the current one, or the first where none is current.
+        (``"GPU-…"``, ``"MIG-…"``, or a whole one without these), PCI bus id, another ``Device``,
+        or a device object of torch, CuPy, Numba, JAX or cuda.core. None, ``"cuda"`` and torch's
+        device without an index mean the current one, or the first where none is current.
 
     Raises
     ------
