@@ -114,7 +114,8 @@ class Context(Scope):
         -------
         Context or None
             The owner itself where it is a context of ours, the device's ``primary_context`` where
-            it is primary, else an object that borrows it and never destroys it.
+            it is primary, else an object that borrows it and never destroys it. None where none is
+            current, as on a machine without a driver.
 
         References
         ----------

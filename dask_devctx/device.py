@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
 from dask_devctx import discovery, driver, selection
 from dask_devctx.discovery import DeviceInfo
 from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import DevctxError, DriverUnavailableError, ForkedProcessError
+from dask_devctx.errors import DevctxError
 from dask_devctx.scope import Scope, raise_or_note
 
 if TYPE_CHECKING:
@@ -141,13 +141,7 @@ class Device(Scope):
         ``cuCtxGetCurrent``, ``cuCtxGetDevice``.
         """
         backend = driver.backend()
-        try:
-            context = backend.current_context()
-        except ForkedProcessError:
-            raise
-        except DriverUnavailableError:  # a machine without a GPU, where nothing can be current
-            return None
-        return cls._of_current_context(backend) if context else None
+        return cls._of_current_context(backend) if backend.current_context() else None
 
     @classmethod
     def _of_current_context(cls, backend: Backend) -> Self:

@@ -33,7 +33,8 @@ def backend() -> Backend:
     Raises
     ------
     DriverUnavailableError
-        ``devctx.simulated-devices`` is not a count, or ``cuda-bindings`` is missing.
+        ``devctx.simulated-devices`` is not a count, or ``cuda-bindings`` or ``nvidia-ml-py`` cannot
+        be loaded.
 
     Notes
     -----
@@ -73,7 +74,14 @@ def _choose() -> Backend:
     with _lock:
         if _active is None:
             count = _simulated_devices()
-            _active = backends.simulated(count) if count else backends.real()
+            try:
+                _active = backends.simulated(count) if count else backends.real()
+            except ImportError as error:
+                raise DriverUnavailableError(
+                    f"cuda-bindings and nvidia-ml-py cannot be loaded: {error}",
+                    "Install both for this Python. A subinterpreter cannot load cuda-bindings: use "
+                    "the main interpreter, or a process",
+                ) from error
         return _active
 
 
