@@ -61,7 +61,7 @@ class Context(Scope):
     DriverError
         The driver does not make it.
     TypeError
-        A flag is no number, or ``device`` no way to name one.
+        A flag is no number, or ``device`` no way to name one, such as a flag.
     ValueError
         A flag is unknown, or two exclude each other: more than one of the ``SCHED_`` flags.
 
@@ -95,6 +95,8 @@ class Context(Scope):
 
     def __init__(self, device: object, *flags: ContextFlags) -> None:
         self._owned = False  # until it is made
+        if isinstance(device, ContextFlags):  # a number, which would name some device
+            raise TypeError(f"a context needs its device before its flags: Context(0, {device!s})")
         wanted = joined(flags)
         self._device = Device(device)
         self._backend = self._device._backend

@@ -106,6 +106,10 @@ class Device(Scope):
             backend.ordinals[which] = device
         return device
 
+    def __init_subclass__(cls) -> None:
+        # The one object per GPU would be of the class that asked first.
+        raise TypeError("Device cannot be subclassed: hold one, or wrap it")
+
     @classmethod
     def _interned(cls, backend: Backend, uuid: str) -> Self:
         with _lock:
@@ -247,7 +251,7 @@ class Device(Scope):
 
         with _lock:
             if self._primary is None:
-                self._primary = PrimaryContext(self)
+                self._primary = PrimaryContext._of(self)
             return self._primary
 
     context = primary_context

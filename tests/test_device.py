@@ -34,6 +34,12 @@ def test_one_object_per_gpu_and_process(machine):
     assert len({Device(n) for n in (0, 1, 2, 3, 2, 1)}) == 4
 
 
+def test_has_no_subclasses(machine):
+    with pytest.raises(TypeError, match="Device cannot be subclassed"):
+        type("Mine", (Device,), {})
+    assert type(Device(3)) is Device
+
+
 def test_is_immutable(machine):
     device = Device(1)
     for name in ("device_id", "uuid", "name", "color"):
