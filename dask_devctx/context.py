@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dask_devctx.context_limits import Limits
 from dask_devctx.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.calls import Calls
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DeviceScopeError
 from dask_devctx.scope import Scope
 
@@ -370,7 +370,7 @@ class Context(Scope):
 
 _Owners = weakref.WeakValueDictionary[int, "Context"]
 _owned: weakref.WeakKeyDictionary[Backend, _Owners] = weakref.WeakKeyDictionary()
-_closing = threading.Lock()
+_closing = ProcessLock()
 
 
 def _owners(backend: Backend) -> _Owners:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
 from dask_devctx import discovery, driver, selection
 from dask_devctx.discovery import DeviceInfo
 from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError
 from dask_devctx.scope import Scope, raise_or_note
 
@@ -370,7 +370,7 @@ class Device(Scope):
             return fn(*args, **kwargs)
 
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 
 
 def _from_uuid(uuid: str) -> Device:

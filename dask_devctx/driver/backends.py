@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE
 from dask_devctx.driver.calls import Calls
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError, DriverError, DriverUnavailableError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Backend:
         # What the environment said when this process initialised CUDA, which reads it once.
         self.environment: tuple[str | None, str | None] | None = None
         self._uuids: tuple[str, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         _backends.add(self)
 
     @property
@@ -97,6 +97,8 @@ class Backend:
             ) from error
         except Exception as error:  # the bindings' own words for a missing library vary
             raise _no_driver(error) from error
+        if self.initialised:  # by what interrupted this
+            return
         self.environment = environment()
         native = _native(self.calls)
         if native is not None:
