@@ -59,6 +59,10 @@ def on_device(which: object) -> Callable[[Callable[P, T]], DeviceFunction[P, T]]
     the device at each resume and leaves it at each suspend: many of them, interleaved on one
     event loop, never see each other's device, and neither does the loop.
 
+    What else a function returns is returned as it is: an iterator of ``map``, or the context
+    manager of ``@contextmanager``, runs where it is used. Put ``@on_device`` below
+    ``@contextmanager``, next to the generator function.
+
     Examples
     --------
     >>> @on_device("cuda:2")
@@ -94,7 +98,8 @@ class DeviceFunction(Generic[P, T]):
     def __init__(self, which: object, fn: Callable[P, T]) -> None:
         if not callable(fn):
             hint = ". Put it below @classmethod or @property, next to the function"
-            hint = hint if isinstance(fn, classmethod | property) else ""
+            if not isinstance(fn, classmethod | property | functools.cached_property):
+                hint = ""
             raise TypeError(f"on_device({which!r}) decorates something callable, got {fn!r}{hint}")
         functools.update_wrapper(self, fn)
         self.which = which
@@ -158,7 +163,8 @@ def within(scope: Scope, result: Any) -> Any:
         # then complain that nobody awaited it.
         weakref.finalize(outer, _close_unstarted, result).atexit = False
     elif inspect.isgenerator(result):
-        outer = drive(scope, result)
+        # One that types.coroutine decorates can be awaited.
+        outer = (awaiting if inspect.isawaitable(result) else drive)(scope, result)
     elif inspect.isasyncgen(result):
         outer = _asynchronous_generator(scope, result)
     else:

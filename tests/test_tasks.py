@@ -13,6 +13,7 @@ import multiprocessing
 import pickle
 import sys
 import threading
+import types
 import weakref
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -98,9 +99,10 @@ def test_only_what_can_be_called(thing):
         on_device(1)(thing)
 
 
-def test_above_a_classmethod_it_says_where_to_put_it():
+@pytest.mark.parametrize("descriptor", [classmethod, property, functools.cached_property])
+def test_above_a_descriptor_it_says_where_to_put_it(descriptor):
     with pytest.raises(TypeError, match="Put it below @classmethod or @property"):
-        on_device(1)(classmethod(ordinal))
+        on_device(1)(descriptor(ordinal))
 
 
 class Model:
@@ -564,6 +566,31 @@ def test_generator_as_a_context_manager():
     with manager() as inside:
         assert inside == 1
         assert ordinal() is None
+
+
+def test_what_runs_later_and_is_no_generator_runs_where_it_is_used():
+    @on_device(1)
+    @contextlib.contextmanager
+    def manager():
+        yield ordinal()
+
+    with manager() as inside:
+        assert inside is None
+    assert list(on_device(1)(map)(lambda _: ordinal(), [0])) == [None]
+
+
+def test_coroutine_of_a_decorated_generator():
+    @on_device(1)
+    @types.coroutine
+    def old_style():
+        before = ordinal()
+        yield from asyncio.sleep(0).__await__()
+        return before, ordinal()
+
+    async def main():
+        return await old_style(), ordinal()
+
+    assert asyncio.run(main()) == ((1, 1), None)
 
 
 def test_thrown_exceptions_are_not_kept():
