@@ -64,6 +64,8 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
 def not_found(which: object, inventory: Inventory, hint: str = "") -> DeviceNotFoundError:
     """Return the error for a device that is not there."""
     available = [str(info) for info in inventory.devices]
+    if inventory.source == "nvml":  # what is wrong may be why: an entry that hides it, a lost GPU
+        hint = ". ".join(filter(None, [hint, *inventory.problems]))
     return DeviceNotFoundError(which, available, inventory.visible_devices, hint)
 
 
