@@ -24,7 +24,8 @@ from cuda.bindings.driver import CUresult
 from dask_devctx import Device, driver
 from dask_devctx.errors import DeviceNotFoundError, DriverError
 from dask_devctx.scope import open_scopes
-from dask_devctx.tasks import DeviceFunction, call, on_device, within
+from dask_devctx.suspending import call, within
+from dask_devctx.tasks import DeviceFunction, on_device
 
 pytestmark = pytest.mark.usefixtures("machine")
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from distributed import Reschedule
 
-from dask_devctx import tasks
+from dask_devctx import suspending
 from dask_devctx.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
@@ -119,7 +119,7 @@ class Guard:
                 if inspect.iscoroutine(result):
                     return self._awaited(charge, device, fn, data, result)
                 self.retries.forget(charge.key)
-                return tasks.within(device, result)
+                return suspending.within(device, result)
 
     def _once(self, charge: Charge, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
         key = charge.key
@@ -207,7 +207,7 @@ class Guard:
                 self.blame.refuse_after_failure()
                 with device:
                     running = fn(data)  # what it needs is brought again, too
-            result = await tasks.within(device, running)
+            result = await suspending.within(device, running)
         finally:
             self._suspects.ended(charge.key, device)
         if not charge.watched:

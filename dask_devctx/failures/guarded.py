@@ -16,7 +16,7 @@ from dask_devctx.worker_errors import DeviceFailedError, DeviceOutOfMemoryError
 
 
 class GuardedTask:
-    """What a pinned task calls in the place of :func:`dask_devctx.tasks.call`.
+    """What a pinned task calls in the place of :func:`dask_devctx.suspending.call`.
 
     Parameters
     ----------
