@@ -28,7 +28,7 @@ class _Suspending(Protocol):
     def close(self) -> Any: ...
 
 
-def call(scope: Scope, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call(scope: Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return ``fn(*args, **kwargs)``, run inside the scope whatever kind of function it is.
 
     Parameters

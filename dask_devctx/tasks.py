@@ -90,7 +90,7 @@ class DeviceFunction(Generic[P, T]):
         functools.update_wrapper(self, fn)
         self.which = which
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         result: T = call(Device(self.which), self.__wrapped__, *args, **kwargs)
         return result
 

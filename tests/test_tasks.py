@@ -153,6 +153,16 @@ def test_methods():
     assert on_device(3)(model.method)(1)[1] == 2
 
 
+def test_parameters_of_any_name():
+    def function(scope, fn, which, self):
+        return ordinal(), scope, fn, which, self
+
+    decorated = on_device(1)(function)
+    assert decorated(scope=2, fn=3, which=4, self=5) == (1, 2, 3, 4, 5)
+    assert call(Device(1), function, scope=2, fn=3, which=4, self=5) == (1, 2, 3, 4, 5)
+    assert Device(1).run(function, scope=2, fn=3, which=4, self=5) == (1, 2, 3, 4, 5)
+
+
 def test_callables_that_are_no_functions():
     assert on_device(1)(functools.partial(where.__wrapped__, 7))() == (1, 7, None)
     assert on_device(1)(dict)(a=1) == {"a": 1}

@@ -76,7 +76,7 @@ class GuardedMethod(DeviceFunction[..., Any]):
         self._guard = guard
         self._charge = Charge(key, movable=False, is_method=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.which, Device)
 
         def method(_: object) -> Any:
