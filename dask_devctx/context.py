@@ -17,6 +17,7 @@ from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DeviceScopeError
 from dask_devctx.scope import Scope
+from dask_devctx.suspending import call
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -363,9 +364,15 @@ class Context(Scope):
         self.run(self._calls.synchronize)
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, called inside the context's scope."""
-        with self:
-            return fn(*args, **kwargs)
+        """Return ``fn(*args, **kwargs)``, run inside the context's scope.
+
+        Notes
+        -----
+        Of a coroutine or generator function this is a coroutine or generator that enters the scope
+        at each resume and leaves it at each suspend.
+        """
+        result: T = call(self, fn, *args, **kwargs)
+        return result
 
 
 _Owners = weakref.WeakValueDictionary[int, "Context"]

@@ -12,6 +12,7 @@ from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError
 from dask_devctx.scope import Scope, raise_or_note
+from dask_devctx.suspending import call
 
 if TYPE_CHECKING:
     from dask_devctx.primary import PrimaryContext
@@ -365,9 +366,15 @@ class Device(Scope):
             self.sync()
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, called inside the device's scope."""
-        with self:
-            return fn(*args, **kwargs)
+        """Return ``fn(*args, **kwargs)``, run inside the device's scope.
+
+        Notes
+        -----
+        Of a coroutine or generator function this is a coroutine or generator that enters the scope
+        at each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`.
+        """
+        result: T = call(self, fn, *args, **kwargs)
+        return result
 
 
 _lock = ProcessLock()

@@ -872,6 +872,27 @@ def test_call():
     assert list(call(Device(1), generator_function)) == [1]
 
 
+@pytest.mark.parametrize("make", [Device, lambda number: Device(number).primary_context])
+def test_run(make):
+    """``device.run`` and ``context.run`` do not lose the device of what suspends."""
+    scope = make(1)
+
+    async def main():
+        async def coroutine():
+            before = ordinal()
+            await asyncio.sleep(0)
+            return before, ordinal()
+
+        running = [scope.run(coroutine), Device(2).run(coroutine)]
+        assert ordinal() is None
+        return await asyncio.gather(*running)
+
+    assert asyncio.run(main()) == [(1, 1), (2, 2)]
+    for seen in scope.run(generator_function):
+        assert (seen, ordinal()) == (1, None)
+    assert scope.run(ordinal) == 1
+
+
 def test_within_passes_on_what_has_run():
     assert within(Device(1), 17) == 17
     assert within(Device(1), None) is None
