@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from cuda.bindings.driver import CUresult
@@ -231,6 +232,7 @@ def test_the_interpreter_ends_with_scopes_open(without_extension, options):
         capture_output=True,
         text=True,
         timeout=60,
+        cwd=Path(__file__).parent.parent,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.split("\n")[:2] == ["atexit True", "del True"]
