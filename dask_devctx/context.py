@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -15,8 +14,10 @@ from dask_devctx.context_limits import Limits
 from dask_devctx.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.calls import Calls
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DeviceScopeError
 from dask_devctx.scope import Scope
+from dask_devctx.suspending import call
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,7 +62,7 @@ class Context(Scope):
     DriverError
         The driver does not make it.
     TypeError
-        A flag is no number, or ``device`` no way to name one.
+        A flag is no number, or ``device`` no way to name one, such as a flag.
     ValueError
         A flag is unknown, or two exclude each other: more than one of the ``SCHED_`` flags.
 
@@ -95,6 +96,8 @@ class Context(Scope):
 
     def __init__(self, device: object, *flags: ContextFlags) -> None:
         self._owned = False  # until it is made
+        if isinstance(device, ContextFlags):  # a number, which would name some device
+            raise TypeError(f"a context needs its device before its flags: Context(0, {device!s})")
         wanted = joined(flags)
         self._device = Device(device)
         self._backend = self._device._backend
@@ -114,7 +117,8 @@ class Context(Scope):
         -------
         Context or None
             The owner itself where it is a context of ours, the device's ``primary_context`` where
-            it is primary, else an object that borrows it and never destroys it.
+            it is primary, else an object that borrows it and never destroys it. None where none is
+            current, as on a machine without a driver.
 
         References
         ----------
@@ -360,14 +364,20 @@ class Context(Scope):
         self.run(self._calls.synchronize)
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, called inside the context's scope."""
-        with self:
-            return fn(*args, **kwargs)
+        """Return ``fn(*args, **kwargs)``, run inside the context's scope.
+
+        Notes
+        -----
+        Of a coroutine or generator function this is a coroutine or generator that enters the scope
+        at each resume and leaves it at each suspend.
+        """
+        result: T = call(self, fn, *args, **kwargs)
+        return result
 
 
 _Owners = weakref.WeakValueDictionary[int, "Context"]
 _owned: weakref.WeakKeyDictionary[Backend, _Owners] = weakref.WeakKeyDictionary()
-_closing = threading.Lock()
+_closing = ProcessLock()
 
 
 def _owners(backend: Backend) -> _Owners:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from dask_devctx.errors import DriverError
 
@@ -29,6 +29,8 @@ class Limit(enum.IntEnum):
     PER_BLOCK_MEMORY_SIZE = 10
 
 
+_MOST = 2**64 - 1  # the driver takes a size_t
+
 # A driver that is older than a limit says the second.
 _NO_SUCH_LIMIT = ("CUDA_ERROR_UNSUPPORTED_LIMIT", "CUDA_ERROR_INVALID_VALUE")
 
@@ -51,28 +53,38 @@ class Limits(Mapping[Limit, int]):
         self._context = context
 
     def __getitem__(self, limit: Limit) -> int:
-        return self._context.run(self._context._calls.limit, Limit(limit))
+        return self._context.run(self._context._calls.limit, _known(limit))
 
     def __setitem__(self, limit: Limit, value: int) -> None:
-        if not isinstance(value, SupportsIndex) or operator.index(value) < 0:
+        if not isinstance(value, SupportsIndex) or not 0 <= operator.index(value) <= _MOST:
             raise ValueError(f"a limit is a whole number, 0 or more, got {value!r}")
-        self._context.run(self._context._calls.set_limit, Limit(limit), operator.index(value))
+        self._context.run(self._context._calls.set_limit, _known(limit), operator.index(value))
+
+    def get(self, limit: Limit, default: Any = None) -> Any:
+        """Return a limit, or ``default`` where the device does not have it."""
+        try:
+            return self[limit]
+        except DriverError as error:
+            if error.status not in _NO_SUCH_LIMIT:
+                raise
+            return default
 
     def __contains__(self, limit: object) -> bool:
         return any(limit == known for known in self)
 
     def __iter__(self) -> Iterator[Limit]:
-        for limit in Limit:
-            try:
-                self[limit]
-            except DriverError as error:
-                if error.status not in _NO_SUCH_LIMIT:
-                    raise
-            else:
-                yield limit
+        return (limit for limit in Limit if self.get(limit) is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
         return f"<Limits of {self._context!r}>"
+
+
+def _known(limit: object) -> Limit:
+    try:
+        return Limit(limit)  # type: ignore[arg-type]
+    except ValueError:
+        names = ", ".join(f"Limit.{known}" for known in Limit.__members__)
+        raise ValueError(f"no limit {limit!r}; there are {names}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
@@ -10,8 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
 from dask_devctx import discovery, driver, selection
 from dask_devctx.discovery import DeviceInfo
 from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import DevctxError, DriverUnavailableError, ForkedProcessError
+from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.errors import DevctxError
 from dask_devctx.scope import Scope, raise_or_note
+from dask_devctx.suspending import call
 
 if TYPE_CHECKING:
     from dask_devctx.primary import PrimaryContext
@@ -42,9 +43,9 @@ class Device(Scope):
     ----------
     which
         Its ordinal (``1``, ``"1"`` or ``"cuda:1"``), UUID or a unique prefix of one
-        (``"GPU-…"``, ``"MIG-…"``), PCI bus id, another ``Device``, or a device object of torch,
-        CuPy, Numba, JAX or cuda.core. None, ``"cuda"`` and torch's device without an index mean
-        the current one, or the first where none is current.
+        (``"GPU-…"``, ``"MIG-…"``, or a whole one without these), PCI bus id, another ``Device``,
+        or a device object of torch, CuPy, Numba, JAX or cuda.core. None, ``"cuda"`` and torch's
+        device without an index mean the current one, or the first where none is current.
 
     Raises
     ------
@@ -106,6 +107,10 @@ class Device(Scope):
             backend.ordinals[which] = device
         return device
 
+    def __init_subclass__(cls) -> None:
+        # The one object per GPU would be of the class that asked first.
+        raise TypeError("Device cannot be subclassed: hold one, or wrap it")
+
     @classmethod
     def _interned(cls, backend: Backend, uuid: str) -> Self:
         with _lock:
@@ -141,13 +146,7 @@ class Device(Scope):
         ``cuCtxGetCurrent``, ``cuCtxGetDevice``.
         """
         backend = driver.backend()
-        try:
-            context = backend.current_context()
-        except ForkedProcessError:
-            raise
-        except DriverUnavailableError:  # a machine without a GPU, where nothing can be current
-            return None
-        return cls._of_current_context(backend) if context else None
+        return cls._of_current_context(backend) if backend.current_context() else None
 
     @classmethod
     def _of_current_context(cls, backend: Backend) -> Self:
@@ -253,7 +252,7 @@ class Device(Scope):
 
         with _lock:
             if self._primary is None:
-                self._primary = PrimaryContext(self)
+                self._primary = PrimaryContext._of(self)
             return self._primary
 
     context = primary_context
@@ -367,12 +366,18 @@ class Device(Scope):
             self.sync()
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, called inside the device's scope."""
-        with self:
-            return fn(*args, **kwargs)
+        """Return ``fn(*args, **kwargs)``, run inside the device's scope.
+
+        Notes
+        -----
+        Of a coroutine or generator function this is a coroutine or generator that enters the scope
+        at each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`.
+        """
+        result: T = call(self, fn, *args, **kwargs)
+        return result
 
 
-_lock = threading.RLock()
+_lock = ProcessLock()
 
 
 def _from_uuid(uuid: str) -> Device:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from dask_devctx import driver, tasks
+from dask_devctx import driver, suspending
 from dask_devctx.device import Device
 from dask_devctx.pools import submitting
 
@@ -66,7 +66,7 @@ class PinnedTask:
         *,
         asked_for: bool = True,
         inputs: Inputs | None = None,
-        call: Callable[[Device, Callable[[Any], Any], Any], Any] = tasks.call,
+        call: Callable[[Device, Callable[[Any], Any], Any], Any] = suspending.call,
     ) -> None:
         self.call = call
         self.inputs = inputs

@@ -12,10 +12,15 @@ from dask_devctx.scope import open_scopes
 class PrimaryContext(Context):
     """The context of a device that all libraries of this process share.
 
+    Parameters
+    ----------
+    device
+        What :class:`~dask_devctx.Device` accepts.
+
     Notes
     -----
-    Got from ``device.primary_context``. Asking for the object creates nothing; the first scope of
-    the device or of this object retains it, once per process.
+    ``PrimaryContext(1)`` is ``Device(1).primary_context``: one object per device. Asking for it
+    creates nothing; the first scope of the device or of this object retains it, once per process.
 
     References
     ----------
@@ -25,12 +30,21 @@ class PrimaryContext(Context):
 
     __slots__ = ()
 
-    def __init__(self, device: Device) -> None:
+    def __new__(cls, device: object) -> PrimaryContext:
+        return Device(device).primary_context
+
+    def __init__(self, device: object) -> None:
+        """Nothing is left to do: the object may have been in use for long."""
+
+    @classmethod
+    def _of(cls, device: Device) -> PrimaryContext:
+        self = object.__new__(cls)
         self._device = device
         self._backend = device._backend
         self._handle = 0
         self._identity = None
         self._owned = False
+        return self
 
     def _bind(self) -> int:
         self._handle = self._device._bind()

@@ -25,6 +25,8 @@ CURRENT: Final = frozenset({"cuda", "gpu"})
 _ORDINAL = re.compile(r"(?:(?:cuda|gpu):)?([0-9]{1,9})")
 _PCI_BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f][0-9a-f-]*", re.IGNORECASE)
+# Without what it is a UUID of, as torch's properties and cuda.core write it; whole ones only.
+_BARE_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 
 def find(which: object, inventory: Inventory) -> DeviceInfo | None:
@@ -62,6 +64,8 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
 def not_found(which: object, inventory: Inventory, hint: str = "") -> DeviceNotFoundError:
     """Return the error for a device that is not there."""
     available = [str(info) for info in inventory.devices]
+    if inventory.source == "nvml":  # what is wrong may be why: an entry that hides it, a lost GPU
+        hint = ". ".join(filter(None, [hint, *inventory.problems]))
     return DeviceNotFoundError(which, available, inventory.visible_devices, hint)
 
 
@@ -82,7 +86,7 @@ def _by_name(name: str, inventory: Inventory) -> DeviceInfo | None:
         return None
     if match := _ORDINAL.fullmatch(name):
         return _by_ordinal(int(match[1]), name, inventory)
-    if _UUID.fullmatch(name):
+    if _UUID.fullmatch(name) or _BARE_UUID.fullmatch(name):
         return _by_uuid(name, inventory)
     if match := _PCI_BUS_ID.fullmatch(name):
         wanted = f"{int(match[1] or '0', 16):04x}:{match[2].lower()}"
@@ -97,8 +101,11 @@ def _by_name(name: str, inventory: Inventory) -> DeviceInfo | None:
 
 
 def _by_uuid(name: str, inventory: Inventory) -> DeviceInfo:
+    wanted = name.lower()
+    start = 0 if wanted.startswith(("gpu-", "mig-")) else len("GPU-")
+
     def matches(devices: tuple[DeviceInfo, ...]) -> list[DeviceInfo]:
-        return [info for info in devices if info.uuid.lower().startswith(name.lower())]
+        return [info for info in devices if info.uuid.lower().startswith(wanted, start)]
 
     found = matches(inventory.devices)
     if len(found) == 1:
@@ -118,7 +125,7 @@ def _by_foreign(
 ) -> DeviceInfo | None:
     try:
         ordinal = ordinal_of(which)
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError):
         raise _not_a_name(which) from None
     except LookupError:
         raise not_found(which, inventory, "It is not a CUDA device") from None
@@ -130,25 +137,29 @@ def _torch_ordinal(device: Any) -> int | None:
         raise TypeError(device)
     if device.type != "cuda":
         raise LookupError(repr(device))  # the object itself may not travel
-    return None if device.index is None else int(device.index)
+    return None if device.index is None else operator.index(device.index)
 
 
 def _jax_ordinal(device: Any) -> int:
     if device.platform not in ("gpu", "cuda"):
         raise LookupError(repr(device))  # the object itself may not travel
-    return int(device.local_hardware_id)
+    return operator.index(device.local_hardware_id)
 
 
-def _id_ordinal(device: Any) -> int:
-    return int(device.id)
+def _cupy_ordinal(device: Any) -> int:
+    return operator.index(device.id)
+
+
+def _numba_ordinal(device: Any) -> int:
+    return int(device.id)  # a CUdevice, which is a number to int() alone
 
 
 # By the first part of the module that defines the object's class: nothing is imported.
 _FOREIGN: dict[str, Callable[[Any], int | None]] = {
     "torch": _torch_ordinal,
-    "cupy": _id_ordinal,
-    "numba": _id_ordinal,
+    "cupy": _cupy_ordinal,
+    "numba": _numba_ordinal,
     "jaxlib": _jax_ordinal,
     "jax": _jax_ordinal,
-    "cuda": lambda device: int(device.device_id),
+    "cuda": lambda device: operator.index(device.device_id),
 }

@@ -108,6 +108,12 @@ def test_flags_that_cannot_be(machine, flags, kind, message):
     assert current() == 0
 
 
+def test_flags_are_not_taken_for_the_device(machine):
+    with pytest.raises(TypeError, match=r"its device before its flags: Context\(0, "):
+        Context(ContextFlags.SCHED_SPIN)
+    assert not machine.faults.calls["cuCtxCreate"]
+
+
 def test_flags_given_one_by_one_exclude_each_other(machine):
     with pytest.raises(ValueError, match="SCHED_SPIN and SCHED_YIELD exclude each other"):
         Context(0, ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD)
@@ -393,6 +399,16 @@ def test_primary(backend):
     assert repr(Device(0)) in repr(primary)
 
 
+def test_primary_is_one_object_however_it_is_asked_for(machine):
+    primary = Device(1).primary_context
+    with primary:
+        assert PrimaryContext(1) is PrimaryContext("cuda:1") is PrimaryContext(Device(1)) is primary
+        assert Context.current() is primary
+    with pytest.raises(TypeError, match="a device is an ordinal"):
+        PrimaryContext(1.5)
+    assert not PrimaryContext(2).is_active
+
+
 def test_primary_is_one_object_for_all_threads(machine):
     found = []
     threads = [
@@ -495,7 +511,7 @@ def test_limits(own):
     assert current() == 0
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "big", None])
+@pytest.mark.parametrize("value", [-1, 1.5, "big", None, 2**64])
 def test_limits_are_whole_numbers(own, value):
     with pytest.raises(ValueError, match="a limit is a whole number, 0 or more, got"):
         own.limits[Limit.STACK_SIZE] = value
@@ -512,6 +528,14 @@ def test_limits_are_a_mapping(own):
     assert repr(own) in repr(limits)
 
 
+@pytest.mark.parametrize("limit", ["STACK_SIZE", 99, None])
+def test_what_is_no_limit(own, limit):
+    for use in (own.limits.__getitem__, own.limits.get, lambda one: own.limits.__setitem__(one, 1)):
+        with pytest.raises(ValueError, match=rf"no limit {limit!r}; there are Limit.STACK_SIZE, "):
+            use(limit)
+    assert limit not in own.limits
+
+
 def test_limits_of_the_device_only(machine):
     with closing(Context(0)) as own:
         assert set(Limit) - set(own.limits) == {
@@ -520,9 +544,14 @@ def test_limits_of_the_device_only(machine):
             Limit.PER_BLOCK_MEMORY_SIZE,
         }
         assert Limit.DEV_RUNTIME_SYNC_DEPTH not in own.limits
+        assert own.limits.get(Limit.DEV_RUNTIME_SYNC_DEPTH) is None
+        assert own.limits.get(Limit.DEV_RUNTIME_SYNC_DEPTH, 7) == 7
+        assert own.limits.get(Limit.STACK_SIZE, 7) == 1024
         machine.faults.poison(types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
         with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED"):
             dict(own.limits)
+        with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED"):
+            own.limits.get(Limit.STACK_SIZE)
         machine.faults.poison(None)
 
 
@@ -566,7 +595,7 @@ def test_stream_priority_range(own):
 def test_values_that_are_none(own):
     with pytest.raises(ValueError, match="not a valid CacheConfig"):
         own.cache_config = 17
-    with pytest.raises(ValueError, match="not a valid Limit"):
+    with pytest.raises(ValueError, match="no limit 999; there are"):
         own.limits[999]
 
 

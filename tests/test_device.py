@@ -34,6 +34,12 @@ def test_one_object_per_gpu_and_process(machine):
     assert len({Device(n) for n in (0, 1, 2, 3, 2, 1)}) == 4
 
 
+def test_has_no_subclasses(machine):
+    with pytest.raises(TypeError, match="Device cannot be subclassed"):
+        type("Mine", (Device,), {})
+    assert type(Device(3)) is Device
+
+
 def test_is_immutable(machine):
     device = Device(1)
     for name in ("device_id", "uuid", "name", "color"):
@@ -70,6 +76,29 @@ def test_none_without_devices(machine, monkeypatch):
         Device()
 
 
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("2,2", "a device that is named twice hides every device"),
+        ("0,9,1", "the entry '9' hides itself and all after it: the machine has 4 devices"),
+        ("cuda:1", "it is not an index"),
+    ],
+)
+def test_says_why_the_environment_hides_a_device(machine, monkeypatch, value, why):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    for which in (1, machine.gpus[1].uuid):
+        with pytest.raises(DeviceNotFoundError) as caught:
+            Device(which)
+        assert why in caught.value.hint
+        assert repr(value) in str(caught.value)
+
+
+def test_says_which_gpu_is_lost(machine):
+    machine.gpus[3].lost = True
+    with pytest.raises(DeviceNotFoundError, match="NVML index 3 is left out: GPU is lost"):
+        Device(3)
+
+
 # -- the current one
 
 
@@ -92,6 +121,26 @@ def test_current_follows_other_libraries(machine):
 
 
 # -- in another process
+
+
+@pytest.mark.parametrize(
+    ("visible", "said"),
+    [("3,2", "cuda:1"), (None, "cuda:2"), ("0", "CUDA_VISIBLE_DEVICES hides it from this process")],
+)
+def test_pickled_into_a_process_that_sees_other_devices(child, visible, said):
+    def there(sent):
+        import pickle
+
+        device = pickle.loads(sent)
+        try:
+            with device as entered:
+                assert entered is type(device).current() is type(device)(device.uuid)
+                print(device)
+        except LookupError as error:
+            print(error)
+
+    sent = pickle.dumps(devices()[2])
+    assert said in child(there, sent, env={"CUDA_VISIBLE_DEVICES": visible}).stdout
 
 
 @pytest.mark.parametrize("module", [pickle, cloudpickle])

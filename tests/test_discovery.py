@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import types
 
 import pynvml
 import pytest
 from cuda.bindings.driver import CUcontext, CUresult
 
-from dask_devctx import Device, devices, discovery, driver
+from dask_devctx import Context, Device, devices, discovery, driver
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import (
@@ -247,7 +248,31 @@ def test_no_driver_library():
     with driver.use(Backend(nothing, nvml)):
         with pytest.raises(DriverUnavailableError, match=r"there is no CUDA driver: libcuda\.so"):
             Device(0)
-        assert Device.current() is None  # nothing can be current where there is no driver
+        # nothing can be current where there is no driver
+        assert Device.current() is None
+        assert Context.current() is None
+
+
+@pytest.mark.parametrize("simulated", ["0", "4"])
+@pytest.mark.parametrize("module", ["cuda.bindings", "pynvml"])
+def test_without_the_bindings(module, simulated, child):
+    def ask(module):
+        sys.modules[module] = None
+        from dask_devctx import Context, Device, DriverUnavailableError, devices
+
+        for use in (Device, devices, Device.current, Context.current):
+            try:
+                use()
+            except DriverUnavailableError as error:
+                print(error)
+
+    done = child(ask, module, env={"DASK_DEVCTX__SIMULATED_DEVICES": simulated})
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert line.startswith("cuda-bindings and nvidia-ml-py cannot be loaded: ")
+        assert module in line
+        assert "Install both for this Python" in line
 
 
 def test_nvml_shows_no_gpu(machine):

@@ -10,7 +10,8 @@ import pickle
 import cloudpickle
 import pytest
 
-from dask_devctx import errors
+import dask_devctx
+from dask_devctx import errors, worker_errors
 
 CASES = [
     (errors.DevctxError("why"), {}, "why"),
@@ -41,20 +42,20 @@ CASES = [
         "to_device(value, 'cuda:0'), or compute where it is, inside 'with Device('cuda:1'):'",
     ),
     (
-        errors.LockDirectoryError("/locks", "is a link"),
+        worker_errors.LockDirectoryError("/locks", "is a link"),
         {"path": "/locks", "reason": "is a link"},
         "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "
         "directory with the configuration devctx.lock-directory",
     ),
     (
-        errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
+        worker_errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
         {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
         "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "
         "Close a cluster that holds them and is not needed, such as that of a notebook's earlier "
         "cell (cluster.close()), start fewer workers on this machine, or lower devices_per_worker",
     ),
     (
-        errors.DeviceFailedError(
+        worker_errors.DeviceFailedError(
             "cuda:1", "GPU-b", "CUDA_ERROR_ILLEGAL_ADDRESS", 700, ["x on cuda:1"], True
         ),
         {
@@ -73,7 +74,7 @@ CASES = [
         "the line",
     ),
     (
-        errors.DeviceFailedError(
+        worker_errors.DeviceFailedError(
             "cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0"], watched=True
         ),
         {"suspects": ("x on cuda:0",), "synchronized": False, "watched": True},
@@ -83,7 +84,7 @@ CASES = [
         "suspects, and its device was waited for. compute-sanitizer finds the line",
     ),
     (
-        errors.DeviceOutOfMemoryError(
+        worker_errors.DeviceOutOfMemoryError(
             "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None)], 2**30, 2
         ),
         {
@@ -161,11 +162,13 @@ def test_fields_message_and_pickle(error, fields, message):
 def test_every_class_is_tested():
     classes = {
         cls
-        for _, cls in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(cls, errors.DevctxError) and cls.__module__ == errors.__name__
+        for module in (errors, worker_errors)
+        for _, cls in inspect.getmembers(module, inspect.isclass)
+        if issubclass(cls, errors.DevctxError)
     }
     assert classes == {type(error) for error, _, _ in CASES}
     assert all(cls.__doc__ for cls in classes)
+    assert all(getattr(dask_devctx, cls.__name__) is cls for cls in classes)
 
 
 class Local:

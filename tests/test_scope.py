@@ -505,6 +505,31 @@ def test_interrupted_exit_restores(machine, moment):
         assert current() == 0
 
 
+def test_used_by_what_interrupts_the_first_use(machine):
+    """A signal handler, or a ``__del__`` that the garbage collector calls while CUDA starts."""
+    seen = []
+
+    def interrupt(*args):
+        if not seen:
+            seen.append(None)
+            with Device(2):
+                seen.append(Device.current())
+        return False
+
+    machine.faults.inject("cuInit", FAILED, when=interrupt)
+    with Device(1):
+        assert seen == [None, Device(2)]
+        assert Device.current() is Device(1)
+    assert current() == 0
+    machine.faults.calls.clear()
+    with Device(2):
+        with Device(1):
+            pass
+        assert Device.current() is Device(2)
+    # both primary contexts count as lasting: nobody asks which contexts they are
+    assert not machine.faults.calls["cuCtxGetId"]
+
+
 # -- out of order
 
 
@@ -642,6 +667,68 @@ def test_forked_before_cuda_was_used(machine):
 
     devices()
     assert forked(use)
+
+
+def test_forked_while_another_thread_works_on_a_device(child):
+    """The child has no such thread: what it held must not be waited for."""
+
+    def fork():
+        from cuda.bindings.driver import CUresult
+
+        from dask_devctx import Device, driver
+        from dask_devctx.driver.simulated import SimulatedMachine
+        from dask_devctx.errors import ForkedProcessError
+
+        machine = SimulatedMachine(4)
+        inside, forked = threading.Event(), threading.Event()
+
+        def slow(*args):
+            inside.set()
+            assert forked.wait(30)
+            return False
+
+        with driver.use(machine.backend()):
+            with Device(0):
+                pass
+            machine.faults.inject("cuDevicePrimaryCtxRetain", CUresult.CUDA_SUCCESS, when=slow)
+            thread = threading.Thread(target=Device(1).run, args=(int,))
+            thread.start()
+            assert inside.wait(30)
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                try:
+                    with Device("cuda:3"):
+                        pass
+                except ForkedProcessError:
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(pid, 0)[1] == 0
+            forked.set()
+            thread.join()
+            with Device(1) as device:
+                assert Device.current() is device
+
+    child(fork)
+
+
+def test_forked_while_this_thread_holds_the_lock():
+    from dask_devctx.driver.process_lock import ProcessLock
+
+    def free_for_others():
+        return on_thread(lambda: lock._lock.acquire(blocking=False))
+
+    lock = ProcessLock()
+    with lock:
+        assert not free_for_others()
+        pid = os.fork()
+        if pid == 0:
+            held = not free_for_others()
+            lock.__exit__()
+            os._exit(0 if held and free_for_others() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert not free_for_others()
+    assert free_for_others()
 
 
 def test_forked_on_both_drivers(kind, child):

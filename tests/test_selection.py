@@ -6,6 +6,7 @@ import pickle
 
 import numpy as np
 import pytest
+from cuda.bindings.driver import CUdevice
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +60,9 @@ class Index:
         ("GPU-ab", 1),
         (C, 2),
         ("MIG-c", 2),
+        (B.removeprefix("GPU-"), 1),
+        (B.removeprefix("GPU-").upper(), 1),
+        (C.removeprefix("MIG-"), 2),
         ("0000:01:00.0", 0),
         ("00000000:01:00.0", 0),
         ("01:00.0", 0),
@@ -87,7 +91,7 @@ def foreign(module, **attributes):
         (foreign("torch", type="cuda", index=None), None),
         (foreign("cupy.cuda.device", id=2), 2),
         (foreign("numba.cuda.cudadrv.devices", id=1), 1),
-        (foreign("numba.cuda.cudadrv.driver", id=np.int32(1)), 1),
+        (foreign("numba.cuda.cudadrv.driver", id=CUdevice(1)), 1),
         (foreign("jaxlib._jax", platform="gpu", id=7, local_hardware_id=1), 1),
         (foreign("jaxlib.xla_extension", platform="cuda", id=7, local_hardware_id=0), 0),
         (foreign("cuda.core._device", device_id=2), 2),
@@ -118,6 +122,11 @@ def test_devices_of_other_libraries(which, device_id):
         Device,
         foreign("torch", type=lambda: "torch.cuda.FloatTensor"),  # a tensor
         foreign("torch", type="cuda", index="one"),
+        foreign("torch", type="cuda", index="1"),
+        foreign("torch", type="cuda", index=1.0),
+        foreign("cupy.cuda.device", id=1.5),
+        foreign("cuda.core._device", device_id=None),
+        foreign("torch.cuda", idx=1),  # a scope
         foreign("cupy", shape=(2,)),  # an array
         foreign("numba.cuda"),
         foreign("jaxlib._jax", platform="gpu", local_hardware_id=None),
@@ -158,6 +167,15 @@ def test_no_way_to_name_a_device(which):
         ("GPU-ee", "No device of this machine has this UUID"),
         (HIDDEN, "CUDA_VISIBLE_DEVICES hides it from this process"),
         ("GPU-dd", "CUDA_VISIBLE_DEVICES hides it from this process"),
+        (HIDDEN.removeprefix("GPU-"), "CUDA_VISIBLE_DEVICES hides it from this process"),
+        ("aa000000", "A device is an ordinal"),
+        (A + " ", "A device is an ordinal"),
+        (A + "0", "No device of this machine has this UUID"),
+        ("CUDA:1", "A device is an ordinal"),
+        ("cuda: 1", "A device is an ordinal"),
+        ("cuda:-1", "A device is an ordinal"),
+        ("cuda:1\n", "A device is an ordinal"),
+        ("0,1", "A device is an ordinal"),
         ("0000:02:00.0", "No visible device has this PCI bus id"),
         (foreign("torch", type="cpu", index=0), "It is not a CUDA device"),
         (foreign("jaxlib._jax", platform="cpu", local_hardware_id=0), "It is not a CUDA device"),

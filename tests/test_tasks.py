@@ -13,6 +13,7 @@ import multiprocessing
 import pickle
 import sys
 import threading
+import types
 import weakref
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
@@ -23,7 +24,8 @@ from cuda.bindings.driver import CUresult
 from dask_devctx import Device, driver
 from dask_devctx.errors import DeviceNotFoundError, DriverError
 from dask_devctx.scope import open_scopes
-from dask_devctx.tasks import DeviceFunction, call, on_device, within
+from dask_devctx.suspending import call, within
+from dask_devctx.tasks import DeviceFunction, on_device
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -98,9 +100,10 @@ def test_only_what_can_be_called(thing):
         on_device(1)(thing)
 
 
-def test_above_a_classmethod_it_says_where_to_put_it():
+@pytest.mark.parametrize("descriptor", [classmethod, property, functools.cached_property])
+def test_above_a_descriptor_it_says_where_to_put_it(descriptor):
     with pytest.raises(TypeError, match="Put it below @classmethod or @property"):
-        on_device(1)(classmethod(ordinal))
+        on_device(1)(descriptor(ordinal))
 
 
 class Model:
@@ -148,6 +151,16 @@ def test_methods():
     assert model() == 2
     assert model.attribute == 2
     assert on_device(3)(model.method)(1)[1] == 2
+
+
+def test_parameters_of_any_name():
+    def function(scope, fn, which, self):
+        return ordinal(), scope, fn, which, self
+
+    decorated = on_device(1)(function)
+    assert decorated(scope=2, fn=3, which=4, self=5) == (1, 2, 3, 4, 5)
+    assert call(Device(1), function, scope=2, fn=3, which=4, self=5) == (1, 2, 3, 4, 5)
+    assert Device(1).run(function, scope=2, fn=3, which=4, self=5) == (1, 2, 3, 4, 5)
 
 
 def test_callables_that_are_no_functions():
@@ -566,6 +579,31 @@ def test_generator_as_a_context_manager():
         assert ordinal() is None
 
 
+def test_what_runs_later_and_is_no_generator_runs_where_it_is_used():
+    @on_device(1)
+    @contextlib.contextmanager
+    def manager():
+        yield ordinal()
+
+    with manager() as inside:
+        assert inside is None
+    assert list(on_device(1)(map)(lambda _: ordinal(), [0])) == [None]
+
+
+def test_coroutine_of_a_decorated_generator():
+    @on_device(1)
+    @types.coroutine
+    def old_style():
+        before = ordinal()
+        yield from asyncio.sleep(0).__await__()
+        return before, ordinal()
+
+    async def main():
+        return await old_style(), ordinal()
+
+    assert asyncio.run(main()) == ((1, 1), None)
+
+
 def test_thrown_exceptions_are_not_kept():
     """A traceback holds frames, and frames hold arrays: no cycle keeps them."""
 
@@ -832,6 +870,27 @@ def test_call():
     assert call(Device(1), where.__wrapped__, 1, second=2) == (1, 1, 2)
     assert asyncio.run(call(Device(1), coroutine_function)) == 1
     assert list(call(Device(1), generator_function)) == [1]
+
+
+@pytest.mark.parametrize("make", [Device, lambda number: Device(number).primary_context])
+def test_run(make):
+    """``device.run`` and ``context.run`` do not lose the device of what suspends."""
+    scope = make(1)
+
+    async def main():
+        async def coroutine():
+            before = ordinal()
+            await asyncio.sleep(0)
+            return before, ordinal()
+
+        running = [scope.run(coroutine), Device(2).run(coroutine)]
+        assert ordinal() is None
+        return await asyncio.gather(*running)
+
+    assert asyncio.run(main()) == [(1, 1), (2, 2)]
+    for seen in scope.run(generator_function):
+        assert (seen, ordinal()) == (1, None)
+    assert scope.run(ordinal) == 1
 
 
 def test_within_passes_on_what_has_run():

@@ -8,7 +8,6 @@ creates no context either. NVML's indices and CUDA's ordinals are joined by UUID
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dask_devctx.discovery.inventory import DeviceInfo, Inventory
 from dask_devctx.driver.backends import Backend, environment
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.driver.visible import UUID_KINDS, PhysicalDevice, visible_devices
 from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
 
@@ -36,7 +36,7 @@ __all__ = [
 
 _Key = tuple[str | None, str | None]
 _known: weakref.WeakKeyDictionary[Backend, dict[_Key, Inventory]] = weakref.WeakKeyDictionary()
-_lock = threading.RLock()
+_lock = ProcessLock()
 
 
 def inventory(backend: Backend) -> Inventory:

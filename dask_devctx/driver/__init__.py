@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DriverUnavailableError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ __all__ = ["SIMULATED_DEVICES_VARIABLE", "backend", "current_backend", "use"]
 SIMULATED_DEVICES_VARIABLE = "DASK_DEVCTX__SIMULATED_DEVICES"
 
 _active: Backend | None = None
-_lock = threading.Lock()
+_lock = ProcessLock()
 
 
 def backend() -> Backend:
@@ -33,7 +33,8 @@ def backend() -> Backend:
     Raises
     ------
     DriverUnavailableError
-        ``devctx.simulated-devices`` is not a count, or ``cuda-bindings`` is missing.
+        ``devctx.simulated-devices`` is not a count, or ``cuda-bindings`` or ``nvidia-ml-py`` cannot
+        be loaded.
 
     Notes
     -----
@@ -73,7 +74,15 @@ def _choose() -> Backend:
     with _lock:
         if _active is None:
             count = _simulated_devices()
-            _active = backends.simulated(count) if count else backends.real()
+            try:
+                chosen = backends.simulated(count) if count else backends.real()
+            except ImportError as error:
+                raise DriverUnavailableError(
+                    f"cuda-bindings and nvidia-ml-py cannot be loaded: {error}",
+                    "Install both for this Python. A subinterpreter cannot load cuda-bindings: use "
+                    "the main interpreter, or a process",
+                ) from error
+            _active = _active or chosen  # what interrupted this may have asked, too
         return _active
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE
 from dask_devctx.driver.calls import Calls
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError, DriverError, DriverUnavailableError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Backend:
         # What the environment said when this process initialised CUDA, which reads it once.
         self.environment: tuple[str | None, str | None] | None = None
         self._uuids: tuple[str, ...] = ()
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         _backends.add(self)
 
     @property
@@ -97,6 +97,8 @@ class Backend:
             ) from error
         except Exception as error:  # the bindings' own words for a missing library vary
             raise _no_driver(error) from error
+        if self.initialised:  # by what interrupted this
+            return
         self.environment = environment()
         native = _native(self.calls)
         if native is not None:
@@ -123,19 +125,22 @@ class Backend:
     def current_context(self) -> int:
         """Return the context that is current on this thread, without initialising anything.
 
-        0 where there is none, so also before anything in this process has used CUDA.
+        0 where there is none, so also before anything in this process has used CUDA, and on a
+        machine without a driver.
 
         Raises
         ------
-        DriverUnavailableError
-            There is no driver.
+        DriverError
+            The driver does not answer.
+        ForkedProcessError
+            This process was forked after CUDA was initialised.
         """
         try:
             return self.calls.current_or_uninitialised()
         except DevctxError:
             raise
-        except Exception as error:  # the bindings' own words for a missing library vary
-            raise _no_driver(error) from error
+        except Exception:  # there is no driver: the bindings' own words for a missing library vary
+            return 0
 
 
 def environment() -> tuple[str | None, str | None]:

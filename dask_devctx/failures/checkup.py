@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Hashable
 
 from dask_devctx.device import Device
-from dask_devctx.driver.calls import RELAXED_CAPTURE, Calls
+from dask_devctx.driver.calls import Calls
+from dask_devctx.driver.work import RELAXED_CAPTURE
 from dask_devctx.failures.suspects import Suspects
 
 logger = logging.getLogger(__name__)

@@ -10,15 +10,16 @@ from typing import Any, Final
 
 from distributed import Reschedule
 
-from dask_devctx import tasks
+from dask_devctx import suspending
 from dask_devctx.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.errors import DeviceFailedError, DriverError
+from dask_devctx.errors import DriverError
 from dask_devctx.failures.blame import Blame, Failure
 from dask_devctx.failures.charge import Charge
 from dask_devctx.failures.checkup import Checkup
 from dask_devctx.failures.retries import Retries, portable
 from dask_devctx.failures.suspects import Suspect
+from dask_devctx.worker_errors import DeviceFailedError
 
 _POLL_S = 0.02  # many may be waiting for their turn on one event loop
 
@@ -118,7 +119,7 @@ class Guard:
                 if inspect.iscoroutine(result):
                     return self._awaited(charge, device, fn, data, result)
                 self.retries.forget(charge.key)
-                return tasks.within(device, result)
+                return suspending.within(device, result)
 
     def _once(self, charge: Charge, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
         key = charge.key
@@ -206,7 +207,7 @@ class Guard:
                 self.blame.refuse_after_failure()
                 with device:
                     running = fn(data)  # what it needs is brought again, too
-            result = await tasks.within(device, running)
+            result = await suspending.within(device, running)
         finally:
             self._suspects.ended(charge.key, device)
         if not charge.watched:

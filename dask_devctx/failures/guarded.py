@@ -10,14 +10,14 @@ from typing import Any
 from distributed import Reschedule
 
 from dask_devctx.device import Device
-from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
 from dask_devctx.failures.charge import Charge
 from dask_devctx.failures.guard import Guard
 from dask_devctx.tasks import DeviceFunction
+from dask_devctx.worker_errors import DeviceFailedError, DeviceOutOfMemoryError
 
 
 class GuardedTask:
-    """What a pinned task calls in the place of :func:`dask_devctx.tasks.call`.
+    """What a pinned task calls in the place of :func:`dask_devctx.suspending.call`.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class GuardedMethod(DeviceFunction[..., Any]):
         self._guard = guard
         self._charge = Charge(key, movable=False, is_method=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.which, Device)
 
         def method(_: object) -> Any:

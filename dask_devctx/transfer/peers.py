@@ -8,7 +8,7 @@ import weakref
 
 from dask_devctx.device import Device
 from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.calls import LEGACY_STREAM
+from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.order import Event
 

@@ -27,8 +27,8 @@ from dask_devctx import (
     device_of,
     to_device,
 )
-from dask_devctx.driver.calls import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.inputs import Inputs
 from dask_devctx.transfer import Stamp

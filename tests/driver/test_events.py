@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.calls import LEGACY_STREAM, PER_THREAD_STREAM, Calls
+from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.driver.work import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 

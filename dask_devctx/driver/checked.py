@@ -1,0 +1,132 @@
+"""One call to the driver, checked: by its Python binding, or by the address of its C function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dask_devctx.driver import statuses
+from dask_devctx.errors import (
+    DeviceMemoryError,
+    DriverError,
+    DriverUnavailableError,
+    ForkedProcessError,
+)
+
+try:
+    from dask_devctx._scope import invoke, invoke_out
+except ImportError:  # it was not built
+    invoke = invoke_out = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from dask_devctx.driver.protocol import Driver
+
+
+class CheckedCalls:
+    """How a function of one driver is called: what is not success is raised.
+
+    Parameters
+    ----------
+    driver
+        ``cuda.bindings.driver``, or anything with its functions.
+
+    Attributes
+    ----------
+    types
+        The bindings' own enumerations and handles, which the simulated driver answers with too.
+    forked
+        Whether CUDA was initialised before this process was forked, so that no call can succeed.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        from cuda.bindings import driver as types  # the enumerations; loads no driver
+
+        self.driver = driver
+        self.types: Any = types
+        self.forked = False
+        self._addresses: dict[str, int] = {}
+
+    def _value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+        try:
+            status, *values = function(*args)
+        except RuntimeError as error:  # the bindings' word for a function that the driver lacks
+            missing = self._missing(function.__name__, error)
+            if missing is None:
+                raise
+            raise missing from error
+        if status != 0:
+            raise self._error(function.__name__, status)
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _error(self, function: str, status: Any) -> Exception:
+        if self.forked:
+            return ForkedProcessError(
+                f"{function} failed: CUDA was initialised before this process was forked",
+                "Start processes that use a GPU with the 'spawn' or 'forkserver' method",
+            )
+        try:
+            known = self.types.CUresult(status)
+        except ValueError:  # a driver newer than the bindings
+            return DriverError(function, "an unknown status", int(status))
+        _, text = self.driver.cuGetErrorString(known)
+        out_of_memory = known == self.types.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        kind = DeviceMemoryError if out_of_memory else DriverError
+        words = [(text or b"").decode(), statuses.REMEDIES.get(int(known), "")]
+        return kind(function, known.name, int(known), ". ".join(filter(None, words)))
+
+    def _missing(self, function: str, error: Exception) -> DriverUnavailableError | None:
+        try:
+            _, version = self.driver.cuDriverGetVersion()
+        except Exception:  # there is no driver at all
+            return None
+        supports = f"{version // 1000}.{version % 1000 // 10}"
+        return DriverUnavailableError(
+            f"the driver (CUDA {supports}) has no {function}: {error}",
+            "Update the driver, or install the cuda-bindings of its CUDA version",
+        )
+
+    def address(self, function: str, version: int) -> int | None:
+        """Where a C function of the driver is, or None where the driver does not tell.
+
+        ``version`` is that of the CUDA that gave the function the shape that the caller knows.
+        """
+        ask = getattr(self.driver, "cuGetProcAddress", None)
+        if ask is None:
+            return None
+        status, address, *_ = ask(function.encode(), version, 0)
+        return int(address) if status == 0 and address else None
+
+    # -- by the address, with Python's lock kept
+
+    def _status(self, function: str, version: int, *numbers: int) -> int | None:
+        """Call a short C function by its address; its status, or None where there is no address.
+
+        The bindings give Python's lock up around each call. Where other threads are busy it is
+        often milliseconds until it comes back, and these functions take a microsecond at most.
+        """
+        address = self._address(function, version)
+        return invoke(address, *numbers) if address else None
+
+    def _out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
+        """The same for a function that changes what its first argument points to; that value."""
+        address = self._address(function, version)
+        if not address:
+            return None
+        status, value = invoke_out(address, value, *numbers)
+        if status:
+            raise self._error(function, status)
+        return value
+
+    def _address(self, function: str, version: int) -> int:
+        address = self._addresses.get(function)
+        if address is None:
+            found = None if invoke is None else self.address(function, version)
+            address = self._addresses[function] = found or 0
+        return address
+
+    def _called(self, function: str, version: int, *numbers: int) -> bool:
+        """Whether the function was called by its address; raises where it was, and failed."""
+        status = self._status(function, version, *numbers)
+        if status:
+            raise self._error(function, status)
+        return status is not None

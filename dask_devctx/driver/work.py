@@ -1,0 +1,127 @@
+"""The driver's calls about the work that devices are given: events, streams, memory.
+
+What makes a device current does without them; who copies between devices, and who looks
+whether a device still works, needs them.
+"""
+
+from __future__ import annotations
+
+from dask_devctx.driver.checked import CheckedCalls
+
+# CUDA's own handles for the streams that need no making.
+LEGACY_STREAM = 1
+PER_THREAD_STREAM = 2
+# The capture mode in which a thread's calls are not held against graphs that others capture.
+RELAXED_CAPTURE = 2
+
+
+class WorkCalls(CheckedCalls):
+    """Checked calls about work; most of them are about the current context's."""
+
+    # -- events: points in the work that a device was given
+
+    def event_create(self) -> int:
+        """An event of the current context, which measures no time."""
+        flag = int(self.types.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        made = self._out("cuEventCreate", 2000, 0, flag)
+        return int(self._value(self.driver.cuEventCreate, flag)) if made is None else made
+
+    def event_destroy(self, event: int) -> None:
+        """What waits for it still does."""
+        if not self._called("cuEventDestroy", 4000, event):
+            self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Let the event mean what the stream has been given so far."""
+        if not self._called("cuEventRecord", 2000, event, stream):
+            self._value(
+                self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
+            )
+
+    def event_record_context(self, event: int, context: int) -> bool:
+        """Let the event mean what every stream of the context has been given so far.
+
+        False where this is not to be had: a driver before CUDA 12.5, or a stream of the context
+        is being captured into a graph.
+        """
+        try:
+            status = self._status("cuCtxRecordEvent", 12050, context, event)
+            if status is None:
+                function = self.driver.cuCtxRecordEvent
+                (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
+        except (AttributeError, RuntimeError):  # the bindings' words for a function that is missing
+            return False
+        kind = self.types.CUresult
+        if int(status) in (
+            int(kind.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
+            int(kind.CUDA_ERROR_NOT_SUPPORTED),
+        ):
+            return False
+        if status != 0:
+            raise self._error("cuCtxRecordEvent", status)
+        return True
+
+    def event_done(self, event: int) -> bool:
+        status = self._status("cuEventQuery", 2000, event)
+        if status is None:
+            (status,) = self.driver.cuEventQuery(self.types.CUevent(event))
+        if int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_READY):
+            return False
+        if status != 0:
+            raise self._error("cuEventQuery", status)
+        return True
+
+    def stream_create(self) -> int:
+        """A stream of the current context, which the legacy default stream does not wait for."""
+        flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        return int(self._value(self.driver.cuStreamCreate, flag))
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """Let what the stream is given from now on wait for the event, of any device."""
+        if not self._called("cuStreamWaitEvent", 3020, stream, event, 0):
+            self._value(
+                self.driver.cuStreamWaitEvent,
+                self.types.CUstream(stream),
+                self.types.CUevent(event),
+                0,
+            )
+
+    # -- memory of the current context
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        free, total = self._value(self.driver.cuMemGetInfo)
+        return int(free), int(total)
+
+    def allocate(self, nbytes: int) -> int:
+        return int(self._value(self.driver.cuMemAlloc, nbytes))
+
+    def free(self, pointer: int) -> None:
+        self._value(self.driver.cuMemFree, pointer)
+
+    def copy_peer(
+        self, target: int, context: int, source: int, source_context: int, nbytes: int, stream: int
+    ) -> None:
+        """Enqueue a copy between two contexts' memory, through the host where it must be."""
+        self._value(
+            self.driver.cuMemcpyPeerAsync,
+            self.types.CUdeviceptr(target),
+            self.types.CUcontext(context),
+            self.types.CUdeviceptr(source),
+            self.types.CUcontext(source_context),
+            nbytes,
+            self.types.CUstream(stream),
+        )
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set how this thread may disturb graphs that others capture; return how it was."""
+        before = self._out("cuThreadExchangeStreamCaptureMode", 10010, mode)
+        if before is not None:
+            return before & 0xFFFFFFFF
+        kind = self.types.CUstreamCaptureMode
+        return int(self._value(self.driver.cuThreadExchangeStreamCaptureMode, kind(mode)))
+
+    def probe(self) -> None:
+        """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""
+        if not self._called("cuMemFree", 3020, 0):
+            self._value(self.driver.cuMemFree, 0)

@@ -1,0 +1,246 @@
+"""The exceptions of workers: their devices are in use, fail, or have no memory left for a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from dask_devctx.errors import DevctxError
+
+
+class LockDirectoryError(DevctxError):
+    """The directory of the device locks cannot be trusted, or cannot be used.
+
+    Parameters
+    ----------
+    path
+        The directory, or the file in it.
+    reason
+        What is wrong with it.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"devices cannot be shared out: {self.path} {self.reason}. Remove or repair it, or "
+            "name another directory with the configuration devctx.lock-directory"
+        )
+
+
+class DevicesInUseError(DevctxError):
+    """A worker wants more devices for itself than are free.
+
+    Parameters
+    ----------
+    wanted
+        How many it wants.
+    free
+        A description of each device that is free.
+    holders
+        Who holds each of the others, by the device's description.
+    """
+
+    def __init__(self, wanted: int, free: Sequence[str], holders: Mapping[str, str]) -> None:
+        free = tuple(free)
+        holders = dict(holders)
+        super().__init__(wanted, free, holders)
+        self.wanted = wanted
+        self.free = free
+        self.holders = holders
+
+    def __str__(self) -> str:
+        total = len(self.free) + len(self.holders)
+        held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
+        return (
+            f"this worker wants {self.wanted} devices for itself and {len(self.free)} of {total} "
+            f"are free{': ' if held else ''}{held}. Close a cluster that holds them and is not "
+            "needed, such as that of a notebook's earlier cell (cluster.close()), start fewer "
+            "workers on this machine, or lower devices_per_worker"
+        )
+
+
+_NAMED = 8  # so many suspects are named in the message
+
+
+class DeviceFailedError(DevctxError):
+    """A device failed in a way that ends its process: no GPU can be used in it any more.
+
+    Parameters
+    ----------
+    device
+        Where it was noticed. Another device of the same process may be the one that failed.
+    uuid
+        Its UUID.
+    status
+        The name of the driver's status, such as ``"CUDA_ERROR_ILLEGAL_ADDRESS"``.
+    code
+        The number of that status.
+    suspects
+        The tasks that may have caused it, each as ``"key on cuda:0"``: the one that noticed it
+        first, then the others, the latest first.
+    synchronized
+        Whether each task was waited for, so that a task that was done before is no suspect.
+    lost
+        Whether NVML says that the device is not there any more.
+    watched
+        Whether the suspects had been suspects of an earlier failure, and were waited for this time.
+        Other tasks that ran at the same time are not named then.
+
+    Notes
+    -----
+    The exception that the task itself raised, if it did, is its ``__cause__``.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        uuid: str,
+        status: str,
+        code: int,
+        suspects: Sequence[str] = (),
+        synchronized: bool = False,
+        lost: bool = False,
+        watched: bool = False,
+    ) -> None:
+        suspects = tuple(suspects)
+        super().__init__(device, uuid, status, code, suspects, synchronized, lost, watched)
+        self.device = device
+        self.uuid = uuid
+        self.status = status
+        self.code = code
+        self.suspects = suspects
+        self.synchronized = synchronized
+        self.lost = lost
+        self.watched = watched
+
+    def __str__(self) -> str:
+        lost = (
+            ". The device is not there any more: it fell off the bus; reset it or restart the "
+            "machine (dmesg says why)"
+            if self.lost
+            else ""
+        )
+        what = (
+            f"{self.device} ({self.uuid}) failed with {self.status} ({self.code}){lost}. No GPU "
+            "can be used in this process any more: the worker ends, and what it held is "
+            "recomputed. "
+        )
+        if self.watched and len(self.suspects) == 1:
+            return (
+                f"{what}It was found by being watched: {self.suspects[0]} had been a suspect of an "
+                "earlier failure, was run again alone among its suspects, and its device was "
+                "waited for. compute-sanitizer finds the line"
+            )
+        if len(self.suspects) == 1:
+            return f"{what}Nothing else had been at work since it was last seen healthy: " + (
+                f"{self.suspects[0]} caused it. compute-sanitizer finds the line"
+            )
+        named = "; ".join(self.suspects[:_NAMED])
+        if len(self.suspects) > _NAMED:
+            named += f"; and {len(self.suspects) - _NAMED} more (.suspects has all)"
+        how = (
+            "They had been suspects of an earlier failure, were watched, and ran at the same time. "
+            "To tell them apart, run them one after the other"
+            if self.watched
+            else "They ran at the same time. To tell them apart, run them one after the other"
+            if self.synchronized
+            else "Work that a task leaves running may fail after it. To find out, run again with "
+            "DevicePlugin(synchronize=True) (devctx.synchronize: true), which waits for the device "
+            "after each task"
+        )
+        return f"{what}Any of these may have caused it: {named}. {how}"
+
+
+class DeviceOutOfMemoryError(DevctxError, MemoryError):
+    """A device has no memory left for a task, also after room was made and it was tried again.
+
+    Parameters
+    ----------
+    device, uuid
+        The device where it was tried last.
+    requested_nbytes
+        How much the allocation that failed asked for; None where the library did not say.
+    free_nbytes, total_nbytes
+        What the device had afterwards, when the failed attempt's own memory was given back; None
+        where nobody says.
+    holders
+        Pairs of a process' id and the bytes that it holds there, None where NVML does not say; not
+        known at all in most containers.
+    replicas_nbytes
+        What was freed of copies that this process had kept of other devices' values.
+    attempts
+        How often the task was run.
+
+    Notes
+    -----
+    The library's own exception is its ``__cause__``.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        uuid: str,
+        requested_nbytes: int | None = None,
+        free_nbytes: int | None = None,
+        total_nbytes: int | None = None,
+        holders: Sequence[tuple[int, int | None]] = (),
+        replicas_nbytes: int = 0,
+        attempts: int = 1,
+    ) -> None:
+        holders = tuple(holders)
+        super().__init__(
+            device,
+            uuid,
+            requested_nbytes,
+            free_nbytes,
+            total_nbytes,
+            holders,
+            replicas_nbytes,
+            attempts,
+        )
+        self.device = device
+        self.uuid = uuid
+        self.requested_nbytes = requested_nbytes
+        self.free_nbytes = free_nbytes
+        self.total_nbytes = total_nbytes
+        self.holders = holders
+        self.replicas_nbytes = replicas_nbytes
+        self.attempts = attempts
+
+    def __str__(self) -> str:
+        asked = f"{_gib(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
+        free = (
+            f"{_gib(self.free_nbytes)} of {_gib(self.total_nbytes)} free now, after room was made"
+            if self.free_nbytes is not None and self.total_nbytes is not None
+            else ""
+        )
+        held = ", ".join(
+            f"process {pid} {'an unknown amount' if nbytes is None else _gib(nbytes)}"
+            for pid, nbytes in self.holders
+        )
+        facts = "; ".join(
+            filter(
+                None,
+                [
+                    asked,
+                    free,
+                    f"held by {held}" if held else "",
+                    f"{_gib(self.replicas_nbytes)} of copies were dropped"
+                    if self.replicas_nbytes
+                    else "",
+                ],
+            )
+        )
+        times = "once" if self.attempts == 1 else f"{self.attempts} times"
+        return (
+            f"{self.device} ({self.uuid}) has not enough memory; the task was tried {times}"
+            f"{f' ({facts})' if facts else ''}. Make the task's parts smaller, run fewer tasks per "
+            "device, or keep fewer results on it"
+        )
+
+
+def _gib(nbytes: int | None) -> str:
+    return "?" if nbytes is None else f"{nbytes / 2**30:.2f} GiB"
