@@ -13,13 +13,17 @@ from dask_devctx.context_limits import Limit
 from dask_devctx.device import Device, devices
 from dask_devctx.errors import (
     DevctxError,
+    DeviceFailedError,
     DeviceMemoryError,
     DeviceMismatchError,
     DeviceNotFoundError,
+    DeviceOutOfMemoryError,
     DeviceScopeError,
+    DevicesInUseError,
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
+    LockDirectoryError,
     VisibleDevicesError,
 )
 from dask_devctx.primary import PrimaryContext
@@ -32,12 +36,6 @@ if TYPE_CHECKING:
     from dask_devctx.routing import DeviceRouting
     from dask_devctx.simulated_array import SimulatedArray as SimulatedArray
     from dask_devctx.transfer import device_of, to_device
-    from dask_devctx.worker_errors import (
-        DeviceFailedError,
-        DeviceOutOfMemoryError,
-        DevicesInUseError,
-        LockDirectoryError,
-    )
 
 __all__ = [
     "CacheConfig",
@@ -71,15 +69,11 @@ __all__ = [
     "to_device",
 ]
 
-# What only workers need, most of it dask too, and where it is.
+# What needs dask, and where it is.
 _DISTRIBUTED_HALF = {
-    "DeviceFailedError": "dask_devctx.worker_errors",
-    "DeviceOutOfMemoryError": "dask_devctx.worker_errors",
     "DevicePlugin": "dask_devctx.plugin",
     "DeviceRouting": "dask_devctx.routing",
-    "DevicesInUseError": "dask_devctx.worker_errors",
     "LocalDeviceCluster": "dask_devctx.cluster",
-    "LockDirectoryError": "dask_devctx.worker_errors",
     # `--preload dask_devctx` looks for this here
     "dask_setup": "dask_devctx.preload",
     "SimulatedArray": "dask_devctx.simulated_array",  # needs NumPy, which nothing else does

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dask_devctx.worker_errors import LockDirectoryError
+from dask_devctx.errors import LockDirectoryError
 
 _MUTEX = "mutex.lock"
 _POLL_S = 0.005

@@ -11,8 +11,8 @@ from distributed.protocol.pickle import dumps
 
 from dask_devctx import discovery, driver
 from dask_devctx.device import Device
+from dask_devctx.errors import DevicesInUseError, LockDirectoryError
 from dask_devctx.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
-from dask_devctx.worker_errors import DevicesInUseError, LockDirectoryError
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ from dask_devctx import config, selection
 from dask_devctx.annotations import ANNOTATION, carried_device, requested_device
 from dask_devctx.device import Device
 from dask_devctx.discovery import DeviceInfo, Inventory
-from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
 from dask_devctx.failures import marks
 from dask_devctx.selection import AUTO
-from dask_devctx.worker_errors import DevicesInUseError, LockDirectoryError
 
 logger = logging.getLogger(__name__)
 

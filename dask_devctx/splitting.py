@@ -12,8 +12,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from dask_devctx.device import Device
+from dask_devctx.errors import DevicesInUseError
 from dask_devctx.locks import Lock, LockDirectory, default_directory
-from dask_devctx.worker_errors import DevicesInUseError
 
 # Choosing takes well under a millisecond; who takes longer was stopped in the middle of it.
 _CHOOSING_TIMEOUT_S = 10.0

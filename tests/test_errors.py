@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 import dask_devctx
-from dask_devctx import errors, worker_errors
+from dask_devctx import errors
 
 CASES = [
     (errors.DevctxError("why"), {}, "why"),
@@ -42,20 +42,20 @@ CASES = [
         "to_device(value, 'cuda:0'), or compute where it is, inside 'with Device('cuda:1'):'",
     ),
     (
-        worker_errors.LockDirectoryError("/locks", "is a link"),
+        errors.LockDirectoryError("/locks", "is a link"),
         {"path": "/locks", "reason": "is a link"},
         "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "
         "directory with the configuration devctx.lock-directory",
     ),
     (
-        worker_errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
+        errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
         {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
         "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "
         "Close a cluster that holds them and is not needed, such as that of a notebook's earlier "
         "cell (cluster.close()), start fewer workers on this machine, or lower devices_per_worker",
     ),
     (
-        worker_errors.DeviceFailedError(
+        errors.DeviceFailedError(
             "cuda:1", "GPU-b", "CUDA_ERROR_ILLEGAL_ADDRESS", 700, ["x on cuda:1"], True
         ),
         {
@@ -74,7 +74,7 @@ CASES = [
         "the line",
     ),
     (
-        worker_errors.DeviceFailedError(
+        errors.DeviceFailedError(
             "cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0"], watched=True
         ),
         {"suspects": ("x on cuda:0",), "synchronized": False, "watched": True},
@@ -84,7 +84,7 @@ CASES = [
         "suspects, and its device was waited for. compute-sanitizer finds the line",
     ),
     (
-        worker_errors.DeviceOutOfMemoryError(
+        errors.DeviceOutOfMemoryError(
             "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None)], 2**30, 2
         ),
         {
@@ -162,8 +162,7 @@ def test_fields_message_and_pickle(error, fields, message):
 def test_every_class_is_tested():
     classes = {
         cls
-        for module in (errors, worker_errors)
-        for _, cls in inspect.getmembers(module, inspect.isclass)
+        for _, cls in inspect.getmembers(errors, inspect.isclass)
         if issubclass(cls, errors.DevctxError)
     }
     assert classes == {type(error) for error, _, _ in CASES}

@@ -11,10 +11,9 @@ from distributed import Reschedule
 from dask_devctx import discovery
 from dask_devctx.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.errors import DriverError
+from dask_devctx.errors import DeviceFailedError, DriverError
 from dask_devctx.failures.suspects import Suspect, Suspects
 from dask_devctx.failures.watch import Watch
-from dask_devctx.worker_errors import DeviceFailedError
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from distributed import Reschedule
 from dask_devctx import suspending
 from dask_devctx.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.errors import DriverError
+from dask_devctx.errors import DeviceFailedError, DriverError
 from dask_devctx.failures.blame import Blame, Failure
 from dask_devctx.failures.charge import Charge
 from dask_devctx.failures.checkup import Checkup
 from dask_devctx.failures.retries import Retries, portable
 from dask_devctx.failures.suspects import Suspect
-from dask_devctx.worker_errors import DeviceFailedError
 
 _POLL_S = 0.02  # many may be waiting for their turn on one event loop
 

@@ -10,10 +10,10 @@ from typing import Any
 from distributed import Reschedule
 
 from dask_devctx.device import Device
+from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
 from dask_devctx.failures.charge import Charge
 from dask_devctx.failures.guard import Guard
 from dask_devctx.tasks import DeviceFunction
-from dask_devctx.worker_errors import DeviceFailedError, DeviceOutOfMemoryError
 
 
 class GuardedTask:

@@ -13,8 +13,8 @@ from typing import Any
 from distributed import Worker
 from distributed.core import Status, error_message
 
+from dask_devctx.errors import DeviceFailedError
 from dask_devctx.failures.blame import Failure
-from dask_devctx.worker_errors import DeviceFailedError
 
 logger = logging.getLogger(__name__)
 

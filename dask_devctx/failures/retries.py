@@ -12,9 +12,8 @@ from distributed.protocol.pickle import dumps, loads
 
 from dask_devctx import discovery
 from dask_devctx.device import Device
-from dask_devctx.errors import DevctxError
+from dask_devctx.errors import DevctxError, DeviceOutOfMemoryError
 from dask_devctx.out_of_memory import is_out_of_memory, release_caches, requested_nbytes
-from dask_devctx.worker_errors import DeviceOutOfMemoryError
 
 logger = logging.getLogger(__name__)
 

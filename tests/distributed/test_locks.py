@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dask_devctx.errors import LockDirectoryError
 from dask_devctx.locks import LockDirectory, default_directory, why_not_ours
-from dask_devctx.worker_errors import LockDirectoryError
 
 HOLD = """
 import sys, time

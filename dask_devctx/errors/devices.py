@@ -1,9 +1,4 @@
-"""The exceptions that this package raises: the tree's root, and all that need no worker.
-
-Those of workers and their tasks are in :mod:`dask_devctx.worker_errors`. Every error keeps what it
-reports as attributes and hands all of them to ``super().__init__``, so that it survives pickling on
-its way from a worker to a client.
-"""
+"""The root of the tree, and the exceptions of devices, contexts and scopes."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dask_devctx.errors import DevctxError
+from dask_devctx.errors.devices import DevctxError
 
 
 class LockDirectoryError(DevctxError):
