@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import types
 import warnings
 from collections.abc import Generator, Sequence
@@ -126,7 +127,15 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         super().scale(n, memory=memory, cores=cores)
 
     def adapt(self, *args: Any, **kwargs: Any) -> Any:
-        """Scale by the load, as ``LocalCluster`` does; to as many workers as there is room for."""
+        """Scale by the load, as ``LocalCluster`` does; to as many workers as there is room for.
+
+        Raises
+        ------
+        ValueError
+            ``maximum`` is more than that.
+        """
+        if kwargs.get("maximum", math.inf) < math.inf:
+            self._check_enough(kwargs["maximum"])
         if not {"maximum", "maximum_cores"} & kwargs.keys():
             per_worker = self._plugin.devices_per_worker or self._n_devices
             kwargs["maximum"] = self._n_devices // max(per_worker, 1)
@@ -154,6 +163,9 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         # starts another worker by itself; it is left to do so.
         if op == "remove":
             name = self.scheduler_info["workers"][msg]["name"]
+            if name in self._routing.refused and self.worker_spec.pop(name, None):
+                # Scaling starts another in its place, of another name: dask knows this one still.
+                self._i += 1
             if getattr(self.workers.get(name), "status", None) == Status.running:
                 super(SpecCluster, self)._update_worker_status(op, msg)
                 return
@@ -168,11 +180,14 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         )
 
     async def _correct_state_internal(self) -> None:
+        refused = self._routing.refused  # workers that could not use their devices, and left
+        earlier = set(refused)
         await super()._correct_state_internal()
-        if self._routing.refused:  # workers that could not use their devices, and left
-            _, error = self._routing.refused.popitem()
-            self._routing.refused.clear()
-            raise error
+        for name in earlier:
+            refused.pop(name, None)
+        if self.status in (Status.created, Status.starting, Status.running):
+            for error in refused.values():
+                raise error
 
     def __await__(self) -> Generator[Any, Any, Self]:
         return self._start_or_close().__await__()

@@ -94,7 +94,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     Attributes
     ----------
     refused
-        The errors of workers that could not use their devices and left, by address.
+        The errors of workers that could not use their devices and left, by name.
 
     Notes
     -----
@@ -114,7 +114,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     idempotent = True
 
     def __init__(self) -> None:
-        self.refused: dict[str, Exception] = {}
+        self.refused: dict[object, Exception] = {}
 
     # -- dask's hooks
 
@@ -196,9 +196,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         return "OK"
 
     def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> str:
+        address = self.scheduler.coerce_address(address)
+        worker = self.scheduler.workers.get(address)
         # Plain data, made an error of ours here: nothing is unpickled that a worker sends.
-        self.refused[address] = _REFUSALS[kind](*arguments)
-        self._cluster.joined.pop(self.scheduler.coerce_address(address), None)
+        self.refused[worker.name if worker else address] = _REFUSALS[kind](*arguments)
+        self._cluster.joined.pop(address, None)
         self._review()
         return "OK"
 

@@ -197,6 +197,35 @@ def test_adapting() -> None:
         assert ordinals(cluster) == [[0, 1], [2, 3]]
 
 
+def test_more_than_there_is_room_for_is_refused() -> None:
+    with (
+        LocalDeviceCluster(n_workers=0, devices_per_worker=1, **QUIET) as cluster,
+        pytest.raises(ValueError, match="9 workers with 1 devices each need 9 devices"),
+    ):
+        cluster.adapt(maximum=9)
+
+
+@pytest.mark.parametrize("how", ["scale", "adapt"])
+def test_devices_that_were_in_use_are_taken_when_they_are_free(
+    how: str, lock_directory: Path
+) -> None:
+    share = take(devices(), 3, holder="somebody", directory=lock_directory)
+    with (
+        LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster,
+        Client(cluster) as client,
+    ):
+        if how == "adapt":  # which tries again by itself
+            cluster.adapt(minimum=3, interval="100ms")
+        else:
+            cluster.scale(3)
+        time.sleep(0.5)
+        assert client.submit(_where, pure=False).result(timeout=10) == 3
+        share.release()
+        if how == "scale":
+            cluster.scale(3)
+        client.wait_for_workers(3, timeout=10)
+
+
 def test_a_worker_that_was_killed_comes_back_with_its_devices() -> None:
     with (
         LocalDeviceCluster(n_workers=2, dashboard_address=":0") as cluster,
