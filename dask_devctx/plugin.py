@@ -160,9 +160,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        # Nothing is awaited in here: dask calls no hook of a plugin that it is about to replace,
+        # and what begins in between would run on no device, or on another's.
         self._uninstall(worker)
         self.share.release()
-        await membership.withdraw(worker)
+        membership.withdraw(worker)
 
     def _install(self, worker: Worker) -> Exception | None:
         self.worker = worker
@@ -210,6 +212,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.actors = PinnedActors(worker, self.guard)
         self.interpreter = Interpreter(worker, interval_s)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
+        for ts in worker.state.tasks.values():
+            if ts.state == "executing" and ts.key not in worker.active_keys:  # about to begin
+                self._pin(ts)
         return failure
 
     def _uninstall(self, worker: Worker) -> None:
