@@ -28,7 +28,7 @@ from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 from dask_devctx.record import Record
 from dask_devctx.replicas import check_limit
 from dask_devctx.selection import AUTO
-from dask_devctx.transfer import nbytes_by_device
+from dask_devctx.transfer import Stamp, nbytes_by_device
 
 logger = logging.getLogger(__name__)
 
@@ -260,6 +260,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 self.guard.seceded(key)
             if ts is None or ts.state not in _UNDER_WAY:
                 self._done(key, ts)
+        elif start == "long-running" and ts is not None and ts.state == "memory":
+            self._arrived(key, ts)  # it was done with its device's place before
         if start == "memory" and self.inputs is not None:
             self.inputs.forget(key)
 
@@ -328,10 +330,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if run is not None and run.start is not None and run.stop is not None:
             self.placement.took(run.prefix, run.stop - run.start)
         # Of one that came to nothing, or was to be computed anew meanwhile, nothing is known.
-        if ts is not None and ts.state == "memory" and self.inputs is not None:
-            spec = ts.run_spec
-            if spec.__class__ is PinnedTask and spec.made is not None:
-                self.inputs.arrived(key, spec.made)
+        if ts is not None and ts.state == "memory":
+            self._arrived(key, ts)
+
+    def _arrived(self, key: Hashable, ts: Any) -> None:
+        made = _work_of(ts)
+        if made is not None and self.inputs is not None:
+            self.inputs.arrived(key, made)
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
@@ -355,6 +360,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         logger.warning("%s: %s", self.worker.address, self._advice)
         self.worker.log_event("devctx", {"level": "warning", "message": self._advice})
         self._advice = ""
+
+
+def _work_of(ts: Any) -> Stamp | None:
+    """Return the stamp of the work that makes a task's value, where it was made here."""
+    spec = ts.run_spec
+    return spec.made if spec.__class__ is PinnedTask else None
 
 
 def _advice(worker: Worker, running: int) -> str:

@@ -236,9 +236,15 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
         assert await client.submit(lambda array: float(array.sum()), x, pure=False) == 200.0
 
 
+def make_after_it_seceded() -> SimulatedArray:
+    secede()
+    return make()
+
+
+@pytest.mark.parametrize("maker", [make, make_after_it_seceded])
 @pytest.mark.parametrize("reader", ["client", "task without a device"])
 def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
-    reader: str, machine: SimulatedMachine
+    reader: str, maker: Callable[[], SimulatedArray], machine: SimulatedMachine
 ) -> None:
     """As if the task had given it to a stream of its own, and that was still at work."""
     waits: list[tuple[int, int]] = []
@@ -246,8 +252,8 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
     @one_worker()
     async def body(client: Client, scheduler: Any, worker: Worker) -> None:
         with dask.annotate(device=1):
-            x = client.submit(make, pure=False)
-            y = client.submit(make, pure=False)
+            x = client.submit(maker, pure=False)
+            y = client.submit(maker, pure=False)
             await wait([x, y])
 
         async def read(future: Any) -> None:
