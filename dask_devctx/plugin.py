@@ -199,7 +199,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.guard.retries.drop_replicas = self.inputs.drop_replicas
             self.departures = Departures(worker, self.inputs)
             worker.metrics[Inputs.metric] = self.inputs.metrics
-        self.host_memory = HostMemory(worker, self._read_back)
+        self.host_memory = HostMemory(worker, written=self._written, read_back=self._read_back)
         self.arrivals = Arrivals(worker, self.placement.devices)
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
@@ -343,6 +343,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         refuse_data(self.worker)  # now: whoever is told may ask before the event loop has its turn
         marks.tell(self.worker, str(failure.error), failure.suspects)
         self.worker.loop.add_callback(end_failed_worker, self.worker, failure)
+
+    def _written(self, key: Hashable, value: object) -> None:
+        """Called when dask is about to write a value to disk, be it as soon as it was made."""
+        ts = self._tasks.get(key)
+        made = None if ts is None else _work_of(ts)
+        if made is not None:
+            made.hold_back_readers()
 
     def _read_back(self, key: Hashable, value: object) -> None:
         """Called when dask has read a value from disk."""
