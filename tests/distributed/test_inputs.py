@@ -280,6 +280,37 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
     body()
 
 
+class Maker:
+    array: SimulatedArray | None = None
+
+    def __init__(self) -> None:
+        self.array = make()
+
+    def make(self) -> SimulatedArray:
+        return make()
+
+
+def test_what_an_actor_answers_waits_for_the_work_that_makes_it(machine: SimulatedMachine) -> None:
+    waits: list[int] = []
+
+    def note(stream: Any, event: Any, flags: int) -> bool:
+        waits.append(Device.current().device_id)  # type: ignore[union-attr]
+        return False
+
+    @one_worker()
+    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+        with dask.annotate(device=1):
+            maker = await client.submit(Maker, actor=True)
+        machine.faults.inject("cuStreamWaitEvent", None, when=note)
+        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
+        assert float((await maker.make()).sum()) == 100.0
+        assert waits == [1]
+        assert float((await maker.array).sum()) == 100.0
+        assert waits == [1, 1]
+
+    body()
+
+
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
 async def test_what_is_sent_is_sent_as_before_without_the_plugin(
     client: Client, scheduler: Any, worker: Worker
