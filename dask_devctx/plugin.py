@@ -180,9 +180,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.placement = Placement(
                 self.share.devices, self.tasks_per_device, self.policy, nbytes_by_device
             )
+            self.arrivals = Arrivals(worker, self.placement.devices)
         except Exception as error:
             failure = error
+            self.share.release()
             self.placement = NoDevices(error)
+            self.arrivals = Arrivals(worker, ())
         self._unannotated: Unannotated = "leave" if failure else self.unannotated
         self.record = Record(self.placement.devices, self.tasks_per_device, history)
         worker.metrics[Record.metric] = self.record.metrics
@@ -200,7 +203,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.departures = Departures(worker, self.inputs)
             worker.metrics[Inputs.metric] = self.inputs.metrics
         self.host_memory = HostMemory(worker, written=self._written, read_back=self._read_back)
-        self.arrivals = Arrivals(worker, self.placement.devices)
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
             name: DeviceThreadPoolExecutor(

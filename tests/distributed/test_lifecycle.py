@@ -9,12 +9,15 @@ from typing import Any
 
 import dask
 import pytest
+from cuda.bindings.driver import CUresult
 from dask._task_spec import Task
 from distributed import Event, Status, Worker, worker_client
 from distributed.utils_test import async_poll_for, gen_cluster
 from distributed.worker_state_machine import ComputeTaskEvent
 
 from dask_devctx import DeviceNotFoundError, DevicePlugin
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.pinned import PinnedTask
 from tests.distributed.devices import current_context, here, with_plugin
 
@@ -314,3 +317,22 @@ async def test_the_scheduler_knows_the_devices_while_the_plugin_is_replaced(
         await asyncio.sleep(0)
     await client.unregister_worker_plugin("devctx")
     await async_poll_for(lambda: not holdings, timeout=10)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_device_without_room_for_a_context(
+    client: Any, scheduler: Any, worker: Any, machine: SimulatedMachine
+) -> None:
+    """The worker wants one there at once, for what arrives from others."""
+    before = state_of(worker)
+    machine.faults.inject("cuDevicePrimaryCtxRetain", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    with pytest.raises(DeviceMemoryError) as caught:
+        await client.register_plugin(DevicePlugin(devices_per_worker=1, devices=[2]))
+    assert "client.unregister_worker_plugin" in caught.value.__notes__[0]
+    with dask.annotate(device=2):
+        assert isinstance(await client.submit(here, "annotated").exception(), DeviceMemoryError)
+    assert await client.submit(here, "unannotated") is None
+    async with Worker(scheduler.address, nthreads=4) as other:  # has what this one does not use
+        assert len(other.plugins["devctx"].placement.devices) == 1
+    await client.unregister_worker_plugin("devctx")
+    assert state_of(worker)[:3] == before[:3]
