@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
@@ -99,6 +100,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     """
 
     name = "devctx"
+    _was_set_up = False
 
     def __init__(
         self,
@@ -151,6 +153,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             tasks that ask for a device fail on it with the same error, and all others run as they
             did. dask keeps the plugin; a note on the error says how to get out.
         """
+        if self._was_set_up:  # by another worker of this process, whose state it has
+            own = copy.copy(self)
+            own._was_set_up = False
+            worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
+            await own.setup(worker)
+            return
         failure = self._install(worker)
         if failure is None:
             await membership.announce(worker, self.placement.devices)
@@ -167,6 +175,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         membership.withdraw(worker)
 
     def _install(self, worker: Worker) -> Exception | None:
+        self._was_set_up = True
         self.worker = worker
         self.share = splitting.Share(())
         self._tasks = worker.state.tasks  # looked into at every transition of every task

@@ -336,3 +336,19 @@ async def test_a_device_without_room_for_a_context(
         assert len(other.plugins["devctx"].placement.devices) == 1
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
+
+
+@gen_cluster(client=True, nthreads=[], timeout=60)
+async def test_one_plugin_given_to_several_workers_of_a_process(
+    client: Any, scheduler: Any
+) -> None:
+    """As ``LocalCluster(processes=False, plugins=[DevicePlugin()])`` does."""
+    plugin = DevicePlugin()
+    workers = [Worker(scheduler.address, nthreads=8, plugins=[plugin]) for _ in range(2)]
+    async with workers[0] as one, workers[1] as other:
+        for worker in (one, other):
+            with dask.annotate(device=2):
+                assert await client.submit(here, pure=False, workers=[worker.address]) == 2
+        for worker in (one, other):
+            await worker.plugin_remove("devctx")
+            assert not [name for name in worker.executors if "devctx" in name]
