@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from distributed import Status, Worker, WorkerPlugin
@@ -314,6 +315,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             ts.priority,
             asked_for=asked_for,
             inputs=self.inputs,
+            given_up=partial(_is_cancelled, self._tasks, ts.key),
             call=GuardedTask(self.guard, charge),
         )
         if self.inputs is not None and ts.dependencies:
@@ -378,6 +380,16 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         logger.warning("%s: %s", self.worker.address, self._advice)
         self.worker.log_event("devctx", {"level": "warning", "message": self._advice})
         self._advice = ""
+
+
+def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
+    """Return whether a task was cancelled; on any thread.
+
+    dask believes that it runs from when it is given to its device's threads. There it may wait for
+    long, and nobody wants it when its turn comes.
+    """
+    ts = tasks.get(key)
+    return ts is not None and ts.state == "cancelled"
 
 
 def _work_of(ts: Any) -> Stamp | None:
