@@ -272,8 +272,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 self.guard.seceded(key)
             if ts is None or ts.state not in _UNDER_WAY:
                 self._done(key, ts)
-        elif start == "long-running" and ts is not None and ts.state == "memory":
-            self._arrived(key, ts)  # it was done with its device's place before
+        elif start == "long-running" and ts is not None:
+            self._ended_later(key, ts)
         if start == "memory" and self.inputs is not None:
             self.inputs.forget(key)
 
@@ -345,6 +345,15 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         # Of one that came to nothing, or was to be computed anew meanwhile, nothing is known.
         if ts is not None and ts.state == "memory":
             self._arrived(key, ts)
+
+    def _ended_later(self, key: Hashable, ts: Any) -> None:
+        """Note what came of a task that seceded; it gave up its place on its device then."""
+        spec = ts.run_spec
+        if spec.__class__ is PinnedTask and isinstance(spec.device, Device):
+            if ts.state in ("memory", "error"):
+                self.record.ended(spec.device, ts)
+            if ts.state == "memory":
+                self._arrived(key, ts)
 
     def _arrived(self, key: Hashable, ts: Any) -> None:
         made = _work_of(ts)
