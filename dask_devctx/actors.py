@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from distributed import Worker
@@ -12,6 +12,7 @@ from distributed.utils import thread_state
 
 from dask_devctx.device import Device
 from dask_devctx.failures import Guard, GuardedMethod
+from dask_devctx.transfer import stamp
 
 _HANDLERS = ("actor_execute", "actor_attribute")
 
@@ -72,13 +73,24 @@ class PinnedActors(dict[Hashable, Any]):
     async def _execute(self, actor: Hashable = None, **kwargs: Any) -> Any:
         self._called = actor  # it is looked up before anything else runs on this loop
         try:
-            return await self._handlers["actor_execute"](actor=actor, **kwargs)
+            answer = await self._handlers["actor_execute"](actor=actor, **kwargs)
         finally:
             self._called = None
+        return self._to_send(actor, answer)
 
     def _attribute(self, actor: Hashable = None, **kwargs: Any) -> Any:
         with self._device_of(actor) or nullcontext():  # a property may compute
-            return self._handlers["actor_attribute"](actor=actor, **kwargs)
+            answer = self._handlers["actor_attribute"](actor=actor, **kwargs)
+        return self._to_send(actor, answer)
+
+    def _to_send(self, key: Hashable, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return what an actor answers, to be read after the work that makes it."""
+        if self._device_of(key) is not None and "result" in answer:
+            with suppress(Exception):  # somebody's type, or a device that is not well
+                made = stamp(answer["result"].data)
+                if made is not None:
+                    made.hold_back_readers()
+        return answer
 
 
 class _OnDevice:

@@ -18,6 +18,8 @@ class HostMemory:
     ----------
     worker
         The worker.
+    written
+        Called with a key and its value whenever dask is about to write it to disk.
     read_back
         Called with a key and its value whenever dask has read it from disk.
 
@@ -32,10 +34,17 @@ class HostMemory:
 
     References
     ----------
-    ``zict.Buffer``: its ``weight`` and ``slow_to_fast_callbacks``.
+    ``zict.Buffer``: its ``weight`` and ``slow_to_fast_callbacks``; ``zict.LRU``: its ``on_evict``.
     """
 
-    def __init__(self, worker: Worker, read_back: Callable[[Hashable, object], None]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        written: Callable[[Hashable, object], None],
+        read_back: Callable[[Hashable, object], None],
+    ) -> None:
+        self._written = written
         self._read_back = read_back
         # A worker without a memory limit has a dictionary that spills nothing.
         self._data: Buffer[Any, Any] | None = (
@@ -44,11 +53,13 @@ class HostMemory:
         if self._data is not None:
             self._weight = self._data.weight
             self._data.weight = self._data.fast.weight = self._in_host_memory
+            self._data.fast.on_evict.insert(0, written)  # the next one writes it
             self._data.slow_to_fast_callbacks.append(read_back)
 
     def close(self) -> None:
         """Count as before; what is there already stays counted as it was."""
         if self._data is not None:
+            self._data.fast.on_evict.remove(self._written)
             self._data.slow_to_fast_callbacks.remove(self._read_back)
             self._data.weight = self._data.fast.weight = self._weight
 

@@ -120,12 +120,9 @@ class Inputs:
         """
         for key in keys:
             lifetime = self.lifetimes.get(key)
-            if lifetime is None or lifetime.after is None:
-                continue
-            with suppress(DevctxError):  # who reads it is told
-                if not lifetime.after.done():
-                    for device in lifetime.after.devices:
-                        lifetime.after.hold_back(device)
+            after = None if lifetime is None else lifetime.after
+            if after is not None:
+                after.hold_back_readers()
 
     # -- a task's way
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from distributed import Worker
 from distributed.core import Status
@@ -49,20 +52,37 @@ async def announce(worker: Worker, used: Sequence[Device]) -> None:
         {"device_id": info.device_id, "uuid": info.uuid, "pci_bus_id": info.pci_bus_id}
         for info in discovery.inventory(driver.backend()).devices
     ]
-    try:
-        await _install_routing(worker)
-        await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
-    except Exception as error:
-        logger.warning(
-            "Tasks that name a device are not led to the worker that has it: the scheduler does "
-            "not take dask-devctx' plugin (%r). Install dask-devctx where the scheduler runs.",
-            error,
-        )
+    async with _Turn(worker) as newest:
+        if not newest:
+            return
+        try:
+            await _install_routing(worker)
+            await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
+        except Exception as error:
+            logger.warning(
+                "Tasks that name a device are not led to the worker that has it: the scheduler "
+                "does not take dask-devctx' plugin (%r). Install dask-devctx where the scheduler "
+                "runs.",
+                error,
+            )
 
 
-async def withdraw(worker: Worker) -> None:
-    """Tell the scheduler that a worker uses no devices any more, and stays."""
+def withdraw(worker: Worker) -> None:
+    """Tell the scheduler soon that a worker uses no devices any more, and stays.
+
+    Notes
+    -----
+    Nothing is told where another plugin takes this one's place at once. In between, tasks would be
+    led to workers that do not have their device.
+    """
     if worker.status in (Status.running, Status.paused):
+        worker.loop.add_callback(_withdraw, worker, _Turn(worker))
+
+
+async def _withdraw(worker: Worker, turn: _Turn) -> None:
+    async with turn as newest:
+        if not newest:
+            return
         try:
             await _tell(worker, WITHDRAW)
         except Exception as error:  # without the routing there is nothing to withdraw from
@@ -93,17 +113,41 @@ async def refuse(worker: Worker, error: Exception) -> None:
     leaves = joining and isinstance(error, (DevicesInUseError, LockDirectoryError))
     if not leaves:
         error.add_note(_WAY_OUT.format(worker.name))
-    try:
-        await _install_routing(worker)
-        if leaves:
-            await _tell(worker, REFUSE, kind=type(error).__name__, arguments=error.args)
-        else:
-            await _tell(worker, ANNOUNCE, seen=[], used=[])
-    except Exception as untold:
-        logger.debug("The scheduler was not told: %r", untold)
+    async with _Turn(worker) as newest:
+        try:
+            await _install_routing(worker)
+            if leaves:
+                await _tell(worker, REFUSE, kind=type(error).__name__, arguments=error.args)
+            elif newest:
+                await _tell(worker, ANNOUNCE, seen=[], used=[])
+        except Exception as untold:
+            logger.debug("The scheduler was not told: %r", untold)
     if leaves:
         logger.error("This worker leaves the cluster, as it cannot take its devices: %s", error)
         worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
+
+
+class _Turn:
+    """A worker's turn to tell what it has; void when it has something newer to tell by then.
+
+    Plugins may take each other's place faster than the scheduler answers, and two messages that are
+    under way at once arrive in any order.
+    """
+
+    _locks: ClassVar[WeakKeyDictionary[Worker, asyncio.Lock]] = WeakKeyDictionary()
+    _newest: ClassVar[WeakKeyDictionary[Worker, object]] = WeakKeyDictionary()
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._lock = self._locks.setdefault(worker, asyncio.Lock())
+        self._mine = self._newest[worker] = object()  # not self: that would keep the worker alive
+
+    async def __aenter__(self) -> bool:
+        await self._lock.acquire()
+        return self._newest[self._worker] is self._mine
+
+    async def __aexit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 async def _install_routing(worker: Worker) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from distributed import Status, Worker, WorkerPlugin
@@ -28,7 +30,7 @@ from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 from dask_devctx.record import Record
 from dask_devctx.replicas import check_limit
 from dask_devctx.selection import AUTO
-from dask_devctx.transfer import nbytes_by_device
+from dask_devctx.transfer import Stamp, nbytes_by_device
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +101,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     """
 
     name = "devctx"
+    _was_set_up = False
 
     def __init__(
         self,
@@ -140,6 +143,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             tasks that ask for a device fail on it with the same error, and all others run as they
             did. dask keeps the plugin; a note on the error says how to get out.
         """
+        if self._was_set_up:  # by another worker of this process, whose state it has
+            own = copy.copy(self)
+            own._was_set_up = False
+            worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
+            await own.setup(worker)
+            return
         failure = self._install(worker)
         if failure is None:
             await membership.announce(worker, self.placement.devices)
@@ -149,11 +158,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        # Nothing is awaited in here: dask calls no hook of a plugin that it is about to replace,
+        # and what begins in between would run on no device, or on another's.
         self._uninstall(worker)
         self.share.release()
-        await membership.withdraw(worker)
+        membership.withdraw(worker)
 
     def _install(self, worker: Worker) -> Exception | None:
+        self._was_set_up = True
         self.worker = worker
         self.share = splitting.Share(())
         self._tasks = worker.state.tasks  # looked into at every transition of every task
@@ -167,9 +179,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.placement = Placement(
                 self.share.devices, self.tasks_per_device, self.policy, nbytes_by_device
             )
+            self.arrivals = Arrivals(worker, self.placement.devices)
         except Exception as error:
             failure = error
+            self.share.release()
             self.placement = NoDevices(error)
+            self.arrivals = Arrivals(worker, ())
         self._unannotated: Unannotated = "leave" if failure else self.unannotated
         self.record = Record(self.placement.devices, self.tasks_per_device, history)
         worker.metrics[Record.metric] = self.record.metrics
@@ -186,8 +201,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.guard.retries.drop_replicas = self.inputs.drop_replicas
             self.departures = Departures(worker, self.inputs)
             worker.metrics[Inputs.metric] = self.inputs.metrics
-        self.host_memory = HostMemory(worker, self._read_back)
-        self.arrivals = Arrivals(worker, self.placement.devices)
+        self.host_memory = HostMemory(worker, written=self._written, read_back=self._read_back)
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
             name: DeviceThreadPoolExecutor(
@@ -199,6 +213,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.actors = PinnedActors(worker, self.guard)
         self.interpreter = Interpreter(worker, interval_s)
         self._advice = _advice(worker, len(self.pools) * self.tasks_per_device)
+        for ts in worker.state.tasks.values():
+            if ts.state == "executing" and ts.key not in worker.active_keys:  # about to begin
+                self._pin(ts)
         return failure
 
     def _uninstall(self, worker: Worker) -> None:
@@ -244,6 +261,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 self.guard.seceded(key)
             if ts is None or ts.state not in _UNDER_WAY:
                 self._done(key, ts)
+        elif start == "long-running" and ts is not None:
+            self._ended_later(key, ts)
         if start == "memory" and self.inputs is not None:
             self.inputs.forget(key)
 
@@ -285,6 +304,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             ts.priority,
             asked_for=asked_for,
             inputs=self.inputs,
+            given_up=partial(_is_cancelled, self._tasks, ts.key),
             call=GuardedTask(self.guard, charge),
         )
         if self.inputs is not None and ts.dependencies:
@@ -312,16 +332,35 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if run is not None and run.start is not None and run.stop is not None:
             self.placement.took(run.prefix, run.stop - run.start)
         # Of one that came to nothing, or was to be computed anew meanwhile, nothing is known.
-        if ts is not None and ts.state == "memory" and self.inputs is not None:
-            spec = ts.run_spec
-            if spec.__class__ is PinnedTask and spec.made is not None:
-                self.inputs.arrived(key, spec.made)
+        if ts is not None and ts.state == "memory":
+            self._arrived(key, ts)
+
+    def _ended_later(self, key: Hashable, ts: Any) -> None:
+        """Note what came of a task that seceded; it gave up its place on its device then."""
+        spec = ts.run_spec
+        if spec.__class__ is PinnedTask and isinstance(spec.device, Device):
+            if ts.state in ("memory", "error"):
+                self.record.ended(spec.device, ts)
+            if ts.state == "memory":
+                self._arrived(key, ts)
+
+    def _arrived(self, key: Hashable, ts: Any) -> None:
+        made = _work_of(ts)
+        if made is not None and self.inputs is not None:
+            self.inputs.arrived(key, made)
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
         refuse_data(self.worker)  # now: whoever is told may ask before the event loop has its turn
         marks.tell(self.worker, str(failure.error), failure.suspects)
         self.worker.loop.add_callback(end_failed_worker, self.worker, failure)
+
+    def _written(self, key: Hashable, value: object) -> None:
+        """Called when dask is about to write a value to disk, be it as soon as it was made."""
+        ts = self._tasks.get(key)
+        made = None if ts is None else _work_of(ts)
+        if made is not None:
+            made.hold_back_readers()
 
     def _read_back(self, key: Hashable, value: object) -> None:
         """Called when dask has read a value from disk."""
@@ -339,6 +378,22 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         logger.warning("%s: %s", self.worker.address, self._advice)
         self.worker.log_event("devctx", {"level": "warning", "message": self._advice})
         self._advice = ""
+
+
+def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
+    """Return whether a task was cancelled; on any thread.
+
+    dask believes that it runs from when it is given to its device's threads. There it may wait for
+    long, and nobody wants it when its turn comes.
+    """
+    ts = tasks.get(key)
+    return ts is not None and ts.state == "cancelled"
+
+
+def _work_of(ts: Any) -> Stamp | None:
+    """Return the stamp of the work that makes a task's value, where it was made here."""
+    spec = ts.run_spec
+    return spec.made if spec.__class__ is PinnedTask else None
 
 
 def _advice(worker: Worker, running: int) -> str:

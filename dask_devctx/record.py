@@ -131,7 +131,15 @@ class Record:
         tally = self._tallies[device]
         tally.under_way -= 1
         if ts is None or ts.state not in ("memory", "error"):
-            return None  # given up or started anew: not a run
+            return None  # given up or started anew, or it seceded: not a run yet
+        run = self.ended(device, ts)
+        if run.start is not None and run.stop is not None:
+            tally.busy_s += run.stop - run.start
+        return run
+
+    def ended(self, device: Device, ts: Any) -> TaskRun:
+        """Remember a task that is done or failed; directly, of one that seceded before."""
+        tally = self._tallies[device]
         start = stop = None
         for times in ts.startstops:
             if times["action"] == "compute":
@@ -140,8 +148,6 @@ class Record:
             tally.failed += 1
         else:
             tally.done += 1
-        if start is not None and stop is not None:
-            tally.busy_s += stop - start
         run = TaskRun(ts.key, ts.prefix, device.uuid, device.device_id, start, stop, ts.state)
         self.runs.append(run)
         return run
@@ -150,8 +156,9 @@ class Record:
         """Return what the worker's heartbeat tells: a row for each device, plain data.
 
         ``queued`` and ``running`` count tasks now, ``done`` and ``failed`` since the start;
-        ``busy_s`` adds up the seconds of those that are done. ``memory_free`` and
-        ``memory_total`` are bytes of the whole device, or None where NVML does not say.
+        ``busy_s`` adds up the seconds of those that are done, but for tasks that seceded, most of
+        which only wait for others. ``memory_free`` and ``memory_total`` are bytes of the whole
+        device, or None where NVML does not say.
         """
         rows = []
         for device, tally in self._tallies.items():

@@ -110,7 +110,10 @@ class GuardedMethod(DeviceFunction[..., Any]):
 
 
 # Through these a task is called: who reads the traceback of a task that failed looks for its own.
-_ON_THE_WAY = ("dask_devctx.pinned", "dask_devctx.failures", "dask_devctx.tasks", "dask._task_spec")
+_ON_THE_WAY = (
+    *("dask_devctx.pinned", "dask_devctx.failures", "dask_devctx.suspending"),
+    *("dask_devctx.tasks", "dask._task_spec"),
+)
 
 
 def _of_the_task(error: BaseException) -> TracebackType | None:

@@ -99,6 +99,17 @@ class Stamp:
                     for event in events:
                         event.holds_back(stream)
 
+    def hold_back_readers(self) -> None:
+        """Let this thread's current streams of all these devices wait for it, if it is not done.
+
+        For values that are read where nothing brings them. That a device failed is not told here,
+        but to whoever reads the value.
+        """
+        with suppress(DevctxError):
+            if not self.done():
+                for device in self.devices:
+                    self.hold_back(device)
+
     def done(self) -> bool:
         """Return whether that work is done; does not wait.
 

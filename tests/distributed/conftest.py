@@ -7,6 +7,7 @@ from pathlib import Path
 
 import dask
 import pytest
+from distributed import utils_test
 
 from dask_devctx import driver
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -36,5 +37,7 @@ def lock_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     """The test's own, so that tests that run at the same time do not take each other's devices."""
     directory = tmp_path / "locks"
     monkeypatch.setenv("DASK_DEVCTX__LOCK_DIRECTORY", str(directory))
-    with dask.config.set({"devctx.lock-directory": str(directory)}):
+    setting = {"devctx.lock-directory": str(directory)}
+    # gen_cluster goes back to the configuration that dask had when its test module was imported.
+    with dask.config.set(setting), dask.config.set(setting, config=utils_test.original_config):
         yield directory

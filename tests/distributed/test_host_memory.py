@@ -6,11 +6,15 @@ from typing import Any
 
 import dask
 import numpy as np
+import pytest
+from cuda.bindings.driver import CUresult
 from dask.sizeof import sizeof
 from distributed import Client, Worker, wait
 from distributed.utils_test import gen_cluster
 
-from dask_devctx import DevicePlugin, SimulatedArray
+from dask_devctx import Device, DevicePlugin, SimulatedArray
+from dask_devctx.driver.calls import LEGACY_STREAM
+from dask_devctx.driver.simulated import SimulatedMachine
 
 MIB = 2**20
 
@@ -40,6 +44,10 @@ def on_the_host(number: int) -> np.ndarray[Any, Any]:
 
 def in_both(number: int) -> list[Any]:
     return [on_a_device(number), on_the_host(number)]
+
+
+def mostly_on_the_host(number: int) -> list[Any]:
+    return [on_a_device(number), np.full(MIB, float(number))]
 
 
 def total(array: SimulatedArray) -> float:
@@ -93,16 +101,46 @@ async def test_a_value_from_disk_is_not_of_the_work_that_first_made_it(
     assert plugin.inputs.lifetimes[x.key].after is None
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
+    at_once: bool, machine: SimulatedMachine
+) -> None:
+    """As if the task had given it to a stream of its own, and that was still at work."""
+    waits: list[tuple[int, int]] = []
+
+    def note(stream: Any, event: Any, flags: int) -> bool:
+        waits.append((Device.current().device_id, int(stream)))  # type: ignore[union-attr]
+        return False
+
+    @spilling_worker([DevicePlugin()])
+    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+        machine.faults.inject("cuStreamWaitEvent", None, when=note)
+        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
+        with dask.annotate(device=1):
+            x = client.submit(mostly_on_the_host if at_once else on_a_device, 1, pure=False)
+        await wait([x])
+        if not at_once:
+            worker.data.evict()
+        assert x.key in worker.data.disk
+        assert waits == [(1, LEGACY_STREAM)]
+
+    body()
+
+
 @spilling_worker([])
 async def test_the_worker_counts_as_before_without_the_plugin(
     client: Client, scheduler: Any, worker: Worker
 ) -> None:
     data = worker.data
-    before = (data.weight, data.fast.weight, list(data.slow_to_fast_callbacks))
+
+    def hooks() -> list[Any]:
+        return [*data.slow_to_fast_callbacks, *data.fast.on_evict]
+
+    before = (data.weight, data.fast.weight, hooks())
     await client.register_plugin(DevicePlugin())
     assert data.weight is not before[0]
     await client.unregister_worker_plugin("devctx")
-    assert (data.weight, data.fast.weight, data.slow_to_fast_callbacks) == before
+    assert (data.weight, data.fast.weight, hooks()) == before
     futures = client.map(on_a_device, range(8), pure=False)
     assert len(await client.gather(futures)) == 8
     assert len(data.disk) > 0

@@ -210,25 +210,24 @@ async def until(condition: Callable[[], object]) -> None:
 
 @one_worker()
 async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
-    client: Client, scheduler: Any, worker: Worker
+    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """What it brings stands for a key that is gone, and is not taken for what comes after."""
     replicas = worker.plugins["devctx"].inputs.replicas
+    begun, go_on = threading.Event(), threading.Event()
     with dask.annotate(device=0):
         x = client.submit(make, 1.0, key="x")
         await x
+    machine.faults.inject("cuMemAlloc", None, when=lambda nbytes: begun.set() or not go_on.wait(10))
     with dask.annotate(device=1):
-        busy = client.submit(pass_gate, "late")
         late = client.submit(where, x, key="late")
-        await until(lambda: replicas.nbytes(1) == 800)  # brought ahead
+        await until(begun.is_set)  # it brings its input
     await late.cancel()
     x.release()
     await until(lambda: "x" not in worker.data)
-    assert replicas.nbytes(1) == 0
-    _gates["late"].set()
-    await busy
+    go_on.set()
     await until(lambda: "late" not in worker.state.tasks)
-    assert traffic(worker) == {(0, 1): (2, 0, 1600)}  # it did run, and brought its input
+    assert traffic(worker) == {(0, 1): (1, 0, 800)}
     assert replicas.nbytes(1) == 0
     with dask.annotate(device=0):
         x = client.submit(make, 2.0, key="x")
@@ -236,9 +235,15 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
         assert await client.submit(lambda array: float(array.sum()), x, pure=False) == 200.0
 
 
+def make_after_it_seceded() -> SimulatedArray:
+    secede()
+    return make()
+
+
+@pytest.mark.parametrize("maker", [make, make_after_it_seceded])
 @pytest.mark.parametrize("reader", ["client", "task without a device"])
 def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
-    reader: str, machine: SimulatedMachine
+    reader: str, maker: Callable[[], SimulatedArray], machine: SimulatedMachine
 ) -> None:
     """As if the task had given it to a stream of its own, and that was still at work."""
     waits: list[tuple[int, int]] = []
@@ -246,8 +251,8 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
     @one_worker()
     async def body(client: Client, scheduler: Any, worker: Worker) -> None:
         with dask.annotate(device=1):
-            x = client.submit(make, pure=False)
-            y = client.submit(make, pure=False)
+            x = client.submit(maker, pure=False)
+            y = client.submit(maker, pure=False)
             await wait([x, y])
 
         async def read(future: Any) -> None:
@@ -270,6 +275,37 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
         machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=1)
         await read(y)
         assert waits == [(1, LEGACY_STREAM)]
+
+    body()
+
+
+class Maker:
+    array: SimulatedArray | None = None
+
+    def __init__(self) -> None:
+        self.array = make()
+
+    def make(self) -> SimulatedArray:
+        return make()
+
+
+def test_what_an_actor_answers_waits_for_the_work_that_makes_it(machine: SimulatedMachine) -> None:
+    waits: list[int] = []
+
+    def note(stream: Any, event: Any, flags: int) -> bool:
+        waits.append(Device.current().device_id)  # type: ignore[union-attr]
+        return False
+
+    @one_worker()
+    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+        with dask.annotate(device=1):
+            maker = await client.submit(Maker, actor=True)
+        machine.faults.inject("cuStreamWaitEvent", None, when=note)
+        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
+        assert float((await maker.make()).sum()) == 100.0
+        assert waits == [1]
+        assert float((await maker.array).sum()) == 100.0
+        assert waits == [1, 1]
 
     body()
 

@@ -178,6 +178,37 @@ async def test_cancelled_while_it_runs(client: Any, scheduler: Any, worker: Any)
     assert await again == 1
 
 
+def append(name: str) -> None:
+    seen.append(name)
+
+
+@with_plugin()
+async def test_cancelled_before_its_turn(client: Any, scheduler: Any, worker: Any) -> None:
+    """dask believes that it runs; it waits for its device, and does not run when it has it."""
+    started, go_on = Event("first-started", client), Event("first-goes-on", client)
+    await asyncio.gather(started.clear(), go_on.clear())
+
+    def first() -> None:
+        Event("first-started").set()
+        Event("first-goes-on").wait()
+
+    with dask.annotate(device=1):
+        running = client.submit(first)
+        await started.wait()
+        cancelled = client.map(append, [f"cancelled {n}" for n in range(5)])
+        wanted = client.submit(append, "wanted")
+        again = client.submit(append, "again", key="again")
+        await async_poll_for(lambda: worker.state.executing_count == 8, timeout=10)
+        await client.cancel([*cancelled, again])
+        await wait_for_state("again", "cancelled", worker)
+        again = client.submit(append, "again", key="again")
+        await wait_for_state("again", "executing", worker)
+    await go_on.set()
+    await client.gather([running, wanted, again])
+    await async_poll_for(lambda: len(worker.state.tasks) == 3, timeout=10)
+    assert sorted(set(seen)) == ["again", "wanted"]
+
+
 @with_plugin(8, 8)
 async def test_stolen(client: Any, scheduler: Any, one: Any, two: Any) -> None:
     def slow(x: int) -> int | None:

@@ -9,10 +9,15 @@ from typing import Any
 
 import dask
 import pytest
+from cuda.bindings.driver import CUresult
+from dask._task_spec import Task
 from distributed import Event, Status, Worker, worker_client
 from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.worker_state_machine import ComputeTaskEvent
 
 from dask_devctx import DeviceNotFoundError, DevicePlugin
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.pinned import PinnedTask
 from tests.distributed.devices import current_context, here, with_plugin
 
@@ -249,3 +254,102 @@ async def test_registered_by_the_older_call(client: Any, scheduler: Any, worker:
         assert await client.submit(here, pure=False) == 2
     await client.unregister_worker_plugin("devctx")
     assert await client.submit(here, pure=False) is None
+
+
+ran: list[int | None] = []
+
+
+def compute(key: str, device: int) -> ComputeTaskEvent:
+    """What a worker is sent for one task, which appends to ``ran``."""
+    event = ComputeTaskEvent.dummy(key, annotations={"device": device}, stimulus_id=key)
+    event.run_spec = Task(key, lambda: ran.append(here()))
+    return event
+
+
+@with_plugin()
+async def test_tasks_that_begin_while_the_plugin_is_replaced_are_pinned(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    """Those that come while the scheduler is told, and those that were about to begin."""
+    ran.clear()
+    replacing = asyncio.create_task(worker.plugin_add(DevicePlugin()))
+    await asyncio.sleep(0)
+    assert not replacing.done()
+    worker.handle_stimulus(compute("comes then", 3))
+    await replacing
+    await async_poll_for(lambda: ran, timeout=10)
+    worker.handle_stimulus(compute("about to begin", 2))
+    await worker.plugin_add(DevicePlugin())
+    await async_poll_for(lambda: len(ran) == 2, timeout=10)
+    assert ran == [3, 2]
+    assert worker.plugins["devctx"].record.metrics(worker)[3]["running"] == 0
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
+async def test_two_clients_that_register_at_once(client: Any, scheduler: Any, worker: Any) -> None:
+    before = state_of(worker)
+    await client.register_plugin(DevicePlugin())
+    for _ in range(3):
+        await asyncio.gather(
+            client.register_plugin(DevicePlugin(devices=[1], devices_per_worker=1)),
+            client.register_plugin(DevicePlugin(devices=[1, 2], devices_per_worker=2)),
+        )
+        devices = worker.plugins["devctx"].placement.devices
+        assert set(await client.gather(client.map(here, range(4), pure=False))) <= {
+            device.device_id for device in devices
+        }
+        (told,) = scheduler.plugins["devctx-routing"]._cluster.holdings.values()
+        assert told.used == {device.uuid for device in devices}
+    await client.unregister_worker_plugin("devctx")
+    assert state_of(worker)[:3] == before[:3]
+    await async_poll_for(lambda: not device_threads(), timeout=10)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
+async def test_the_scheduler_knows_the_devices_while_the_plugin_is_replaced(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    """Else what names them then is sent to another worker, and fails there."""
+    await client.register_plugin(DevicePlugin())
+    holdings = scheduler.plugins["devctx-routing"]._cluster.holdings
+    replacing = asyncio.create_task(worker.plugin_add(DevicePlugin()))
+    while not replacing.done():
+        assert worker.address in holdings
+        await asyncio.sleep(0)
+    await client.unregister_worker_plugin("devctx")
+    await async_poll_for(lambda: not holdings, timeout=10)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_device_without_room_for_a_context(
+    client: Any, scheduler: Any, worker: Any, machine: SimulatedMachine
+) -> None:
+    """The worker wants one there at once, for what arrives from others."""
+    before = state_of(worker)
+    machine.faults.inject("cuDevicePrimaryCtxRetain", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    with pytest.raises(DeviceMemoryError) as caught:
+        await client.register_plugin(DevicePlugin(devices_per_worker=1, devices=[2]))
+    assert "client.unregister_worker_plugin" in caught.value.__notes__[0]
+    with dask.annotate(device=2):
+        assert isinstance(await client.submit(here, "annotated").exception(), DeviceMemoryError)
+    assert await client.submit(here, "unannotated") is None
+    async with Worker(scheduler.address, nthreads=4) as other:  # has what this one does not use
+        assert len(other.plugins["devctx"].placement.devices) == 1
+    await client.unregister_worker_plugin("devctx")
+    assert state_of(worker)[:3] == before[:3]
+
+
+@gen_cluster(client=True, nthreads=[], timeout=60)
+async def test_one_plugin_given_to_several_workers_of_a_process(
+    client: Any, scheduler: Any
+) -> None:
+    """As ``LocalCluster(processes=False, plugins=[DevicePlugin()])`` does."""
+    plugin = DevicePlugin()
+    workers = [Worker(scheduler.address, nthreads=8, plugins=[plugin]) for _ in range(2)]
+    async with workers[0] as one, workers[1] as other:
+        for worker in (one, other):
+            with dask.annotate(device=2):
+                assert await client.submit(here, pure=False, workers=[worker.address]) == 2
+        for worker in (one, other):
+            await worker.plugin_remove("devctx")
+            assert not [name for name in worker.executors if "devctx" in name]

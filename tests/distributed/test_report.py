@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import dask
 import pytest
-from distributed import Client, Event, LocalCluster
+from distributed import Client, Event, LocalCluster, secede, wait
 
 from dask_devctx import (
     Device,
@@ -117,6 +117,23 @@ def test_heartbeats_bring_the_metrics(client: Client, cluster: LocalDeviceCluste
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert {row["uuid"] for row in told} == {Device(n).uuid for n in range(4)}
+
+
+def secedes(fails: bool) -> None:
+    secede()
+    if fails:
+        raise ValueError("on purpose")
+
+
+def test_tasks_that_seceded_are_reported(client: Client) -> None:
+    with dask.annotate(device=1):
+        futures = client.map(secedes, [False, True], pure=False)
+    wait(futures)
+    found = report(client)
+    assert sorted(task.outcome for task in found) == ["error", "memory"]
+    assert {task.device_id for task in found} == {1}
+    device = found.devices[1]
+    assert (device.queued, device.running, device.done, device.failed) == (0, 0, 1, 1)
 
 
 def test_unregistering_ends_the_metrics(client: Client, cluster: LocalDeviceCluster) -> None:

@@ -247,7 +247,8 @@ async def join(cluster: LocalCluster, devices: list[int] | None = None) -> Worke
 
 def test_unregistering_lets_go(client: Client, cluster: LocalDeviceCluster) -> None:
     client.unregister_worker_plugin("devctx")
-    assert cluster.scheduler.plugins["devctx-routing"]._cluster.holdings == {}
+    routing = cluster.scheduler.plugins["devctx-routing"]
+    until(client, finished=lambda: not routing._cluster.holdings)
     with dask.annotate(device=3):
         assert client.submit(sum, [1, 2], pure=False).result(timeout=10) == 3
 
