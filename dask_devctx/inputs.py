@@ -178,7 +178,11 @@ class Inputs:
         inputs, copies = {}, []
         for key, value in data.items():
             lifetime = lifetimes.get(key, _UNKNOWN)
-            inputs[key] = here = self.replicas.get(lifetime, value, device, after=lifetime.after)
+            # Of what arrived from elsewhere, or was there before, nobody knows the work.
+            after = lifetime.after or stamp(value)
+            if lifetime is not _UNKNOWN:
+                lifetime.after = after
+            inputs[key] = here = self.replicas.get(lifetime, value, device, after=after)
             if here is not value:
                 copies.append((lifetime, here))
         return inputs, copies

@@ -37,3 +37,6 @@ __all__ = [
     "LockDirectoryError",
     "VisibleDevicesError",
 ]
+
+for _name in __all__:  # where they are looked for, pickled from, and shown to be from
+    globals()[_name].__module__ = __name__

@@ -13,8 +13,8 @@ from distributed import Client, Worker, wait
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
-from dask_devctx.driver.calls import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.driver.work import LEGACY_STREAM
 
 MIB = 2**20
 
@@ -93,12 +93,15 @@ async def test_a_value_from_disk_is_not_of_the_work_that_first_made_it(
     with dask.annotate(device=1):
         x = client.submit(on_a_device, 1, pure=False)
     await x
-    assert plugin.inputs.lifetimes[x.key].after is not None
+    before = plugin.inputs.lifetimes[x.key].after
+    assert before is not None
     worker.data.fast.evict(x.key)
     assert x.key in worker.data.disk
     with dask.annotate(device=2):
         assert await client.submit(total, x, pure=False) == MIB / 8
-    assert plugin.inputs.lifetimes[x.key].after is None
+    after = plugin.inputs.lifetimes[x.key].after
+    assert after is not None
+    assert after is not before
 
 
 @pytest.mark.parametrize("at_once", [False, True])
