@@ -6,10 +6,12 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Hashable
+from contextlib import suppress
 
 from dask_devctx.device import Device
 from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.work import RELAXED_CAPTURE
+from dask_devctx.errors import DevctxError
 from dask_devctx.failures.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,15 @@ class Checkup:
             else:
                 self._suspects.look(device, calls, mark=True)
             calls.probe()
+
+    def between(self) -> None:
+        """Look at the devices while no task asks: those whose work is long done are no suspects.
+
+        A device that failed meanwhile is left to the next task, which errs with it.
+        """
+        for device in self._suspects.left():
+            with suppress(DevctxError), device, _Undisturbing(device._backend.calls):
+                self._suspects.look(device, device._backend.calls, mark=True)
 
     def _note_left_behind(self, key: Hashable, device: Device) -> None:
         self.left_behind[device] += 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Hashable, Sequence
 from typing import Any, Final
 
 from distributed import Reschedule
+from tornado.ioloop import PeriodicCallback
 
 from dask_devctx import suspending
 from dask_devctx.device import Device
@@ -21,6 +22,7 @@ from dask_devctx.failures.retries import Retries, portable
 from dask_devctx.failures.suspects import Suspect
 
 _POLL_S = 0.02  # many may be waiting for their turn on one event loop
+_LOOK_INTERVAL_MS = 1000
 
 
 class Guard:
@@ -63,6 +65,8 @@ class Guard:
         self._suspects = self.blame.suspects
         self._watch = self.blame.watch
         self._checkup = Checkup(self._suspects)
+        self._looking = PeriodicCallback(self._checkup.between, _LOOK_INTERVAL_MS)
+        self._looking.start()
 
     def metrics(self, worker: object) -> dict[str, dict[str, int]]:
         """Return how often a context was left behind and memory ran out, by device."""
@@ -77,6 +81,7 @@ class Guard:
 
     def close(self) -> None:
         """Give back what it holds; tasks that still run are watched over to their end."""
+        self._looking.stop()
         self._suspects.close()
         self._watch.close()
 

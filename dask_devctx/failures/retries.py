@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from distributed import Reschedule
 from distributed.protocol.pickle import dumps, loads
@@ -47,11 +48,14 @@ class Retries:
         self._most = most
         self._lock = threading.Lock()
         self._tried: OrderedDict[Hashable, int] = OrderedDict()
-        self._next_device: dict[Hashable, Device] = {}
+        self._next_device: OrderedDict[Hashable, Device] = OrderedDict()
 
     def redirect(self, key: Hashable) -> Device | None:
         """Return where a task is to be tried again, once; None where it may go anywhere."""
-        return self._next_device.pop(key, None)
+        if not self._next_device:  # asked for each task
+            return None
+        with self._lock:
+            return self._next_device.pop(key, None)
 
     def make_room_or_raise(
         self, key: Hashable, movable: bool, device: Device, error: Exception
@@ -87,8 +91,7 @@ class Retries:
         replicas = self._make_room(device, error)
         with self._lock:
             attempts = self._tried[key] = self._tried.pop(key, 0) + 1
-            while len(self._tried) > _REMEMBERED_RETRIES:
-                self._tried.popitem(last=False)
+            _forget_the_oldest(self._tried)
         if attempts > self._most:
             self.forget(key)
             free, total = _memory_info(device)
@@ -107,7 +110,9 @@ class Retries:
         if best is not device:
             # By way of the scheduler, so that it runs on the other device's own threads and its
             # inputs get there as any task's do.
-            self._next_device[key] = best
+            with self._lock:
+                self._next_device[key] = best
+                _forget_the_oldest(self._next_device)
             raise Reschedule
 
     def _make_room(self, device: Device, error: Exception) -> int:
@@ -128,6 +133,11 @@ class Retries:
         """Count from the beginning when the task runs out of memory again."""
         with self._lock:
             self._tried.pop(key, None)
+
+
+def _forget_the_oldest(remembered: OrderedDict[Hashable, Any]) -> None:
+    while len(remembered) > _REMEMBERED_RETRIES:
+        remembered.popitem(last=False)
 
 
 def portable(error: BaseException) -> BaseException:

@@ -81,6 +81,11 @@ class Suspects:
             work.left.append(suspect)
             work.ended += 1
 
+    def left(self) -> tuple[Device, ...]:
+        """Return the devices that were not seen to be done with what tasks gave them."""
+        with self._lock:
+            return tuple(device for device, work in self._work.items() if work.left)
+
     def marked(self, device: Device) -> bool:
         """Return whether there is a mark to be asked for, without which a look tells nothing."""
         work = self._work.get(device)

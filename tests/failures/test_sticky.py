@@ -135,6 +135,15 @@ def test_without_waiting_every_task_that_may_be_the_cause_is_named_and_no_other(
     assert client.gather(cleared)[4][0] == 4
 
 
+def test_tasks_that_are_long_done_are_no_suspects(client: Client) -> None:
+    wait(client.map(where_slowly, range(8)))  # the last of each device, too
+    time.sleep(3)
+    with pytest.raises(DeviceFailedError) as caught:
+        client.submit(write_to_an_illegal_address, key="bad").result(timeout=30)
+    (suspect,) = caught.value.suspects
+    assert suspect.startswith("bad on ")
+
+
 def test_what_was_in_the_failed_process_is_computed_again_for_its_dependents(
     client: Client,
 ) -> None:
