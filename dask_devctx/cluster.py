@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Generator, Sequence
 from typing import Any, Self
 
-from dask.system import CPU_COUNT
 from distributed import LocalCluster
 from distributed.core import Status
 from distributed.deploy.spec import SpecCluster
@@ -43,8 +42,9 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     tasks_per_device
         How many tasks run on a device at a time.
     threads_per_worker
-        How many tasks dask lets a worker have at a time; many more than can run by default, so
-        that a queue for one device does not keep another waiting.
+        How many tasks dask lets a worker have at a time, and threads of dask's own for those
+        without a device. By default 8 for each that its devices run at a time, so that a queue for
+        one device does not keep another waiting; fewer, and fewer results are held at a time.
     plugin
         The plugin itself, instead of ``devices``, ``devices_per_worker`` and ``tasks_per_device``.
     **kwargs
@@ -118,7 +118,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         self._check_enough(n_workers)
         if threads_per_worker is None:
             running = (plugin.devices_per_worker or len(used)) * plugin.tasks_per_device
-            threads_per_worker = max(LOOK_AHEAD * running, CPU_COUNT // max(n_workers, 1), 1)
+            threads_per_worker = LOOK_AHEAD * max(running, 1)
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
@@ -193,10 +193,12 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         return self._start_or_close().__await__()
 
     async def _start_or_close(self) -> Self:
+        starting = self.status is Status.created  # a client waits for one that runs, too
         try:
             return await self._start_all()
         except BaseException:
-            await self._close()  # dask leaves the scheduler and the other workers running
+            if starting:
+                await self._close()  # dask leaves the scheduler and the other workers running
             raise
 
     @types.coroutine

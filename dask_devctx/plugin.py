@@ -35,8 +35,9 @@ from dask_devctx.transfer import Stamp, nbytes_by_device
 logger = logging.getLogger(__name__)
 
 # How many tasks a worker should be shown for each that can run. A device's tasks run on the
-# device's own threads, so a worker's `nthreads` is how far dask lets it look ahead.
-LOOK_AHEAD = 16
+# device's own threads, so a worker's `nthreads` is how far dask lets it look ahead: too few, and
+# threads wait for the scheduler; too many, and results pile up before they are used.
+LOOK_AHEAD = 8
 
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
@@ -143,6 +144,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             tasks that ask for a device fail on it with the same error, and all others run as they
             did. dask keeps the plugin; a note on the error says how to get out.
         """
+        other = _other_plugin(worker, self)
+        if other is not None:
+            raise ValueError(
+                f"this worker has a DevicePlugin already, by the name {other!r}, and one drives "
+                "all its devices. Register it without a name of its own, and it takes the other's "
+                f"place, or take that away first: client.unregister_worker_plugin({other!r})"
+            )
         if self._was_set_up:  # by another worker of this process, whose state it has
             own = copy.copy(self)
             own._was_set_up = False
@@ -158,6 +166,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        if not self._was_set_up:
+            return  # there was another one
         # Nothing is awaited in here: dask calls no hook of a plugin that it is about to replace,
         # and what begins in between would run on no device, or on another's.
         self._uninstall(worker)
@@ -301,7 +311,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         ts.run_spec = pinned = PinnedTask(
             ts.run_spec,
             device,
-            ts.priority,
+            _urgency(ts),
             asked_for=asked_for,
             inputs=self.inputs,
             given_up=partial(_is_cancelled, self._tasks, ts.key),
@@ -380,6 +390,26 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self._advice = ""
 
 
+def _other_plugin(worker: Worker, plugin: DevicePlugin) -> str | None:
+    """Return the name of another plugin of this kind that a worker has."""
+    for name, one in worker.plugins.items():
+        if isinstance(one, DevicePlugin) and one is not plugin:
+            return str(name)
+    return None
+
+
+def _urgency(ts: Any) -> tuple[Any, ...]:
+    """Return a task's place among those that wait for its device; the least goes first.
+
+    It is dask's own priority, but what the user gave alike, those go first that use up an input
+    which no other task waits for: their device has less to hold when they are done. Else a device
+    fills up with what many tasks make before the first of it is used.
+    """
+    by_user, *others = ts.priority
+    uses_up = any(len(dep.dependents) == 1 for dep in ts.dependencies)
+    return (by_user, not uses_up, *others)
+
+
 def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
     """Return whether a task was cancelled; on any thread.
 
@@ -404,8 +434,8 @@ def _advice(worker: Worker, running: int) -> str:
     return (
         f"This worker has nthreads={nthreads}, and its devices run {running} tasks at a time: dask "
         "will not show it enough tasks to keep them busy, and a queue for one device can keep the "
-        f"others waiting. Start it with nthreads={LOOK_AHEAD * running}, which costs nothing here, "
-        "because the devices' own threads run the tasks; LocalDeviceCluster does so"
+        f"others waiting. Start it with nthreads={LOOK_AHEAD * running}, as LocalDeviceCluster "
+        "does: the devices' own threads run the tasks, and this says how far ahead it may look"
     )
 
 

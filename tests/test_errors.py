@@ -98,7 +98,8 @@ CASES = [
         "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB asked for; "
         "1.00 GiB of 16.00 GiB free now, after room was made; held by process 7 8.00 GiB, process "
         "8 an unknown amount; 1.00 GiB of copies were dropped). Make the task's parts smaller, run "
-        "fewer tasks per device, or keep fewer results on it",
+        "fewer tasks per device, or keep fewer results on it: with fewer threads_per_worker (dask "
+        "worker --nthreads) less is made before it is used",
     ),
     (
         errors.DriverUnavailableError("there is no driver", "Install it"),

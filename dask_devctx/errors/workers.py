@@ -238,7 +238,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         return (
             f"{self.device} ({self.uuid}) has not enough memory; the task was tried {times}"
             f"{f' ({facts})' if facts else ''}. Make the task's parts smaller, run fewer tasks per "
-            "device, or keep fewer results on it"
+            "device, or keep fewer results on it: with fewer threads_per_worker (dask worker "
+            "--nthreads) less is made before it is used"
         )
 
 

@@ -66,8 +66,8 @@ def test_threads_follow_the_devices_of_a_worker() -> None:
         (one,) = threads(cluster)
     with LocalDeviceCluster(n_workers=4, tasks_per_device=2, **QUIET) as cluster:
         each = threads(cluster)
-    assert one == 4 * 16
-    assert each == [2 * 16] * 4
+    assert one == 4 * 8
+    assert each == [2 * 8] * 4
     with LocalDeviceCluster(threads_per_worker=3, **QUIET) as cluster:
         assert threads(cluster) == [3]
 
@@ -224,6 +224,16 @@ def test_devices_that_were_in_use_are_taken_when_they_are_free(
         if how == "scale":
             cluster.scale(3)
         client.wait_for_workers(3, timeout=10)
+
+
+def test_a_cluster_stays_when_a_client_comes_while_workers_leave(lock_directory: Path) -> None:
+    share = take(devices(), 3, holder="somebody", directory=lock_directory)
+    with LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster:
+        cluster.scale(3)
+        with Client(cluster) as client:
+            assert client.submit(_where, pure=False).result(timeout=10) == 3
+            assert cluster.status.name == "running"
+    share.release()
 
 
 def test_a_worker_that_was_killed_comes_back_with_its_devices() -> None:

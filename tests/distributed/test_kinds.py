@@ -98,6 +98,57 @@ async def test_unannotated_tasks_use_every_device(client: Any, scheduler: Any, w
     assert sorted(await client.gather(client.map(here, range(4)))) == [0, 1, 2, 3]
 
 
+def keep(n: int) -> list[int]:
+    time.sleep(0.02)
+    seen.append("made")
+    return [n]
+
+
+def use_up(kept: list[int]) -> int:
+    seen.append("used")
+    return kept[0]
+
+
+def use_again(kept: list[int], n: int) -> int:
+    seen.append("used again")
+    return kept[0] + n
+
+
+@with_plugin(64)
+async def test_what_is_made_is_used_before_more_is_made(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=1):
+        begun = client.submit(time.sleep, 0.4)  # until all are there
+        made = client.map(keep, range(20))
+        await asyncio.sleep(0.2)  # what is submitted later comes later, by dask's own priority
+        used = client.map(use_up, made)
+        assert await client.gather(used) == list(range(20))
+    assert await begun is None
+    most = held = 0
+    for what in seen:
+        held += 1 if what == "made" else -1
+        most = max(most, held)
+    # dask has to hear that one was made before it can say that it is to be used
+    assert most <= 10
+
+
+@with_plugin(64)
+async def test_users_priorities_and_shared_inputs_keep_the_order(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=1):
+        shared = client.submit(keep, 0, pure=False)
+        await shared
+        seen.clear()
+        blocked = client.submit(time.sleep, 0.2)
+        again = client.map(use_again, [shared] * 3, range(3), pure=False, priority=-1)
+        await asyncio.sleep(0.05)
+        made = client.map(keep, range(3), pure=False)
+        await client.gather([blocked, *again, *made])
+    assert seen == ["made"] * 3 + ["used again"] * 3
+
+
 @with_plugin()
 async def test_retries(client: Any, scheduler: Any, worker: Any) -> None:
     with dask.annotate(device=2):

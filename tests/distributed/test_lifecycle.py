@@ -227,6 +227,20 @@ async def test_a_paused_worker_is_told_the_way_out_too(
     assert "client.unregister_worker_plugin" in caught.value.__notes__[0]
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_second_plugin_by_another_name_is_refused(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    with pytest.raises(ValueError, match="has a DevicePlugin already, by the name 'devctx'"):
+        await client.register_plugin(DevicePlugin(devices=[1]), name="another")
+    await client.unregister_worker_plugin("another")
+    with dask.annotate(device=2):
+        assert await client.submit(here) == 2  # the first one does as before
+    await client.unregister_worker_plugin("devctx")
+    assert await client.submit(here, pure=False) is None
+
+
 @pytest.mark.parametrize(("nthreads", "told"), [(4, True), (8, False)])
 def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
     @gen_cluster(client=True, nthreads=[("127.0.0.1", nthreads)], timeout=60)
@@ -238,7 +252,7 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
         events = [event for _, event in await client.get_events("devctx")]
         assert len(events) == told
         if told:
-            assert "Start it with nthreads=64" in events[0]["message"]
+            assert "Start it with nthreads=32" in events[0]["message"]
 
     check()
 
