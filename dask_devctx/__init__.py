@@ -84,6 +84,8 @@ _DISTRIBUTED_HALF = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # reading it takes longer than all else here
+        return import_module("importlib.metadata").version("dask-devctx")
     if name not in _DISTRIBUTED_HALF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_DISTRIBUTED_HALF[name]), name)

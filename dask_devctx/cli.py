@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
 
 # dask's section of the configuration first, so that it says what is simulated
-from dask_devctx import config as _config  # noqa: F401
+from dask_devctx import config
 from dask_devctx.discovery import DeviceInfo
 from dask_devctx.inspection import Machine, inspect_machine
 from dask_devctx.tables import aligned, nbytes_text
@@ -29,6 +29,7 @@ def info(context: click.Context, as_json: bool) -> None:
     Creates no CUDA context. The exit status is 1 if there is no GPU that can be used.
     """
     machine = inspect_machine()
+    machine = replace(machine, problems=(*machine.problems, *config.unknown_keys()))
     click.echo(json.dumps(_as_json(machine), indent=2) if as_json else _as_text(machine))
     context.exit(0 if machine.usable else 1)
 

@@ -40,19 +40,31 @@ def get(key: str, given: Any = None) -> Any:
     return dask.config.get(f"devctx.{key}", defaults["devctx"][key])
 
 
-def warn_of_unknown_keys() -> None:
-    """Warn of keys of the section that mean nothing; dask takes a mistyped one without a word."""
+def unknown_keys() -> list[str]:
+    """Return what to say of each key that means nothing; dask takes a mistyped one as any other."""
     known = [*defaults["devctx"], "simulated-host"]  # which only the environment can say
+    said = []
     for key in dask.config.get("devctx", {}):
         name = key.replace("_", "-")
         if name not in known:
-            meant = "".join(
-                f"; devctx.{near}?" for near in difflib.get_close_matches(name, known, 1)
-            )
-            variable = f"DASK_DEVCTX__{key.upper().replace('-', '_')}"
-            warnings.warn(
-                f"there is no devctx.{name} (in the environment {variable}){meant}", stacklevel=3
-            )
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"; devctx.{near[0]}?" if near else ""
+            said.append(f"there is no devctx.{name} (in the environment {_variable(key)}){meant}")
+    for key in dask.config.config:
+        if key.startswith("devctx_"):  # one underscore is part of a word
+            variable = _variable(key.removeprefix("devctx_"))
+            said.append(f"DASK_{key.upper()} means nothing; {variable}?")
+    return said
+
+
+def warn_of_unknown_keys() -> None:
+    """Warn of keys that mean nothing."""
+    for text in unknown_keys():
+        warnings.warn(text, stacklevel=3)
+
+
+def _variable(key: str) -> str:
+    return f"DASK_DEVCTX__{key.upper().replace('-', '_')}"
 
 
 def seconds(key: str) -> float | None:

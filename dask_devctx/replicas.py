@@ -329,6 +329,6 @@ def check_limit(limit: object) -> None:
     """Raise ``ValueError`` if that is not a fraction of a device's memory."""
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit <= 1:
         raise ValueError(
-            "devctx.replica-limit is a fraction of a device's memory between 0 and 1, "
-            f"got {limit!r}"
+            "replica_limit is a fraction of a device's memory between 0 and 1, got "
+            f"{limit!r} (in the configuration devctx.replica-limit)"
         )

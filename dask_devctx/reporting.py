@@ -89,6 +89,9 @@ class Report(list[ReportedTask]):
         self.workers = dict(workers or {})
         self.silent = dict(silent or {})
 
+    def __repr__(self) -> str:
+        return str(self)  # thousands of tasks, one by one, tell nobody anything
+
     def __str__(self) -> str:
         """Return a line for each device and each kind of task on it, then what is amiss."""
         rows: list[Sequence[object]] = []

@@ -276,7 +276,7 @@ def test_the_limit_is_configured_and_checked():
     with dask.config.set({"devctx.replica-limit": 0.125}):
         assert Replicas().limit == 0.125
     for wrong in (-0.1, 1.5, "much", True):
-        with pytest.raises(ValueError, match=r"devctx\.replica-limit.*got"):
+        with pytest.raises(ValueError, match=r"replica_limit.*got"):
             Replicas(limit=wrong)
 
 

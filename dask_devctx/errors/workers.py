@@ -53,12 +53,15 @@ class DevicesInUseError(DevctxError):
 
     def __str__(self) -> str:
         total = len(self.free) + len(self.holders)
+        wants = f"this worker wants {self.wanted} devices for itself and"
+        if self.wanted > total:
+            return f"{wants} there are {total}. Lower devices_per_worker"
         held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
         return (
-            f"this worker wants {self.wanted} devices for itself and {len(self.free)} of {total} "
-            f"are free{': ' if held else ''}{held}. Close a cluster that holds them and is not "
-            "needed, such as that of a notebook's earlier cell (cluster.close()), start fewer "
-            "workers on this machine, or lower devices_per_worker"
+            f"{wants} {len(self.free)} of {total} are free{': ' if held else ''}{held}. Close a "
+            "cluster that holds them and is not needed, such as that of a notebook's earlier cell "
+            "(cluster.close(), or client.shutdown()), start fewer workers on this machine, or "
+            "lower devices_per_worker"
         )
 
 

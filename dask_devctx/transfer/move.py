@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import threading
 from collections.abc import Callable, Iterable
@@ -13,7 +14,9 @@ from dask_devctx.transfer.containers import BUILT_IN, Container, DataclassLike
 from dask_devctx.transfer.order import Stamp, hold, release_held
 from dask_devctx.transfer.peers import connect
 from dask_devctx.transfer.registry import Registry
-from dask_devctx.transfer.where import nbytes_by_device
+from dask_devctx.transfer.where import device_of, nbytes_by_device
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 After = Stamp | Iterable[Stamp] | None
@@ -23,6 +26,22 @@ _LOOK_AT_MOST = 8
 
 
 def _stay(value: T, device: Device) -> T:
+    return value
+
+
+_told: set[type] = set()
+
+
+def _stay_unmoved(value: T, device: Device) -> T:
+    kind = type(value)
+    if kind not in _told:
+        _told.add(kind)
+        logger.warning(
+            "a %s lives on another device and stays there: device_of knows the type, and to_device "
+            "does not. Register a function that takes one to a device: to_device.register(%s)",
+            kind.__qualname__,
+            kind.__qualname__,
+        )
     return value
 
 
@@ -185,7 +204,7 @@ class Move:
 
 
 class ToDevice(Registry):
-    """The function that :data:`to_device` is."""
+    """The type of :data:`to_device`, a function: take a value to a device. Its call is below."""
 
     def __init__(self) -> None:
         super().__init__("to_device", _stay)
@@ -197,6 +216,8 @@ class ToDevice(Registry):
         if found is None and hasattr(kind, "__dataclass_fields__"):
             self.register(kind, DataclassLike(kind))
             return super()._look_up(kind)
+        if found is None and device_of.find(kind) is not None:
+            return _stay_unmoved
         return found
 
     def __call__(

@@ -20,7 +20,7 @@ def _nothing(value: object) -> dict[Device, int]:
 
 
 class DeviceOf(Registry):
-    """The function that :data:`device_of` is."""
+    """The type of :data:`device_of`, a function: where a value lives. Its call is below."""
 
     def __init__(self) -> None:
         super().__init__("device_of", _unknown)

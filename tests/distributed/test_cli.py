@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import dask
 import dask.cli
 import pytest
 from click.testing import CliRunner, Result
@@ -152,6 +153,12 @@ def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1
     assert "Problems:" in result.stdout
     assert driver.SIMULATED_DEVICES_VARIABLE in result.stdout  # the remedy
+
+
+def test_a_mistyped_key_is_a_problem() -> None:
+    with dask.config.set({"devctx.simulated-device": 3}):
+        found = as_json()
+    assert any("devctx.simulated-devices?" in problem for problem in found["problems"])
 
 
 def test_as_a_process() -> None:

@@ -138,6 +138,14 @@ def test_a_mistyped_key_is_named_with_the_one_that_was_meant(key: str) -> None:
         DevicePlugin()
 
 
+def test_a_variable_with_one_underscore_is_told() -> None:
+    with (
+        dask.config.set({"devctx_tasks_per_device": 2}),
+        pytest.warns(UserWarning, match="^DASK_DEVCTX_TASKS_PER_DEVICE means nothing; DASK_DEVC"),
+    ):
+        DevicePlugin()
+
+
 def test_a_variable_in_dasks_spelling_is_known() -> None:
     with dask.config.set({"devctx.tasks_per_device": 2, "devctx.simulated_host": "a"}):
         DevicePlugin()

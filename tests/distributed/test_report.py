@@ -260,6 +260,10 @@ def test_a_worker_that_cannot_answer_does_not_hide_the_others(
     assert last.startswith(f"no answer from {mute.address}: AttributeError("), last
 
 
+def test_at_a_prompt_it_is_its_table() -> None:
+    assert repr(Report()) == str(Report())
+
+
 def test_workers_without_the_plugin_are_named() -> None:
     found = Report(workers={"tcp://10.0.0.1:1234": True, "tcp://10.0.0.2:1234": False})
     assert "without the plugin: tcp://10.0.0.2:1234" in str(found).splitlines()

@@ -81,7 +81,7 @@ def test_too_many_says_who_holds_what(lock_directory: Path) -> None:
 
 
 def test_more_than_there_are(lock_directory: Path) -> None:
-    with pytest.raises(DevicesInUseError, match="wants 5 devices for itself and 4 of 4 are free"):
+    with pytest.raises(DevicesInUseError, match="wants 5 devices for itself and there are 4"):
         take(devices(), 5, holder="me", directory=lock_directory)
 
 

@@ -45,6 +45,11 @@ def test_every_sticky_status_is_found_by_the_probe(code: int, machine: Simulated
     assert statuses.failed(caught.value.code)
 
 
+def test_a_fault_in_no_function_is_refused(machine: SimulatedMachine) -> None:
+    with pytest.raises(ValueError, match="no 'cuMemAloc'; it has cuMemAlloc"):
+        machine.faults.inject("cuMemAloc", 2)
+
+
 def test_a_gpu_that_is_lost_from_the_start_is_left_out(machine: SimulatedMachine) -> None:
     lost = machine.gpus[1]
     lost.lost = True

@@ -254,6 +254,21 @@ class Grid:
         vars(self).update(attributes)
 
 
+def test_a_type_that_nothing_moves_is_told_once(x, caplog):
+    class Handle:
+        def __init__(self, cells):
+            self.cells = cells
+
+    device_of.register(Handle, lambda handle: device_of(handle.cells))
+    handle = Handle(x)
+    for _ in range(2):
+        assert to_device(handle, 0 if device_of(x) is Device(1) else 1) is handle
+        assert to_device(handle, device_of(x)) is handle
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("a test_a_type_that_nothing_moves_is_told_once.<locals>.Handle lives on")
+    assert "to_device.register(" in said
+
+
 def test_the_bytes_of_a_users_type_are_its_own_or_those_of_its_parts(x):
     device_of.register(Grid, lambda grid: device_of(grid.cells))
     assert nbytes_by_device(Grid(x)) == {Device(0): x.nbytes}

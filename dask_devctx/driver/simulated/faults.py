@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,13 +44,19 @@ class _Fault:
 class Faults:
     """What goes wrong, and how often each driver function was called.
 
+    Parameters
+    ----------
+    driver
+        The class whose functions they are.
+
     Attributes
     ----------
     calls
         How often each driver function was called, by its C name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, driver: type) -> None:
+        self._driver = driver
         self.calls: Counter[str] = Counter()
         self._planned: list[_Fault] = []
         self._sticky: Any = None
@@ -73,7 +80,16 @@ class Faults:
             The ``CUresult`` that it returns instead.
         when
             Given the call's arguments, whether this call is meant; every call by default.
+
+        Raises
+        ------
+        ValueError
+            The simulated driver has no such function.
         """
+        if not hasattr(self._driver, function):
+            known = [name for name in dir(self._driver) if name.startswith("cu")]
+            near = difflib.get_close_matches(function, known) or known
+            raise ValueError(f"the simulated driver has no {function!r}; it has {', '.join(near)}")
         self._planned.append(_Fault(function, status, times, when))
 
     def poison(self, status: Any, *, after_s: float = 0.0) -> None:

@@ -48,7 +48,7 @@ class SimulatedMachine:
             )
             for index in range(count)
         ]
-        self.faults = Faults()
+        self.faults = Faults(SimulatedDriver)
         self.driver = SimulatedDriver(self.gpus, self.faults)
         self.nvml = SimulatedNvml(self.gpus)
 
