@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from distributed import Reschedule
-
 from dask_devctx import driver, suspending
 from dask_devctx.device import Device
 from dask_devctx.pools import submitting
@@ -39,8 +37,6 @@ class PinnedTask:
         Whether somebody asked for this device; else any would have done.
     inputs
         Brings the inputs to the device; None leaves them where they are.
-    given_up
-        Says, when its turn comes, that nobody wants it any more.
     call
         Calls it on the device; whatever watches over the task is in here, and watches over its
         inputs' way too. It stays behind where the task is sent to another process.
@@ -60,10 +56,7 @@ class PinnedTask:
     without one, any other fails.
     """
 
-    __slots__ = (
-        *("asked_for", "call", "device", "given_up", "inputs", "lifetimes", "made", "priority"),
-        "task",
-    )
+    __slots__ = ("asked_for", "call", "device", "inputs", "lifetimes", "made", "priority", "task")
 
     def __init__(
         self,
@@ -73,12 +66,10 @@ class PinnedTask:
         *,
         asked_for: bool = True,
         inputs: Inputs | None = None,
-        given_up: Callable[[], bool] | None = None,
         call: Callable[[Device, Callable[[Any], Any], Any], Any] = suspending.call,
     ) -> None:
         self.call = call
         self.inputs = inputs
-        self.given_up = given_up
         self.lifetimes = _NONE
         self.made: Stamp | None = None
         self.task = task
@@ -90,8 +81,6 @@ class PinnedTask:
         device = self.device
         if isinstance(device, Exception):
             raise device
-        if self.given_up is not None and self.given_up():
-            raise Reschedule  # which comes to nothing, unless it was asked for again just now
         return self.call(device, self.task if self.inputs is None else self._with_inputs, data)
 
     def _with_inputs(self, data: Any) -> Any:

@@ -203,6 +203,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             synchronize=self.synchronize,
             oom_retries=self.oom_retries,
             on_failure=self._on_failure,
+            is_cancelled=partial(_is_cancelled, self._tasks),
         )
         worker.metrics[Guard.metric] = self.guard.metrics
         self.inputs: Inputs | None = None
@@ -314,7 +315,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             _urgency(ts),
             asked_for=asked_for,
             inputs=self.inputs,
-            given_up=partial(_is_cancelled, self._tasks, ts.key),
             call=GuardedTask(self.guard, charge),
         )
         if self.inputs is not None and ts.dependencies:
@@ -406,8 +406,10 @@ def _urgency(ts: Any) -> tuple[Any, ...]:
     fills up with what many tasks make before the first of it is used.
     """
     by_user, *others = ts.priority
-    uses_up = any(len(dep.dependents) == 1 for dep in ts.dependencies)
-    return (by_user, not uses_up, *others)
+    for dep in ts.dependencies:
+        if len(dep.dependents) == 1:
+            return (by_user, 0, *others)
+    return (by_user, 1, *others)
 
 
 def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:

@@ -38,6 +38,8 @@ class Guard:
         How often a task that ran out of a device's memory is tried again.
     on_failure
         Called once, on the task's thread, when a device failed.
+    is_cancelled
+        Says, given a task's key when its turn comes, that nobody wants it any more.
 
     Attributes
     ----------
@@ -58,8 +60,10 @@ class Guard:
         synchronize: bool,
         oom_retries: int,
         on_failure: Callable[[Failure], None],
+        is_cancelled: Callable[[Hashable], bool] = lambda key: False,
     ) -> None:
         self.synchronize = synchronize
+        self.is_cancelled = is_cancelled
         self.retries = Retries(devices, oom_retries)
         self.blame = Blame(synchronize, on_failure)
         self._suspects = self.blame.suspects

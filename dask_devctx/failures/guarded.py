@@ -34,6 +34,8 @@ class GuardedTask:
         self._charge = charge
 
     def __call__(self, device: Device, fn: Callable[[Any], Any], data: Any) -> Any:
+        if self._guard.is_cancelled(self._charge.key):
+            raise Reschedule  # which comes to nothing, unless it was asked for again just now
         try:
             result = self._guard.run(self._charge, device, fn, data)
         except (DeviceFailedError, DeviceOutOfMemoryError) as error:
