@@ -18,7 +18,8 @@ from distributed.protocol.pickle import dumps
 from dask_devctx import options
 from dask_devctx.device import Device
 from dask_devctx.device import devices as all_devices
-from dask_devctx.plugin import LOOK_AHEAD, DevicePlugin
+from dask_devctx.look_ahead import LOOK_AHEAD
+from dask_devctx.plugin import DevicePlugin
 from dask_devctx.routing import DeviceRouting
 
 # What who comes from dask-cuda writes, and dask's servers would refuse in a worker's log.

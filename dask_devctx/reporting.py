@@ -182,9 +182,10 @@ async def _report(client: Client) -> Report:
 async def _of_worker(dask_worker: Worker) -> dict[str, list[dict[str, Any]]] | None:
     # A coroutine, so that it runs on the worker's event loop, as the record asks.
     plugin = dask_worker.plugins.get(DevicePlugin.name)
-    record = getattr(plugin, "record", None)
-    if record is None:
+    pinning = getattr(plugin, "pinning", None)
+    if pinning is None:
         return None
+    record = pinning.record
     return {
         "runs": [vars(run) for run in record.runs],
         "devices": record.metrics(dask_worker),

@@ -12,7 +12,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from dask_devctx.device import Device
-from dask_devctx.errors import DevicesInUseError
+from dask_devctx.device import devices as all_devices
+from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
 from dask_devctx.locks import Lock, LockDirectory, default_directory
 
 # Choosing takes well under a millisecond; who takes longer was stopped in the middle of it.
@@ -38,6 +39,45 @@ class Share:
         """Let other workers have them."""
         for lock in self._locks:
             lock.release()
+
+
+def take_for_worker(
+    wanted: Sequence[object] | None,
+    count: int | None,
+    *,
+    holder: str,
+    directory: str | os.PathLike[str] | None = None,
+) -> Share:
+    """Take what a worker is to use.
+
+    Parameters
+    ----------
+    wanted
+        Its devices, each anything that :class:`~dask_devctx.Device` accepts; None for all that the
+        process sees.
+    count
+        How many of them it takes for itself; None for all, shared with anybody.
+    holder, directory
+        As :func:`take` has them.
+
+    Raises
+    ------
+    DeviceNotFoundError
+        There is none, or not one that was named.
+    DevicesInUseError, LockDirectoryError
+        As :func:`take` raises them.
+    """
+    found = all_devices() if wanted is None else tuple(dict.fromkeys(map(Device, wanted)))
+    if not found:
+        raise DeviceNotFoundError(
+            "any",
+            (),
+            None,
+            "The worker sees no GPU: check CUDA_VISIBLE_DEVICES, or give it devices",
+        )
+    if count is None:
+        return Share(found)
+    return take(found, count, holder=holder, directory=directory)
 
 
 def take(

@@ -35,7 +35,7 @@ from cuda.bindings.driver import CUresult
 from distributed import Client, LocalCluster
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, driver
-from dask_devctx.plugin import LOOK_AHEAD
+from dask_devctx.look_ahead import LOOK_AHEAD
 from dask_devctx.scope import open_scopes
 from dask_devctx.simulated_array import SimulatedArray
 

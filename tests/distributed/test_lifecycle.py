@@ -112,7 +112,7 @@ async def test_workers_that_join(client: Any, scheduler: Any, worker: Any) -> No
     async with Worker(scheduler.address, nthreads=8, name="late", validate=True) as late:
         with dask.annotate(device=2):
             assert await client.submit(here, workers=["late"]) == 2
-        assert set(late.plugins["devctx"].pools) <= set(late.executors)
+        assert set(late.plugins["devctx"].pinning.pools) <= set(late.executors)
     assert not [name for name in device_threads() if "late" in name]
 
 
@@ -296,7 +296,7 @@ async def test_tasks_that_begin_while_the_plugin_is_replaced_are_pinned(
     await worker.plugin_add(DevicePlugin())
     await async_poll_for(lambda: len(ran) == 2, timeout=10)
     assert ran == [3, 2]
-    assert worker.plugins["devctx"].record.metrics(worker)[3]["running"] == 0
+    assert worker.plugins["devctx"].pinning.record.metrics(worker)[3]["running"] == 0
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
@@ -308,7 +308,7 @@ async def test_two_clients_that_register_at_once(client: Any, scheduler: Any, wo
             client.register_plugin(DevicePlugin(devices=[1], devices_per_worker=1)),
             client.register_plugin(DevicePlugin(devices=[1, 2], devices_per_worker=2)),
         )
-        devices = worker.plugins["devctx"].placement.devices
+        devices = worker.plugins["devctx"].pinning.placement.devices
         assert set(await client.gather(client.map(here, range(4), pure=False))) <= {
             device.device_id for device in devices
         }
@@ -348,7 +348,7 @@ async def test_a_device_without_room_for_a_context(
         assert isinstance(await client.submit(here, "annotated").exception(), DeviceMemoryError)
     assert await client.submit(here, "unannotated") is None
     async with Worker(scheduler.address, nthreads=4) as other:  # has what this one does not use
-        assert len(other.plugins["devctx"].placement.devices) == 1
+        assert len(other.plugins["devctx"].pinning.placement.devices) == 1
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
 

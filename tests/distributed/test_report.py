@@ -251,7 +251,7 @@ def test_a_worker_that_cannot_answer_does_not_hide_the_others(
 ) -> None:
     run_some(client)
     mute, other = cluster.workers.values()
-    mute.plugins["devctx"].record = object()  # as of another version
+    mute.plugins["devctx"].pinning.record = object()  # as of another version
     found = report(client)
     assert {device.worker for device in found.devices} == {other.address}
     assert list(found.workers) == [other.address]
