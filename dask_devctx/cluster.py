@@ -163,14 +163,21 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         # at that moment: also where it had come back and was lost again just now. A nanny that runs
         # starts another worker by itself; it is left to do so.
         if op == "remove":
+            self._forget_refused()
+            if msg not in self.scheduler_info["workers"]:
+                return  # dask has asked the scheduler anew meanwhile, and would stop to listen here
             name = self.scheduler_info["workers"][msg]["name"]
-            if name in self._routing.refused and self.worker_spec.pop(name, None):
-                # Scaling starts another in its place, of another name: dask knows this one still.
-                self._i += 1
             if getattr(self.workers.get(name), "status", None) == Status.running:
                 super(SpecCluster, self)._update_worker_status(op, msg)
                 return
         super()._update_worker_status(op, msg)
+
+    def _forget_refused(self) -> None:
+        """Let scaling start others in the place of workers that could not use their devices."""
+        there = {worker.name for worker in self.scheduler.workers.values()}
+        for name in self._routing.refused.keys() - there:
+            if self.worker_spec.pop(name, None):
+                self._i += 1  # and by another name: dask knows this one still
 
     async def _start(self) -> None:
         await super()._start()
