@@ -132,7 +132,7 @@ def _nothing() -> None:
 def _make_pools(nbytes: int, dask_worker: Any = None) -> None:
     import rmm
 
-    for device in dask_worker.plugins["devctx"].pinning.placement.devices:
+    for device in dask_worker.plugins["devctx"].worker_devices:
         with device:
             pool = rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), nbytes)
             rmm.mr.set_current_device_resource(pool)
@@ -187,4 +187,4 @@ def free_all(library: str, dask_worker: Any = None) -> None:
 def _devices(worker: Any) -> Iterable[contextlib.AbstractContextManager[Any]]:
     """Return what makes each device of a worker current; dask-cuda's have one, current always."""
     plugin = worker.plugins.get("devctx")
-    return plugin.pinning.placement.devices if plugin else [contextlib.nullcontext()]
+    return plugin.worker_devices if plugin else [contextlib.nullcontext()]

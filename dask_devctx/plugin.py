@@ -11,6 +11,7 @@ from distributed import Worker, WorkerPlugin
 from dask_devctx import config, membership, options
 from dask_devctx.annotations import Unannotated
 from dask_devctx.assignment import Policy, start_soonest
+from dask_devctx.device import Device
 from dask_devctx.interpreter import switch_interval
 from dask_devctx.keeping import keep_annotations
 from dask_devctx.pinning import Pinning
@@ -67,7 +68,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     Examples
     --------
     >>> import dask
-    >>> from dask_devctx import Device
     >>> from distributed import Client, LocalCluster
     >>> with LocalCluster(processes=False, dashboard_address=":0") as cluster, Client(cluster) as c:
     ...     _ = c.register_plugin(DevicePlugin())
@@ -107,6 +107,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         check_limit(self.replica_limit)
         options.count("history", least=0)
         switch_interval()
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        """The devices that its worker uses, where it is set up on one."""
+        return () if self.pinning is None else self.pinning.placement.devices
 
     # -- dask's hooks
 

@@ -235,10 +235,12 @@ async def test_a_second_plugin_by_another_name_is_refused(
     with pytest.raises(ValueError, match="has a DevicePlugin already, by the name 'devctx'"):
         await client.register_plugin(DevicePlugin(devices=[1]), name="another")
     await client.unregister_worker_plugin("another")
+    assert [device.device_id for device in worker.plugins["devctx"].worker_devices] == [0, 1, 2, 3]
     with dask.annotate(device=2):
         assert await client.submit(here) == 2  # the first one does as before
     await client.unregister_worker_plugin("devctx")
     assert await client.submit(here, pure=False) is None
+    assert DevicePlugin().worker_devices == ()
 
 
 @pytest.mark.parametrize(("nthreads", "told"), [(4, True), (8, False)])
