@@ -65,12 +65,12 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
             found[name]["cannot_run"] = str(error)
             continue
         picture = output / f"{name}.png"
-        if not found[name]["cases"]:
+        if only and not found[name]["cases"]:
             click.echo(f"  no case's name has {' or '.join(map(repr, only))}")
         elif report.plot(picture, subject.TITLE, found[name]["cases"]):
             click.echo(f"  plot: {picture}")
         else:
-            click.echo("  no plot: matplotlib is not installed")
+            click.echo("  no plot: matplotlib is not installed, or there is nothing to draw")
     keep()
     click.echo(f"\nresults: {path}")
     if refused:

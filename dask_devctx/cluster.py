@@ -16,11 +16,10 @@ from distributed.deploy.spec import SpecCluster
 from distributed.protocol.pickle import dumps
 
 from dask_devctx import options
-from dask_devctx.device import Device
-from dask_devctx.device import devices as all_devices
 from dask_devctx.look_ahead import LOOK_AHEAD
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.routing import DeviceRouting
+from dask_devctx.splitting import named_devices
 
 # What who comes from dask-cuda writes, and dask's servers would refuse in a worker's log.
 _DASK_CUDAS = frozenset(
@@ -67,6 +66,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     Examples
     --------
     >>> from distributed import Client
+    >>> from dask_devctx import Device
     >>> with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
     ...     with Client(cluster) as client:
     ...         print(client.submit(lambda: Device.current().device_id).result())
@@ -96,7 +96,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
             raise TypeError(f"{', '.join(for_plugin)}: give plugin=DevicePlugin({example})")
         if plugin is None:
             named = options.devices(devices)
-            used = _found(named)
+            used = named_devices(named)
             count = options.count("devices-per-worker", devices_per_worker)
             if count is None and n_workers > 1:
                 count = _even_share(len(used), n_workers)
@@ -109,7 +109,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         elif (devices, devices_per_worker, tasks_per_device) != (None, None, None):
             raise TypeError("give either a plugin, or what it is made of")
         else:
-            used = _found(plugin.devices)
+            used = named_devices(plugin.devices)
             if plugin.devices_per_worker is None and n_workers > 1:
                 plugin = copy.copy(plugin)
                 plugin.devices_per_worker = _even_share(len(used), n_workers)
@@ -213,10 +213,6 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     def _start_all(self) -> Generator[Any, Any, Self]:
         started: Self = yield from super().__await__()
         return started
-
-
-def _found(named: Sequence[object] | None) -> tuple[Device, ...]:
-    return all_devices() if named is None else tuple(dict.fromkeys(map(Device, named)))
 
 
 def _even_share(n_devices: int, n_workers: int) -> int:

@@ -31,11 +31,11 @@ class Departures:
         self._handlers: dict[str, Any] = worker.handlers
         self._inputs = inputs
         self._get_data = self._handlers["get_data"]
-        self._ours = self._handlers["get_data"] = self._after_its_work
+        self._handlers["get_data"] = self._after_its_work
 
     def close(self) -> None:
         """Send as before, unless somebody else has taken that over since."""
-        if self._handlers["get_data"] == self._ours:
+        if self._handlers["get_data"] == self._after_its_work:
             self._handlers["get_data"] = self._get_data
 
     async def _after_its_work(self, comm: Any, keys: Collection[Hashable], **kwargs: Any) -> Any:

@@ -34,6 +34,8 @@ Copies = list[tuple[Lifetime, Any]]
 # Of what nobody knows when it goes: no copy of it is kept.
 _UNKNOWN = Lifetime()
 _UNKNOWN.ended = True
+# Of what is on no device.
+_ON_THE_HOST = Stamp({})
 
 
 class Inputs:
@@ -179,9 +181,11 @@ class Inputs:
         for key, value in data.items():
             lifetime = lifetimes.get(key, _UNKNOWN)
             # Of what arrived from elsewhere, or was there before, nobody knows the work.
-            after = lifetime.after or stamp(value)
-            if lifetime is not _UNKNOWN:
-                lifetime.after = after
+            after = lifetime.after
+            if after is None:
+                after = stamp(value) or _ON_THE_HOST
+                if lifetime is not _UNKNOWN:
+                    lifetime.after = after  # looked for once, also where there is none
             inputs[key] = here = self.replicas.get(lifetime, value, device, after=after)
             if here is not value:
                 copies.append((lifetime, here))

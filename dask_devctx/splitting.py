@@ -41,6 +41,11 @@ class Share:
             lock.release()
 
 
+def named_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:
+    """Return the devices that are named, each once; None names all that this process sees."""
+    return all_devices() if wanted is None else tuple(dict.fromkeys(map(Device, wanted)))
+
+
 def take_for_worker(
     wanted: Sequence[object] | None,
     count: int | None,
@@ -67,7 +72,7 @@ def take_for_worker(
     DevicesInUseError, LockDirectoryError
         As :func:`take` raises them.
     """
-    found = all_devices() if wanted is None else tuple(dict.fromkeys(map(Device, wanted)))
+    found = named_devices(wanted)
     if not found:
         raise DeviceNotFoundError(
             "any",

@@ -64,6 +64,6 @@ async def test_it_is_led_to_the_worker_that_has_the_device(
         (owner,) = [
             worker
             for worker in workers
-            if Device(ordinal) in worker.plugins["devctx"].pinning.placement.devices
+            if Device(ordinal) in worker.plugins["devctx"].worker_devices
         ]
         assert has_it.address == owner.address

@@ -27,7 +27,7 @@ QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 
 def ordinals(cluster: LocalDeviceCluster) -> list[list[int]]:
     return sorted(
-        [device.device_id for device in worker.plugins["devctx"].pinning.placement.devices]
+        [device.device_id for device in worker.plugins["devctx"].worker_devices]
         for worker in cluster.workers.values()
     )
 
@@ -264,10 +264,7 @@ def _pid() -> int:
 def test_a_plugin_without_a_share_is_given_one() -> None:
     plugin = DevicePlugin(tasks_per_device=2)
     with LocalDeviceCluster(2, processes=False, dashboard_address=":0", plugin=plugin) as cluster:
-        found = [
-            worker.plugins["devctx"].pinning.placement.devices
-            for worker in cluster.workers.values()
-        ]
+        found = [worker.plugins["devctx"].worker_devices for worker in cluster.workers.values()]
     assert sorted(device.device_id for used in found for device in used) == [0, 1, 2, 3]
     assert [len(used) for used in found] == [2, 2]
     assert plugin.devices_per_worker is None, "what was given is not changed"

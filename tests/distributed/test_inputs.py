@@ -50,6 +50,18 @@ def make(value: float = 1.0, n: int = 100) -> SimulatedArray:
     return SimulatedArray.asarray(np.full(n, value))
 
 
+def work_is_pending(machine: SimulatedMachine) -> list[bool]:
+    """Let no event be reached until the list's one item is set to False."""
+    pending = [True]
+    machine.faults.inject(
+        "cuEventQuery",
+        CUresult.CUDA_ERROR_NOT_READY,
+        times=10**6,
+        when=lambda event: pending[0],
+    )
+    return pending
+
+
 def where(*arrays: SimulatedArray) -> tuple[int, ...]:
     """The devices of the arguments; they can only be added on the device of the task."""
     sum(array.sum() for array in arrays)
@@ -386,16 +398,10 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     machine: SimulatedMachine,
     launch: Callable[[SimulatedArray], Any],
 ) -> None:
-    pending = [True]
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
         await x
-    machine.faults.inject(
-        "cuEventQuery",
-        CUresult.CUDA_ERROR_NOT_READY,
-        times=10**6,
-        when=lambda event: pending[0],
-    )
+    pending = work_is_pending(machine)
     with dask.annotate(device=1):
         task = client.submit(launch, x, pure=False)
     await wait([task])
@@ -495,16 +501,10 @@ async def test_what_is_read_when_the_plugin_goes_is_let_go_after_that(
 ) -> None:
     """By a task that is done, or by one that runs on."""
     await client.register_plugin(DevicePlugin())
-    pending = [True]
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
         await x
-    machine.faults.inject(
-        "cuEventQuery",
-        CUresult.CUDA_ERROR_NOT_READY,
-        times=10**6,
-        when=lambda event: pending[0],
-    )
+    pending = work_is_pending(machine)
     with dask.annotate(device=1):
         task = client.submit(device_at_the_gate, x, gate)
     await (until(_gates[f"{gate}, started"].is_set) if gate else task)
@@ -617,7 +617,7 @@ def test_arrives_on_a_device_of_the_worker() -> None:
             lambda dask_worker: [
                 (
                     device_of(value).device_id,
-                    [d.device_id for d in dask_worker.plugins["devctx"].pinning.placement.devices],
+                    [d.device_id for d in dask_worker.plugins["devctx"].worker_devices],
                 )
                 for value in dask_worker.data.values()
                 if isinstance(value, SimulatedArray)

@@ -310,7 +310,7 @@ async def test_two_clients_that_register_at_once(client: Any, scheduler: Any, wo
             client.register_plugin(DevicePlugin(devices=[1], devices_per_worker=1)),
             client.register_plugin(DevicePlugin(devices=[1, 2], devices_per_worker=2)),
         )
-        devices = worker.plugins["devctx"].pinning.placement.devices
+        devices = worker.plugins["devctx"].worker_devices
         assert set(await client.gather(client.map(here, range(4), pure=False))) <= {
             device.device_id for device in devices
         }
@@ -350,7 +350,7 @@ async def test_a_device_without_room_for_a_context(
         assert isinstance(await client.submit(here, "annotated").exception(), DeviceMemoryError)
     assert await client.submit(here, "unannotated") is None
     async with Worker(scheduler.address, nthreads=4) as other:  # has what this one does not use
-        assert len(other.plugins["devctx"].pinning.placement.devices) == 1
+        assert len(other.plugins["devctx"].worker_devices) == 1
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
 

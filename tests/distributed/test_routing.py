@@ -62,7 +62,7 @@ def holder(cluster: LocalCluster, ordinal: int) -> Worker:
     (found,) = (
         worker
         for worker in cluster.workers.values()
-        if Device(ordinal) in worker.plugins["devctx"].pinning.placement.devices
+        if Device(ordinal) in worker.plugins["devctx"].worker_devices
     )
     return found
 

@@ -48,7 +48,7 @@ def end(child: subprocess.Popen[str]) -> None:
 
 
 def held_by(worker: Any) -> list[int]:
-    return [device.device_id for device in worker.plugins["devctx"].pinning.placement.devices]
+    return [device.device_id for device in worker.plugins["devctx"].worker_devices]
 
 
 def test_shares_do_not_overlap_and_come_back(lock_directory: Path) -> None:
