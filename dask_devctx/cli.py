@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -106,10 +106,8 @@ def _ranges(numbers: frozenset[int] | None) -> str | None:
 
 def _as_json(machine: Machine) -> dict[str, Any]:
     def fields(device: DeviceInfo) -> dict[str, Any]:
-        shown = asdict(device)
         cpus = device.cpu_affinity
-        shown["cpu_affinity"] = None if cpus is None else sorted(cpus)
-        return shown
+        return device._asdict() | {"cpu_affinity": None if cpus is None else sorted(cpus)}
 
     devices = []
     for device in machine.devices:

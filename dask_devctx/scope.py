@@ -11,7 +11,6 @@ here, on the same stack. Without it all is made here, and nothing else is differ
 
 from __future__ import annotations
 
-import logging
 import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
@@ -26,8 +25,6 @@ try:
     from dask_devctx._scope import ScopeBase, stack
 except ImportError:  # it was not built: no compiler, or a Python without the stable ABI
     from dask_devctx._python_scope import ScopeBase, stack  # type: ignore[assignment]
-
-logger = logging.getLogger(__name__)
 
 
 def open_scopes() -> tuple[Scope, ...]:
@@ -171,4 +168,6 @@ def raise_or_note(error: Exception, body: BaseException | None) -> None:
     if body is None:
         raise error
     body.add_note(f"While leaving the device scope: {type(error).__name__}: {error}")
-    logger.warning("%s, while %r was on its way out", error, body)
+    import logging  # not with the module, which is there before most programs log
+
+    logging.getLogger(__name__).warning("%s, while %r was on its way out", error, body)

@@ -6,7 +6,6 @@ the function's own code and for nobody who runs in between.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import types
 import weakref
@@ -50,15 +49,17 @@ def within(scope: Scope, result: Any) -> Any:
     A coroutine, generator or asynchronous generator gives one of the same kind and name.
     """
     outer: Any
-    if inspect.iscoroutine(result):
+    if isinstance(result, types.CoroutineType):
         outer = _coroutine(scope, result)
         # Cancelled before its first step, the outer one never starts the inner one, which would
         # then complain that nobody awaited it.
         weakref.finalize(outer, _close_unstarted, result).atexit = False
-    elif inspect.isgenerator(result):
+    elif isinstance(result, types.GeneratorType):
         # One that types.coroutine decorates can be awaited.
+        import inspect  # not with the module: it takes longer than all else that this needs
+
         outer = (awaiting if inspect.isawaitable(result) else drive)(scope, result)
-    elif inspect.isasyncgen(result):
+    elif isinstance(result, types.AsyncGeneratorType):
         outer = _asynchronous_generator(scope, result)
     else:
         return result
@@ -67,6 +68,8 @@ def within(scope: Scope, result: Any) -> Any:
 
 
 def _close_unstarted(inner: Coroutine[Any, Any, Any]) -> None:
+    import inspect
+
     if inspect.getcoroutinestate(inner) == inspect.CORO_CREATED:
         inner.close()
 

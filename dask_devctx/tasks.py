@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -57,6 +56,7 @@ def on_device(which: object) -> Callable[[Callable[P, T]], DeviceFunction[P, T]]
     >>> where("here")
     ('here', 2)
     """
+    import inspect  # not with the module: see dask_devctx.suspending
 
     if inspect.isroutine(which) or isinstance(which, type):
         raise TypeError(f"on_device needs a device: write @on_device(1) above {which!r}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import types
 
@@ -294,7 +293,7 @@ def test_what_nvml_leaves_open_is_none(machine):
         nvmlDeviceGetMigMode=no,
     ):
         device = Device(1)
-        assert dataclasses.asdict(device.info) == {
+        assert device.info._asdict() == {
             "device_id": 1,
             "uuid": machine.gpus[1].uuid,
             "nvml_index": 1,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dask_devctx.discovery.inventory import DeviceInfo, Inventory
@@ -199,7 +198,7 @@ def _order_is_known(gpus: list[nvml.NvmlGPU], visible: str | None, order: str | 
 
 
 def _numbered(known: Mapping[str, DeviceInfo], uuids: Iterable[str]) -> tuple[DeviceInfo, ...]:
-    return tuple(replace(known[uuid], device_id=ordinal) for ordinal, uuid in enumerate(uuids))
+    return tuple(known[uuid]._replace(device_id=ordinal) for ordinal, uuid in enumerate(uuids))
 
 
 def _joined(backend: Backend, known: Mapping[str, DeviceInfo]) -> Iterator[DeviceInfo]:
@@ -210,7 +209,7 @@ def _joined(backend: Backend, known: Mapping[str, DeviceInfo]) -> Iterator[Devic
         if info is None:
             yield _driver_info(backend, ordinal)
         else:
-            yield replace(info, device_id=ordinal)
+            yield info._replace(device_id=ordinal)
 
 
 def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inventory:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class DeviceInfo:
+class DeviceInfo(NamedTuple):
     """One device, as found. What could not be found out is None.
 
     Parameters
@@ -45,8 +44,7 @@ class DeviceInfo:
         return f"cuda:{self.device_id} ({self.uuid})"
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(NamedTuple):
     """The devices of this machine, and how they were found.
 
     Parameters

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # What strtol reads: leading white space, a sign, decimal digits; the rest is ignored.
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
@@ -23,8 +23,7 @@ _UUID_LENGTH = len("GPU-00000000-0000-0000-0000-000000000000")
 _LONG_MAX = 2**63 - 1
 
 
-@dataclass(frozen=True)
-class PhysicalDevice:
+class PhysicalDevice(NamedTuple):
     """One GPU of the machine, as the visibility rule sees it.
 
     Parameters
@@ -42,8 +41,7 @@ class PhysicalDevice:
     mig_enabled: bool = False
 
 
-@dataclass(frozen=True)
-class Visible:
+class Visible(NamedTuple):
     """What a value of ``CUDA_VISIBLE_DEVICES`` shows.
 
     Parameters
@@ -100,8 +98,7 @@ def visible_devices(value: str | None, devices: Sequence[PhysicalDevice]) -> Vis
     return Visible(_one_instance(chosen, devices))
 
 
-@dataclass(frozen=True)
-class _Unusable:
+class _Unusable(NamedTuple):
     reason: str
 
 
