@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed import Status, Worker
 
-from dask_devctx import config, options, splitting
+from dask_devctx import config, options, serialization, splitting
 from dask_devctx.actors import PinnedActors
 from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.arrivals import Arrivals
@@ -114,6 +114,7 @@ class Pinning:
             self.guard.retries.drop_replicas = self.inputs.drop_replicas
             self._departures = Departures(worker, self.inputs)
             worker.metrics[Inputs.metric] = self.inputs.metrics
+        serialization.register()
         self._host_memory = HostMemory(worker, written=self._written, read_back=self._read_back)
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {

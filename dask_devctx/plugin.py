@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed import Worker, WorkerPlugin
 
-from dask_devctx import config, membership, options
+from dask_devctx import config, membership, options, serialization
 from dask_devctx.annotations import Unannotated
 from dask_devctx.assignment import Policy, start_soonest
 from dask_devctx.device import Device
@@ -94,6 +94,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         oom_retries: int | None = None,
     ) -> None:
         keep_annotations()
+        serialization.register()  # of this process, for what it scatters
         config.warn_of_unknown_keys()
         self.devices = options.devices(devices)
         self.devices_per_worker = options.count("devices-per-worker", devices_per_worker)

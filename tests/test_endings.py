@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from cuda.bindings import driver as types
 from cuda.bindings.driver import CUresult
 
 from dask_devctx import Device, driver
@@ -301,13 +302,12 @@ def test_leaving_twice_is_noticed(machine):
 
 
 @pytest.mark.gpu(count=1)
-def test_devices_are_found_without_loading_the_driver(child):
-    """On a real machine: NVML is loaded, libcuda is not, until a scope needs it."""
+def test_devices_are_found_without_starting_the_driver(child):
+    """On a real machine: NVML is asked, and ``cuInit`` not called, until a scope needs it."""
 
     def find():
-        def loaded():
-            with open("/proc/self/maps") as maps:
-                return "libcuda.so" in maps.read()
+        def started():
+            return types.cuDeviceGetCount()[0] != types.CUresult.CUDA_ERROR_NOT_INITIALIZED
 
         from dask_devctx import Device, devices
 
@@ -315,9 +315,9 @@ def test_devices_are_found_without_loading_the_driver(child):
         assert device.name
         assert device.memory_info.total
         assert devices()[0] is device
-        assert not loaded()
+        assert not started()
         with device:
             pass
-        assert loaded()
+        assert started()
 
     child(find, env={"DASK_DEVCTX__SIMULATED_DEVICES": None, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})

@@ -23,6 +23,15 @@ def _device_of(tensor: Any) -> Device | None:
     return Device(tensor.device.index) if tensor.device.type == "cuda" else None
 
 
+def _tensor_bytes(tensor: Any) -> dict[Device, int]:
+    device = _device_of(tensor)
+    if device is None:
+        return {}
+    if tensor.layout is torch.sparse_coo:  # the only layout that refuses to say
+        return {device: int(tensor._indices().nbytes + tensor._values().nbytes)}
+    return {device: int(tensor.nbytes)}
+
+
 def _tensor_to_device(tensor: Any, device: Device) -> Any:
     ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if tensor.grad_fn is not None or not ordinary or tensor.is_conj():
@@ -116,8 +125,8 @@ def _optimizer_to_device(optimizer: Any, device: Device) -> Any:
 def register() -> None:
     """Make torch's types known."""
     device_of.register(torch.Tensor, _device_of)
+    nbytes_by_device.register(torch.Tensor, _tensor_bytes)
     to_device.register(torch.Tensor, _tensor_to_device)
-    device_of.register(torch.nn.Parameter, _device_of)
     to_device.register(torch.nn.Parameter, _parameter_to_device)
     nbytes_by_device.register(torch.nn.Module, _module_bytes)
     to_device.register(torch.nn.Module, _module_to_device)

@@ -86,6 +86,20 @@ def test_torch_keeps_what_autograd_needs():
     assert leaf.grad.tolist() == [2, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")  # torch's own
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_a_sparse_torch_tensor(layout):
+    torch = pytest.importorskip("torch")
+    dense = torch.eye(4, device="cuda:0")
+    x = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
+    y = to_device(x, 1)
+    assert device_of(x) is Device(0)
+    assert device_of(y) is Device(1)
+    assert nbytes_by_device(x)[Device(0)] > 0
+    assert y.layout is x.layout
+    assert torch.equal(y.to_dense().cpu(), dense.cpu())
+
+
 def test_a_torch_module_and_its_optimizer_move_together():
     torch = pytest.importorskip("torch")
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).to("cuda:0")

@@ -276,33 +276,54 @@ def _make_slowly(name):
     return array
 
 
-@pytest.mark.parametrize("reader", ["client", "task without a device"])
+class _Maker:
+    """An actor that makes what :func:`_make_slowly` does."""
+
+    def make(self):
+        return _make_slowly("here")
+
+
+def _to_disk(key, dask_worker):
+    dask_worker.data.fast.evict(key)
+
+
+@pytest.mark.parametrize("reader", ["client", "task without a device", "disk", "actor"])
 def test_what_is_read_elsewhere_is_read_after_the_work_that_makes_it(library, reader):
     """From a stream for which the default ones do not wait by themselves."""
     _scenes["here"] = Scene(library, "non-blocking")
 
-    def wrong(client):
-        with dask.annotate(device=0):
+    def wrong(client, device):
+        with dask.annotate(device=device):
+            if reader == "actor":
+                maker = client.submit(_Maker, actor=True, pure=False).result()
+                return library.differs(maker.make().result(), GOOD)
             made = client.submit(_make_slowly, "here", pure=False)
         wait(made)
-        if reader == "client":
-            return library.differs(made.result(), GOOD)
-        with dask.annotate(device="none"):
-            return client.submit(library.differs_on_the_host, made, GOOD, pure=False).result()
+        if reader == "task without a device":
+            with dask.annotate(device="none"):
+                task = client.submit(library.differs_on_the_host, made, GOOD, pure=False)
+            return task.result()
+        if reader == "disk":
+            client.run(_to_disk, made.key)
+        return library.differs(made.result(), GOOD)
 
-    def count(plugin):
+    def count(device=0, **options):
         with (
             LocalDeviceCluster(
-                processes=False, protocol="tcp", dashboard_address=":0", plugin=plugin
+                processes=False,
+                protocol="tcp",
+                dashboard_address=":0",
+                memory_limit="64GiB",
+                plugin=DevicePlugin(devices=[0], **options),
             ) as cluster,
             Client(cluster) as client,
         ):
-            return sum(wrong(client) for _ in range(10))
+            return sum(wrong(client, device) for _ in range(10))
 
+    # Without a device nobody knows of the work: an actor's has none, any task's is not moved.
+    left_out = {"device": "none"} if reader == "actor" else {"move_inputs": False}
     try:
-        assert count(DevicePlugin(devices=[0])) == 0
-        assert count(DevicePlugin(devices=[0], move_inputs=False)), (
-            "left out, the wait is not missed: this scene proves nothing"
-        )
+        assert count() == 0
+        assert count(**left_out), "left out, the wait is not missed: this scene proves nothing"
     finally:
         _scenes.clear()
