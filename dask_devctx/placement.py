@@ -143,7 +143,8 @@ class Placement:
 
     def _assign(self, inputs: Iterable[object]) -> Device:
         self._read_memory()
-        here, total = self._where(inputs)
+        here, counts, n_inputs = self._where(inputs)
+        total = sum(here.values())
         turn, share = self._turn, self._tasks_per_device
         candidates = [
             Candidate(
@@ -153,6 +154,7 @@ class Placement:
                 total - here.get(device, 0),
                 turn - load.last_turn,
                 load.free_nbytes,
+                n_inputs - counts.get(device, 0),
             )
             for device, load in self._loads.items()
         ]
@@ -166,14 +168,20 @@ class Placement:
                 found = discovery.memory_info(driver.backend(), load.device.info)
                 load.free_nbytes = None if found is None else found[0]
 
-    def _where(self, inputs: Iterable[object]) -> tuple[dict[Device, int], int]:
-        """Return the bytes of the inputs on each device, and their sum."""
+    def _where(self, inputs: Iterable[object]) -> tuple[dict[Device, int], dict[Device, int], int]:
+        """Return the inputs' bytes on each device, how many are there alone, and on any at all."""
         here: dict[Device, int] = {}
+        counts: dict[Device, int] = {}
+        n_inputs = 0
         if self._nbytes_by_device is not None:
             for value in inputs:
-                for device, nbytes in self._nbytes_by_device(value).items():
+                places = self._nbytes_by_device(value)
+                for device, nbytes in places.items():
                     here[device] = here.get(device, 0) + nbytes
-        return here, sum(here.values())
+                    if len(places) == 1:
+                        counts[device] = counts.get(device, 0) + 1
+                n_inputs += bool(places)
+        return here, counts, n_inputs
 
     def _asked_for(self, wanted: object) -> Device:
         name = wanted.__class__, wanted

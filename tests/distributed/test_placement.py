@@ -39,6 +39,15 @@ def candidate(device: int = 0, **kwargs: Any) -> Candidate:
             {"free_nbytes": 2**32, "move_nbytes": 2**32},
         ),
         ({"busy_s": 1.0, "free_nbytes": 0}, {"busy_s": 2.0, "free_nbytes": 0}),  # all are full
+        # Where the inputs are, although others have less to do; not while one has nothing at all.
+        ({"queued": 8, "busy_s": 0.04}, {"queued": 1, "busy_s": 0.001, "moves": 1}),
+        ({"moves": 1}, {"queued": 2, "busy_s": 0.002}),
+        ({"queued": 1, "busy_s": 0.1, "moves": 1}, {"queued": 8, "busy_s": 0.8}),
+        # Those that are about as far from the inputs are told apart by what they have to do.
+        (
+            {"queued": 1, "busy_s": 0.001, "moves": 3, "move_nbytes": 108},
+            {"queued": 3, "busy_s": 0.003, "moves": 3, "move_nbytes": 100},
+        ),
     ],
 )
 def test_start_soonest(better: dict[str, Any], worse: dict[str, Any]) -> None:
@@ -191,3 +200,19 @@ def test_a_busy_devices_queue_keeps_no_other_waiting() -> None:
         assert client.gather(second) == [0] * 16
         took = time.perf_counter() - start
     assert 1.6 <= took < 2.2  # one after the other they would take 3.2
+
+
+def test_inputs_are_counted_where_they_are(make: Callable[..., Placement]) -> None:
+    """Values on two devices, one spread over both, one on the host."""
+    seen: list[Candidate] = []
+
+    def policy(candidates: Sequence[Candidate]) -> Candidate:
+        seen[:] = candidates
+        return candidates[0]
+
+    zero, one = devices()[:2]
+    values = [{zero: 10}, {one: 20}, {one: 5}, {zero: 1, one: 2}, {}]
+    placement = make(dict, policy=policy)
+    placement.place("x", "x", "auto", values)
+    assert [c.move_nbytes for c in seen] == [27, 11, 38, 38]
+    assert [c.moves for c in seen] == [3, 2, 4, 4]
