@@ -91,7 +91,7 @@ def _case(
         f"{operation}, {chunks} chunks: {whole} in {chunk}{field.where()}",
         per="job",
         single=True,
-        rounds=None if size.tiny else 3,
+        rounds=None if size.tiny else 5,
         cap_s=_CAP_S,
         best_of_ours=True,
         target=None if size.tiny else 1.0,
