@@ -87,12 +87,13 @@ class Device(Scope):
     _primary: PrimaryContext | None
 
     def __new__(cls, which: object = None) -> Self:
-        if isinstance(which, cls):
+        if type(which) is int:  # what is asked most, and made in every `with Device(1):`
+            known: Self | None = driver.backend().ordinals.get(which)
+            if known is not None:
+                return known
+        elif isinstance(which, cls):
             return which
         backend = driver.backend()
-        if type(which) is int and which in backend.ordinals:
-            found: Self = backend.ordinals[which]
-            return found
         settled = backend.initialised
         inventory = discovery.inventory(backend)
         info = None if which is None else selection.find(which, inventory)
