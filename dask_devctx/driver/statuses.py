@@ -25,11 +25,13 @@ STICKY: Final[Mapping[int, str]] = {
     911: "CUDA_ERROR_EXTERNAL_DEVICE",
 }
 
-# A device that worked and answers a probe with one of these is gone: it fell off the bus, or the
-# driver lost it. Where a context is made they have other causes, and the process is healthy.
+# A device that worked and answers a probe with one of these is gone: it fell off the bus, the
+# driver lost it, or somebody reset its context, and all that was on it went. Where a context is
+# made they have other causes, and the process is healthy.
 GONE: Final[Mapping[int, str]] = {
     46: "CUDA_ERROR_DEVICE_UNAVAILABLE",
     101: "CUDA_ERROR_INVALID_DEVICE",
+    709: "CUDA_ERROR_CONTEXT_IS_DESTROYED",
     999: "CUDA_ERROR_UNKNOWN",
 }
 
@@ -44,6 +46,9 @@ REMEDIES: Final[Mapping[int, str]] = {
     100: "CUDA_VISIBLE_DEVICES hides every device, or this container was given none "
     "(docker run --gpus all)",
     304: "the device files cannot be opened: check the permissions of /dev/nvidia*",
+    709: "something reset the device (cudaDeviceReset, numba.cuda.close()) or destroyed the "
+    "context, and what was there is gone: release the primary context with "
+    "device.primary_context.release(), and enter the device again",
     802: "the machine's NVSwitches are not up: start nvidia-fabricmanager of the driver's version",
     803: "the kernel module and libcuda.so are of different versions: reboot, or reload the module",
     804: "CUDA's forward compatibility package does not support this GPU: update the driver",

@@ -126,20 +126,27 @@ class DeviceFailedError(DevctxError):
             if self.lost
             else ""
         )
-        what = (
-            f"{self.device} ({self.uuid}) failed with {self.status} ({self.code}){lost}. No GPU "
-            "can be used in this process any more: the worker ends, and what it held is "
-            "recomputed. "
+        was_reset = self.status == "CUDA_ERROR_CONTEXT_IS_DESTROYED"
+        end = (
+            "Its context was reset or destroyed, as cudaDeviceReset() and numba.cuda.close() do, "
+            "and all that was on it is gone"
+            if was_reset
+            else "No GPU can be used in this process any more"
         )
+        what = (
+            f"{self.device} ({self.uuid}) failed with {self.status} ({self.code}){lost}. {end}: "
+            "the worker ends, and what it held is recomputed. "
+        )
+        find = "Take such calls out of it" if was_reset else "compute-sanitizer finds the line"
         if self.watched and len(self.suspects) == 1:
             return (
                 f"{what}It was found by being watched: {self.suspects[0]} had been a suspect of an "
                 "earlier failure, was run again alone among its suspects, and its device was "
-                "waited for. compute-sanitizer finds the line"
+                f"waited for. {find}"
             )
         if len(self.suspects) == 1:
             return f"{what}Nothing else had been at work since it was last seen healthy: " + (
-                f"{self.suspects[0]} caused it. compute-sanitizer finds the line"
+                f"{self.suspects[0]} caused it. {find}"
             )
         named = "; ".join(self.suspects[:_NAMED])
         if len(self.suspects) > _NAMED:

@@ -61,6 +61,25 @@ def test_a_gpu_that_is_lost_from_the_start_is_left_out(machine: SimulatedMachine
         Device(lost.uuid).name  # noqa: B018
 
 
+def reset() -> None:
+    machine = driver.backend().machine
+    assert machine is not None
+    machine.faults.inject("cuMemFree", CUresult.CUDA_ERROR_CONTEXT_IS_DESTROYED)  # the probe
+
+
+def test_a_task_that_resets_its_device_ends_its_worker() -> None:
+    with (
+        LocalDeviceCluster(dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        dask.annotate(device=1),
+    ):
+        error = client.submit(reset).exception(timeout=30)
+        assert isinstance(error, DeviceFailedError)
+        assert "cudaDeviceReset() and numba.cuda.close()" in str(error)
+        assert "compute-sanitizer" not in str(error)
+        assert client.submit(int, pure=False).result(timeout=30) == 0
+
+
 def lose(which: int) -> None:
     machine = driver.backend().machine
     assert machine is not None
