@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed import Worker
 from distributed.utils import thread_state
 
 from dask_devctx.device import Device
 from dask_devctx.failures import Guard, GuardedMethod
-from dask_devctx.transfer import stamp
+from dask_devctx.transfer import nbytes_by_device, stamp, to_device
+
+T = TypeVar("T")
 
 _HANDLERS = ("actor_execute", "actor_attribute")
 
@@ -30,6 +32,8 @@ class PinnedActors(dict[Hashable, Any]):
         The worker, whose dictionary of actors this replaces until :meth:`restore`.
     guard
         Watches over what their methods do.
+    move_inputs
+        Whether what a method is given is brought to its actor's device.
 
     Notes
     -----
@@ -38,10 +42,11 @@ class PinnedActors(dict[Hashable, Any]):
     Everybody else is given the actor itself.
     """
 
-    def __init__(self, worker: Worker, guard: Guard) -> None:
+    def __init__(self, worker: Worker, guard: Guard, *, move_inputs: bool) -> None:
         super().__init__(worker.state.actors)
         self._worker = worker
         self._guard = guard
+        self._move_inputs = move_inputs
         self._handlers = {name: worker.handlers[name] for name in _HANDLERS}
         self._called: Hashable = None
         worker.state.actors = self
@@ -64,7 +69,9 @@ class PinnedActors(dict[Hashable, Any]):
         elif not getattr(thread_state, "actor", False):
             return actor
         device = self._device_of(key)
-        return actor if device is None else _OnDevice(actor, device, key, self._guard)
+        if device is None:
+            return actor
+        return _OnDevice(actor, device, key, self._guard, self._move_inputs)
 
     def _device_of(self, key: Hashable) -> Device | None:
         ts = self._worker.state.tasks.get(key)
@@ -96,15 +103,31 @@ class PinnedActors(dict[Hashable, Any]):
 class _OnDevice:
     """An actor whose methods run on its device."""
 
-    def __init__(self, actor: Any, device: Device, key: Hashable, guard: Guard) -> None:
+    def __init__(
+        self, actor: Any, device: Device, key: Hashable, guard: Guard, move_inputs: bool
+    ) -> None:
         self._actor = actor
         self._device = device
         self._key = key
         self._guard = guard
+        self._move_inputs = move_inputs
 
     def __getattr__(self, name: str) -> Any:
         with self._device:
             attribute = getattr(self._actor, name)
         if not callable(attribute):
             return attribute
-        return GuardedMethod(self._guard, self._key, self._device, attribute)
+        given = _brought if self._move_inputs else _left
+        return GuardedMethod(self._guard, self._key, self._device, attribute, given)
+
+
+def _left(arguments: T) -> T:
+    return arguments
+
+
+def _brought(arguments: T) -> T:
+    """Return what a method is given as it is on the device that is current, its actor's."""
+    here = Device()
+    if nbytes_by_device(arguments).keys() - {here}:
+        return to_device(arguments, here, after=stamp(arguments))
+    return arguments

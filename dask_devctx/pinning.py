@@ -124,7 +124,7 @@ class Pinning:
             for device, name in self._executor_names.items()
         }
         worker.executors.update(self.pools)
-        self._actors = PinnedActors(worker, self.guard)
+        self._actors = PinnedActors(worker, self.guard, move_inputs=move_inputs)
         self._interpreter = Interpreter(worker, interval_s)
         self._advice = Advice(worker, len(self.pools) * tasks_per_device)
         for ts in self._tasks.values():

@@ -15,6 +15,8 @@ from dask_devctx.failures.charge import Charge
 from dask_devctx.failures.guard import Guard
 from dask_devctx.tasks import DeviceFunction
 
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
 
 class GuardedTask:
     """What a pinned task calls in the place of :func:`dask_devctx.suspending.call`.
@@ -71,6 +73,9 @@ class GuardedMethod(DeviceFunction[..., Any]):
         Its device.
     method
         The method.
+    given
+        Called inside the device's scope with the pair of its arguments, positional and by name;
+        returns those that the method is given.
 
     Notes
     -----
@@ -79,17 +84,24 @@ class GuardedMethod(DeviceFunction[..., Any]):
     """
 
     def __init__(
-        self, guard: Guard, key: Hashable, device: Device, method: Callable[..., Any]
+        self,
+        guard: Guard,
+        key: Hashable,
+        device: Device,
+        method: Callable[..., Any],
+        given: Callable[[_Arguments], _Arguments],
     ) -> None:
         super().__init__(device, method)
         self._guard = guard
+        self._given = given
         self._charge = Charge(key, movable=False, is_method=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self.which, Device)
 
         def method(_: object) -> Any:
-            return self.__wrapped__(*args, **kwargs)
+            positional, named = self._given((args, kwargs))
+            return self.__wrapped__(*positional, **named)
 
         try:
             result = self._guard.run(self._charge, self.which, method, None)

@@ -322,6 +322,37 @@ def test_what_an_actor_answers_waits_for_the_work_that_makes_it(machine: Simulat
     body()
 
 
+class Reader:
+    def read(self, x: SimulatedArray, rest: Any = ()) -> Any:
+        return tuple(each.device.device_id for each in (x, *rest))
+
+    async def read_later(self, x: SimulatedArray) -> Any:
+        await asyncio.sleep(0)
+        return self.read(x)
+
+    def ask(self, other: Any) -> Any:
+        return other.read(make()).result()
+
+
+@pytest.mark.parametrize("move_inputs", [True, False])
+def test_an_actors_method_is_given_its_arguments_on_its_device(move_inputs: bool) -> None:
+    """What arrives is unpacked on the worker's first device; what another actor has, on its own."""
+
+    @one_worker(move_inputs=move_inputs)
+    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+        with dask.annotate(device=3):
+            reader = await client.submit(Reader, actor=True)
+        with dask.annotate(device=2):
+            other = await client.submit(Reader, actor=True, pure=False)
+        with Device(1):
+            x = make()
+        assert await reader.read(x, rest=[x]) == ((3, 3) if move_inputs else (0, 0))
+        assert await reader.read_later(x) == ((3,) if move_inputs else (0,))
+        assert await other.ask(reader) == ((3,) if move_inputs else (2,))
+
+    body()
+
+
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
 async def test_what_is_sent_is_sent_as_before_without_the_plugin(
     client: Client, scheduler: Any, worker: Worker
