@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from distributed.protocol import dask_serialize
+from distributed.protocol import dask_deserialize, dask_serialize
+from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx.device import Device
 
 Serialized = tuple[dict[str, Any], list[Any]]
+Serialize = Callable[[Any], Serialized]
 
 
 def register() -> None:
@@ -28,52 +30,73 @@ def register() -> None:
     Who unpacks them needs nothing of this package. Tensors that NumPy has no type or layout for,
     and modules, are pickled as torch does that: they arrive on the device of the same number.
 
+    It lasts as long as the process.
+
     References
     ----------
     ``distributed.protocol.torch``, ``distributed.protocol.numba``.
     """
     for library, with_it in (("torch", _register_torch), ("numba", _register_numba)):
-        dask_serialize.register_lazy(library, with_it)
+        # Whichever is asked first takes the library's registrations of all four with it.
+        for registry in (dask_serialize, dask_deserialize, cuda_serialize, cuda_deserialize):
+            registry.register_lazy(library, with_it)
         if f"distributed.protocol.{library}" in sys.modules:  # then nobody asks for it any more
             with_it()
+
+
+def _instead(registry: Any, kind: type, serialize: Serialize) -> None:
+    """Register a function for a type and for those of its subclasses that had their base's."""
+    found = registry._lookup  # dispatching would call what registers lazily, which this is
+    theirs = found[kind]
+    for each in [each for each, known in found.items() if known is theirs]:
+        registry.register(each, serialize)
 
 
 @functools.cache
 def _register_torch() -> None:
     import torch
     from distributed.protocol import torch as theirs
+    from distributed.protocol.serialize import dask_object_with_dict_serializer
 
     def serialize_tensor(tensor: Any) -> Serialized:
         if not tensor.is_cuda:
             return theirs.serialize_torch_Tensor(tensor)  # type: ignore[no-any-return]
-        on_host = tensor.detach().cpu()
-        try:
-            on_host.numpy()
-        except (TypeError, RuntimeError) as error:
-            raise NotImplementedError(f"NumPy has no {tensor.dtype} tensor like this") from error
+        if type(tensor) is not torch.Tensor or not is_numpys(tensor):
+            raise NotImplementedError("torch pickles it")
+        on_host = tensor.detach().cpu().resolve_conj().resolve_neg()
         on_host.requires_grad_(tensor.requires_grad)
         header, frames = theirs.serialize_torch_Tensor(on_host)
         return {**header, "device": "cuda"}, frames
 
-    take_apart = dask_serialize.dispatch(torch.nn.Module)
+    def is_numpys(tensor: Any) -> bool:
+        try:
+            torch.empty(0, dtype=tensor.dtype, layout=tensor.layout).numpy()
+        except (TypeError, RuntimeError):
+            return False
+        return not tensor.is_quantized
 
     def serialize_module(module: Any) -> Serialized:
-        if any(part.is_cuda for part in (*module.parameters(), *module.buffers())):
-            raise NotImplementedError("taken apart, it would lose what its parts share")
-        return take_apart(module)  # type: ignore[no-any-return]
+        if is_on_a_device(module):
+            raise NotImplementedError("torch pickles it: taken apart, it loses what it shares")
+        return dask_object_with_dict_serializer.serialize(module)  # type: ignore[no-any-return]
 
-    dask_serialize.register(torch.Tensor, serialize_tensor)
-    dask_serialize.register(torch.nn.Module, serialize_module)
+    def is_on_a_device(module: Any) -> bool:
+        if "_parameters" not in vars(module):  # it was not initialised
+            return False
+        kind = torch.nn.Module  # a subclass may have other functions of these names
+        return any(part.is_cuda for part in (*kind.parameters(module), *kind.buffers(module)))
+
+    _instead(dask_serialize, torch.Tensor, serialize_tensor)
+    _instead(dask_serialize, torch.nn.Module, serialize_module)
 
 
 @functools.cache
 def _register_numba() -> None:
     import numpy
     from distributed.protocol import numba as theirs
-    from distributed.protocol.cuda import cuda_serialize
     from numba import cuda
 
-    def of_any_layout(serialize: Callable[[Any], Serialized]) -> Callable[[Any], Serialized]:
+    def of_any_layout(serialize: Serialize) -> Serialize:
         def serialize_array(array: Any) -> Serialized:
             if array.flags["C_CONTIGUOUS"] or array.flags["F_CONTIGUOUS"]:
                 return serialize(array)
@@ -86,5 +109,5 @@ def _register_numba() -> None:
         return serialize_array
 
     kind = cuda.devicearray.DeviceNDArray
-    dask_serialize.register(kind, of_any_layout(theirs.dask_serialize_numba_ndarray))
-    cuda_serialize.register(kind, of_any_layout(theirs.cuda_serialize_numba_ndarray))
+    _instead(dask_serialize, kind, of_any_layout(theirs.dask_serialize_numba_ndarray))
+    _instead(cuda_serialize, kind, of_any_layout(theirs.cuda_serialize_numba_ndarray))

@@ -27,9 +27,18 @@ def _tensor_bytes(tensor: Any) -> dict[Device, int]:
     device = _device_of(tensor)
     if device is None:
         return {}
-    if tensor.layout is torch.sparse_coo:  # the only layout that refuses to say
-        return {device: int(tensor._indices().nbytes + tensor._values().nbytes)}
-    return {device: int(tensor.nbytes)}
+    return {device: sum(int(part.nbytes) for part in _stored(tensor))}
+
+
+def _stored(tensor: Any) -> tuple[Any, ...]:
+    """Return the tensors that hold a tensor's elements: of a sparse one it has no size itself."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _tensor_to_device(tensor: Any, device: Device) -> Any:
