@@ -11,8 +11,9 @@ from dask_devctx.device import Device
 LINK_BYTES_PER_S = 50e9
 # What starting a copy takes of a worker's time, which its devices share, however small it is.
 COPY_S = 1e-4
-# How far behind a device has to be before its inputs are taken to one that has work, too.
-RELUCTANCE_S = 0.05
+# How far behind a device has to be before its inputs are taken to one that has work, too. Queues of
+# short tasks differ by some milliseconds all the time.
+RELUCTANCE_S = 0.01
 # What a context and the libraries on it take before any data: with less, a device is full.
 FULL_NBYTES = 512 * 2**20
 
@@ -36,6 +37,8 @@ class Candidate(NamedTuple):
         How much of its memory is free; None where nobody says.
     moves
         How many of the task's inputs live on other devices.
+    waits
+        Whether the task would wait there for others.
     """
 
     device: Device
@@ -45,6 +48,7 @@ class Candidate(NamedTuple):
     since: int
     free_nbytes: int | None = None
     moves: int = 0
+    waits: bool = False
 
 
 Policy = Callable[[Sequence[Candidate]], Candidate]
@@ -54,7 +58,7 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
     """Return the candidate where the task would start first.
 
     It has to wait for what is queued there and for its inputs to be moved. Its inputs are not taken
-    to a device that has work already, unless the one where they are is far behind: what is gained
+    to a device where it waits as well, unless the one where they are is far behind: what is gained
     there is lost on copies. Among equals the one with the shortest queue, then the one that has
     waited longest for a task: round-robin. A device whose memory is full, or would be with the
     inputs moved there, comes after all others.
@@ -71,18 +75,13 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
     >>> start_soonest([near, far]) is near  # 20 ms of moving against 10 of waiting
     True
     """
-    away_s = min(map(_moving_s, candidates)) + COPY_S
+    moving_s = [c.moves * COPY_S + c.move_nbytes / LINK_BYTES_PER_S for c in candidates]
+    far_s = min(moving_s) + COPY_S / 2  # at least one copy more than the nearest
 
-    def cost(candidate: Candidate) -> tuple[bool, float, int, int]:
-        _, queued, busy_s, move_nbytes, since, free_nbytes, _ = candidate
+    def cost(which: int) -> tuple[bool, float, int, int]:
+        _, queued, busy_s, move_nbytes, since, free_nbytes, _, waits = candidates[which]
         full = free_nbytes is not None and free_nbytes < move_nbytes + FULL_NBYTES
-        moving_s = _moving_s(candidate)
-        if queued and moving_s >= away_s:
-            moving_s += RELUCTANCE_S
-        return full, busy_s + moving_s, queued, -since
+        reluctance_s = RELUCTANCE_S if waits and moving_s[which] > far_s else 0.0
+        return full, busy_s + moving_s[which] + reluctance_s, queued, -since
 
-    return min(candidates, key=cost)
-
-
-def _moving_s(candidate: Candidate) -> float:
-    return candidate.moves * COPY_S + candidate.move_nbytes / LINK_BYTES_PER_S
+    return candidates[min(range(len(candidates)), key=cost)]

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -114,6 +114,11 @@ class Inputs:
         lifetime = self.lifetimes.get(key)
         if lifetime is not None:
             lifetime.after = None
+
+    def copies_of(self, key: Hashable) -> Collection[Device]:
+        """Return the devices that have a copy of a key's value."""
+        lifetime = self.lifetimes.get(key)
+        return () if lifetime is None or not lifetime.copied else self.replicas.devices(lifetime)
 
     def hold_back_for(self, keys: Iterable[Hashable]) -> None:
         """Let what this thread's streams are given next wait for the work that makes some values.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -185,7 +185,7 @@ class Pinning:
                 wanted = self.guard.retries.redirect(ts.key) or wanted
             before = self.placement.placed.get(ts.key)  # where it was asked for again
             inputs = self._inputs(ts) if ts.dependencies else []
-            values = (value for _, value in inputs)
+            values = ((value, self._copies_of(key)) for key, value in inputs)
             device = self.placement.place(ts.key, ts.prefix, wanted, values)
             self.record.placed(ts, device, before)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
@@ -266,6 +266,9 @@ class Pinning:
         """Called when dask has read a value from disk."""
         if self.inputs is not None:
             self.inputs.read_back(key)
+
+    def _copies_of(self, key: Hashable) -> Collection[Device]:
+        return () if self.inputs is None else self.inputs.copies_of(key)
 
     def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
 
 from dask_devctx import discovery, driver
 from dask_devctx.annotations import not_an_annotation
-from dask_devctx.assignment import Candidate, Policy
+from dask_devctx.assignment import RELUCTANCE_S, Candidate, Policy
 from dask_devctx.device import Device
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.selection import AUTO
 
 # How much a new measurement counts against what was known of a prefix' duration.
 _NEW_DURATION_WEIGHT = 0.5
+# What a task of a kind that was never measured is expected to take at least: long enough for
+# nothing to wait for it out of reluctance to move.
+_UNKNOWN_S = 10 * RELUCTANCE_S
 # How long an answer about the devices' free memory is good for: each takes microseconds.
 _MEMORY_AGE_S = 0.5
 
@@ -23,6 +26,10 @@ class NbytesByDevice(Protocol):
     """How many bytes of a value live on which devices; empty for what is on the host."""
 
     def __call__(self, value: object, /) -> Mapping[Device, int]: ...
+
+
+# Values, each with the devices that have a copy of it.
+Inputs = Iterable[tuple[object, Collection[Device]]]
 
 
 class _Load:
@@ -82,9 +89,7 @@ class Placement:
         self._turn = 0
         self._memory_read_at = float("-inf")
 
-    def place(
-        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[object] = ()
-    ) -> Device:
+    def place(self, key: Hashable, prefix: str, wanted: object, inputs: Inputs = ()) -> Device:
         """Return the device that a task runs on, and count it there until :meth:`remove`.
 
         A task that is counted already and asks for any device stays where it is.
@@ -98,7 +103,7 @@ class Placement:
         wanted
             ``"auto"``, or what :class:`~dask_devctx.Device` accepts.
         inputs
-            Values that the task is given.
+            Values that the task is given, each with the devices that have a copy of it.
 
         Raises
         ------
@@ -115,7 +120,9 @@ class Placement:
         load = self._loads[device]
         self._turn += 1
         load.last_turn = self._turn
-        seconds = self._durations_s.get(prefix, self._typical_s)
+        seconds = self._durations_s.get(prefix)
+        if seconds is None:
+            seconds = max(self._typical_s, _UNKNOWN_S)
         load.expected_s[key] = seconds
         load.busy_s += seconds
         self.placed[key] = device
@@ -141,10 +148,9 @@ class Placement:
         self._durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
-    def _assign(self, inputs: Iterable[object]) -> Device:
+    def _assign(self, inputs: Inputs) -> Device:
         self._read_memory()
-        here, counts, n_inputs = self._where(inputs)
-        total = sum(here.values())
+        here, total, counts, n_inputs = self._where(inputs)
         turn, share = self._turn, self._tasks_per_device
         candidates = [
             Candidate(
@@ -155,6 +161,7 @@ class Placement:
                 turn - load.last_turn,
                 load.free_nbytes,
                 n_inputs - counts.get(device, 0),
+                len(load.expected_s) >= share,
             )
             for device, load in self._loads.items()
         ]
@@ -168,20 +175,28 @@ class Placement:
                 found = discovery.memory_info(driver.backend(), load.device.info)
                 load.free_nbytes = None if found is None else found[0]
 
-    def _where(self, inputs: Iterable[object]) -> tuple[dict[Device, int], dict[Device, int], int]:
-        """Return the inputs' bytes on each device, how many are there alone, and on any at all."""
+    def _where(self, inputs: Inputs) -> tuple[dict[Device, int], int, dict[Device, int], int]:
+        """Return the inputs' bytes on each device and in all, how many are there, and in all."""
         here: dict[Device, int] = {}
         counts: dict[Device, int] = {}
-        n_inputs = 0
+        total = n_inputs = 0
         if self._nbytes_by_device is not None:
-            for value in inputs:
+            for value, copies in inputs:
                 places = self._nbytes_by_device(value)
-                for device, nbytes in places.items():
+                if not places:
+                    continue
+                nbytes = sum(places.values())
+                total += nbytes
+                n_inputs += 1
+                if len(places) == 1:
+                    copies = {*places, *copies}
+                else:  # what is spread has to be brought together anywhere
+                    for device in places.keys() - copies:
+                        here[device] = here.get(device, 0) + places[device]
+                for device in copies:
                     here[device] = here.get(device, 0) + nbytes
-                    if len(places) == 1:
-                        counts[device] = counts.get(device, 0) + 1
-                n_inputs += bool(places)
-        return here, counts, n_inputs
+                    counts[device] = counts.get(device, 0) + 1
+        return here, total, counts, n_inputs
 
     def _asked_for(self, wanted: object) -> Device:
         name = wanted.__class__, wanted
@@ -221,9 +236,7 @@ class NoDevices:
         self.placed: dict[Hashable, Device] = {}
         self._reason = reason
 
-    def place(
-        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[object] = ()
-    ) -> Device:
+    def place(self, key: Hashable, prefix: str, wanted: object, inputs: Inputs = ()) -> Device:
         raise self._reason
 
     def remove(self, key: Hashable) -> Device | None:

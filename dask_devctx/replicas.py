@@ -265,6 +265,11 @@ class Replicas:
             place = self._place(device)
             return key not in place.entries and place.nbytes + nbytes <= place.limit
 
+    def devices(self, key: Hashable) -> list[Device]:
+        """Return the devices that have a copy for a key, or are about to."""
+        with self._lock:
+            return [device for device, place in self._places.items() if key in place.entries]
+
     def nbytes(self, device: object) -> int:
         """Return the bytes of the copies that are kept on a device."""
         with self._lock:

@@ -40,13 +40,20 @@ def candidate(device: int = 0, **kwargs: Any) -> Candidate:
         ),
         ({"busy_s": 1.0, "free_nbytes": 0}, {"busy_s": 2.0, "free_nbytes": 0}),  # all are full
         # Where the inputs are, although others have less to do; not while one has nothing at all.
-        ({"queued": 8, "busy_s": 0.04}, {"queued": 1, "busy_s": 0.001, "moves": 1}),
-        ({"moves": 1}, {"queued": 2, "busy_s": 0.002}),
-        ({"queued": 1, "busy_s": 0.1, "moves": 1}, {"queued": 8, "busy_s": 0.8}),
+        (
+            {"queued": 8, "busy_s": 0.008, "waits": True},
+            {"queued": 1, "busy_s": 0.001, "waits": True, "moves": 1},
+        ),
+        ({"moves": 1}, {"queued": 2, "busy_s": 0.002, "waits": True}),
+        ({"queued": 3, "moves": 1}, {"queued": 4, "busy_s": 0.002, "waits": True}),
+        (
+            {"queued": 1, "busy_s": 0.1, "waits": True, "moves": 1},
+            {"queued": 8, "busy_s": 0.8, "waits": True},
+        ),
         # Those that are about as far from the inputs are told apart by what they have to do.
         (
-            {"queued": 1, "busy_s": 0.001, "moves": 3, "move_nbytes": 108},
-            {"queued": 3, "busy_s": 0.003, "moves": 3, "move_nbytes": 100},
+            {"queued": 1, "busy_s": 0.001, "waits": True, "moves": 3, "move_nbytes": 108},
+            {"queued": 3, "busy_s": 0.003, "waits": True, "moves": 3, "move_nbytes": 100},
         ),
     ],
 )
@@ -96,7 +103,7 @@ def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Place
 
 def test_inputs_draw_a_task_to_them(make: Callable[..., Placement]) -> None:
     placement = make(lambda value: {Device(2): value})
-    assert placement.place("x", "f", "auto", [10**9, 10**6]) is Device(2)
+    assert placement.place("x", "f", "auto", [(10**9, ()), (10**6, ())]) is Device(2)
     assert placement.place("y", "f", "auto", []) is not Device(2)
 
 
@@ -203,16 +210,25 @@ def test_a_busy_devices_queue_keeps_no_other_waiting() -> None:
 
 
 def test_inputs_are_counted_where_they_are(make: Callable[..., Placement]) -> None:
-    """Values on two devices, one spread over both, one on the host."""
+    """Values on two devices, one spread over both, one on the host; one has a copy."""
     seen: list[Candidate] = []
 
     def policy(candidates: Sequence[Candidate]) -> Candidate:
         seen[:] = candidates
         return candidates[0]
 
-    zero, one = devices()[:2]
-    values = [{zero: 10}, {one: 20}, {one: 5}, {zero: 1, one: 2}, {}]
-    placement = make(dict, policy=policy)
+    zero, one, two = devices()[:3]
+    values = [
+        ({zero: 10}, ()),
+        ({one: 20}, [two]),
+        ({one: 5}, ()),
+        ({zero: 1, one: 2}, ()),
+        ({}, ()),
+    ]
+    placement = make(dict, per=2, policy=policy)
+    for key in range(2):
+        placement.place(key, "x", 1)
     placement.place("x", "x", "auto", values)
-    assert [c.move_nbytes for c in seen] == [27, 11, 38, 38]
-    assert [c.moves for c in seen] == [3, 2, 4, 4]
+    assert [c.move_nbytes for c in seen] == [27, 11, 18, 38]
+    assert [c.moves for c in seen] == [3, 2, 3, 4]
+    assert [c.waits for c in seen] == [False, True, False, False]
