@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,10 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
             click.echo(f"  no case's name has {' or '.join(map(repr, only))}")
         elif report.plot(picture, subject.TITLE, found[name]["cases"]):
             click.echo(f"  plot: {picture}")
+        elif find_spec("matplotlib") is None:
+            click.echo("  no plot: matplotlib is not installed")
         else:
-            click.echo("  no plot: matplotlib is not installed, or there is nothing to draw")
+            click.echo("  no plot: there is nothing to draw")
     keep()
     click.echo(f"\nresults: {path}")
     if refused:

@@ -6,6 +6,7 @@ first and to the last device; every other task gets a device by itself. On GPUs 
 CuPy's, on simulated devices NumPy's and SciPy's, through the same lines. The measurements are
 checked against a run without dask.
 
+    pip install -e ".[demo]"  # in a checkout
     python examples/segment_images.py --out results
 
 writes ``segmented.png``, a contact sheet, and ``timeline.png``, which task ran where and when.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -143,7 +144,8 @@ def _ours(found: _Found, target: Device, bound: Sequence[Device]) -> None:
         role="ours",
     )
     if native is None:
-        reason = "the extension is not built, or the driver does not tell its addresses"
+        built = find_spec("dask_devctx._scope") is not None
+        reason = "the driver does not tell its addresses" if built else "the extension is not built"
         found.missing.append(Missing("dask_devctx, in C", reason))
         return
     with _without_extension() as package:
