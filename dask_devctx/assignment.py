@@ -30,13 +30,13 @@ class Candidate(NamedTuple):
     busy_s
         In how many seconds the last of them is expected to be done.
     move_nbytes
-        How many bytes of the task's inputs live on other devices.
+        How many bytes of the task's inputs are not there, nor is a copy of them.
     since
         How many tasks were assigned since this device last got one; larger is longer ago.
     free_nbytes
         How much of its memory is free; None where nobody says.
     moves
-        How many of the task's inputs live on other devices.
+        How many of the task's inputs are not there, nor is a copy of them.
     waits
         Whether the task would wait there for others.
     """
