@@ -334,6 +334,7 @@ class Reader:
         return other.read(make()).result()
 
 
+@pytest.mark.filterwarnings("ignore:The `Worker.actors` attribute:FutureWarning")  # dask's own
 @pytest.mark.parametrize("move_inputs", [True, False])
 def test_an_actors_method_is_given_its_arguments_on_its_device(move_inputs: bool) -> None:
     """What arrives is unpacked on the worker's first device; what another actor has, on its own."""
