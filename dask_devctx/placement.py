@@ -33,14 +33,14 @@ Inputs = Iterable[tuple[object, Collection[Device]]]
 
 
 class _Load:
-    """What a device has to do: the expected seconds of each task there, by key."""
+    """What a device has to do: the prefix of each task there, by key, and how many of each."""
 
-    __slots__ = ("busy_s", "device", "expected_s", "free_nbytes", "last_turn")
+    __slots__ = ("counts", "device", "free_nbytes", "last_turn", "prefixes")
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.expected_s: dict[Hashable, float] = {}
-        self.busy_s = 0.0  # their sum, kept: a queue may be long
+        self.prefixes: dict[Hashable, str] = {}
+        self.counts: dict[str, int] = {}  # kept: a queue may be long
         self.last_turn = 0
         self.free_nbytes: int | None = None
 
@@ -85,7 +85,7 @@ class Placement:
         self.placed: dict[Hashable, Device] = {}
         self._named: dict[tuple[type, object], Device] = {}
         self._durations_s: dict[str, float] = {}
-        self._typical_s = 0.0  # of a prefix that was not measured yet
+        self._typical_s = 0.0
         self._turn = 0
         self._memory_read_at = float("-inf")
 
@@ -120,11 +120,8 @@ class Placement:
         load = self._loads[device]
         self._turn += 1
         load.last_turn = self._turn
-        seconds = self._durations_s.get(prefix)
-        if seconds is None:
-            seconds = max(self._typical_s, _UNKNOWN_S)
-        load.expected_s[key] = seconds
-        load.busy_s += seconds
+        load.prefixes[key] = prefix
+        load.counts[prefix] = load.counts.get(prefix, 0) + 1
         self.placed[key] = device
         return device
 
@@ -133,20 +130,26 @@ class Placement:
         device = self.placed.pop(key, None)
         if device is not None:
             load = self._loads[device]
-            seconds = load.expected_s.pop(key)
-            # Back to zero where nothing is left, so that no rounding stays behind.
-            load.busy_s = load.busy_s - seconds if load.expected_s else 0.0
+            prefix = load.prefixes.pop(key)
+            load.counts[prefix] -= 1
+            if not load.counts[prefix]:
+                del load.counts[prefix]
         return device
 
     def waits(self, device: Device) -> bool:
         """Return whether the task that was placed last waits for others on its device."""
-        return len(self._loads[device].expected_s) > self._tasks_per_device
+        return len(self._loads[device].prefixes) > self._tasks_per_device
 
     def took(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
         known = self._durations_s.get(prefix, seconds)
         self._durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
+
+    def _busy_s(self, load: _Load) -> float:
+        """Return how long a device needs for what it has, as far as is known now."""
+        known, unknown_s = self._durations_s, max(self._typical_s, _UNKNOWN_S)
+        return sum(n * known.get(prefix, unknown_s) for prefix, n in load.counts.items())
 
     def _assign(self, inputs: Inputs) -> Device:
         self._read_memory()
@@ -155,13 +158,13 @@ class Placement:
         candidates = [
             Candidate(
                 device,
-                len(load.expected_s),
-                load.busy_s / share,
+                len(load.prefixes),
+                self._busy_s(load) / share,
                 total - here.get(device, 0),
                 turn - load.last_turn,
                 load.free_nbytes,
                 n_inputs - counts.get(device, 0),
-                len(load.expected_s) >= share,
+                len(load.prefixes) >= share,
             )
             for device, load in self._loads.items()
         ]

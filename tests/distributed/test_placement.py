@@ -98,7 +98,8 @@ def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Place
     for key in range(5):
         placement.place(key, "new", 0)
     placement.place("known", "known", 1)
-    assert placement._loads[Device(0)].busy_s > placement._loads[Device(1)].busy_s / 2
+    new, known = (placement._busy_s(placement._loads[Device(n)]) for n in (0, 1))
+    assert new > known / 2
 
 
 def test_inputs_draw_a_task_to_them(make: Callable[..., Placement]) -> None:
@@ -163,6 +164,21 @@ def test_a_device_of_another_worker(make: Callable[..., Placement]) -> None:
         placement.place("x", "f", "cuda:3")
 
 
+def test_what_was_guessed_is_corrected_when_it_is_measured(
+    make: Callable[..., Placement],
+) -> None:
+    placement = make()
+    for key in range(8):
+        placement.place(key, "new", "auto")
+    placement.place("other", "other", 1)
+    first = placement.remove(0)
+    placement.took("new", 0.001)
+    busy = {load.device: placement._busy_s(load) for load in placement._loads.values()}
+    assert busy.pop(first) == pytest.approx(0.001)
+    assert busy.pop(Device(1)) > 0.05
+    assert [*busy.values()] == pytest.approx([0.002] * 2)
+
+
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from([None, "auto", 0, 1, 2, 3]))))
 def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) -> None:
     placement = Placement(devices(), 2, start_soonest)
@@ -178,11 +194,12 @@ def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) ->
                 assert device is there[key]  # a task that is counted stays
             there[key] = device
     for device, load in placement._loads.items():
-        assert set(load.expected_s) == {key for key, at in there.items() if at is device}
-        assert load.busy_s == pytest.approx(sum(load.expected_s.values()))
+        keys = {key for key, at in there.items() if at is device}
+        assert set(load.prefixes) == keys
+        assert placement._busy_s(load) == pytest.approx(0.1 * len(keys))
     for key in there:
         placement.remove(key)
-    assert [load.busy_s for load in placement._loads.values()] == [0.0] * 4
+    assert all(load.counts == {} for load in placement._loads.values())
 
 
 def _tenth(i: int) -> int | None:
