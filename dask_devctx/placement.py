@@ -153,17 +153,17 @@ class Placement:
 
     def _assign(self, inputs: Inputs) -> Device:
         self._read_memory()
-        here, total, counts, n_inputs = self._where(inputs)
+        moves, move_nbytes = self._moves(inputs)
         turn, share = self._turn, self._tasks_per_device
         candidates = [
             Candidate(
                 device,
                 len(load.prefixes),
                 self._busy_s(load) / share,
-                total - here.get(device, 0),
+                move_nbytes[device],
                 turn - load.last_turn,
                 load.free_nbytes,
-                n_inputs - counts.get(device, 0),
+                moves[device],
                 len(load.prefixes) >= share,
             )
             for device, load in self._loads.items()
@@ -178,28 +178,21 @@ class Placement:
                 found = discovery.memory_info(driver.backend(), load.device.info)
                 load.free_nbytes = None if found is None else found[0]
 
-    def _where(self, inputs: Inputs) -> tuple[dict[Device, int], int, dict[Device, int], int]:
-        """Return the inputs' bytes on each device and in all, how many are there, and in all."""
-        here: dict[Device, int] = {}
-        counts: dict[Device, int] = {}
-        total = n_inputs = 0
+    def _moves(self, inputs: Inputs) -> tuple[dict[Device, int], dict[Device, int]]:
+        """Return how many of the inputs each device lacks, and their bytes."""
+        moves, nbytes = dict.fromkeys(self._loads, 0), dict.fromkeys(self._loads, 0)
         if self._nbytes_by_device is not None:
             for value, copies in inputs:
                 places = self._nbytes_by_device(value)
                 if not places:
                     continue
-                nbytes = sum(places.values())
-                total += nbytes
-                n_inputs += 1
-                if len(places) == 1:
-                    copies = {*places, *copies}
-                else:  # what is spread has to be brought together anywhere
-                    for device in places.keys() - copies:
-                        here[device] = here.get(device, 0) + places[device]
-                for device in copies:
-                    here[device] = here.get(device, 0) + nbytes
-                    counts[device] = counts.get(device, 0) + 1
-        return here, total, counts, n_inputs
+                total = sum(places.values())
+                home = next(iter(places)) if len(places) == 1 else None  # else it has to be joined
+                for device in moves:
+                    if device is not home and device not in copies:
+                        moves[device] += 1
+                        nbytes[device] += total - places.get(device, 0)
+        return moves, nbytes
 
     def _asked_for(self, wanted: object) -> Device:
         name = wanted.__class__, wanted
