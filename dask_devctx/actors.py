@@ -5,16 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from contextlib import nullcontext, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from distributed import Worker
 from distributed.utils import thread_state
 
 from dask_devctx.device import Device
 from dask_devctx.failures import Guard, GuardedMethod
+from dask_devctx.failures.guarded import Arguments, Bring
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
-
-T = TypeVar("T")
 
 _HANDLERS = ("actor_execute", "actor_attribute")
 
@@ -46,7 +45,7 @@ class PinnedActors(dict[Hashable, Any]):
         super().__init__(worker.state.actors)
         self._worker = worker
         self._guard = guard
-        self._move_inputs = move_inputs
+        self._bring = _brought if move_inputs else None
         self._handlers = {name: worker.handlers[name] for name in _HANDLERS}
         self._called: Hashable = None
         worker.state.actors = self
@@ -71,7 +70,7 @@ class PinnedActors(dict[Hashable, Any]):
         device = self._device_of(key)
         if device is None:
             return actor
-        return _OnDevice(actor, device, key, self._guard, self._move_inputs)
+        return _OnDevice(actor, device, key, self._guard, self._bring)
 
     def _device_of(self, key: Hashable) -> Device | None:
         ts = self._worker.state.tasks.get(key)
@@ -104,30 +103,24 @@ class _OnDevice:
     """An actor whose methods run on its device."""
 
     def __init__(
-        self, actor: Any, device: Device, key: Hashable, guard: Guard, move_inputs: bool
+        self, actor: Any, device: Device, key: Hashable, guard: Guard, bring: Bring | None
     ) -> None:
         self._actor = actor
         self._device = device
         self._key = key
         self._guard = guard
-        self._move_inputs = move_inputs
+        self._bring = bring
 
     def __getattr__(self, name: str) -> Any:
         with self._device:
             attribute = getattr(self._actor, name)
         if not callable(attribute):
             return attribute
-        given = _brought if self._move_inputs else _left
-        return GuardedMethod(self._guard, self._key, self._device, attribute, given)
+        return GuardedMethod(self._guard, self._key, self._device, attribute, self._bring)
 
 
-def _left(arguments: T) -> T:
-    return arguments
-
-
-def _brought(arguments: T) -> T:
-    """Return what a method is given as it is on the device that is current, its actor's."""
-    here = Device()
-    if nbytes_by_device(arguments).keys() - {here}:
-        return to_device(arguments, here, after=stamp(arguments))
+def _brought(arguments: Arguments, device: Device) -> Arguments:
+    """Return what a method is given as it is on its actor's device."""
+    if nbytes_by_device(arguments).keys() - {device}:
+        return to_device(arguments, device, after=stamp(arguments))
     return arguments

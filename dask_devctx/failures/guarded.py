@@ -15,7 +15,9 @@ from dask_devctx.failures.charge import Charge
 from dask_devctx.failures.guard import Guard
 from dask_devctx.tasks import DeviceFunction
 
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+# What a method is called with, positional and by name; and what takes that to a device.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Bring = Callable[[Arguments, Device], Arguments]
 
 
 class GuardedTask:
@@ -73,9 +75,9 @@ class GuardedMethod(DeviceFunction[..., Any]):
         Its device.
     method
         The method.
-    given
-        Called inside the device's scope with the pair of its arguments, positional and by name;
-        returns those that the method is given.
+    bring
+        Called inside the device's scope, returns the arguments that the method is given; None
+        leaves them where they are.
 
     Notes
     -----
@@ -89,22 +91,23 @@ class GuardedMethod(DeviceFunction[..., Any]):
         key: Hashable,
         device: Device,
         method: Callable[..., Any],
-        given: Callable[[_Arguments], _Arguments],
+        bring: Bring | None,
     ) -> None:
         super().__init__(device, method)
         self._guard = guard
-        self._given = given
+        self._bring = bring
         self._charge = Charge(key, movable=False, is_method=True)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        assert isinstance(self.which, Device)
+        device, bring = self.which, self._bring
+        assert isinstance(device, Device)
 
         def method(_: object) -> Any:
-            positional, named = self._given((args, kwargs))
+            positional, named = (args, kwargs) if bring is None else bring((args, kwargs), device)
             return self.__wrapped__(*positional, **named)
 
         try:
-            result = self._guard.run(self._charge, self.which, method, None)
+            result = self._guard.run(self._charge, device, method, None)
         except (DeviceFailedError, Reschedule) as error:
             failure: Exception = error
         else:
