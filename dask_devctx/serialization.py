@@ -58,6 +58,8 @@ def _register_torch() -> None:
     from distributed.protocol import torch as theirs
     from distributed.protocol.serialize import dask_object_with_dict_serializer
 
+    from dask_devctx.transfer.torch import module_tensors
+
     def serialize_tensor(tensor: Any) -> Serialized:
         if not tensor.is_cuda:
             return theirs.serialize_torch_Tensor(tensor)  # type: ignore[no-any-return]
@@ -73,18 +75,12 @@ def _register_torch() -> None:
             torch.empty(0, dtype=tensor.dtype, layout=tensor.layout).numpy()
         except (TypeError, RuntimeError):
             return False
-        return not tensor.is_quantized
+        return True
 
     def serialize_module(module: Any) -> Serialized:
-        if is_on_a_device(module):
+        if any(part.is_cuda for part in module_tensors(module)):
             raise NotImplementedError("torch pickles it: taken apart, it loses what it shares")
         return dask_object_with_dict_serializer.serialize(module)  # type: ignore[no-any-return]
-
-    def is_on_a_device(module: Any) -> bool:
-        if "_parameters" not in vars(module):  # it was not initialised
-            return False
-        kind = torch.nn.Module  # a subclass may have other functions of these names
-        return any(part.is_cuda for part in (*kind.parameters(module), *kind.buffers(module)))
 
     _instead(dask_serialize, torch.Tensor, serialize_tensor)
     _instead(dask_serialize, torch.nn.Module, serialize_module)

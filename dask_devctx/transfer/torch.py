@@ -101,8 +101,16 @@ def _parameter_to_device(parameter: Any, device: Device) -> Any:
 # -- modules and optimizers are made anew around what moves: the source keeps its own
 
 
+def module_tensors(module: Any) -> list[Any]:
+    """Return a module's parameters and buffers; none of one that was not initialised."""
+    if "_parameters" not in vars(module):
+        return []
+    kind = torch.nn.Module  # a subclass may have other functions of these names
+    return [*kind.parameters(module), *kind.buffers(module)]
+
+
 def _module_bytes(module: Any) -> dict[Device, int]:
-    return nbytes_by_device([*module.parameters(), *module.buffers()])
+    return nbytes_by_device(module_tensors(module))
 
 
 def _module_to_device(module: Any, device: Device) -> Any:
