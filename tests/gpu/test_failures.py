@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,9 +19,10 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.own_process import answer_of
+
 pytestmark = pytest.mark.gpu(count=2)
 
-ROOT = Path(__file__).parent.parent.parent
 MIB = 2**20
 
 ILLEGAL = r"""
@@ -252,26 +252,7 @@ SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def run(scenario: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("DASK_DEVCTX__SIMULATED_DEVICES", "CUDA_VISIBLE_DEVICES")
-    }
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.test_failures", scenario.__name__],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
-    assert lines, f"{done.stdout}\n{done.stderr[-6000:]}"
-    print(lines[-1])
-    answer: dict[str, Any] = json.loads(lines[-1])
+    answer: dict[str, Any] = answer_of("tests.gpu.test_failures", scenario.__name__)
     return answer
 
 

@@ -9,18 +9,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.own_process import answer_of
+
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
 
-ROOT = Path(__file__).parent.parent.parent
 NUMBERS = [[float(6 * row + column) for column in range(6)] for row in range(4)]
 
 
@@ -231,23 +229,9 @@ def send_everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def everything() -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    }
-    for name in ("DASK_DEVCTX__SIMULATED_DEVICES", "CUDA_VISIBLE_DEVICES"):
-        environment.pop(name, None)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.test_sending"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
+    seen: dict[str, Any] = answer_of(
+        "tests.gpu.test_sending", XLA_PYTHON_CLIENT_PREALLOCATE="false"
     )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen
 
 

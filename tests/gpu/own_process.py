@@ -1,0 +1,44 @@
+"""Scenarios that have a process of their own, on real GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def answer_of(module: str, *arguments: str, **variables: str) -> Any:
+    """Run a module of the tests; return what it prints last, read as JSON.
+
+    Parameters
+    ----------
+    module, *arguments
+        As ``python -m`` takes them.
+    **variables
+        What its environment has besides; nothing in it simulates or hides devices.
+    """
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("DASK_DEVCTX__SIMULATED_DEVICES", "CUDA_VISIBLE_DEVICES")
+    }
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
+    assert lines, f"{done.stdout}\n{done.stderr[-6000:]}"
+    print(lines[-1])
+    return json.loads(lines[-1])
