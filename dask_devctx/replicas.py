@@ -143,8 +143,12 @@ class Replicas:
         """
         device = Device(device)
         sources = nbytes_by_device(value)
-        sources.pop(device, None)
+        here = sources.pop(device, None)
         if not sources:
+            if here is not None and isinstance(after, Stamp) and not to_device.looks_into(value):
+                if not after.done():
+                    after.hold_back(device, of=device)
+                return value
             return to_device(value, device, after=after)
         while True:
             with self._lock:
@@ -166,7 +170,8 @@ class Replicas:
                 first, entry.expected = entry.expected, entry.expected and ahead
                 if not first and not ahead:
                     self._count(sources, device, saved=1)
-            stamp.hold_back(device)
+            if not stamp.done():
+                stamp.hold_back(device)
             return moved
 
     def _make(self, key: Hashable, entry: _Entry, value: Any, device: Device, after: After) -> Any:

@@ -263,13 +263,32 @@ def test_what_is_read_after_it_was_dropped_is_held(machine, replicas, again):
     assert used(machine, 1) == (8000 if again else 0)
 
 
-def test_another_threads_streams_wait_for_the_copy(machine, replicas):
+@pytest.mark.parametrize("done", [False, True])
+def test_another_threads_streams_wait_for_a_copy_that_is_not_done(machine, replicas, done):
+    if not done:
+        machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_NOT_READY, times=99)
     x = array()
     replicas.get("x", x, 1)
     before = machine.faults.calls["cuStreamWaitEvent"]
     with ThreadPoolExecutor(1) as pool:
         pool.submit(replicas.get, "x", x, 1).result()
-    assert machine.faults.calls["cuStreamWaitEvent"] == before + 1
+    assert machine.faults.calls["cuStreamWaitEvent"] == before + (not done)
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("kind", ["array", "list"])
+def test_what_is_there_already_is_waited_for_until_it_is_made(machine, replicas, kind, done):
+    if not done:
+        machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_NOT_READY, times=99)
+    x = array() if kind == "array" else [array()]
+    made = stamp(x)
+    made.done()
+    asked = machine.faults.calls["cuEventQuery"]
+    before = machine.faults.calls["cuStreamWaitEvent"]
+    with Device(0):
+        assert replicas.get("x", x, 0, after=made) is x
+    assert machine.faults.calls["cuStreamWaitEvent"] == before + (not done)
+    assert not done or machine.faults.calls["cuEventQuery"] == asked  # once done, for ever
 
 
 def test_the_limit_is_configured_and_checked():

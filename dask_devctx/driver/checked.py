@@ -104,12 +104,16 @@ class CheckedCalls:
         The bindings give Python's lock up around each call. Where other threads are busy it is
         often milliseconds until it comes back, and these functions take a microsecond at most.
         """
-        address = self._address(function, version)
+        address = self._addresses.get(function)
+        if address is None:
+            address = self._learn(function, version)
         return invoke(address, *numbers) if address else None
 
     def _out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
         """The same for a function that changes what its first argument points to; that value."""
-        address = self._address(function, version)
+        address = self._addresses.get(function)
+        if address is None:
+            address = self._learn(function, version)
         if not address:
             return None
         status, value = invoke_out(address, value, *numbers)
@@ -117,12 +121,11 @@ class CheckedCalls:
             raise self._error(function, status)
         return value
 
-    def _address(self, function: str, version: int) -> int:
-        address = self._addresses.get(function)
-        if address is None:
-            found = None if invoke is None else self.address(function, version)
-            address = self._addresses[function] = found or 0
-        return address
+    def _learn(self, function: str, version: int) -> int:
+        """Find the address of a function that is called for the first time; 0 for none."""
+        found = None if invoke is None else self.address(function, version)
+        self._addresses[function] = found or 0
+        return found or 0
 
     def _called(self, function: str, version: int, *numbers: int) -> bool:
         """Whether the function was called by its address; raises where it was, and failed."""

@@ -36,6 +36,9 @@ GONE: Final[Mapping[int, str]] = {
 }
 
 OUT_OF_MEMORY: Final = 2
+NOT_READY: Final = 600
+NOT_SUPPORTED: Final = 801
+STREAM_CAPTURE_UNSUPPORTED: Final = 900
 
 REMEDIES: Final[Mapping[int, str]] = {
     34: "libcuda.so is the toolkit's stub: take it out of LD_LIBRARY_PATH",

@@ -6,13 +6,16 @@ whether a device still works, needs them.
 
 from __future__ import annotations
 
+from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import CheckedCalls
 
 # CUDA's own handles for the streams that need no making.
 LEGACY_STREAM = 1
 PER_THREAD_STREAM = 2
-# The capture mode in which a thread's calls are not held against graphs that others capture.
-RELAXED_CAPTURE = 2
+# `CUevent_flags`: of an event that measures no time, which is faster.
+_DISABLE_TIMING = 2
+# `CUstreamCaptureMode`: a thread's calls are not held against graphs that others capture.
+_RELAXED_CAPTURE = 2
 
 
 class WorkCalls(CheckedCalls):
@@ -22,9 +25,10 @@ class WorkCalls(CheckedCalls):
 
     def event_create(self) -> int:
         """An event of the current context, which measures no time."""
-        flag = int(self.types.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        made = self._out("cuEventCreate", 2000, 0, flag)
-        return int(self._value(self.driver.cuEventCreate, flag)) if made is None else made
+        made = self._out("cuEventCreate", 2000, 0, _DISABLE_TIMING)
+        if made is None:
+            made = int(self._value(self.driver.cuEventCreate, _DISABLE_TIMING))
+        return made
 
     def event_destroy(self, event: int) -> None:
         """What waits for it still does."""
@@ -51,21 +55,17 @@ class WorkCalls(CheckedCalls):
                 (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
         except (AttributeError, RuntimeError):  # the bindings' words for a function that is missing
             return False
-        kind = self.types.CUresult
-        if int(status) in (
-            int(kind.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED),
-            int(kind.CUDA_ERROR_NOT_SUPPORTED),
-        ):
+        if status == 0:
+            return True
+        if int(status) in (statuses.NOT_SUPPORTED, statuses.STREAM_CAPTURE_UNSUPPORTED):
             return False
-        if status != 0:
-            raise self._error("cuCtxRecordEvent", status)
-        return True
+        raise self._error("cuCtxRecordEvent", status)
 
     def event_done(self, event: int) -> bool:
         status = self._status("cuEventQuery", 2000, event)
         if status is None:
             (status,) = self.driver.cuEventQuery(self.types.CUevent(event))
-        if int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_READY):
+        if int(status) == statuses.NOT_READY:
             return False
         if status != 0:
             raise self._error("cuEventQuery", status)
@@ -125,3 +125,18 @@ class WorkCalls(CheckedCalls):
         """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""
         if not self._called("cuMemFree", 3020, 0):
             self._value(self.driver.cuMemFree, 0)
+
+
+class Undisturbing:
+    """Let this thread look at a device without ending what another thread captures as a graph."""
+
+    __slots__ = ("_before", "_calls")
+
+    def __init__(self, calls: WorkCalls) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._before = self._calls.exchange_capture_mode(_RELAXED_CAPTURE)
+
+    def __exit__(self, *error: object) -> None:
+        self._calls.exchange_capture_mode(self._before)

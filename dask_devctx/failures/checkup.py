@@ -9,8 +9,7 @@ from collections.abc import Hashable
 from contextlib import suppress
 
 from dask_devctx.device import Device
-from dask_devctx.driver.calls import Calls
-from dask_devctx.driver.work import RELAXED_CAPTURE
+from dask_devctx.driver.work import Undisturbing
 from dask_devctx.errors import DevctxError
 from dask_devctx.failures.suspects import Suspects
 
@@ -48,7 +47,7 @@ class Checkup:
         """
         if self._suspects.marked(device):
             calls = device._backend.calls
-            with _Undisturbing(calls):
+            with Undisturbing(calls):
                 self._suspects.look(device, calls, mark=False)
 
     def after(self, key: Hashable, device: Device, *, wait: bool) -> None:
@@ -72,7 +71,7 @@ class Checkup:
         if calls.current() != device._handle:
             self._note_left_behind(key, device)
             calls.set_current(device._handle)  # with none current, the probe sees nothing
-        with _Undisturbing(calls):
+        with Undisturbing(calls):
             if wait:
                 ended = self._suspects.count(device)
                 calls.synchronize()
@@ -87,7 +86,7 @@ class Checkup:
         A device that failed meanwhile is left to the next task, which errs with it.
         """
         for device in self._suspects.left():
-            with suppress(DevctxError), device, _Undisturbing(device._backend.calls):
+            with suppress(DevctxError), device, Undisturbing(device._backend.calls):
                 self._suspects.look(device, device._backend.calls, mark=True)
 
     def _note_left_behind(self, key: Hashable, device: Device) -> None:
@@ -103,18 +102,3 @@ class Checkup:
                 device,
                 self.left_behind[device],
             )
-
-
-class _Undisturbing:
-    """Let this thread look at a device without ending what another thread captures as a graph."""
-
-    __slots__ = ("_before", "_calls")
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-
-    def __enter__(self) -> None:
-        self._before = self._calls.exchange_capture_mode(RELAXED_CAPTURE)
-
-    def __exit__(self, *error: object) -> None:
-        self._calls.exchange_capture_mode(self._before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class Suspects:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[Suspect, int] = {}
-        self._work: dict[Device, _Work] = {}
+        self._work: defaultdict[Device, _Work] = defaultdict(_Work)
         self._closed = False
 
     def started(self, key: Hashable, device: Device) -> None:
@@ -77,7 +77,7 @@ class Suspects:
             count = self._running.pop(suspect, 1) - 1
             if count > 0:
                 self._running[suspect] = count
-            work = self._work.setdefault(device, _Work())
+            work = self._work[device]
             work.left.append(suspect)
             work.ended += 1
 
@@ -113,7 +113,7 @@ class Suspects:
         when it was reached.
         """
         with self._lock:
-            work = self._work.setdefault(device, _Work())
+            work = self._work[device]
             if self._closed or work.looking:
                 return
             # An event of the whole context ends a graph's capture that another thread may be at.
@@ -151,7 +151,7 @@ class Suspects:
     def idle(self, device: Device, ended: int) -> None:
         """Clear the first ``ended`` tasks of a device: it was waited for since."""
         with self._lock:
-            self._work.setdefault(device, _Work()).done(ended)
+            self._work[device].done(ended)
 
     def count(self, device: Device) -> int:
         """Return how many tasks have ended on a device so far."""

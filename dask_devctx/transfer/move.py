@@ -305,6 +305,10 @@ class ToDevice(Registry):
         move = Move(device, after, copy=copy, guard_source=guard_source)
         return move.run(value)  # type: ignore[no-any-return]
 
+    def looks_into(self, value: object) -> bool:
+        """Return whether a value counts as what is in it, some of which may be elsewhere."""
+        return isinstance(self.find(type(value)), Container)
+
     def dispatched(self, value: Any, move: Move) -> Any:
         """Take a value there as a part of a move."""
         found = self.find(type(value))

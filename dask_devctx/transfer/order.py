@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from dask_devctx.device import Device
+from dask_devctx.driver.work import Undisturbing
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.streams import current_streams
 from dask_devctx.transfer.where import nbytes_by_device
@@ -45,7 +46,8 @@ class Event:
         self._calls.stream_wait(stream, self._handle)
 
     def done(self) -> bool:
-        return self._calls.event_done(self._handle)
+        with Undisturbing(self._calls):
+            return self._calls.event_done(self._handle)
 
 
 class Stamp:
@@ -59,10 +61,11 @@ class Stamp:
     another process.
     """
 
-    __slots__ = ("__weakref__", "_events")
+    __slots__ = ("__weakref__", "_done", "_events")
 
     def __init__(self, events: Mapping[Device, tuple[Event, ...]]) -> None:
         self._events = dict(events)
+        self._done = False
 
     @classmethod
     def of_devices(cls, devices: Iterable[Device]) -> Self:
@@ -87,6 +90,8 @@ class Stamp:
         of
             Wait for this device's work only.
         """
+        if self._done:
+            return
         events = [
             event
             for source, found in self._events.items()
@@ -118,7 +123,9 @@ class Stamp:
         DriverError
             It failed.
         """
-        return all(event.done() for events in self._events.values() for event in events)
+        if not self._done:  # once done, for ever
+            self._done = all(event.done() for found in self._events.values() for event in found)
+        return self._done
 
     def __repr__(self) -> str:
         return f"<Stamp of {', '.join(map(str, self._events)) or 'nothing'}>"
@@ -129,7 +136,7 @@ def _everything(device: Device) -> tuple[Event, ...]:
         event = Event(device)
         # A stream that is not current any more when the task ends, or a thread's own default
         # stream, can be named by nobody else. The context's event has them all.
-        if event.record_context(device.primary_context.handle):
+        if event.record_context(device._handle):
             return (event,)
         return _recorded(device)
 
