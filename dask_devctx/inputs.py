@@ -6,11 +6,11 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tornado.ioloop import IOLoop, PeriodicCallback
 
@@ -18,7 +18,7 @@ from dask_devctx.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.lifetime import Lifetime
 from dask_devctx.replicas import Replicas
-from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp
+from dask_devctx.transfer import Stamp, release_held, stamp
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,25 @@ _UNKNOWN = Lifetime()
 _UNKNOWN.ended = True
 # Of what is on no device.
 _ON_THE_HOST = Stamp({})
+
+
+class Input(NamedTuple):
+    """One value that a task is given, and where it is.
+
+    Parameters
+    ----------
+    key, value
+        The value, and its key.
+    nbytes
+        How many bytes it has on which devices; empty for what is on the host.
+    copies
+        The devices that have a copy of it.
+    """
+
+    key: Hashable
+    value: object
+    nbytes: Mapping[Device, int]
+    copies: Collection[Device]
 
 
 class Inputs:
@@ -135,7 +154,7 @@ class Inputs:
 
     def start_moving(
         self,
-        inputs: Sequence[tuple[Hashable, object]],
+        inputs: Iterable[Input],
         lifetimes: Mapping[Hashable, Lifetime],
         device: Device,
     ) -> None:
@@ -144,39 +163,34 @@ class Inputs:
         Parameters
         ----------
         inputs
-            The keys and values that the worker has by now.
+            Those that the worker has by now.
         lifetimes
             The lifetimes of its inputs.
         device
             The task's device. No more is brought than there is room for: what is not brought
             ahead is when the task's turn comes.
         """
-        self._later.put(partial(self._move_ahead, inputs, lifetimes, device))
+        far = []
+        for key, value, places, copies in inputs:
+            nbytes = sum(places.values()) - places.get(device, 0)
+            if nbytes and device not in copies:
+                far.append((value, lifetimes[key], nbytes))
+        if far:  # else that thread is not woken: it would take Python's lock from the others
+            self._later.put(partial(self._move_ahead, far, device))
 
     def _do_later(self) -> None:
         while (do := self._later.get()) is not None:
             do()
             del do  # while nothing is to be done, nothing is kept
 
-    def _move_ahead(
-        self,
-        inputs: Sequence[tuple[Hashable, object]],
-        lifetimes: Mapping[Hashable, Lifetime],
-        device: Device,
-    ) -> None:
-        for key, value in inputs:
+    def _move_ahead(self, far: Iterable[tuple[object, Lifetime, int]], device: Device) -> None:
+        for value, lifetime, nbytes in far:
             try:
-                if self._open:
-                    self._move_one(value, lifetimes[key], device)
+                wanted = self._open and not lifetime.ended
+                if wanted and self.replicas.wants(lifetime, device, nbytes):
+                    self.replicas.get(lifetime, value, device, after=lifetime.after, ahead=True)
             except Exception:  # the task will try for itself, and fail with this if it must
-                logger.debug("%r was not brought to %s ahead", key, device, exc_info=True)
-
-    def _move_one(self, value: object, lifetime: Lifetime, device: Device) -> None:
-        places = nbytes_by_device(value)
-        places.pop(device, None)
-        nbytes = sum(places.values())
-        if nbytes and not lifetime.ended and self.replicas.wants(lifetime, device, nbytes):
-            self.replicas.get(lifetime, value, device, after=lifetime.after, ahead=True)
+                logger.debug("an input was not brought to %s ahead", device, exc_info=True)
 
     def bring(
         self, data: Mapping[Hashable, Any], lifetimes: Mapping[Hashable, Lifetime], device: Device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from dask_devctx.device import Device
 from dask_devctx.failures import Charge, Failure, Guard, GuardedTask, marks
 from dask_devctx.failures.restart import end_failed_worker, refuse_data
 from dask_devctx.host_memory import HostMemory
-from dask_devctx.inputs import Inputs
+from dask_devctx.inputs import Input, Inputs
 from dask_devctx.interpreter import Interpreter, switch_interval
 from dask_devctx.look_ahead import Advice
 from dask_devctx.pinned import PinnedTask
@@ -88,9 +88,7 @@ class Pinning:
                 holder=f"worker {worker.name}",
                 directory=config.get("lock-directory"),
             )
-            self.placement = Placement(
-                self._share.devices, tasks_per_device, policy, nbytes_by_device
-            )
+            self.placement = Placement(self._share.devices, tasks_per_device, policy)
             self._arrivals = Arrivals(worker, self.placement.devices)
         except Exception as error:
             self.failure = error
@@ -185,8 +183,8 @@ class Pinning:
                 wanted = self.guard.retries.redirect(ts.key) or wanted
             before = self.placement.placed.get(ts.key)  # where it was asked for again
             inputs = self._inputs(ts) if ts.dependencies else []
-            values = ((value, self._copies_of(key)) for key, value in inputs)
-            device = self.placement.place(ts.key, ts.prefix, wanted, values)
+            places = [(one.nbytes, one.copies) for one in inputs]
+            device = self.placement.place(ts.key, ts.prefix, wanted, places)
             self.record.placed(ts, device, before)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
@@ -267,14 +265,18 @@ class Pinning:
         if self.inputs is not None:
             self.inputs.read_back(key)
 
-    def _copies_of(self, key: Hashable) -> Collection[Device]:
-        return () if self.inputs is None else self.inputs.copies_of(key)
-
-    def _inputs(self, ts: Any) -> list[tuple[Hashable, Any]]:
+    def _inputs(self, ts: Any) -> list[Input]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""
         data = self._worker.data
         data = getattr(data, "memory", data)
-        return [(dep.key, data[dep.key]) for dep in ts.dependencies if dep.key in data]
+        inputs = []
+        for dep in ts.dependencies:
+            key = dep.key
+            if key in data:
+                value = data[key]
+                copies = () if self.inputs is None else self.inputs.copies_of(key)
+                inputs.append(Input(key, value, nbytes_by_device(value), copies))
+        return inputs
 
 
 def _urgency(ts: Any) -> tuple[Any, ...]:

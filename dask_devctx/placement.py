@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
-from typing import Protocol
 
 from dask_devctx import discovery, driver
 from dask_devctx.annotations import not_an_annotation
@@ -22,14 +21,8 @@ _UNKNOWN_S = 10 * RELUCTANCE_S
 _MEMORY_AGE_S = 0.5
 
 
-class NbytesByDevice(Protocol):
-    """How many bytes of a value live on which devices; empty for what is on the host."""
-
-    def __call__(self, value: object, /) -> Mapping[Device, int]: ...
-
-
-# Values, each with the devices that have a copy of it.
-Inputs = Iterable[tuple[object, Collection[Device]]]
+# Of each input the bytes that it has on which devices, and the devices that have a copy of it.
+Inputs = Iterable[tuple[Mapping[Device, int], Collection[Device]]]
 
 
 class _Load:
@@ -55,9 +48,7 @@ class Placement:
     tasks_per_device
         How many tasks run on a device at a time.
     policy
-        Chooses a device for a task that asks for none.
-    nbytes_by_device
-        Says where a task's inputs live; nothing is known of them by default.
+        Chooses a device for a task that asks for none, where there are several.
 
     Attributes
     ----------
@@ -66,21 +57,13 @@ class Placement:
 
     Notes
     -----
-    Used from the worker's event loop alone. An input whose size cannot be told counts as if it
-    were on the host.
+    Used from the worker's event loop alone.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        tasks_per_device: int,
-        policy: Policy,
-        nbytes_by_device: NbytesByDevice | None = None,
-    ) -> None:
+    def __init__(self, devices: Sequence[Device], tasks_per_device: int, policy: Policy) -> None:
         self.devices = tuple(devices)
         self._tasks_per_device = tasks_per_device
         self._policy = policy
-        self._nbytes_by_device = nbytes_by_device
         self._loads = {device: _Load(device) for device in devices}
         self.placed: dict[Hashable, Device] = {}
         self._named: dict[tuple[type, object], Device] = {}
@@ -103,7 +86,8 @@ class Placement:
         wanted
             ``"auto"``, or what :class:`~dask_devctx.Device` accepts.
         inputs
-            Values that the task is given, each with the devices that have a copy of it.
+            Where the values are that the task is given: the bytes that each has on which devices,
+            none where it is on the host, and the devices that have a copy of it.
 
         Raises
         ------
@@ -149,9 +133,14 @@ class Placement:
     def _busy_s(self, load: _Load) -> float:
         """Return how long a device needs for what it has, as far as is known now."""
         known, unknown_s = self._durations_s, max(self._typical_s, _UNKNOWN_S)
-        return sum(n * known.get(prefix, unknown_s) for prefix, n in load.counts.items())
+        busy_s = 0.0
+        for prefix, count in load.counts.items():
+            busy_s += count * known.get(prefix, unknown_s)
+        return busy_s
 
     def _assign(self, inputs: Inputs) -> Device:
+        if len(self.devices) == 1:
+            return self.devices[0]
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
         turn, share = self._turn, self._tasks_per_device
@@ -181,17 +170,15 @@ class Placement:
     def _moves(self, inputs: Inputs) -> tuple[dict[Device, int], dict[Device, int]]:
         """Return how many of the inputs each device lacks, and their bytes."""
         moves, nbytes = dict.fromkeys(self._loads, 0), dict.fromkeys(self._loads, 0)
-        if self._nbytes_by_device is not None:
-            for value, copies in inputs:
-                places = self._nbytes_by_device(value)
-                if not places:
-                    continue
-                total = sum(places.values())
-                home = next(iter(places)) if len(places) == 1 else None  # else it has to be joined
-                for device in moves:
-                    if device is not home and device not in copies:
-                        moves[device] += 1
-                        nbytes[device] += total - places.get(device, 0)
+        for places, copies in inputs:
+            if not places:
+                continue
+            total = sum(places.values())
+            home = next(iter(places)) if len(places) == 1 else None  # else it has to be joined
+            for device in moves:
+                if device is not home and device not in copies:
+                    moves[device] += 1
+                    nbytes[device] += total - places.get(device, 0)
         return moves, nbytes
 
     def _asked_for(self, wanted: object) -> Device:

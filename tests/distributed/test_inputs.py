@@ -573,10 +573,10 @@ async def test_a_type_whose_function_raises_fails_its_task_alone(
         with dask.annotate(device=1):
             busy = client.submit(pass_gate, "lost")
             failed = client.submit(lambda *inputs: len(inputs), lost, x, lost, pure=False)
-            await until(lambda: traffic(worker))  # the other input is under way
+            assert isinstance(await failed.exception(), LookupError)  # and waits for nobody
         _gates["lost"].set()
-        assert isinstance(await failed.exception(), LookupError)
         assert await busy
+    assert not traffic(worker)
     assert "failed with exception" not in log.getvalue()
 
 

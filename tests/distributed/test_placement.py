@@ -65,8 +65,8 @@ def test_start_soonest(better: dict[str, Any], worse: dict[str, Any]) -> None:
 
 @pytest.fixture
 def make() -> Callable[..., Placement]:
-    def make(*args: Any, per: int = 1, policy: Any = start_soonest) -> Placement:
-        return Placement(devices(), per, policy, *args)
+    def make(per: int = 1, policy: Any = start_soonest) -> Placement:
+        return Placement(devices(), per, policy)
 
     return make
 
@@ -103,8 +103,9 @@ def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Place
 
 
 def test_inputs_draw_a_task_to_them(make: Callable[..., Placement]) -> None:
-    placement = make(lambda value: {Device(2): value})
-    assert placement.place("x", "f", "auto", [(10**9, ()), (10**6, ())]) is Device(2)
+    placement = make()
+    inputs = [({Device(2): nbytes}, ()) for nbytes in (10**9, 10**6)]
+    assert placement.place("x", "f", "auto", inputs) is Device(2)
     assert placement.place("y", "f", "auto", []) is not Device(2)
 
 
@@ -242,7 +243,7 @@ def test_inputs_are_counted_where_they_are(make: Callable[..., Placement]) -> No
         ({zero: 1, one: 2}, ()),
         ({}, ()),
     ]
-    placement = make(dict, per=2, policy=policy)
+    placement = make(per=2, policy=policy)
     for key in range(2):
         placement.place(key, "x", 1)
     placement.place("x", "x", "auto", values)
