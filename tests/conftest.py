@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dask_devctx import driver
 from dask_devctx.driver import backends
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.addressed import addressed
+
+# How long an example takes to find, or to run, says how busy the machine is.
+settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")
 
 # Where the driver tells the addresses of its functions, scopes call them in C.
 _IN_C = pytest.param(

@@ -27,8 +27,10 @@ def array(device=0, n=1000):
 
 
 @pytest.fixture
-def replicas():
-    return Replicas(limit=0.5)
+def replicas(machine):
+    yield Replicas(limit=0.5)
+    machine.faults._planned.clear()
+    assert release_held() == 0, "something is still held"
 
 
 def used(machine, device):

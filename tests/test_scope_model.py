@@ -204,7 +204,7 @@ class Scopes(RuleBasedStateMachine):
 
 
 TestScopes = Scopes.TestCase
-TestScopes.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestScopes.settings = settings(max_examples=80, stateful_step_count=40)
 
 
 class ScopesInC(Scopes):

@@ -182,7 +182,7 @@ def _plain(value):
     return value
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(_NESTED, st.integers(0, 3))
 def test_whatever_the_nesting_all_of_it_gets_there_unchanged(plan, device):
     with driver.use(SimulatedMachine(4).backend()):
