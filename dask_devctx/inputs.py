@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tornado.ioloop import IOLoop, PeriodicCallback
 
@@ -18,7 +18,7 @@ from dask_devctx.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.lifetime import Lifetime
 from dask_devctx.replicas import Replicas
-from dask_devctx.transfer import Stamp, release_held, stamp
+from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp
 
 logger = logging.getLogger(__name__)
 
@@ -38,23 +38,44 @@ _UNKNOWN.ended = True
 _ON_THE_HOST = Stamp({})
 
 
-class Input(NamedTuple):
-    """One value that a task is given, and where it is.
+class Input:
+    """One value that a task is given. Where it is, is found out once, when somebody asks.
 
     Parameters
     ----------
     key, value
         The value, and its key.
-    nbytes
-        How many bytes it has on which devices; empty for what is on the host.
-    copies
-        The devices that have a copy of it.
+    inputs
+        Knows of its copies; None where none are made.
     """
 
-    key: Hashable
-    value: object
-    nbytes: Mapping[Device, int]
-    copies: Collection[Device]
+    __slots__ = ("_inputs", "_nbytes", "key", "value")
+
+    def __init__(self, key: Hashable, value: object, inputs: Inputs | None) -> None:
+        self.key = key
+        self.value = value
+        self._inputs = inputs
+        self._nbytes: Mapping[Device, int] | None = None
+
+    @property
+    def nbytes(self) -> Mapping[Device, int]:
+        """How many bytes it has on which devices; empty for what is on the host.
+
+        So is what cannot be told, as somebody's type raised: the task asks again when it is given
+        the value, and fails with that.
+        """
+        if self._nbytes is None:
+            try:
+                self._nbytes = nbytes_by_device(self.value)
+            except Exception:
+                logger.debug("where %r is cannot be told", self.key, exc_info=True)
+                self._nbytes = {}
+        return self._nbytes
+
+    @property
+    def copies(self) -> Collection[Device]:
+        """The devices that have a copy of it."""
+        return () if self._inputs is None else self._inputs.copies_of(self.key)
 
 
 class Inputs:
@@ -171,10 +192,12 @@ class Inputs:
             ahead is when the task's turn comes.
         """
         far = []
-        for key, value, places, copies in inputs:
+        for one in inputs:
+            places = one.nbytes
             nbytes = sum(places.values()) - places.get(device, 0)
-            if nbytes and device not in copies:
-                far.append((value, lifetimes[key], nbytes))
+            lifetime = lifetimes.get(one.key)
+            if nbytes and lifetime is not None and device not in one.copies:
+                far.append((one.value, lifetime, nbytes))
         if far:  # else that thread is not woken: it would take Python's lock from the others
             self._later.put(partial(self._move_ahead, far, device))
 

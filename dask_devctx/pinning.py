@@ -26,7 +26,7 @@ from dask_devctx.placement import NoDevices, Placement
 from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus
 from dask_devctx.record import Record
 from dask_devctx.selection import AUTO
-from dask_devctx.transfer import Stamp, nbytes_by_device
+from dask_devctx.transfer import Stamp
 
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
@@ -183,8 +183,7 @@ class Pinning:
                 wanted = self.guard.retries.redirect(ts.key) or wanted
             before = self.placement.placed.get(ts.key)  # where it was asked for again
             inputs = self._inputs(ts) if ts.dependencies else []
-            places = [(one.nbytes, one.copies) for one in inputs]
-            device = self.placement.place(ts.key, ts.prefix, wanted, places)
+            device = self.placement.place(ts.key, ts.prefix, wanted, inputs)
             self.record.placed(ts, device, before)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
@@ -269,14 +268,8 @@ class Pinning:
         """Return those inputs of a task that are in memory; what is on disk stays there."""
         data = self._worker.data
         data = getattr(data, "memory", data)
-        inputs = []
-        for dep in ts.dependencies:
-            key = dep.key
-            if key in data:
-                value = data[key]
-                copies = () if self.inputs is None else self.inputs.copies_of(key)
-                inputs.append(Input(key, value, nbytes_by_device(value), copies))
-        return inputs
+        keys = [dep.key for dep in ts.dependencies if dep.key in data]
+        return [Input(key, data[key], self.inputs) for key in keys]
 
 
 def _urgency(ts: Any) -> tuple[Any, ...]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
+from typing import Protocol
 
 from dask_devctx import discovery, driver
 from dask_devctx.annotations import not_an_annotation
-from dask_devctx.assignment import RELUCTANCE_S, Candidate, Policy
+from dask_devctx.assignment import RELUCTANCE_S, Candidate, Policy, start_soonest
 from dask_devctx.device import Device
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.selection import AUTO
@@ -21,8 +22,16 @@ _UNKNOWN_S = 10 * RELUCTANCE_S
 _MEMORY_AGE_S = 0.5
 
 
-# Of each input the bytes that it has on which devices, and the devices that have a copy of it.
-Inputs = Iterable[tuple[Mapping[Device, int], Collection[Device]]]
+class Located(Protocol):
+    """Where a value is."""
+
+    @property
+    def nbytes(self) -> Mapping[Device, int]:
+        """The bytes that it has on which devices; empty for what is on the host."""
+
+    @property
+    def copies(self) -> Collection[Device]:
+        """The devices that have a copy of it."""
 
 
 class _Load:
@@ -48,7 +57,7 @@ class Placement:
     tasks_per_device
         How many tasks run on a device at a time.
     policy
-        Chooses a device for a task that asks for none, where there are several.
+        Chooses a device for a task that asks for none.
 
     Attributes
     ----------
@@ -72,7 +81,9 @@ class Placement:
         self._turn = 0
         self._memory_read_at = float("-inf")
 
-    def place(self, key: Hashable, prefix: str, wanted: object, inputs: Inputs = ()) -> Device:
+    def place(
+        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
+    ) -> Device:
         """Return the device that a task runs on, and count it there until :meth:`remove`.
 
         A task that is counted already and asks for any device stays where it is.
@@ -86,8 +97,7 @@ class Placement:
         wanted
             ``"auto"``, or what :class:`~dask_devctx.Device` accepts.
         inputs
-            Where the values are that the task is given: the bytes that each has on which devices,
-            none where it is on the host, and the devices that have a copy of it.
+            The values that the task is given; looked at where there is something to choose.
 
         Raises
         ------
@@ -138,8 +148,8 @@ class Placement:
             busy_s += count * known.get(prefix, unknown_s)
         return busy_s
 
-    def _assign(self, inputs: Inputs) -> Device:
-        if len(self.devices) == 1:
+    def _assign(self, inputs: Iterable[Located]) -> Device:
+        if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
@@ -167,12 +177,14 @@ class Placement:
                 found = discovery.memory_info(driver.backend(), load.device.info)
                 load.free_nbytes = None if found is None else found[0]
 
-    def _moves(self, inputs: Inputs) -> tuple[dict[Device, int], dict[Device, int]]:
+    def _moves(self, inputs: Iterable[Located]) -> tuple[dict[Device, int], dict[Device, int]]:
         """Return how many of the inputs each device lacks, and their bytes."""
         moves, nbytes = dict.fromkeys(self._loads, 0), dict.fromkeys(self._loads, 0)
-        for places, copies in inputs:
+        for one in inputs:
+            places = one.nbytes
             if not places:
                 continue
+            copies = one.copies
             total = sum(places.values())
             home = next(iter(places)) if len(places) == 1 else None  # else it has to be joined
             for device in moves:
@@ -219,7 +231,9 @@ class NoDevices:
         self.placed: dict[Hashable, Device] = {}
         self._reason = reason
 
-    def place(self, key: Hashable, prefix: str, wanted: object, inputs: Inputs = ()) -> Device:
+    def place(
+        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
+    ) -> Device:
         raise self._reason
 
     def remove(self, key: Hashable) -> Device | None:

@@ -146,8 +146,8 @@ class Replicas:
         here = sources.pop(device, None)
         if not sources:
             if here is not None and isinstance(after, Stamp) and not to_device.looks_into(value):
-                if not after.done():
-                    after.hold_back(device, of=device)
+                release_held(1)
+                after.hold_back_unless_done(device, of=device)
                 return value
             return to_device(value, device, after=after)
         while True:
@@ -170,8 +170,7 @@ class Replicas:
                 first, entry.expected = entry.expected, entry.expected and ahead
                 if not first and not ahead:
                     self._count(sources, device, saved=1)
-            if not stamp.done():
-                stamp.hold_back(device)
+            stamp.hold_back_unless_done(device)
             return moved
 
     def _make(self, key: Hashable, entry: _Entry, value: Any, device: Device, after: After) -> Any:

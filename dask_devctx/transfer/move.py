@@ -189,7 +189,7 @@ class Move:
         if not self._waited_here:
             self._waited_here = True
             for stamp in self._after:
-                stamp.hold_back(self.device, of=self.device)
+                stamp.hold_back_unless_done(self.device, of=self.device)
 
     def _finish(self) -> None:
         if not self._read:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from dask_devctx.device import Device
 from dask_devctx.driver.work import Undisturbing
-from dask_devctx.errors import DevctxError
+from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.streams import current_streams
 from dask_devctx.transfer.where import nbytes_by_device
 
@@ -90,8 +90,6 @@ class Stamp:
         of
             Wait for this device's work only.
         """
-        if self._done:
-            return
         events = [
             event
             for source, found in self._events.items()
@@ -104,6 +102,13 @@ class Stamp:
                     for event in events:
                         event.holds_back(stream)
 
+    def hold_back_unless_done(self, device: Device, *, of: Device | None = None) -> None:
+        """As :meth:`hold_back`, which costs more than to ask whether it is done."""
+        with suppress(DriverError):  # whether it may be waited for is for the wait to say
+            if self.done():
+                return
+        self.hold_back(device, of=of)
+
     def hold_back_readers(self) -> None:
         """Let this thread's current streams of all these devices wait for it, if it is not done.
 
@@ -111,9 +116,8 @@ class Stamp:
         but to whoever reads the value.
         """
         with suppress(DevctxError):
-            if not self.done():
-                for device in self.devices:
-                    self.hold_back(device)
+            for device in self.devices:
+                self.hold_back_unless_done(device)
 
     def done(self) -> bool:
         """Return whether that work is done; does not wait.
@@ -123,8 +127,9 @@ class Stamp:
         DriverError
             It failed.
         """
-        if not self._done:  # once done, for ever
-            self._done = all(event.done() for found in self._events.values() for event in found)
+        if not self._done and all(e.done() for events in self._events.values() for e in events):
+            self._done = True  # for ever, so that the driver may have its events back
+            self._events = dict.fromkeys(self._events, ())
         return self._done
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ import logging
 import operator
 import threading
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -560,12 +561,16 @@ def _raise(value: Lost) -> Device:
     raise LookupError("where is it?")
 
 
+async def _scattered_lost(client: Client) -> Any:
+    device_of.register(Lost, _raise)
+    return await client.scatter(Lost())
+
+
 @one_worker()
 async def test_a_type_whose_function_raises_fails_its_task_alone(
     client: Client, scheduler: Any, worker: Worker
 ) -> None:
-    device_of.register(Lost, _raise)
-    lost = await client.scatter(Lost())
+    lost = await _scattered_lost(client)
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
         await x
@@ -573,11 +578,24 @@ async def test_a_type_whose_function_raises_fails_its_task_alone(
         with dask.annotate(device=1):
             busy = client.submit(pass_gate, "lost")
             failed = client.submit(lambda *inputs: len(inputs), lost, x, lost, pure=False)
-            assert isinstance(await failed.exception(), LookupError)  # and waits for nobody
+            await until(lambda: traffic(worker))  # the other input is under way
+        anywhere = client.submit(lambda *inputs: len(inputs), lost, pure=False)
         _gates["lost"].set()
+        for future in (failed, anywhere):
+            assert isinstance(await future.exception(), LookupError)
+            steps = traceback.extract_tb(await future.traceback())
+            assert steps[-1].name == _raise.__name__  # where it is to be mended
         assert await busy
-    assert not traffic(worker)
     assert "failed with exception" not in log.getvalue()
+
+
+@one_worker(move_inputs=False)
+async def test_what_is_not_moved_is_not_looked_for(
+    client: Client, scheduler: Any, worker: Worker
+) -> None:
+    lost = await _scattered_lost(client)
+    with dask.annotate(device=1):
+        assert await client.submit(lambda value: 5, lost, pure=False) == 5
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 32)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import dask
 import pytest
@@ -63,6 +63,13 @@ def test_start_soonest(better: dict[str, Any], worse: dict[str, Any]) -> None:
     assert start_soonest([bad, good]) is good
 
 
+class Found(NamedTuple):
+    """Where a value is."""
+
+    nbytes: Mapping[Device, int]
+    copies: Collection[Device] = ()
+
+
 @pytest.fixture
 def make() -> Callable[..., Placement]:
     def make(per: int = 1, policy: Any = start_soonest) -> Placement:
@@ -104,7 +111,7 @@ def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Place
 
 def test_inputs_draw_a_task_to_them(make: Callable[..., Placement]) -> None:
     placement = make()
-    inputs = [({Device(2): nbytes}, ()) for nbytes in (10**9, 10**6)]
+    inputs = [Found({Device(2): nbytes}) for nbytes in (10**9, 10**6)]
     assert placement.place("x", "f", "auto", inputs) is Device(2)
     assert placement.place("y", "f", "auto", []) is not Device(2)
 
@@ -124,6 +131,18 @@ def test_memory_is_not_asked_for_at_every_task(
     machine.gpus[3].used_memory = machine.gpus[3].total_memory
     placed = {placement.place(key, "f", "auto") for key in range(1, 4)}
     assert Device(3) in placed  # the answer of half a second ago still holds
+
+
+def test_a_policy_of_ones_own_is_asked_where_there_is_one_device() -> None:
+    given: list[int] = []
+
+    def only(candidates: Sequence[Candidate]) -> Candidate:
+        given.append(len(candidates))
+        return candidates[0]
+
+    placement = Placement(devices()[2:3], 1, only)
+    assert placement.place("x", "f", "auto") is Device(2)
+    assert given == [1]
 
 
 def test_a_policy_of_ones_own(make: Callable[..., Placement]) -> None:
@@ -237,11 +256,11 @@ def test_inputs_are_counted_where_they_are(make: Callable[..., Placement]) -> No
 
     zero, one, two = devices()[:3]
     values = [
-        ({zero: 10}, ()),
-        ({one: 20}, [two]),
-        ({one: 5}, ()),
-        ({zero: 1, one: 2}, ()),
-        ({}, ()),
+        Found({zero: 10}),
+        Found({one: 20}, [two]),
+        Found({one: 5}),
+        Found({zero: 1, one: 2}),
+        Found({}),
     ]
     placement = make(per=2, policy=policy)
     for key in range(2):

@@ -94,12 +94,41 @@ def test_a_stamp_of_another_device_does_not_count(x, calls):
     assert names(calls)[0] == ("cuCtxRecordEvent", 0)
 
 
-def test_where_it_is_already_only_the_stamp_is_waited_for(x, calls):
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("kind", [lambda x: x, lambda x: [x]])
+def test_where_it_is_already_only_the_stamp_is_waited_for(machine, x, calls, kind, done):
+    value = kind(x)
+    made = stamp(value)
+    if not done:
+        machine.faults.inject("cuEventQuery", NOT_READY)
+    calls.clear()
+    assert to_device(value, 0, after=made) is value
+    assert to_device(value, 0) is value
+    assert names(calls) == ([] if done else [("cuStreamWaitEvent", 0)])
+
+
+def test_whether_it_is_done_is_asked_until_it_is(machine, x):
     made = stamp(x)
+    machine.faults.inject("cuEventQuery", NOT_READY, times=2)
+    assert [made.done() for _ in range(4)] == [False, False, True, True]
+    assert machine.faults.calls["cuEventQuery"] == 3
+    assert machine.faults.calls["cuEventDestroy"] == machine.faults.calls["cuEventCreate"] == 1
+    assert made.devices == (Device(0),)
+
+
+def test_where_it_cannot_be_asked_it_is_waited_for(machine, x, calls):
+    made = stamp(x)
+    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_CAPTURED_EVENT)
     calls.clear()
     assert to_device(x, 0, after=made) is x
-    assert to_device(x, 0) is x
     assert names(calls) == [("cuStreamWaitEvent", 0)]
+
+
+def test_a_broken_device_is_noticed_where_it_is_waited_for(machine, x):
+    made = stamp(x)
+    machine.faults.poison(cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+        to_device(x, 0, after=made)
 
 
 def test_many_from_one_device_are_ordered_once(x, calls):
