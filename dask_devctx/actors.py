@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import weakref
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Collection, Hashable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -16,6 +18,9 @@ from dask_devctx.failures.guarded import Arguments, Bring
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
 
 _HANDLERS = ("actor_execute", "actor_attribute")
+_POLL_S = 0.01
+# So long an error may be on its way to the caller of a method.
+_ON_ITS_WAY_S = 0.2
 
 # By the state of the task that made the actor: an actor keeps its device while it lives, also when
 # the plugin is registered anew.
@@ -48,6 +53,7 @@ class PinnedActors(dict[Hashable, Any]):
         self._bring = _brought if move_inputs else None
         self._handlers = {name: worker.handlers[name] for name in _HANDLERS}
         self._called: Hashable = None
+        self._unanswered: Counter[Hashable] = Counter()
         worker.state.actors = self
         worker.handlers["actor_execute"] = self._execute
         worker.handlers["actor_attribute"] = self._attribute
@@ -60,6 +66,11 @@ class PinnedActors(dict[Hashable, Any]):
     def live_on(self, ts: Any, device: Device) -> None:
         """Note the device of the actor that a task makes."""
         _devices[ts] = device
+
+    async def answered(self, keys: Collection[Hashable]) -> None:
+        """Wait until those who called methods of these actors know how they ended."""
+        while any(self._unanswered[key] for key in keys):
+            await asyncio.sleep(_POLL_S)
 
     def __getitem__(self, key: Hashable) -> Any:
         actor = super().__getitem__(key)
@@ -78,11 +89,23 @@ class PinnedActors(dict[Hashable, Any]):
 
     async def _execute(self, actor: Hashable = None, **kwargs: Any) -> Any:
         self._called = actor  # it is looked up before anything else runs on this loop
+        self._unanswered[actor] += 1
+        failed = True
         try:
             answer = await self._handlers["actor_execute"](actor=actor, **kwargs)
+            failed = answer["status"] != "OK"
         finally:
             self._called = None
+            if failed:  # it is sent when this has returned
+                self._worker.loop.call_later(_ON_ITS_WAY_S, self._has_answered, actor)
+            else:
+                self._has_answered(actor)
         return self._to_send(actor, answer)
+
+    def _has_answered(self, actor: Hashable) -> None:
+        self._unanswered[actor] -= 1
+        if not self._unanswered[actor]:
+            del self._unanswered[actor]
 
     def _attribute(self, actor: Hashable = None, **kwargs: Any) -> Any:
         with self._device_of(actor) or nullcontext():  # a property may compute

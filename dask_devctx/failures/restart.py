@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Collection, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
 from typing import Any
 
 from distributed import Worker
@@ -32,7 +32,9 @@ def refuse_data(worker: Worker) -> None:
     worker.handlers["get_data"] = _refuse
 
 
-async def end_failed_worker(worker: Worker, failure: Failure) -> None:
+async def end_failed_worker(
+    worker: Worker, failure: Failure, answered: Callable[[Collection[Hashable]], Awaitable[None]]
+) -> None:
     """End a worker whose process cannot use its devices any more.
 
     Parameters
@@ -41,13 +43,16 @@ async def end_failed_worker(worker: Worker, failure: Failure) -> None:
         The worker.
     failure
         What happened, and who errs with it.
+    answered
+        Given the keys of actors, waits until those who called their methods were told.
 
     Notes
     -----
     Runs on the worker's event loop. In this order: the worker takes no more tasks and hands on no
     more data; the error of each task that is to blame reaches the scheduler, also where the task
-    does not end; the worker leaves it as one that was expected to, so that no task that happened to
-    be there is blamed, and what it held is recomputed; the process exits. A nanny starts another.
+    does not end, and that of an actor's method its caller; the worker leaves the scheduler as one
+    that was expected to, so that no task that happened to be there is blamed, and what it held is
+    recomputed; the process exits. A nanny starts another.
     Nothing is done with the devices: a process whose primary context is reset under its libraries
     is worse than none, and any call may hang.
 
@@ -72,6 +77,7 @@ async def end_failed_worker(worker: Worker, failure: Failure) -> None:
     if not reported:
         _report(worker, failure.errors)
         reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
+    await _bounded(answered(failure.errors), "answer who called an actor")
     await _bounded(
         worker.scheduler.unregister(
             address=worker.contact_address,

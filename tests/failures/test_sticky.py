@@ -233,6 +233,28 @@ async def test_without_a_nanny_the_worker_closes_and_says_why(
 
 
 @in_a_loop
+async def test_who_called_an_actor_is_told_before_its_worker_leaves() -> None:
+    async with (
+        Scheduler(dashboard_address=":0", port=0) as scheduler,
+        Worker(scheduler.address) as worker,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        execute = worker.handlers["actor_execute"]
+
+        async def execute_slowly(**kwargs: Any) -> Any:
+            answer = await execute(**kwargs)
+            await asyncio.sleep(1.0)  # as on a machine that is busy
+            return answer
+
+        worker.handlers["actor_execute"] = execute_slowly
+        await client.register_plugin(DevicePlugin())
+        model = await client.submit(Model, actor=True)
+        with pytest.raises(DeviceFailedError, match="ILLEGAL_ADDRESS"):
+            await model.breaks()
+        await asyncio.wait_for(worker.finished(), 20)
+
+
+@in_a_loop
 async def test_the_scheduler_goes_while_tasks_run() -> None:
     async with (
         Scheduler(dashboard_address=":0", port=0) as scheduler,
