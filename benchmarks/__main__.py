@@ -30,10 +30,13 @@ from benchmarks.measure import measure
     "only",
     multiple=True,
     metavar="TEXT",
-    help="Only cases whose name has this; several, for any of them.",
+    help="Only cases whose name has this, in whatever case; several, for any of them.",
 )
 def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]) -> None:
-    """Measure SUBJECTs, all of them by default, beside whatever peers are installed."""
+    """Measure SUBJECTs, all of them by default, beside whatever peers are installed.
+
+    Ends with status 1 where a subject cannot run, ours failed, or no case has the TEXT.
+    """
     size = TINY if tiny else FULL
     about = machine.describe()
     click.echo("\n".join(machine.lines(about)))
@@ -47,16 +50,18 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
     def keep() -> None:
         report.write_json(path, {"when": when, "tiny": tiny, "machine": about, "subjects": found})
 
-    refused = False
+    refused = failed = False
+    texts = [text.casefold() for text in only]
     for name in names or subjects.NAMES:
         subject = subjects.load(name)
         click.echo(f"\n== {name}: {subject.TITLE}")
         found[name] = {"title": subject.TITLE, "cases": []}
         try:
             for case in subject.cases(size):
-                if only and not any(text in case.name for text in only):
+                if texts and not any(text in case.name.casefold() for text in texts):
                     continue
                 measured = measure(case, size)
+                failed |= any(m.failed for m in measured if m.contender.role == "ours")
                 click.echo(report.table(case, measured) + "\n")
                 found[name]["cases"].append(report.as_data(case, measured))
                 keep()  # whatever becomes of the rest
@@ -74,9 +79,11 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
             click.echo("  no plot: matplotlib is not installed")
         else:
             click.echo("  no plot: there is nothing to draw")
-    keep()
-    click.echo(f"\nresults: {path}")
-    if refused:
+    nothing = not any(subject["cases"] for subject in found.values())
+    if not nothing:  # else what was measured before is left there
+        keep()
+        click.echo(f"\nresults: {path}")
+    if refused or failed or nothing:
         raise SystemExit(1)
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from benchmarks import subjects
+from benchmarks.__main__ import main
 from benchmarks.case import TINY, Case, Contender, ContenderFailedError, Missing, Size
 from benchmarks.host import Entry, Host, started
 from benchmarks.measure import measure, verdict
@@ -52,8 +54,7 @@ def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str
                 assert len(contender["values"]) == TINY.rounds
                 assert min(contender["values"]) > 0
                 assert contender["name"] in done.stdout
-            if name in ("tasks", "startup", "transfer", "jobs"):
-                assert "SIMULATED" in case["name"]
+            assert ("SIMULATED" in case["name"]) is (name != "import")
     drawn = importlib.util.find_spec("matplotlib") is not None
     for name in names:
         assert (tmp_path / f"{name}.png").exists() is drawn
@@ -85,6 +86,36 @@ def _tiny(folder: Path, *arguments: str) -> dict[str, Any]:
     )
     results: dict[str, Any] = json.loads((folder / "results.json").read_text())
     return results
+
+
+def test_cases_are_chosen_by_their_names(tmp_path: Path) -> None:
+    (case,) = _tiny(tmp_path, "scope", "-k", "NOTHING is")["subjects"]["scope"]["cases"]
+    assert case["name"].startswith("nothing is current")
+    before = (tmp_path / "results.json").read_text()
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        _tiny(tmp_path, "scope", "-k", "no such case")
+    assert caught.value.returncode == 1
+    assert b"no case's name has 'no such case'" in caught.value.stdout
+    assert (tmp_path / "results.json").read_text() == before
+
+
+def test_ours_failing_is_told_by_the_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(count: int) -> float:
+        raise ContenderFailedError("it has had enough")
+
+    class Subject:
+        TITLE = "a subject"
+
+        @staticmethod
+        def cases(size: Size) -> Iterator[Case]:
+            yield Case("a case", "with", [Contender("ours", fails, "ours"), _constant("peer", 1.0)])
+
+    monkeypatch.setattr(subjects, "load", lambda name: Subject)
+    done = CliRunner().invoke(main, ["--tiny", "scope", "-o", str(tmp_path)])
+    assert done.exit_code == 1
+    assert "FAILED: ours: it has had enough" in done.output
 
 
 def test_a_machine_without_gpus_is_told_so(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+from benchmarks import field
 from benchmarks.case import CannotRunError, Case, Contender, Size
 from benchmarks.subjects import scope_contenders as contenders
 from benchmarks.subjects.scope_contenders import Way
@@ -47,7 +48,7 @@ def cases(size: Size) -> Iterator[Case]:
                 continue  # the state was compared above; this compares the making
             with ExitStack() as stack:
                 yield Case(
-                    name=f"{name}, the object {kind}",
+                    name=f"{name}, the object {kind}{field.where()}",
                     per="with",
                     target=TARGET if judged and not made_each_time else None,
                     contenders=[
