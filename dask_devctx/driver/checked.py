@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ class CheckedCalls:
         self.driver = driver
         self.types: Any = types
         self.forked = False
-        self._addresses: dict[str, int] = {}
+        self._address = functools.cache(self._found)
 
     def _value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
         try:
@@ -104,16 +105,12 @@ class CheckedCalls:
         The bindings give Python's lock up around each call. Where other threads are busy it is
         often milliseconds until it comes back, and these functions take a microsecond at most.
         """
-        address = self._addresses.get(function)
-        if address is None:
-            address = self._learn(function, version)
+        address = self._address(function, version)
         return invoke(address, *numbers) if address else None
 
     def _out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
         """The same for a function that changes what its first argument points to; that value."""
-        address = self._addresses.get(function)
-        if address is None:
-            address = self._learn(function, version)
+        address = self._address(function, version)
         if not address:
             return None
         status, value = invoke_out(address, value, *numbers)
@@ -121,11 +118,9 @@ class CheckedCalls:
             raise self._error(function, status)
         return value
 
-    def _learn(self, function: str, version: int) -> int:
-        """Find the address of a function that is called for the first time; 0 for none."""
-        found = None if invoke is None else self.address(function, version)
-        self._addresses[function] = found or 0
-        return found or 0
+    def _found(self, function: str, version: int) -> int:
+        """Return the address of a function that is to be called by it; 0 for none."""
+        return 0 if invoke is None else self.address(function, version) or 0
 
     def _called(self, function: str, version: int, *numbers: int) -> bool:
         """Whether the function was called by its address; raises where it was, and failed."""
