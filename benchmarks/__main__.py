@@ -50,7 +50,7 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
     def keep() -> None:
         report.write_json(path, {"when": when, "tiny": tiny, "machine": about, "subjects": found})
 
-    refused = failed = False
+    failed = False
     texts = [text.casefold() for text in only]
     for name in names or subjects.NAMES:
         subject = subjects.load(name)
@@ -66,7 +66,7 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
                 found[name]["cases"].append(report.as_data(case, measured))
                 keep()  # whatever becomes of the rest
         except CannotRunError as error:
-            refused = True
+            failed = True
             click.echo(f"  cannot run here: {error}")
             found[name]["cannot_run"] = str(error)
             continue
@@ -79,11 +79,12 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
             click.echo("  no plot: matplotlib is not installed")
         else:
             click.echo("  no plot: there is nothing to draw")
-    nothing = not any(subject["cases"] for subject in found.values())
-    if not nothing:  # else what was measured before is left there
+    if any(subject["cases"] for subject in found.values()):
         keep()
         click.echo(f"\nresults: {path}")
-    if refused or failed or nothing:
+    else:  # what was measured before is left there
+        failed = True
+    if failed:
         raise SystemExit(1)
 
 
