@@ -197,7 +197,7 @@ class Inputs:
             nbytes = sum(places.values()) - places.get(device, 0)
             lifetime = lifetimes.get(one.key)
             if nbytes and lifetime is not None and device not in one.copies:
-                far.append((one.value, lifetime, nbytes))
+                far.append((one, lifetime, nbytes))
         if far:  # else that thread is not woken: it would take Python's lock from the others
             self._later.put(partial(self._move_ahead, far, device))
 
@@ -206,14 +206,15 @@ class Inputs:
             do()
             del do  # while nothing is to be done, nothing is kept
 
-    def _move_ahead(self, far: Iterable[tuple[object, Lifetime, int]], device: Device) -> None:
-        for value, lifetime, nbytes in far:
+    def _move_ahead(self, far: Iterable[tuple[Input, Lifetime, int]], device: Device) -> None:
+        for one, lifetime, nbytes in far:
             try:
                 wanted = self._open and not lifetime.ended
                 if wanted and self.replicas.wants(lifetime, device, nbytes):
-                    self.replicas.get(lifetime, value, device, after=lifetime.after, ahead=True)
+                    after = lifetime.after
+                    self.replicas.get(lifetime, one.value, device, after=after, ahead=True)
             except Exception:  # the task will try for itself, and fail with this if it must
-                logger.debug("an input was not brought to %s ahead", device, exc_info=True)
+                logger.debug("%r was not brought to %s ahead", one.key, device, exc_info=True)
 
     def bring(
         self, data: Mapping[Hashable, Any], lifetimes: Mapping[Hashable, Lifetime], device: Device

@@ -250,8 +250,9 @@ class Pinning:
         """End the worker; called on the thread of the task that noticed."""
         refuse_data(self._worker)  # now: whoever is told may ask before the event loop has its turn
         marks.tell(self._worker, str(failure.error), failure.suspects)
-        end = partial(end_failed_worker, self._worker, failure, self._actors.answered)
-        self._worker.loop.add_callback(end)
+        self._worker.loop.add_callback(
+            end_failed_worker, self._worker, failure, self._actors.answered
+        )
 
     def _written(self, key: Hashable, value: object) -> None:
         """Called when dask is about to write a value to disk, be it as soon as it was made."""
