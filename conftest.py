@@ -20,7 +20,7 @@ import pytest
 os.environ.setdefault("DASK_DEVCTX__SIMULATED_DEVICES", "4")
 
 from dask_devctx import driver
-from dask_devctx.scope import open_scopes
+from dask_devctx.cuda.scope import open_scopes
 
 # Pools that dask keeps for the life of the process, by their threads' names.
 PROCESS_WIDE_THREADS = ("Dask-Offload", "Profile", "IO loop", "asyncio_")

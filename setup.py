@@ -10,7 +10,7 @@ stable_abi = not sysconfig.get_config_var("Py_GIL_DISABLED")
 setup(
     ext_modules=[
         Extension(
-            "dask_devctx._scope",
+            "dask_devctx.driver._scope",
             ["csrc/scope.c"],
             depends=["csrc/native.h", "csrc/stack.h"],
             py_limited_api=True,

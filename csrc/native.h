@@ -143,7 +143,7 @@ static PyType_Slot native_slots[] = {
 };
 
 static PyType_Spec native_spec = {
-    .name = "dask_devctx._scope.Native",
+    .name = "dask_devctx.driver._scope.Native",
     .basicsize = sizeof(Native),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
     .slots = native_slots,

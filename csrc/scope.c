@@ -289,7 +289,7 @@ static PyType_Slot scope_slots[] = {
 };
 
 static PyType_Spec scope_spec = {
-    .name = "dask_devctx._scope.ScopeBase",
+    .name = "dask_devctx.driver._scope.ScopeBase",
     .basicsize = sizeof(ScopeBase),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC
              | Py_TPFLAGS_IMMUTABLETYPE,
@@ -368,7 +368,7 @@ static PyMethodDef module_methods[] = {
 /* Initialised in one phase: an interpreter beside the main one refuses it, and does without. */
 static PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
-    .m_name = "dask_devctx._scope",
+    .m_name = "dask_devctx.driver._scope",
     .m_doc = "The device scope's fast path.",
     .m_size = -1,
     .m_methods = module_methods,
@@ -390,7 +390,7 @@ PyInit__scope(void)
         PyObject **where;
         const char *text;
     } names[] = {
-        {&stack_key, "dask_devctx._scope.stack"},
+        {&stack_key, "dask_devctx.driver._scope.stack"},
         {&name_native, "native"},
         {&name_calls, "calls"},
         {&name_context_id, "context_id"},

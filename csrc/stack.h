@@ -164,7 +164,7 @@ static PyType_Slot stack_slots[] = {
 };
 
 static PyType_Spec stack_spec = {
-    .name = "dask_devctx._scope.Stack",
+    .name = "dask_devctx.driver._scope.Stack",
     .basicsize = sizeof(Stack),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     .slots = stack_slots,

@@ -7,10 +7,12 @@ distributed and touches no driver. The distributed half is imported on first use
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dask_devctx.context import CacheConfig, Context, SharedMemoryConfig, StreamPriorityRange
-from dask_devctx.context_flags import ContextFlags
-from dask_devctx.context_limits import Limit
-from dask_devctx.device import Device, devices
+from dask_devctx.cuda.context import CacheConfig, Context, SharedMemoryConfig, StreamPriorityRange
+from dask_devctx.cuda.device import Device, devices
+from dask_devctx.cuda.flags import ContextFlags
+from dask_devctx.cuda.limits import Limit
+from dask_devctx.cuda.on_device import on_device
+from dask_devctx.cuda.primary import PrimaryContext
 from dask_devctx.errors import (
     DevctxError,
     DeviceFailedError,
@@ -26,14 +28,12 @@ from dask_devctx.errors import (
     LockDirectoryError,
     VisibleDevicesError,
 )
-from dask_devctx.primary import PrimaryContext
-from dask_devctx.tasks import on_device
 
 if TYPE_CHECKING:
-    from dask_devctx.cluster import LocalDeviceCluster
+    from dask_devctx.client.cluster import LocalDeviceCluster
+    from dask_devctx.client.report import report
     from dask_devctx.plugin import DevicePlugin
-    from dask_devctx.reporting import report
-    from dask_devctx.routing import DeviceRouting
+    from dask_devctx.scheduler.routing import DeviceRouting
     from dask_devctx.simulated_array import SimulatedArray as SimulatedArray
     from dask_devctx.transfer import device_of, to_device
 
@@ -72,13 +72,13 @@ __all__ = [
 # What needs dask, and where it is.
 _DISTRIBUTED_HALF = {
     "DevicePlugin": "dask_devctx.plugin",
-    "DeviceRouting": "dask_devctx.routing",
-    "LocalDeviceCluster": "dask_devctx.cluster",
+    "DeviceRouting": "dask_devctx.scheduler.routing",
+    "LocalDeviceCluster": "dask_devctx.client.cluster",
     # `--preload dask_devctx` looks for this here
-    "dask_setup": "dask_devctx.preload",
+    "dask_setup": "dask_devctx.cli.preload",
     "SimulatedArray": "dask_devctx.simulated_array",  # needs NumPy, which nothing else does
     "device_of": "dask_devctx.transfer",
-    "report": "dask_devctx.reporting",
+    "report": "dask_devctx.client.report",
     "to_device": "dask_devctx.transfer",
 }
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Any, Final, Literal
 
-from dask_devctx.device import Device
-from dask_devctx.selection import ACCEPTED, AUTO, CURRENT, NO_DEVICE
-from dask_devctx.tasks import DeviceFunction
+from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 
 ANNOTATION: Final = "device"
+# On a task that may have broken a device: who runs it watches it. An annotation, because dask sends
+# those to whichever worker runs the task.
+WATCHED: Final = "devctx-watched"
 
 Unannotated = Literal["assign", "leave"]
 
@@ -20,7 +21,7 @@ def carried_device(task: object) -> object:
     Where dask has fused the function with others, the task is all of them and names none.
     """
     fn = getattr(task, "func", None)
-    return fn.which if fn.__class__ is DeviceFunction else None
+    return fn.which if getattr(type(fn), "carries_device", False) else None  # type: ignore[union-attr]
 
 
 def requested_device(
@@ -56,7 +57,7 @@ def requested_device(
             return AUTO if unannotated == "assign" else None
     if wanted.__class__ is int:
         return wanted
-    if callable(wanted) and not isinstance(wanted, (type, Device)):
+    if callable(wanted) and not isinstance(wanted, type):
         wanted = wanted(key)
     if isinstance(wanted, str):
         if wanted == NO_DEVICE:
@@ -73,3 +74,8 @@ def not_an_annotation(wanted: object) -> TypeError:
         "none; or a function that is given the task's key and returns one of these; got "
         f"{wanted!r} of type {type(wanted).__name__}"
     )
+
+
+def is_watched(annotations: Mapping[str, Any] | None) -> bool:
+    """Return whether a task with these annotations is to be watched."""
+    return bool(annotations) and WATCHED in annotations  # type: ignore[operator]

@@ -8,14 +8,15 @@ from typing import Any
 
 from distributed import Worker, WorkerPlugin
 
-from dask_devctx import config, membership, options, serialization
+from dask_devctx import config
 from dask_devctx.annotations import Unannotated
-from dask_devctx.assignment import Policy, start_soonest
-from dask_devctx.device import Device
-from dask_devctx.interpreter import switch_interval
-from dask_devctx.keeping import keep_annotations
-from dask_devctx.pinning import Pinning
-from dask_devctx.replicas import check_limit
+from dask_devctx.config import options
+from dask_devctx.cuda.device import Device
+from dask_devctx.graph.keep import keep_annotations
+from dask_devctx.worker import registration, serialization
+from dask_devctx.worker.extension import DeviceExtension
+from dask_devctx.worker.interpreter import switch_interval
+from dask_devctx.worker.policy import Policy, start_soonest
 
 
 class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
@@ -41,7 +42,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         How much of each device's memory such copies may take, as a fraction.
     policy
         Chooses the device of a task that names none, given one
-        :class:`~dask_devctx.assignment.Candidate` per device.
+        :class:`~dask_devctx.worker.policy.Candidate` per device.
     synchronize
         Wait for the device before a task counts as done, so that work which fails is the fault of
         the task that gave it.
@@ -63,7 +64,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     too few devices free for ``devices_per_worker`` leaves again.
 
     Making one also makes ``device`` annotations of this process' arrays, bags and delayed values
-    survive dask's optimization: see :func:`~dask_devctx.keeping.keep_annotations`.
+    survive dask's optimization: see :func:`~dask_devctx.graph.keep.keep_annotations`.
 
     Examples
     --------
@@ -78,7 +79,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     name = "devctx"
     # What it has set up on its worker.
-    pinning: Pinning | None = None
+    extension: DeviceExtension | None = None
 
     def __init__(
         self,
@@ -101,18 +102,24 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.tasks_per_device = options.count("tasks-per-device", tasks_per_device)
         self.unannotated = options.choice("unannotated", unannotated, ("assign", "leave"))
         self.move_inputs = options.choice("move-inputs", move_inputs, (True, False))
-        self.replica_limit = config.get("replica-limit", replica_limit)
+        self.replica_limit = options.fraction("replica-limit", replica_limit)
         self.policy = policy
         self.synchronize = options.choice("synchronize", synchronize, (True, False))
         self.oom_retries = options.count("oom-retries", oom_retries, least=0)
-        check_limit(self.replica_limit)
         options.count("history", least=0)
         switch_interval()
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
         """The devices that its worker uses, where it is set up on one."""
-        return () if self.pinning is None else self.pinning.placement.devices
+        return () if self.extension is None else self.extension.placement.devices
+
+    def report(self) -> dict[str, list[dict[str, Any]]] | None:
+        """Return what ran where on its worker, as plain data; None where it is not set up.
+
+        To be called on the worker's event loop.
+        """
+        return None if self.extension is None else self.extension.record.report()
 
     # -- dask's hooks
 
@@ -136,13 +143,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                     "other's place, or take that away first: "
                     f"client.unregister_worker_plugin({name!r})"
                 )
-        if self.pinning is not None:  # it is the plugin of another worker of this process, too
+        if self.extension is not None:  # it is the plugin of another worker of this process, too
             own = copy.copy(self)
-            own.pinning = None
+            own.extension = None
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
             await own.setup(worker)
             return
-        self.pinning = Pinning(
+        self.extension = DeviceExtension(
             worker,
             devices=self.devices,
             devices_per_worker=self.devices_per_worker,
@@ -154,23 +161,23 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             synchronize=self.synchronize,
             oom_retries=self.oom_retries,
         )
-        failure = self.pinning.failure
+        failure = self.extension.failure
         if failure is None:
-            await membership.announce(worker, self.pinning.placement.devices)
+            await registration.announce(worker, self.extension.placement.devices)
         else:
-            await membership.refuse(worker, failure)
+            await registration.refuse(worker, failure)
             raise failure  # dask tells the client, and keeps the plugin
 
     async def teardown(self, worker: Worker) -> None:
         """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
         # Nothing is awaited in here: dask calls no hook of a plugin that it is about to replace,
         # and what begins in between would run on no device, or on another's.
-        if self.pinning is not None:
-            self.pinning.close()
-            self.pinning = None
-            membership.withdraw(worker)
+        if self.extension is not None:
+            self.extension.close()
+            self.extension = None
+            registration.withdraw(worker)
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Follow each task of the worker from state to state."""
-        if self.pinning is not None:
-            self.pinning.transition(key, start, finish)
+        if self.extension is not None:
+            self.extension.transition(key, start, finish)

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from dask_devctx import driver
-from dask_devctx.device import Device
+from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DevctxError, DeviceMismatchError, DriverUnavailableError
+from dask_devctx.transfer import device_of, to_device
 
 _Array = np.ndarray[Any, Any]
 
@@ -353,3 +354,16 @@ def _register_with_dask_array() -> None:
 
     _registered = True
     numel_lookup.register(SimulatedArray, _numel_arraylike)
+
+
+def _device_of(array: SimulatedArray) -> Device:
+    return array.device
+
+
+def _to_device(array: SimulatedArray, device: Device) -> SimulatedArray:
+    return array.copy_to(device)
+
+
+# Where such an array is, and how it reaches another device: two functions, as for any type.
+device_of.register(SimulatedArray, _device_of)
+to_device.register(SimulatedArray, _to_device)

@@ -30,7 +30,7 @@ _IN_C = pytest.param(
     "addressed",
     id="addressed",
     marks=pytest.mark.skipif(
-        find_spec("dask_devctx._scope") is None, reason="the extension _scope was not built"
+        find_spec("dask_devctx.driver._scope") is None, reason="the extension _scope was not built"
     ),
 )
 _BACKENDS = [

@@ -19,10 +19,10 @@ import dask
 
 from dask_devctx import DevicePlugin, driver
 from dask_devctx.annotations import requested_device
-from dask_devctx.discovery import DeviceInfo, Inventory
+from dask_devctx.cuda.discovery import DeviceInfo, Inventory
+from dask_devctx.cuda.naming import find
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 from dask_devctx.errors import DeviceNotFoundError, DriverUnavailableError
-from dask_devctx.selection import find
 
 MIG = tuple(f"MIG-00000000-0000-0000-0000-00000000000{n}" for n in range(2))
 UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]

@@ -35,8 +35,8 @@ from cuda.bindings.driver import CUresult
 from distributed import Client, LocalCluster
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, driver
-from dask_devctx.look_ahead import LOOK_AHEAD
-from dask_devctx.scope import open_scopes
+from dask_devctx.config.options import LOOK_AHEAD
+from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.simulated_array import SimulatedArray
 
 LENGTH = 256

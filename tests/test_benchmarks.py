@@ -134,7 +134,7 @@ def test_a_machine_without_gpus_is_told_so(tmp_path: Path) -> None:
 def test_the_scope_subject_where_the_driver_tells_its_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("dask_devctx._scope", reason="the extension was not built")
+    pytest.importorskip("dask_devctx.driver._scope", reason="the extension was not built")
     monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "2")
     with driver.use(addressed(SimulatedMachine(2))):
         cases = []

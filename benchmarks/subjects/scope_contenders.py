@@ -144,7 +144,7 @@ def _ours(found: _Found, target: Device, bound: Sequence[Device]) -> None:
         role="ours",
     )
     if native is None:
-        built = find_spec("dask_devctx._scope") is not None
+        built = find_spec("dask_devctx.driver._scope") is not None
         reason = "the driver does not tell its addresses" if built else "the extension is not built"
         found.missing.append(Missing("dask_devctx, in C", reason))
         return
@@ -173,7 +173,7 @@ def _without_extension() -> Iterator[ModuleType]:
         return [name for name in sys.modules if name.partition(".")[0] == "dask_devctx"]
 
     before = {name: sys.modules.pop(name) for name in ours()}
-    sys.modules["dask_devctx._scope"] = None  # type: ignore[assignment]
+    sys.modules["dask_devctx.driver._scope"] = None  # type: ignore[assignment]
     try:
         yield importlib.import_module("dask_devctx")
     finally:

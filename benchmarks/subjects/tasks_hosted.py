@@ -13,7 +13,7 @@ from typing import Any
 def noops(n_devices: int) -> Iterator[Noops]:
     from distributed import Client, LocalCluster
 
-    from dask_devctx.look_ahead import LOOK_AHEAD
+    from dask_devctx.config.options import LOOK_AHEAD
 
     with (
         LocalCluster(

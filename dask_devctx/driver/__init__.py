@@ -11,17 +11,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
+from dask_devctx.driver.backends import SIMULATED_DEVICES_VARIABLE, Backend, real
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DriverUnavailableError
 
-if TYPE_CHECKING:
-    from dask_devctx.driver.backends import Backend
-
 __all__ = ["SIMULATED_DEVICES_VARIABLE", "backend", "current_backend", "use"]
-
-SIMULATED_DEVICES_VARIABLE = "DASK_DEVCTX__SIMULATED_DEVICES"
 
 _active: Backend | None = None
 _lock = ProcessLock()
@@ -69,13 +64,11 @@ def use(other: Backend) -> Iterator[Backend]:
 
 def _choose() -> Backend:
     global _active
-    from dask_devctx.driver import backends
-
     with _lock:
         if _active is None:
             count = _simulated_devices()
             try:
-                chosen = backends.simulated(count) if count else backends.real()
+                chosen = _simulated(count) if count else real()
             except ImportError as error:
                 raise DriverUnavailableError(
                     f"cuda-bindings and nvidia-ml-py cannot be loaded: {error}",
@@ -103,3 +96,9 @@ def _simulated_devices() -> int:
             f"Set or unset {SIMULATED_DEVICES_VARIABLE}",
         )
     return int(count)
+
+
+def _simulated(count: int) -> Backend:
+    from dask_devctx.driver.simulated.machine import SimulatedMachine
+
+    return SimulatedMachine(count).backend()

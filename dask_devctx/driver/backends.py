@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE
 from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError, DriverError, DriverUnavailableError
 
 if TYPE_CHECKING:
-    from dask_devctx._scope import Native
+    from dask_devctx.driver._scope import Native
     from dask_devctx.driver.protocol import Driver, Nvml
-    from dask_devctx.driver.simulated.machine import SimulatedMachine
+
+# How many GPUs to simulate, in the environment.
+SIMULATED_DEVICES_VARIABLE: Final = "DASK_DEVCTX__SIMULATED_DEVICES"
 
 _REMEDY = (
     "Install NVIDIA's driver where the GPUs are, or set "
@@ -43,7 +44,7 @@ class Backend:
         The simulated machine, or None where the devices are real.
     """
 
-    def __init__(self, driver: Driver, nvml: Nvml, machine: SimulatedMachine | None = None) -> None:
+    def __init__(self, driver: Driver, nvml: Nvml, machine: Any = None) -> None:
         self.nvml = nvml
         self.machine = machine
         self.calls = Calls(driver)
@@ -151,7 +152,7 @@ def environment() -> tuple[str | None, str | None]:
 def _native(calls: Calls) -> Native | None:
     """What the extension needs of a driver, where both are there."""
     try:
-        from dask_devctx._scope import Native
+        from dask_devctx.driver._scope import Native
     except ImportError:
         return None
     get_current, set_current = calls.current_address(), calls.set_current_address()
@@ -181,10 +182,3 @@ def real() -> Backend:
     from cuda.bindings import driver
 
     return Backend(driver, pynvml)
-
-
-def simulated(count: int) -> Backend:
-    """``count`` simulated GPUs; see :class:`~dask_devctx.driver.simulated.SimulatedMachine`."""
-    from dask_devctx.driver.simulated.machine import SimulatedMachine
-
-    return SimulatedMachine(count).backend()

@@ -15,7 +15,7 @@ from dask_devctx.errors import (
 )
 
 try:
-    from dask_devctx._scope import invoke, invoke_out
+    from dask_devctx.driver._scope import invoke, invoke_out
 except ImportError:  # it was not built
     invoke = invoke_out = None  # type: ignore[assignment]
 

@@ -1,7 +1,7 @@
 """How ``CUDA_VISIBLE_DEVICES`` chooses and orders devices: a pure function.
 
 It lives with the driver because it is the driver's rule: the simulated driver follows it,
-and :mod:`dask_devctx.discovery` foretells by it what the driver will show.
+and :mod:`dask_devctx.cuda.discovery` foretells by it what the driver will show.
 
 References
 ----------

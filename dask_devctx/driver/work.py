@@ -127,7 +127,7 @@ class WorkCalls(CheckedCalls):
             self._value(self.driver.cuMemFree, 0)
 
 
-class Undisturbing:
+class RelaxedCapture:
     """Let this thread look at a device without ending what another thread captures as a graph."""
 
     __slots__ = ("_before", "_calls")

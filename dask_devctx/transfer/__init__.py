@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib
 import threading
 
+from dask_devctx.transfer.events import Stamp, hold, release_held, stamp
+from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import to_device
-from dask_devctx.transfer.order import Stamp, hold, release_held, stamp
-from dask_devctx.transfer.where import device_of, nbytes_by_device
 
 __all__ = [
     "Stamp",
@@ -32,7 +32,6 @@ _LIBRARIES = {
     "numba_cuda": "numba",
     "jax": "jax",
     "jaxlib": "jax",
-    "dask_devctx": "simulated",
 }
 
 
@@ -44,7 +43,7 @@ def _register_lazily(toplevel: str, module: str) -> None:
     def register() -> None:
         with _lock:  # once, for all three: not over what a user registered since
             if module not in _registered:
-                importlib.import_module(f"dask_devctx.transfer.{module}").register()
+                importlib.import_module(f"dask_devctx.transfer.libraries.{module}").register()
                 _registered.add(module)
 
     for registry in (device_of, nbytes_by_device, to_device):

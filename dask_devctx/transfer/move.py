@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from dask_devctx.device import Device
+from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.containers import BUILT_IN, Container, DataclassLike
-from dask_devctx.transfer.order import Stamp, hold, release_held
+from dask_devctx.transfer.events import Stamp, hold, release_held
+from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.peers import connect
 from dask_devctx.transfer.registry import Registry
-from dask_devctx.transfer.where import device_of, nbytes_by_device
 
 logger = logging.getLogger(__name__)
 

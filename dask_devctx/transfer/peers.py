@@ -6,11 +6,11 @@ import logging
 import threading
 import weakref
 
-from dask_devctx.device import Device
+from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.errors import DriverError
-from dask_devctx.transfer.order import Event
+from dask_devctx.transfer.events import Event
 
 logger = logging.getLogger(__name__)
 

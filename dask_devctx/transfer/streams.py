@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from dask_devctx.device import Device
+from dask_devctx.cuda.device import Device
 from dask_devctx.driver.work import LEGACY_STREAM, PER_THREAD_STREAM
 
 

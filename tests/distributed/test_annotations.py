@@ -22,8 +22,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
-from dask_devctx.keeping import Optimizer, keep_annotations
-from dask_devctx.optimization import optimize_array, optimize_bag, optimize_delayed
+from dask_devctx.graph.keep import Optimizer, keep_annotations
+from dask_devctx.graph.optimize import optimize_array, optimize_bag, optimize_delayed
 from tests.distributed.devices import here, with_plugin
 
 da = pytest.importorskip("dask.array")
@@ -263,8 +263,8 @@ _PICKLED_BY_MANY_THREADS = """
 import pickle, sys
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
-from dask_devctx.keeping import Optimizer
-from dask_devctx.optimization import optimize_array
+from dask_devctx.graph.keep import Optimizer
+from dask_devctx.graph.optimize import optimize_array
 sys.setswitchinterval(1e-6)
 together = Barrier(8)
 def send(function):

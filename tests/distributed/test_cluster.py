@@ -20,7 +20,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     devices,
 )
-from dask_devctx.splitting import take
+from dask_devctx.worker.leases import acquire
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 
@@ -105,7 +105,7 @@ def test_what_cannot_be_is_said_before_anything_starts(
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_devices_taken_by_others(lock_directory: Path, processes: bool) -> None:
-    share = take(devices(), 3, holder="somebody", directory=lock_directory)
+    share = acquire(devices(), 3, holder="somebody", directory=lock_directory)
     before = set(psutil.Process().children(recursive=True))
     start = time.monotonic()
     with pytest.raises(DevicesInUseError, match="somebody"):
@@ -113,7 +113,7 @@ def test_devices_taken_by_others(lock_directory: Path, processes: bool) -> None:
     assert time.monotonic() - start < 20
     assert leftovers(before) == set()
     share.release()
-    take(devices(), 4, holder="me", directory=lock_directory).release()
+    acquire(devices(), 4, holder="me", directory=lock_directory).release()
 
 
 def leftovers(before: set[psutil.Process]) -> set[psutil.Process]:
@@ -136,7 +136,7 @@ def test_asynchronously(lock_directory: Path) -> None:
             assert ordinals(cluster) == [[0, 1], [2, 3]]
             with dask.annotate(device=3):
                 assert await client.submit(_where, pure=False) == 3
-        share = take(devices(), 1, holder="somebody", directory=lock_directory)
+        share = acquire(devices(), 1, holder="somebody", directory=lock_directory)
         cluster = LocalDeviceCluster(n_workers=4, asynchronous=True, **QUIET)
         with pytest.raises(DevicesInUseError, match="somebody"):
             await cluster
@@ -144,7 +144,7 @@ def test_asynchronously(lock_directory: Path) -> None:
         assert cluster.scheduler.status.name == "closed"
         assert {worker.status.name for worker in cluster.workers.values()} <= {"closed"}
         share.release()
-        take(devices(), 4, holder="me", directory=lock_directory).release()
+        acquire(devices(), 4, holder="me", directory=lock_directory).release()
 
     asyncio.run(body())
 
@@ -209,7 +209,7 @@ def test_more_than_there_is_room_for_is_refused() -> None:
 def test_devices_that_were_in_use_are_taken_when_they_are_free(
     how: str, lock_directory: Path
 ) -> None:
-    share = take(devices(), 3, holder="somebody", directory=lock_directory)
+    share = acquire(devices(), 3, holder="somebody", directory=lock_directory)
     with (
         LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster,
         Client(cluster) as client,
@@ -227,7 +227,7 @@ def test_devices_that_were_in_use_are_taken_when_they_are_free(
 
 
 def test_a_cluster_stays_when_a_client_comes_while_workers_leave(lock_directory: Path) -> None:
-    share = take(devices(), 3, holder="somebody", directory=lock_directory)
+    share = acquire(devices(), 3, holder="somebody", directory=lock_directory)
     with LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster:
         cluster.scale(3)
         with Client(cluster) as client:

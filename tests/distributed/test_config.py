@@ -24,7 +24,7 @@ KEYS = sorted(config.defaults["devctx"])
 
 
 def schema() -> dict[str, Any]:
-    text = resources.files("dask_devctx").joinpath("devctx-schema.yaml").read_text("utf-8")
+    text = resources.files("dask_devctx.config").joinpath("devctx-schema.yaml").read_text("utf-8")
     found: dict[str, Any] = yaml.safe_load(text)
     return found
 

@@ -93,13 +93,13 @@ async def test_a_value_from_disk_is_not_of_the_work_that_first_made_it(
     with dask.annotate(device=1):
         x = client.submit(on_a_device, 1, pure=False)
     await x
-    before = plugin.pinning.inputs.lifetimes[x.key].after
+    before = plugin.extension.inputs.lifetimes[x.key].after
     assert before is not None
     worker.data.fast.evict(x.key)
     assert x.key in worker.data.disk
     with dask.annotate(device=2):
         assert await client.submit(total, x, pure=False) == MIB / 8
-    after = plugin.pinning.inputs.lifetimes[x.key].after
+    after = plugin.extension.inputs.lifetimes[x.key].after
     assert after is not None
     assert after is not before
 

@@ -31,8 +31,8 @@ from dask_devctx import (
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.errors import DeviceMismatchError
-from dask_devctx.inputs import Inputs
 from dask_devctx.transfer import Stamp
+from dask_devctx.worker.inputs import Inputs
 
 da = pytest.importorskip("dask.array")
 
@@ -106,11 +106,11 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
     assert await client.gather(tasks) == [(3,)] * 20
     ((copies, saved, nbytes),) = traffic(worker).values()
     assert (copies, saved, nbytes) == (1, 19, 800)
-    assert plugin.pinning.inputs.replicas.nbytes(3) == 800
+    assert plugin.extension.inputs.replicas.nbytes(3) == 800
     x.release()
     while x.key in worker.data:
         await asyncio.sleep(0.01)
-    assert plugin.pinning.inputs.replicas.nbytes(3) == 0
+    assert plugin.extension.inputs.replicas.nbytes(3) == 0
 
 
 class Grid:
@@ -129,7 +129,7 @@ async def test_the_bytes_of_a_registered_type_are_counted(
     with dask.annotate(device=2):
         assert await client.submit(lambda grid: where(grid.cells), grid, pure=False) == (2,)
     assert traffic(worker) == {(0, 2): (1, 0, 800)}
-    assert worker.plugins["devctx"].pinning.inputs.replicas.nbytes(2) == 800
+    assert worker.plugins["devctx"].extension.inputs.replicas.nbytes(2) == 800
 
 
 @one_worker()
@@ -226,7 +226,7 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """What it brings stands for a key that is gone, and is not taken for what comes after."""
-    replicas = worker.plugins["devctx"].pinning.inputs.replicas
+    replicas = worker.plugins["devctx"].extension.inputs.replicas
     begun, go_on = threading.Event(), threading.Event()
     with dask.annotate(device=0):
         x = client.submit(make, 1.0, key="x")
@@ -370,7 +370,7 @@ async def test_what_starts_moving_too_late_leaves_no_copy(
     client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """Copies ahead of their tasks wait for their turn, and meanwhile dask lets a key go."""
-    replicas, first = worker.plugins["devctx"].pinning.inputs.replicas, threading.Event()
+    replicas, first = worker.plugins["devctx"].extension.inputs.replicas, threading.Event()
     with dask.annotate(device=0):
         slow, x, last = (client.submit(make, 1.0, n, pure=False) for n in (50, 100, 200))
         await wait([slow, x, last])
@@ -443,7 +443,7 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     x.release()
     await until(lambda: not worker.state.tasks)
     gc.collect()
-    await until(lambda: worker.plugins["devctx"].pinning.inputs.replicas.nbytes(1) == 0)
+    await until(lambda: worker.plugins["devctx"].extension.inputs.replicas.nbytes(1) == 0)
     assert machine.gpus[1].used_memory == 800
     pending[0] = False
     await until(lambda: machine.gpus[1].used_memory == 0)
@@ -470,7 +470,7 @@ async def test_a_task_that_outlives_the_plugin_leaves_no_copy(
     client: Client, scheduler: Any, worker: Worker
 ) -> None:
     await client.register_plugin(DevicePlugin())
-    inputs = worker.plugins["devctx"].pinning.inputs
+    inputs = worker.plugins["devctx"].extension.inputs
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
         await x
@@ -496,7 +496,7 @@ async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
 ) -> None:
     """It is not fetched again: the task that runs still has it."""
     await client.register_plugin(DevicePlugin())
-    lifetimes = second.plugins["devctx"].pinning.inputs.lifetimes
+    lifetimes = second.plugins["devctx"].extension.inputs.lifetimes
 
     def ask() -> tuple[Any, Any]:
         x = client.submit(make, key="x", workers=[first.address])
@@ -607,7 +607,7 @@ async def test_unregistering_drops_the_copies(
         x = client.submit(make, pure=False)
     with dask.annotate(device=1):
         await client.submit(where, x)
-    inputs = worker.plugins["devctx"].pinning.inputs
+    inputs = worker.plugins["devctx"].extension.inputs
     assert inputs.replicas.nbytes(1) == 800
     await client.unregister_worker_plugin("devctx")
     assert inputs.replicas.nbytes(1) == 0

@@ -14,8 +14,8 @@ from distributed import Client
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster
-from dask_devctx.interpreter import Interpreter
-from dask_devctx.out_of_memory import release_caches
+from dask_devctx.cuda.out_of_memory import release_caches
+from dask_devctx.worker.interpreter import Interpreter
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2)

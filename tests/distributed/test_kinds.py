@@ -206,7 +206,7 @@ async def test_cancelled_and_resumed_in_one_tick(
     await async_poll_for(lambda: seen, timeout=10)
     assert seen == [3] if device == 3 else seen[0] in range(4)
     await async_poll_for(
-        lambda: "x" not in worker.plugins["devctx"].pinning.placement.placed, timeout=10
+        lambda: "x" not in worker.plugins["devctx"].extension.placement.placed, timeout=10
     )
 
 
@@ -627,5 +627,5 @@ async def test_two_thousand_mixed_tasks(client: Any, scheduler: Any, worker: Any
             assigned.append(saw)
     assert set(assigned) == {0, 1, 2, 3}
     plugin = worker.plugins["devctx"]
-    assert {len(pool._threads) for pool in plugin.pinning.pools.values()} == {2}
-    assert not plugin.pinning.placement.placed
+    assert {len(pool._threads) for pool in plugin.extension.pools.values()} == {2}
+    assert not plugin.extension.placement.placed

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from dask_devctx.cuda.inspection import inspect_machine
 from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE, backends, use
-from dask_devctx.inspection import inspect_machine
 
 
 @pytest.mark.parametrize("kind", ["simulated", "real"])

@@ -18,7 +18,7 @@ from distributed.worker_state_machine import ComputeTaskEvent
 from dask_devctx import DeviceNotFoundError, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
-from dask_devctx.pinned import PinnedTask
+from dask_devctx.worker.task import DeviceTask
 from tests.distributed.devices import current_context, here, with_plugin
 
 
@@ -81,7 +81,7 @@ async def test_unregistering_while_tasks_run(client: Any, scheduler: Any, worker
 
     executors, handlers, actors, tasks = state_of(worker)
     assert (executors, handlers, actors) == before[:3]
-    assert all(kind is not PinnedTask for kind, _ in tasks.values())
+    assert all(kind is not DeviceTask for kind, _ in tasks.values())
     assert all("executor" not in (annotations or {}) for _, annotations in tasks.values())
     assert await client.submit(here, "after") is None
     assert await actor.where(separate_thread=False) is None
@@ -112,7 +112,7 @@ async def test_workers_that_join(client: Any, scheduler: Any, worker: Any) -> No
     async with Worker(scheduler.address, nthreads=8, name="late", validate=True) as late:
         with dask.annotate(device=2):
             assert await client.submit(here, workers=["late"]) == 2
-        assert set(late.plugins["devctx"].pinning.pools) <= set(late.executors)
+        assert set(late.plugins["devctx"].extension.pools) <= set(late.executors)
     assert not [name for name in device_threads() if "late" in name]
 
 
@@ -298,7 +298,7 @@ async def test_tasks_that_begin_while_the_plugin_is_replaced_are_pinned(
     await worker.plugin_add(DevicePlugin())
     await async_poll_for(lambda: len(ran) == 2, timeout=10)
     assert ran == [3, 2]
-    assert worker.plugins["devctx"].pinning.record.metrics(worker)[3]["running"] == 0
+    assert worker.plugins["devctx"].extension.record.metrics(worker)[3]["running"] == 0
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_devctx import Device, DeviceNotFoundError, LocalDeviceCluster, devices
-from dask_devctx.assignment import FULL_NBYTES, LINK_BYTES_PER_S, Candidate, start_soonest
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.placement import Placement
+from dask_devctx.worker.placement import Placement
+from dask_devctx.worker.policy import FULL_NBYTES, LINK_BYTES_PER_S, Candidate, start_soonest
 from tests.distributed.devices import here, with_plugin
 
 
@@ -89,8 +89,8 @@ def test_round_robin_on_ties(make: Callable[..., Placement]) -> None:
 
 def test_durations_by_prefix(make: Callable[..., Placement]) -> None:
     placement = make()
-    placement.took("long", 10.0)
-    placement.took("short", 0.1)
+    placement.record_duration("long", 10.0)
+    placement.record_duration("short", 0.1)
     first = placement.place("a", "long", 0)
     for key in ("b", "c", "d"):
         for device in (1, 2, 3):
@@ -101,7 +101,7 @@ def test_durations_by_prefix(make: Callable[..., Placement]) -> None:
 
 def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Placement]) -> None:
     placement = make()
-    placement.took("known", 1.0)
+    placement.record_duration("known", 1.0)
     for key in range(5):
         placement.place(key, "new", 0)
     placement.place("known", "known", 1)
@@ -192,7 +192,7 @@ def test_what_was_guessed_is_corrected_when_it_is_measured(
         placement.place(key, "new", "auto")
     placement.place("other", "other", 1)
     first = placement.remove(0)
-    placement.took("new", 0.001)
+    placement.record_duration("new", 0.001)
     busy = {load.device: placement._busy_s(load) for load in placement._loads.values()}
     assert busy.pop(first) == pytest.approx(0.001)
     assert busy.pop(Device(1)) > 0.05
@@ -202,7 +202,7 @@ def test_what_was_guessed_is_corrected_when_it_is_measured(
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from([None, "auto", 0, 1, 2, 3]))))
 def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) -> None:
     placement = Placement(devices(), 2, start_soonest)
-    placement.took("f", 0.1)
+    placement.record_duration("f", 0.1)
     there: dict[int, Device] = {}
     for key, wanted in steps:
         if wanted is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from distributed.threadpoolexecutor import rejoin, secede
 
-from dask_devctx.pools import DeviceThreadPoolExecutor, near_cpus, submitting
+from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus, submitting
 
 Priority = tuple[int, ...]
 

@@ -15,8 +15,8 @@ import pytest
 from distributed import Client, LocalCluster, Nanny, get_worker
 
 from dask_devctx import Device, DeviceNotFoundError, DevicesInUseError, DriverUnavailableError
+from dask_devctx.cli.preload import dask_setup
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.preload import dask_setup
 from tests.distributed.commands import Command, dask_command
 
 WORKER = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")

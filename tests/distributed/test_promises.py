@@ -36,7 +36,7 @@ from distributed import (
 from distributed.client import FutureCancelledError
 from distributed.utils_test import async_poll_for, gen_cluster, inc, slowinc
 
-from dask_devctx.pinned import PinnedTask
+from dask_devctx.worker.task import DeviceTask
 from tests.distributed.devices import here
 
 PRELOAD = "dask_devctx"
@@ -457,5 +457,5 @@ async def test_the_graph_that_is_sent_is_dasks_own(
     futures = client.map(inc, range(4))
     await wait(futures)
     for future in futures:
-        assert not isinstance(scheduler.tasks[future.key].run_spec, PinnedTask)
+        assert not isinstance(scheduler.tasks[future.key].run_spec, DeviceTask)
         assert "executor" not in (scheduler.tasks[future.key].annotations or {})

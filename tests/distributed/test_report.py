@@ -17,7 +17,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     report,
 )
-from dask_devctx.reporting import Report
+from dask_devctx.client.report import Report
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_a_worker_that_cannot_answer_does_not_hide_the_others(
 ) -> None:
     run_some(client)
     mute, other = cluster.workers.values()
-    mute.plugins["devctx"].pinning.record = object()  # as of another version
+    mute.plugins["devctx"].extension.record = object()  # as of another version
     found = report(client)
     assert {device.worker for device in found.devices} == {other.address}
     assert list(found.workers) == [other.address]

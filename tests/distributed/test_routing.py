@@ -13,14 +13,8 @@ import dask
 import pytest
 from distributed import Client, Event, LocalCluster, Worker, get_worker
 
-from dask_devctx import (
-    Device,
-    DeviceNotFoundError,
-    DevicePlugin,
-    DeviceRouting,
-    LocalDeviceCluster,
-    membership,
-)
+from dask_devctx import Device, DeviceNotFoundError, DevicePlugin, DeviceRouting, LocalDeviceCluster
+from dask_devctx.worker import registration
 
 
 def where(*_: object) -> str:
@@ -276,8 +270,8 @@ def test_a_scheduler_that_cannot_have_it_is_told_of(
     class WorkerAlone:
         scheduler = Scheduler()
 
-    with caplog.at_level(logging.WARNING, membership.__name__):
-        asyncio.run(membership.announce(WorkerAlone(), [Device(0)]))
+    with caplog.at_level(logging.WARNING, registration.__name__):
+        asyncio.run(registration.announce(WorkerAlone(), [Device(0)]))
     assert "Install dask-devctx where the scheduler runs" in caplog.text
     assert "No module named 'dask_devctx'" in caplog.text
 

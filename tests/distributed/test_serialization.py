@@ -56,7 +56,7 @@ nn = SimpleNamespace(Module=Module, Parameter=Parameter)
 CHECK = """
 import sys
 from distributed.protocol import dask_deserialize, dask_serialize, deserialize, serialize
-from dask_devctx.serialization import register
+from dask_devctx.worker.serialization import register
 first = sys.argv[1]
 if first == "registered":
     register()

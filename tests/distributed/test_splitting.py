@@ -17,13 +17,13 @@ from distributed import Client, LocalCluster
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.splitting import Share, take
+from dask_devctx.worker.leases import Lease, acquire
 
 TAKE = """
 import sys, time
 from dask_devctx import devices
-from dask_devctx.splitting import take
-share = take(devices(), int(sys.argv[2]), holder="child", directory=sys.argv[1])
+from dask_devctx.worker.leases import acquire
+share = acquire(devices(), int(sys.argv[2]), holder="child", directory=sys.argv[1])
 print(*[device.device_id for device in share.devices], flush=True)
 time.sleep(60)
 """
@@ -52,18 +52,18 @@ def held_by(worker: Any) -> list[int]:
 
 
 def test_shares_do_not_overlap_and_come_back(lock_directory: Path) -> None:
-    one = take(devices(), 2, holder="one", directory=lock_directory)
-    two = take(devices(), 2, holder="two", directory=lock_directory)
+    one = acquire(devices(), 2, holder="one", directory=lock_directory)
+    two = acquire(devices(), 2, holder="two", directory=lock_directory)
     assert [*one.devices, *two.devices] == list(devices())
     one.release()
-    assert take(devices(), 1, holder="three", directory=lock_directory).devices == (Device(0),)
+    assert acquire(devices(), 1, holder="three", directory=lock_directory).devices == (Device(0),)
     two.release()
 
 
 def test_too_many_says_who_holds_what(lock_directory: Path) -> None:
-    share = take(devices(), 3, holder="worker one", directory=lock_directory)
+    share = acquire(devices(), 3, holder="worker one", directory=lock_directory)
     with pytest.raises(DevicesInUseError) as caught:
-        take(devices(), 2, holder="worker two", directory=lock_directory)
+        acquire(devices(), 2, holder="worker two", directory=lock_directory)
     error = caught.value
     assert error.wanted == 2
     assert error.free == (str(Device(3).info),)
@@ -74,7 +74,7 @@ def test_too_many_says_who_holds_what(lock_directory: Path) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (again.wanted, again.free, again.holders) == (2, error.free, error.holders)
     # what it took before it gave up is free again
-    last = take(devices(), 1, holder="worker three", directory=lock_directory)
+    last = acquire(devices(), 1, holder="worker three", directory=lock_directory)
     assert last.devices == (Device(3),)
     share.release()
     last.release()
@@ -82,20 +82,20 @@ def test_too_many_says_who_holds_what(lock_directory: Path) -> None:
 
 def test_more_than_there_are(lock_directory: Path) -> None:
     with pytest.raises(DevicesInUseError, match="wants 5 devices for itself and there are 4"):
-        take(devices(), 5, holder="me", directory=lock_directory)
+        acquire(devices(), 5, holder="me", directory=lock_directory)
 
 
 def test_of_two_that_want_most_one_gets_them(lock_directory: Path) -> None:
-    def attempt(number: int) -> Share | DevicesInUseError:
+    def attempt(number: int) -> Lease | DevicesInUseError:
         try:
-            return take(devices(), 3, holder=str(number), directory=lock_directory)
+            return acquire(devices(), 3, holder=str(number), directory=lock_directory)
         except DevicesInUseError as error:
             return error
 
     with ThreadPoolExecutor(2) as pool:
         for _ in range(20):
             outcomes = list(pool.map(attempt, range(2)))
-            shares = [outcome for outcome in outcomes if isinstance(outcome, Share)]
+            shares = [outcome for outcome in outcomes if isinstance(outcome, Lease)]
             assert len(shares) == 1
             shares[0].release()
 
@@ -106,11 +106,11 @@ def test_processes_share_out_and_the_killed_ones_come_back(lock_directory: Path)
         shares = sorted(line(child) for child in children)
         assert shares == [[0, 1], [2, 3]]
         with pytest.raises(DevicesInUseError) as caught:
-            take(devices(), 1, holder="me", directory=lock_directory)
+            acquire(devices(), 1, holder="me", directory=lock_directory)
         holders = list(caught.value.holders.values())
         assert {f"pid {child.pid}" in "".join(holders) for child in children} == {True}
         end(children[0])
-        share = take(devices(), 2, holder="me", directory=lock_directory)
+        share = acquire(devices(), 2, holder="me", directory=lock_directory)
         share.release()
     finally:
         for child in children:
@@ -118,9 +118,9 @@ def test_processes_share_out_and_the_killed_ones_come_back(lock_directory: Path)
 
 
 def test_machines_do_not_share(lock_directory: Path) -> None:
-    here = take(devices(), 4, holder="here", directory=lock_directory)
+    here = acquire(devices(), 4, holder="here", directory=lock_directory)
     with driver.use(SimulatedMachine(4, host="elsewhere").backend()):
-        there = take(devices(), 4, holder="there", directory=lock_directory)
+        there = acquire(devices(), 4, holder="there", directory=lock_directory)
         there.release()
     here.release()
 
@@ -134,11 +134,11 @@ def test_workers_of_one_process(lock_directory: Path) -> None:
         workers = list(cluster.workers.values())
         assert sorted(map(held_by, workers)) == [[0, 1], [2, 3]]
         client.unregister_worker_plugin("devctx")
-        share = take(devices(), 4, holder="me", directory=lock_directory)
+        share = acquire(devices(), 4, holder="me", directory=lock_directory)
         share.release()
         client.register_plugin(DevicePlugin(devices_per_worker=1, devices=[3, 1]))
         assert sorted(map(held_by, workers)) == [[1], [3]]
-    share = take(devices(), 4, holder="me", directory=lock_directory)  # closing frees them
+    share = acquire(devices(), 4, holder="me", directory=lock_directory)  # closing frees them
     share.release()
 
 

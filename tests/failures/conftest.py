@@ -13,8 +13,8 @@ import dask
 import pytest
 
 from dask_devctx import driver
+from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.scope import open_scopes
 
 
 @pytest.fixture(autouse=True)

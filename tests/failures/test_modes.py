@@ -21,7 +21,7 @@ from dask_devctx import (
     devices,
     driver,
 )
-from dask_devctx.discovery import inventory
+from dask_devctx.cuda.discovery import inventory
 from dask_devctx.driver import statuses
 from dask_devctx.driver.simulated import SimulatedMachine
 

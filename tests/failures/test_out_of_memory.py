@@ -12,9 +12,9 @@ import pytest
 from distributed import Client
 
 from dask_devctx import Device, DeviceOutOfMemoryError, DevicePlugin, LocalDeviceCluster
+from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
-from dask_devctx.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.simulated_array import SimulatedArray
 
 GIB = 2**30
@@ -169,7 +169,7 @@ def test_room_is_made_on_the_device_first(client: Client, machine: SimulatedMach
         machine.gpus[device.device_id].used_memory -= 2**25
         return 2**25
 
-    worker.plugins["devctx"].pinning.guard.retries.drop_replicas = drop_replicas
+    worker.plugins["devctx"].extension.guard.retries.drop_replicas = drop_replicas
     with dask.annotate(device=3):
         assert client.submit(allocate, 2**21).result(timeout=20) == 3
     assert dropped == [Device(3)]

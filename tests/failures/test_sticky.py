@@ -23,7 +23,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     driver,
 )
-from dask_devctx.scope import open_scopes
+from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.simulated_array import SimulatedArray
 
 ILLEGAL_ADDRESS = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS

@@ -26,9 +26,10 @@ from dask_devctx import (
     devices,
     driver,
 )
-from dask_devctx.failures import Charge, Failure, Guard, marks
-from dask_devctx.failures.marks import WATCHED
-from dask_devctx.failures.watch import Watch
+from dask_devctx.annotations import WATCHED
+from dask_devctx.scheduler import suspects
+from dask_devctx.worker.failures import Charge, Failure, Guard
+from dask_devctx.worker.failures.quarantine import Watch
 
 ILLEGAL_ADDRESS = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
@@ -370,12 +371,12 @@ def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_chan
     scheduler = _Scheduler("x", ("x", 0), "y")
     shared = scheduler.tasks["x"].annotations = {"device": 1}
     event = {"action": "device-failed", "error": "…", "suspects": ["x", ("x", 0), "gone"]}
-    marks.put(scheduler, "devctx", event)
+    suspects.mark(scheduler, "devctx", event)
     assert scheduler.tasks["x"].annotations == {"device": 1, WATCHED: True}
     assert shared == {"device": 1}
     assert scheduler.tasks["x", 0].annotations == {WATCHED: True}
     assert scheduler.tasks["y"].annotations is None
-    marks.put(scheduler, "another topic", {**event, "suspects": ["y"]})
-    marks.put(scheduler, "devctx", {"level": "warning", "message": "…"})
-    marks.put(scheduler, "devctx", "no event of ours")
+    suspects.mark(scheduler, "another topic", {**event, "suspects": ["y"]})
+    suspects.mark(scheduler, "devctx", {"level": "warning", "message": "…"})
+    suspects.mark(scheduler, "devctx", "no event of ours")
     assert scheduler.tasks["y"].annotations is None

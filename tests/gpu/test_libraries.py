@@ -205,7 +205,7 @@ def not_primary(name):
     from contextlib import closing
 
     from dask_devctx import Device
-    from dask_devctx.context import Context
+    from dask_devctx.cuda.context import Context
 
     with closing(Context(0)) as own, own:
         with Device(1):

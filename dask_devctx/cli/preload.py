@@ -1,0 +1,87 @@
+"""``--preload dask_devctx``, for workers and for the scheduler."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from distributed import Scheduler, Worker, WorkerPlugin
+
+from dask_devctx.plugin import DevicePlugin
+from dask_devctx.scheduler.routing import DeviceRouting
+from dask_devctx.worker import registration
+from dask_devctx.worker.registration import NOT_STARTED
+
+
+async def dask_setup(server: object) -> None:
+    """Give a worker the plugin, as the configuration describes it, or a scheduler the routing.
+
+    Parameters
+    ----------
+    server
+        The worker or scheduler that preloads this package, while it starts.
+
+    Raises
+    ------
+    TypeError
+        It is something else, such as a nanny.
+
+    Notes
+    -----
+    A worker that cannot use its devices does not start. dask logs what a preload raises and goes
+    on, so the worker is handed the error to raise by itself.
+    """
+    if isinstance(server, Scheduler):
+        await server.register_scheduler_plugin(
+            DeviceRouting(), name=DeviceRouting.name, idempotent=True
+        )
+    elif isinstance(server, Worker):
+        plugin: WorkerPlugin
+        try:
+            plugin = DevicePlugin()
+        except Exception as error:
+            plugin = _Failing(error)
+        # What dask sets up right after the preloads; what fails there, fails the worker's start.
+        server._pending_plugins = (*server._pending_plugins, plugin)
+    else:
+        raise TypeError(
+            "dask_devctx is preloaded by workers and schedulers (distributed.worker.preload, "
+            f"distributed.scheduler.preload), not by {type(server).__name__}"
+        )
+
+
+class _Failing(WorkerPlugin):  # type: ignore[misc]
+    """Stands in for a plugin that could not be made."""
+
+    name = DevicePlugin.name
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def setup(self, worker: Worker) -> None:
+        await registration.refuse(worker, self._error)
+        raise self._error
+
+
+def _say_why_last(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """Show what ends this process, and in the last line why the worker did not start."""
+    show(kind, error, traceback)
+    cause: BaseException | None = error
+    while cause is not None:
+        if NOT_STARTED in getattr(cause, "__notes__", ()):
+            reason = f"{type(cause).__name__}: {str(cause).rstrip('.')}. {NOT_STARTED}"
+            print(f"\ndask_devctx: {reason}", file=sys.stderr)
+            return
+        cause = cause.__cause__
+
+
+# `dask worker` ends with "Worker failed to start." below a hundred lines of traceback. This is set
+# on import, since the process of the nanny imports the module and calls nothing in it.
+sys.excepthook = functools.partial(_say_why_last, sys.excepthook)

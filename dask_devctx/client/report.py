@@ -1,0 +1,213 @@
+"""What ran where on a whole cluster, as a table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distributed import Client, Worker
+
+from dask_devctx.client.tables import aligned, nbytes_text
+from dask_devctx.plugin import DevicePlugin
+
+
+@dataclass(frozen=True)
+class ReportedTask:
+    """One task that ran, or that failed.
+
+    Parameters
+    ----------
+    worker
+        The worker's address.
+    key
+        Its key.
+    prefix
+        What tasks of its kind are called.
+    uuid
+        The device's UUID.
+    device_id
+        The device's ordinal in the worker's process.
+    start, stop
+        When it ran, in seconds since the epoch by the scheduler's clock; None where it failed
+        before it could run.
+    outcome
+        ``"memory"`` or ``"error"``.
+    """
+
+    worker: str
+    key: Hashable
+    prefix: str
+    uuid: str
+    device_id: int
+    start: float | None
+    stop: float | None
+    outcome: str
+
+
+@dataclass(frozen=True)
+class ReportedRefusal:
+    """One task that failed before it had a device, such as one that nobody has.
+
+    Parameters
+    ----------
+    worker
+        The worker's address.
+    key
+        Its key.
+    prefix
+        What tasks of its kind are called.
+    reason
+        The error, in words.
+    """
+
+    worker: str
+    key: Hashable
+    prefix: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReportedDevice:
+    """One device of one worker, as its metrics say."""
+
+    worker: str
+    device_id: int
+    uuid: str
+    name: str | None
+    queued: int
+    running: int
+    done: int
+    failed: int
+    busy_s: float
+    memory_free: int | None
+    memory_total: int | None
+
+
+class Report(list[ReportedTask]):
+    """The tasks that ran on a cluster's devices, the earliest first; its text is a table.
+
+    ``pandas.DataFrame(report)`` makes a data frame of it, ``pandas.DataFrame(report.devices)`` one
+    of the devices.
+
+    Attributes
+    ----------
+    devices
+        A row for each device of each worker.
+    refused
+        The tasks that failed before they could run, as they got no device.
+    workers
+        Whether each worker runs the plugin, by its address.
+    silent
+        Why a worker did not answer, by its address: it is not in the others then.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[ReportedTask] = (),
+        devices: Sequence[ReportedDevice] = (),
+        refused: Sequence[ReportedRefusal] = (),
+        workers: Mapping[str, bool] | None = None,
+        silent: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(tasks)
+        self.devices = list(devices)
+        self.refused = list(refused)
+        self.workers = dict(workers or {})
+        self.silent = dict(silent or {})
+
+    def __repr__(self) -> str:
+        return str(self)  # thousands of tasks, one by one, tell nobody anything
+
+    def __str__(self) -> str:
+        """Return a line for each device and each kind of task on it, then what is amiss."""
+        rows: list[Sequence[object]] = []
+        for device in self.devices:
+            memory = f"{nbytes_text(device.memory_free)} of {nbytes_text(device.memory_total)} free"
+            state = (device.queued, device.running, device.done, device.failed)
+            where = (device.worker, f"cuda:{device.device_id}", device.uuid)
+            rows.append((*where, "all", *state, round(device.busy_s, 3), memory))
+            runs = [run for run in self if (run.worker, run.uuid) == (device.worker, device.uuid)]
+            for prefix in sorted({run.prefix for run in runs}):
+                same = [run for run in runs if run.prefix == prefix]
+                failed = sum(run.outcome == "error" for run in same)
+                busy_s = sum(run.stop - run.start for run in same if run.start and run.stop)
+                counts = ("", "", len(same) - failed, failed)
+                rows.append(("", "", "", prefix, *counts, round(busy_s, 3), ""))
+        head = ("worker", "device", "uuid", "tasks", "queued", "running", "done", "failed")
+        return "\n".join([aligned((*head, "busy s", "memory"), rows), *self._amiss()])
+
+    def _amiss(self) -> Iterator[str]:
+        same = Counter((task.worker, task.prefix, task.reason) for task in self.refused)
+        for (worker, prefix, reason), count in same.items():
+            yield f"refused on {worker}: {count} of {prefix}: {reason}"
+        for worker, reason in self.silent.items():
+            yield f"no answer from {worker}: {reason}"
+        without = [worker for worker, runs in self.workers.items() if not runs]
+        if not self.workers and not self.silent:
+            yield "the cluster has no workers"
+        elif len(without) == len(self.workers) > 0:
+            yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
+        elif without:
+            yield f"without the plugin: {', '.join(without)}"
+        having = {device.worker for device in self.devices}
+        bare = [worker for worker, runs in self.workers.items() if runs and worker not in having]
+        if bare:
+            yield f"with the plugin and without devices: {', '.join(bare)}"
+
+
+def report(client: Client) -> Any:
+    """Return what ran where.
+
+    Parameters
+    ----------
+    client
+        A client of the cluster; an asynchronous one gives an awaitable.
+
+    Returns
+    -------
+    Report
+        The tasks, under ``devices`` the devices, and under ``refused`` the tasks that got none. A
+        worker remembers its latest tasks, ``devctx.history`` of them; one that has left is not in
+        it.
+
+    Examples
+    --------
+    >>> import dask
+    >>> from dask_devctx import LocalDeviceCluster
+    >>> with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
+    ...     with Client(cluster) as client:
+    ...         with dask.annotate(device=2):
+    ...             _ = client.submit(sum, [1, 2], key="sum-1").result()
+    ...         [(task.key, task.device_id) for task in report(client)]
+    [('sum-1', 2)]
+    """
+    return client.sync(_report, client)
+
+
+async def _report(client: Client) -> Report:
+    tasks: list[ReportedTask] = []
+    devices: list[ReportedDevice] = []
+    refused: list[ReportedRefusal] = []
+    workers: dict[str, bool] = {}
+    silent: dict[str, str] = {}
+    # One that is being restarted, or has another version of this package, must not hide the others.
+    answers = await client.run(_of_worker, on_error="return")
+    for worker, answer in sorted(answers.items()):
+        if isinstance(answer, BaseException):
+            silent[worker] = repr(answer)
+            continue
+        workers[worker] = answer is not None
+        if answer is not None:
+            tasks += [ReportedTask(worker=worker, **run) for run in answer["runs"]]
+            devices += [ReportedDevice(worker=worker, **row) for row in answer["devices"]]
+            refused += [ReportedRefusal(worker=worker, **task) for task in answer["refused"]]
+    tasks.sort(key=lambda task: task.start or 0.0)
+    return Report(tasks, devices, refused, workers, silent)
+
+
+async def _of_worker(dask_worker: Worker) -> dict[str, list[dict[str, Any]]] | None:
+    # A coroutine, so that it runs on the worker's event loop.
+    plugin = dask_worker.plugins.get(DevicePlugin.name)
+    return plugin.report() if isinstance(plugin, DevicePlugin) else None

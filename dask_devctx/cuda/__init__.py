@@ -1,0 +1,1 @@
+"""Devices, contexts and scopes: what needs no dask."""

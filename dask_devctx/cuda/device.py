@@ -1,0 +1,413 @@
+"""A GPU, and the scope that makes it current."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
+
+from dask_devctx import driver
+from dask_devctx.cuda import discovery, naming
+from dask_devctx.cuda.discovery import DeviceInfo
+from dask_devctx.cuda.scope import Scope, raise_or_note
+from dask_devctx.cuda.suspending import call
+from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.errors import DevctxError
+
+if TYPE_CHECKING:
+    from dask_devctx.cuda.primary import PrimaryContext
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class ComputeCapability(NamedTuple):
+    """The architecture's number."""
+
+    major: int
+    minor: int
+
+
+class MemoryInfo(NamedTuple):
+    """A device's memory, in bytes."""
+
+    free: int
+    total: int
+
+
+@final
+class Device(Scope):
+    """A GPU. ``with device:`` makes it current on this thread and restores what was before.
+
+    Parameters
+    ----------
+    which
+        Its ordinal (``1``, ``"1"`` or ``"cuda:1"``), UUID or a unique prefix of one
+        (``"GPU-…"``, ``"MIG-…"``, or a whole one without these), PCI bus id, another ``Device``,
+        or a device object of torch, CuPy, Numba, JAX or cuda.core. None, ``"cuda"`` and torch's
+        device without an index mean the current one, or the first where none is current.
+
+    Raises
+    ------
+    DeviceNotFoundError
+        There is no such device, or the prefix fits several.
+    TypeError
+        ``which`` is no way to name a device, such as a bool or a float.
+    DriverUnavailableError
+        The machine has no GPU that can be found and none is simulated.
+
+    Notes
+    -----
+    There is one object per GPU and process. It is immutable, hashable, and usable from any thread
+    and any number of times at once. It is pickled by its UUID and so names the same GPU in a
+    process with another ``CUDA_VISIBLE_DEVICES``; a process that does not have that GPU can hold
+    the object and is told when it uses it.
+
+    Making the object touches no driver and creates no context; the first scope retains the
+    device's primary context, once per process. In a process that was forked after CUDA was
+    initialised, scopes raise ``ForkedProcessError``.
+
+    References
+    ----------
+    ``cuDevicePrimaryCtxRetain``, ``cuCtxGetCurrent``, ``cuCtxSetCurrent``.
+
+    Examples
+    --------
+    >>> with Device(1) as device:
+    ...     Device.current() is device
+    True
+    >>> Device.current() is None
+    True
+    """
+
+    __slots__ = ("_info", "_primary", "_uuid")
+
+    _uuid: str
+    _info: DeviceInfo | None
+    _primary: PrimaryContext | None
+
+    def __new__(cls, which: object = None) -> Self:
+        if type(which) is int:  # what is asked most, and made in every `with Device(1):`
+            known: Self | None = driver.backend().ordinals.get(which)
+            if known is not None:
+                return known
+        elif isinstance(which, cls):
+            return which
+        backend = driver.backend()
+        settled = backend.initialised
+        inventory = discovery.inventory(backend)
+        info = None if which is None else naming.find(which, inventory)
+        if info is None:
+            current = cls.current()
+            if current is not None:
+                return current
+            info = naming.find(0, inventory)
+            assert info is not None
+        device = cls._interned(backend, info.uuid)
+        if type(which) is int and settled:
+            backend.ordinals[which] = device
+        return device
+
+    def __init_subclass__(cls) -> None:
+        # The one object per GPU would be of the class that asked first.
+        raise TypeError("Device cannot be subclassed: hold one, or wrap it")
+
+    @classmethod
+    def _interned(cls, backend: Backend, uuid: str) -> Self:
+        with _lock:
+            found: Self | None = backend.devices.get(uuid)
+            if found is None:
+                device = object.__new__(cls)
+                device._backend = backend
+                device._handle = 0
+                device._uuid = uuid
+                device._info = None
+                device._primary = None
+                backend.devices[uuid] = found = device
+        return found
+
+    @classmethod
+    def current(cls) -> Self | None:
+        """Return the device whose context is current on this thread, or None.
+
+        Raises
+        ------
+        DriverError
+            The driver does not answer.
+        VisibleDevicesError
+            ``CUDA_VISIBLE_DEVICES`` was changed and hides the current device now.
+
+        Notes
+        -----
+        Initialises nothing: before anything in this process has used CUDA, none is current, and on
+        a machine without a driver none ever is.
+
+        References
+        ----------
+        ``cuCtxGetCurrent``, ``cuCtxGetDevice``.
+        """
+        backend = driver.backend()
+        return cls._of_current_context(backend) if backend.current_context() else None
+
+    @classmethod
+    def _of_current_context(cls, backend: Backend) -> Self:
+        # Joined by UUID: another library may have initialised CUDA under another environment.
+        ordinal = backend.driver().current_device()
+        return cls._interned(backend, discovery.by_driver_ordinal(backend, ordinal).uuid)
+
+    def __reduce__(self) -> tuple[Callable[[str], Device], tuple[str]]:
+        return _from_uuid, (self._uuid,)
+
+    def __dask_tokenize__(self) -> tuple[str, str]:
+        return "dask_devctx.Device", self._uuid
+
+    def __repr__(self) -> str:
+        # Of a device that came here pickled the ordinal may not be known, or not be there at all:
+        # nothing is looked up to write it down.
+        ordinal = discovery.ordinal_if_known(self._backend, self._uuid)
+        return f"<Device cuda:{'?' if ordinal is None else ordinal} ({self._uuid})>"
+
+    def __str__(self) -> str:
+        return f"cuda:{self.device_id}"
+
+    # -- what it is
+
+    @property
+    def _found(self) -> DeviceInfo:
+        if self._info is not None:
+            return self._info
+        info = naming.find(self._uuid, discovery.inventory(self._backend))
+        assert info is not None
+        if self._backend.initialised:  # until then the environment may still change the ordinals
+            self._info = info
+        return info
+
+    @property
+    def device_id(self) -> int:
+        """CUDA's ordinal of it in this process, after ``CUDA_VISIBLE_DEVICES``.
+
+        Raises
+        ------
+        DeviceNotFoundError
+            This process does not have the device, as every property but ``uuid`` says.
+        """
+        return self._found.device_id
+
+    @property
+    def uuid(self) -> str:
+        """``"GPU-…"``, or ``"MIG-…"`` where it is an instance."""
+        return self._uuid
+
+    @property
+    def info(self) -> DeviceInfo:
+        """Everything that was found out about it, without a context."""
+        return self._found
+
+    @property
+    def name(self) -> str | None:
+        """The product's name; None where neither NVML nor the driver says it."""
+        return self._found.name
+
+    @property
+    def pci_bus_id(self) -> str | None:
+        """Domain, bus, device and function: ``"0000:00:06.0"``."""
+        return self._found.pci_bus_id
+
+    @property
+    def compute_capability(self) -> ComputeCapability:
+        """Major and minor number of the architecture."""
+        found = self._found.compute_capability
+        if found is None:  # NVML left it open; the driver knows it without a context
+            found = self._backend.driver().device_compute_capability(self._ordinal())
+        return ComputeCapability(*found)
+
+    @property
+    def arch(self) -> str:
+        """The compute capability as compilers write it: ``"90"`` for 9.0."""
+        return "{}{}".format(*self.compute_capability)
+
+    @property
+    def memory_info(self) -> MemoryInfo:
+        """Free and total bytes of the device now; what is not free may be any process's.
+
+        Raises
+        ------
+        DriverError
+            Neither NVML nor the driver answers.
+
+        References
+        ----------
+        ``nvmlDeviceGetMemoryInfo``; without NVML ``cuMemGetInfo``, which needs the primary
+        context.
+        """
+        found = discovery.memory_info(self._backend, self._found)
+        if found is None:
+            with self:
+                found = self._backend.calls.memory_info()
+        return MemoryInfo(*found)
+
+    @property
+    def primary_context(self) -> PrimaryContext:
+        """The context that all libraries of this process share on it; not created by asking."""
+        from dask_devctx.cuda.primary import PrimaryContext
+
+        with _lock:
+            if self._primary is None:
+                self._primary = PrimaryContext._of(self)
+            return self._primary
+
+    context = primary_context
+
+    def can_access_peer(self, peer: object) -> bool:
+        """Return whether kernels here can reach the memory of ``peer``, another device.
+
+        Parameters
+        ----------
+        peer
+            What :class:`Device` accepts. A device is no peer of itself.
+
+        References
+        ----------
+        ``cuDeviceCanAccessPeer``.
+        """
+        return self._backend.driver().can_access_peer(self._ordinal(), Device(peer)._ordinal())
+
+    # -- what it does
+
+    def _ordinal(self) -> int:
+        return discovery.driver_ordinal(self._backend, self._found)
+
+    def _bind(self) -> int:
+        with _lock:
+            if not self._handle:
+                handle = self._backend.driver().primary_retain(self._ordinal())
+                self._backend.lasting.add(handle)
+                self._handle = handle
+            return self._handle
+
+    def _unbind(self) -> None:
+        with _lock:
+            if self._handle:
+                ordinal = self._ordinal()
+                self._backend.lasting.discard(self._handle)
+                self._handle = 0
+                self._backend.calls.primary_release(ordinal)
+
+    def set_current(self) -> None:
+        """Make it current on this thread, for good: nothing is restored.
+
+        Raises
+        ------
+        DriverError
+            The driver refuses.
+
+        References
+        ----------
+        ``cuCtxSetCurrent``, with the primary context.
+        """
+        handle = self._handle or self._bind()
+        self._backend.calls.set_current(handle)
+
+    def unset_current(self) -> None:
+        """Undo :meth:`set_current`: leave nothing current, where this is what is current.
+
+        Raises
+        ------
+        DriverError
+            The driver refuses.
+        """
+        calls = self._backend.calls
+        if self._handle and calls.current() == self._handle:
+            calls.set_current(0)
+
+    def sync(self) -> None:
+        """Wait until its primary context has done all work that it was given.
+
+        Raises
+        ------
+        DriverError
+            That work failed: the error may be of any earlier call.
+
+        Notes
+        -----
+        A device that nobody uses has nothing to wait for, and gets no context by this.
+
+        References
+        ----------
+        ``cuCtxSynchronize``.
+        """
+        if self._handle or self._backend.driver().primary_state(self._ordinal())[1]:
+            with self:
+                self._backend.calls.synchronize()
+
+    @contextmanager
+    def synchronized(self) -> Iterator[Device]:
+        """Return a scope that waits for the device's work before it restores.
+
+        Raises
+        ------
+        DriverError
+            On leaving, where the work failed. Where the body raises, that is noted on the
+            body's own exception instead.
+
+        Examples
+        --------
+        >>> with Device(0).synchronized() as device:
+        ...     pass  # everything started in here is done when the block has been left
+        """
+        with self:
+            try:
+                yield self
+            except BaseException as body:
+                try:
+                    self.sync()
+                except DevctxError as error:
+                    raise_or_note(error, body)
+                raise
+            self.sync()
+
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return ``fn(*args, **kwargs)``, run inside the device's scope.
+
+        Notes
+        -----
+        Of a coroutine or generator function this is a coroutine or generator that enters the scope
+        at each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`.
+        """
+        result: T = call(self, fn, *args, **kwargs)
+        return result
+
+
+_lock = ProcessLock()
+
+
+def _from_uuid(uuid: str) -> Device:
+    return Device._interned(driver.backend(), uuid)
+
+
+def devices() -> tuple[Device, ...]:
+    """Return the GPUs that this process may use, in CUDA's order: the position is the ordinal.
+
+    Raises
+    ------
+    DriverUnavailableError
+        The machine has no GPU that can be found and none is simulated.
+
+    Notes
+    -----
+    Follows ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``. Creates no context.
+
+    Examples
+    --------
+    >>> len(devices())
+    4
+    """
+    backend = driver.backend()
+    found = discovery.inventory(backend).devices
+    return tuple(Device._interned(backend, info.uuid) for info in found)
+
+
+def named_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:
+    """Return the devices that are named, each once; None names all that this process sees."""
+    return devices() if wanted is None else tuple(dict.fromkeys(map(Device, wanted)))

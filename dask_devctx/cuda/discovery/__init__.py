@@ -1,0 +1,234 @@
+"""Which devices this process may use, found without creating a context.
+
+NVML answers, and the rule of ``CUDA_VISIBLE_DEVICES`` foretells what CUDA will show. Where NVML
+cannot answer, and where only CUDA knows its own order, the driver is asked: initialising it
+creates no context either. NVML's indices and CUDA's ordinals are joined by UUID alone.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from dask_devctx.cuda.inventory import DeviceInfo, Inventory
+from dask_devctx.driver.backends import Backend, environment
+from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.driver.visible import UUID_KINDS, PhysicalDevice, visible_devices
+from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
+
+if TYPE_CHECKING:
+    from dask_devctx.cuda.discovery import nvml
+
+__all__ = [
+    "DeviceInfo",
+    "Inventory",
+    "by_driver_ordinal",
+    "driver_ordinal",
+    "inventory",
+    "is_lost",
+    "memory_info",
+    "ordinal_if_known",
+    "processes",
+]
+
+_Key = tuple[str | None, str | None]
+_known: weakref.WeakKeyDictionary[Backend, dict[_Key, Inventory]] = weakref.WeakKeyDictionary()
+_lock = ProcessLock()
+
+
+def inventory(backend: Backend) -> Inventory:
+    """Return the devices of this machine, as the environment shows them.
+
+    Raises
+    ------
+    DriverUnavailableError
+        Neither NVML nor the driver is there.
+
+    Notes
+    -----
+    Asked once per value of ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``, and not again
+    once CUDA was initialised: it has read them then.
+    """
+    with _lock:
+        known = _known.setdefault(backend, {})
+        key = backend.environment or environment()
+        if key not in known:
+            known[key] = _discover(backend, *key)
+        return known[key]
+
+
+def ordinal_if_known(backend: Backend, uuid: str) -> int | None:
+    """Return the ordinal of a device among those found so far; asks neither NVML nor the driver."""
+    known = _known.get(backend, {}).get(backend.environment or environment())
+    found = () if known is None else known.devices
+    return next((info.device_id for info in found if info.uuid == uuid), None)
+
+
+def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:
+    """Return free and total bytes by NVML, or None where it does not say."""
+    from dask_devctx.cuda.discovery import nvml
+
+    return nvml.memory_info(backend.nvml, info)
+
+
+def processes(backend: Backend, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
+    """Return the processes that compute on a device and the bytes each holds, as NVML sees them."""
+    from dask_devctx.cuda.discovery import nvml
+
+    return nvml.processes(backend.nvml, info)
+
+
+def is_lost(backend: Backend, info: DeviceInfo) -> bool:
+    """Return whether NVML says that a device is not there any more."""
+    from dask_devctx.cuda.discovery import nvml
+
+    return nvml.is_lost(backend.nvml, info)
+
+
+def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
+    """Return the ordinal by which the driver knows a device, found by its UUID.
+
+    Raises
+    ------
+    DriverUnavailableError
+        There is no driver.
+    VisibleDevicesError
+        The driver does not show this device, or shows it at another place.
+    """
+    shown = backend.uuids()
+    wanted = _bare(info.uuid)
+    value = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted not in shown:
+        raise VisibleDevicesError(
+            value,
+            f"the environment shows {info}, and CUDA does not. CUDA read the variable when it was "
+            "initialised: set it before anything uses CUDA, and do not change it afterwards",
+        )
+    ordinal = shown.index(wanted)
+    if ordinal != info.device_id:
+        raise VisibleDevicesError(
+            value,
+            f"CUDA numbers {info.uuid} as {ordinal}, the environment says {info.device_id}. Set "
+            "CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER before anything uses CUDA, and do not "
+            "change them afterwards",
+        )
+    return ordinal
+
+
+def by_driver_ordinal(backend: Backend, ordinal: int) -> DeviceInfo:
+    """Return the device that the driver knows by an ordinal, joined by its UUID.
+
+    Raises
+    ------
+    VisibleDevicesError
+        The environment hides this device now, and did not when CUDA was initialised.
+    """
+    wanted = backend.uuids()[ordinal]
+    for info in inventory(backend).devices:
+        if _bare(info.uuid) == wanted:
+            return info
+    raise VisibleDevicesError(
+        os.environ.get("CUDA_VISIBLE_DEVICES"),
+        f"CUDA uses the device {wanted}, which the variable hides. CUDA read it when it was "
+        "initialised: do not change it afterwards",
+    )
+
+
+def _bare(uuid: str) -> str:
+    return uuid.partition("-")[2].lower()
+
+
+def _discover(backend: Backend, visible: str | None, order: str | None) -> Inventory:
+    from dask_devctx.cuda.discovery import nvml  # with pynvml, which takes a while to import
+
+    try:
+        gpus, problems = nvml.read(backend.nvml)
+    except nvml.NVMLError as error:
+        return _from_driver(backend, visible, f"NVML does not answer: {error}")
+    if not gpus:
+        return _from_driver(backend, visible, *problems or ["NVML shows no GPU"])
+    rule = visible_devices(
+        visible,
+        [
+            PhysicalDevice(gpu.info.uuid, tuple(i.uuid for i in gpu.mig), gpu.mig_enabled)
+            for gpu in gpus
+        ],
+    )
+    known = {info.uuid: info for gpu in gpus for info in (gpu.info, *gpu.mig)}
+    shown: tuple[DeviceInfo, ...]
+    if problems or (rule.uuids and not _order_is_known(gpus, visible, order)):
+        try:
+            shown = tuple(_joined(backend, known))
+        except DriverUnavailableError as error:
+            if not problems:
+                raise
+            problems.append(f"the CUDA driver cannot say what it shows: {error.reason}")
+            shown = _numbered(known, rule.uuids)
+    else:
+        shown = _numbered(known, rule.uuids)
+    if rule.stopped_at is not None:
+        problems.append(
+            f"CUDA_VISIBLE_DEVICES={visible!r}: the entry {rule.stopped_at!r} hides itself and "
+            f"all after it: {rule.reason}"
+        )
+    whole = [gpu for gpu in gpus if not gpu.mig_enabled]
+    for gpu in gpus:
+        if gpu.mig_enabled and whole:
+            problems.append(f"{gpu.info.uuid} is in MIG mode: it is hidden beside whole GPUs")
+    usable = [gpu.info for gpu in whole] + [info for gpu in gpus for info in gpu.mig]
+    seen = {info.uuid for info in shown}
+    hidden = tuple(info for info in usable if info.uuid not in seen)
+    return Inventory(shown, hidden, visible, "nvml", tuple(problems))
+
+
+def _order_is_known(gpus: list[nvml.NvmlGPU], visible: str | None, order: str | None) -> bool:
+    """Whether the environment alone says which ordinal each device gets.
+
+    CUDA puts the fastest first, and among equals goes by the bus, as NVML does. Which of several
+    kinds it takes for the fastest only CUDA knows; UUIDs are in the order in which they are given.
+    """
+    kinds = {(gpu.info.name, gpu.info.compute_capability) for gpu in gpus}
+    return (
+        order == "PCI_BUS_ID"
+        or len(kinds) == 1
+        or (visible is not None and visible.startswith(UUID_KINDS))
+    )
+
+
+def _numbered(known: Mapping[str, DeviceInfo], uuids: Iterable[str]) -> tuple[DeviceInfo, ...]:
+    return tuple(known[uuid]._replace(device_id=ordinal) for ordinal, uuid in enumerate(uuids))
+
+
+def _joined(backend: Backend, known: Mapping[str, DeviceInfo]) -> Iterator[DeviceInfo]:
+    """The driver's devices in its order; what NVML left out is as the driver describes it."""
+    by_bare = {_bare(uuid): info for uuid, info in known.items()}
+    for ordinal, uuid in enumerate(backend.uuids()):
+        info = by_bare.get(uuid)
+        if info is None:
+            yield _driver_info(backend, ordinal)
+        else:
+            yield info._replace(device_id=ordinal)
+
+
+def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inventory:
+    try:
+        count = len(backend.uuids())
+    except DriverUnavailableError as error:
+        reason = f"{'; '.join(problems)}; {error.reason}"
+        raise type(error)(reason, error.remedy) from error
+    devices = tuple(_driver_info(backend, ordinal) for ordinal in range(count))
+    return Inventory(devices, (), visible, "driver", problems)
+
+
+def _driver_info(backend: Backend, ordinal: int) -> DeviceInfo:
+    calls = backend.driver()
+    return DeviceInfo(
+        device_id=ordinal,
+        uuid=f"GPU-{backend.uuids()[ordinal]}",
+        name=calls.device_name(ordinal),
+        pci_bus_id=calls.device_pci_bus_id(ordinal),
+        compute_capability=calls.device_compute_capability(ordinal),
+        total_memory=calls.device_total_memory(ordinal),
+    )

@@ -1,0 +1,173 @@
+"""The device scope: make a context current, and give back exactly what was before it.
+
+One stack per thread holds what the driver said was current at each enter; the thread is never
+asked which *device* is current, because "device 0" and "nothing" are different answers to one
+question. Contexts are got and set, never pushed and popped.
+
+Where the extension ``_scope`` was built (its source is in ``csrc``) and the driver tells the
+addresses of its functions, the ordinary enter and leave are made in C; everything else is made
+here, on the same stack. Without it all is made here, and nothing else is different.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, NoReturn, Self
+
+from dask_devctx.errors import DevctxError, DeviceScopeError
+
+if TYPE_CHECKING:
+    from dask_devctx.driver._scope import Stack
+    from dask_devctx.driver.backends import Backend
+
+try:
+    from dask_devctx.driver._scope import ScopeBase, stack
+except ImportError:  # it was not built: no compiler, or a Python without the stable ABI
+    from dask_devctx.driver._python_scope import ScopeBase, stack  # type: ignore[assignment]
+
+
+def open_scopes() -> tuple[Scope, ...]:
+    """Return the scopes that are open on this thread, outermost first."""
+    return tuple(scope for scope, _, _ in stack())
+
+
+class Scope(ScopeBase):
+    """What can be entered with ``with``: the base of ``Device`` and ``Context``.
+
+    Reentrant and reusable, from any thread: what one thread enters is that thread's alone.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    _backend: Backend
+    _handle: int  # of the context to make current; 0 until it is bound
+
+    def _bind(self) -> int:
+        """Return the handle of the context to make current, and keep it in ``_handle``."""
+        raise NotImplementedError
+
+    def _enter(self) -> Self:
+        handle = self._handle or self._bind()
+        backend = self._backend
+        calls = backend.calls
+        previous = calls.current()
+        # Where the previous context may die before it is restored, which one it was.
+        identity = 0 if previous in backend.lasting else calls.context_id(previous)
+        entries = stack()
+        depth = len(entries)
+        try:
+            entries.append((self, previous, identity))
+            calls.set_current(handle)
+        except BaseException:
+            # Refused by the driver, or interrupted on either side of the call: as if never entered.
+            while len(entries) > depth:
+                entries.pop()
+            self._undo(previous, identity)
+            raise
+        return self
+
+    def _undo(self, previous: int, identity: int | None) -> None:
+        if self._backend.calls.current() != previous:
+            self._restore(previous, identity)
+
+    def _exit(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> Literal[False]:
+        try:
+            self._leave()
+        except DevctxError as error:
+            raise_or_note(error, exc)
+        return False
+
+    if not hasattr(ScopeBase, "__enter__"):
+        __enter__ = _enter
+        __exit__ = _exit
+
+    def _leave(self) -> None:
+        entries = stack()
+        if not entries or entries[-1][0] is not self:
+            self._leave_out_of_order(entries)
+        _, previous, identity = entries[-1]
+        try:
+            self._restore(previous, identity)
+        except Exception:
+            raise
+        except BaseException:  # interrupted: the thread gets its context back all the same
+            self._restore(previous, identity)
+            raise
+        finally:
+            entries.pop()
+
+    def _failed_restore(self, error: Exception, exc: BaseException | None) -> Literal[False]:
+        """Say what the driver refused in C as :meth:`_exit` does."""
+        raise_or_note(error, exc)
+        return False
+
+    def _restore(self, previous: int, identity: int | None) -> None:
+        calls = self._backend.calls
+        if previous == 0:
+            self._clear()
+            return
+        if identity == 0 or self._lives(previous, identity):
+            calls.set_current(previous)
+            return
+        # Made current, it would end the process: the driver does not look whether it lives.
+        self._clear()
+        when = "before this scope was entered" if identity is None else "in the meantime"
+        raise DeviceScopeError(
+            self,
+            f"cannot restore the context 0x{previous:x}, which was destroyed {when}; this thread "
+            "has no current context now. Close a context after the scopes inside it",
+        )
+
+    def _clear(self) -> None:
+        """Leave this thread without a current context, whatever the body pushed and did not pop.
+
+        The driver has nothing current where its stack of contexts is empty, and setting none takes
+        one context off it.
+        """
+        calls = self._backend.calls
+        calls.set_current(0)
+        while calls.current():
+            calls.set_current(0)
+
+    def _lives(self, handle: int, identity: int | None) -> bool:
+        """Whether a handle still means the context with this number."""
+        backend = self._backend
+        if identity is None or identity in backend.destroyed:
+            return False
+        return backend.calls.context_id(handle) == identity
+
+    def _leave_out_of_order(self, entries: Stack) -> NoReturn:
+        """Take this scope out of the stack, so that the others still restore right; then raise."""
+        for place in range(len(entries) - 1, -1, -1):
+            scope, previous, identity = entries[place]
+            if scope is self:
+                above = entries[place + 1][0]
+                entries[place + 1] = (above, previous, identity)
+                del entries[place]
+                raise DeviceScopeError(
+                    self,
+                    f"was left while that of {above!r}, entered after it, is open. Scopes that "
+                    "interleave come from a 'with' around an 'await' or a 'yield': use "
+                    "on_device(...), which leaves the device at each of them",
+                )
+        raise DeviceScopeError(
+            self,
+            f"was left on the thread {threading.current_thread().name!r}, which did not enter it. "
+            "Leave a scope on the thread that entered it; nothing was changed",
+        )
+
+
+def raise_or_note(error: Exception, body: BaseException | None) -> None:
+    """Raise what went wrong on leaving a scope, or note it on the body's own exception."""
+    if body is None:
+        raise error
+    body.add_note(f"While leaving the device scope: {type(error).__name__}: {error}")
+    import logging  # not with the module, which is there before most programs log
+
+    logging.getLogger(__name__).warning("%s, while %r was on its way out", error, body)

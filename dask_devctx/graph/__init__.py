@@ -1,0 +1,1 @@
+"""Annotations that survive dask's optimization of a graph."""

@@ -1,0 +1,119 @@
+"""Keeping ``device`` annotations on the client: what dask would lose on the way to the scheduler.
+
+dask resolves a collection's optimizer on the client, from its configuration, and runs it on the
+scheduler. :func:`keep_annotations` sets the optimizers of :mod:`dask_devctx.graph.optimize` there,
+where the user has set none.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import dask
+
+from dask_devctx.graph import optimize
+
+_OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "array_optimize": optimize.optimize_array,
+    "bag_optimize": optimize.optimize_bag,
+    "delayed_optimize": optimize.optimize_delayed,
+}
+
+
+def keep_annotations() -> None:
+    """Make ``device`` annotations of this process' collections survive.
+
+    Notes
+    -----
+    Sets dask's configuration ``array_optimize``, ``bag_optimize`` and ``delayed_optimize``, unless
+    they are set: an optimizer of your own stays, and has to keep annotations itself. Making a
+    :class:`~dask_devctx.DevicePlugin` does this; a client of a cluster that has the plugin from
+    elsewhere calls it.
+
+    The optimizers act on graphs with a ``device`` annotation alone. The scheduler need not have
+    this package. ``compute(optimize_graph=False)`` keeps annotations by itself, except that the
+    scheduler then drops ``device=None``: write ``device="none"``.
+
+    ``dask.dataframe`` keeps no annotation given where a frame is made. Frames made under one after
+    this was called warn, if ``dask.dataframe`` was imported before; else dask warns itself, once.
+    """
+    for key, function in _OPTIMIZERS.items():
+        if key not in dask.config.config:
+            dask.config.update_defaults({key: Optimizer(function)})
+        elif dask.config.config[key] == "":  # one that came through JSON
+            dask.config.set({key: Optimizer(function)})
+    frames = sys.modules.get("dask.dataframe.dask_expr._collection")
+    if frames is not None:
+        _warn_of_loss(frames.FrameBase)
+
+
+class Optimizer(str):
+    """An optimizer as a value of dask's configuration.
+
+    Notes
+    -----
+    Clusters over SSH and the like send the whole configuration as JSON. There it is an empty
+    string, which dask takes for no optimizer. Pickled, it is the function by value.
+    """
+
+    __slots__ = ("function",)
+
+    function: Callable[..., Any]
+
+    def __new__(cls, function: Callable[..., Any]) -> Optimizer:
+        self = super().__new__(cls)
+        self.function = function
+        return self
+
+    def __call__(self, dsk: Any, keys: Any, **kwargs: Any) -> Any:
+        return self.function(dsk, keys, **kwargs)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> Any:
+        return cloudpickle.loads, (_by_value(self.function),)
+
+
+_registering = threading.Lock()
+
+
+@functools.cache
+def _by_value(function: Callable[..., Any]) -> bytes:
+    # The configuration is pickled for each process that is started, and nannies start theirs on
+    # threads of their own.
+    with _registering:
+        cloudpickle.register_pickle_by_value(optimize)
+        try:
+            pickled: bytes = cloudpickle.dumps(function)
+        finally:
+            cloudpickle.unregister_pickle_by_value(optimize)
+    return pickled
+
+
+def _warn_of_loss(frame_base: Any) -> None:
+    """Make frames warn that are made under a ``device`` annotation: dask has no place for it."""
+    init = frame_base.__init__
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @functools.wraps(init)
+    def warning(self: Any, *args: Any, **kwargs: Any) -> None:
+        device = dask.get_annotations().get("device", _warn_of_loss)
+        if device is not _warn_of_loss:
+            warnings.warn(
+                f"dask.dataframe drops the annotation device={device!r} of frames that are made "
+                "under it, and heeds that under which compute() or persist() is called: annotate "
+                "there, with a function of the key where partitions are to differ, or use "
+                "map_partitions(on_device(...)(function))",
+                stacklevel=2,
+            )
+        init(self, *args, **kwargs)
+
+    frame_base.__init__ = warning

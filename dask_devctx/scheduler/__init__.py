@@ -1,0 +1,1 @@
+"""What runs in the scheduler's process: tasks led to the workers that have their devices."""

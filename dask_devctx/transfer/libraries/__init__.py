@@ -1,0 +1,1 @@
+"""How each library's arrays are located and moved; imported when a value of theirs appears."""

@@ -1,0 +1,55 @@
+"""CuPy's arrays. The bytes are copied as they lie, on the destination's current stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.location import device_of
+from dask_devctx.transfer.move import current_move, to_device
+from dask_devctx.transfer.peers import copy_bytes
+from dask_devctx.transfer.streams import cupy_stream
+
+
+def _device_of(array: Any) -> Device:
+    return Device(array.data.device_id)
+
+
+def _to_device(array: Any, device: Device) -> Any:
+    if not array.size:
+        return cupy.empty(array.shape, array.dtype)
+    source = _device_of(array)
+    if not _is_dense(array):
+        # Gathered where it is, so that only its own elements travel. CuPy does that on the
+        # source's current stream, which has to wait for the array as the copy does.
+        move = current_move()
+        move.order(source, on_source=True)
+        with source:
+            array = cupy.array(array, order="K", copy=True)
+        move.order_copy_after(source)
+        move.keep(array)
+    memory = cupy.cuda.alloc(array.nbytes)
+    moved = cupy.ndarray(array.shape, array.dtype, memory, array.strides)
+    stream = cupy_stream(device.device_id)
+    copy_bytes(memory.ptr, device, array.data.ptr, source, array.nbytes, stream)
+    return moved
+
+
+def _is_dense(array: Any) -> bool:
+    """Return whether its elements fill a stretch of memory in some order of the axes, forwards."""
+    expected = array.itemsize
+    for stride, length in sorted(zip(array.strides, array.shape, strict=True)):
+        if length == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def register() -> None:
+    """Make CuPy's arrays known."""
+    device_of.register(cupy.ndarray, _device_of)
+    to_device.register(cupy.ndarray, _to_device)

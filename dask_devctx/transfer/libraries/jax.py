@@ -1,0 +1,41 @@
+"""JAX's arrays. JAX orders its own copies and keeps what they read: it is only told where to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.location import nbytes_by_device
+from dask_devctx.transfer.move import to_device
+
+
+def _bytes(array: Any) -> dict[Device, int]:
+    if isinstance(array, jax.core.Tracer) or not array.is_fully_addressable:
+        return {}
+    total: dict[Device, int] = {}
+    for shard in array.addressable_shards:
+        if shard.device.platform in ("gpu", "cuda"):
+            device = Device(shard.device)
+            total[device] = total.get(device, 0) + int(shard.data.nbytes)
+    return total
+
+
+def _to_device(array: Any, device: Device) -> Any:
+    # Somebody spread it over devices on purpose, and it is computed on by all of them.
+    if len(array.sharding.device_set) > 1:
+        return array
+    for candidate in jax.local_devices(backend="gpu"):
+        if candidate.local_hardware_id == device.device_id:
+            return jax.device_put(array, candidate)
+    raise LookupError(
+        f"JAX has no device for {device}; it has {jax.local_devices()}. "
+        "CUDA_VISIBLE_DEVICES and jax_cuda_visible_devices must show the same devices"
+    )
+
+
+def register() -> None:
+    """Make JAX's arrays known."""
+    nbytes_by_device.register(jax.Array, _bytes)
+    to_device.register(jax.Array, _to_device)

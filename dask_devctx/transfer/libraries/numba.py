@@ -1,0 +1,67 @@
+"""Numba's device arrays. Numba has no current stream: launches that name none use the default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.location import device_of, nbytes_by_device
+from dask_devctx.transfer.move import current_move, to_device
+from dask_devctx.transfer.peers import copy_bytes
+from dask_devctx.transfer.streams import numba_stream
+
+
+def _device_of(array: Any) -> Device:
+    return Device(array.gpu_data.context.device.id)
+
+
+def _bytes(array: Any) -> dict[Device, int]:
+    return {_device_of(array): int(array.size * array.dtype.itemsize)}
+
+
+def _address(array: Any) -> int:
+    return int(array.__cuda_array_interface__["data"][0] or 0)
+
+
+def _extent(array: Any) -> int:
+    """Return the bytes from an array's first element to the end of its last."""
+    if not array.size:
+        return 0
+    steps = zip(array.shape, array.strides, strict=True)
+    return int(sum((n - 1) * stride for n, stride in steps) + array.dtype.itemsize)
+
+
+def _to_device(array: Any, device: Device) -> Any:
+    source = _device_of(array)
+    if min(array.strides, default=0) < 0:
+        # Numba turns an array round by a kernel, on the source's default stream.
+        move = current_move()
+        move.order(source, on_source=True)
+        with source, cuda.gpus[source.device_id]:
+            dense = cuda.device_array(array.shape, array.dtype)
+            dense[(slice(None),) * array.ndim] = array  # Numba knows no ellipsis here
+        move.order_copy_after(source)
+        move.keep(dense)
+        array = dense
+    # Numba remembers by itself which device a thread uses, and has to be told.
+    with cuda.gpus[device.device_id]:
+        moved = cuda.device_array(array.shape, array.dtype, strides=array.strides)
+    copy_bytes(
+        _address(moved),
+        device,
+        _address(array),
+        source,
+        _extent(array),  # with the gaps of a strided one, which keeps its strides
+        numba_stream(device.device_id),
+    )
+    return moved
+
+
+def register() -> None:
+    """Make Numba's device arrays known."""
+    device_of.register(DeviceNDArray, _device_of)
+    nbytes_by_device.register(DeviceNDArray, _bytes)
+    to_device.register(DeviceNDArray, _to_device)

@@ -1,0 +1,333 @@
+"""Copies of tasks' inputs on other devices: made once, shared, and dropped in time.
+
+Nothing here knows dask's cluster: keys are anything hashable, and whoever owns them says when
+they are gone. One that may come to stand for another value has a ``Lifetime`` for each.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held, to_device
+from dask_devctx.transfer.lifetime import Lifetime
+from dask_devctx.transfer.move import After, Move
+
+
+@dataclass
+class Traffic:
+    """What went from one device to another.
+
+    Attributes
+    ----------
+    nbytes, copies
+        Bytes moved, and inputs that were copied.
+    saved
+        Times that a task found its input there already.
+    seconds
+        Time that threads spent on handing the copies to the devices, which they do not wait for.
+    """
+
+    nbytes: int = 0
+    copies: int = 0
+    saved: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class _Entry:
+    sources: dict[Device, int]
+    made: Future[tuple[Any, Stamp]] = field(default_factory=Future)
+    nbytes: int = 0  # counted against the limit; 0 while it is being made
+    uses: list[Stamp] = field(default_factory=list)
+    expected: bool = False  # made ahead of the task that will be the first to use it
+
+
+@dataclass(eq=False)
+class _Place:
+    """What is kept on one device."""
+
+    limit: int
+    # The one used last is last.
+    entries: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
+    nbytes: int = 0  # the sum of the entries', kept: the worker's event loop asks for it
+
+
+class Replicas:
+    """One copy per key and device, shared by all tasks that need it there.
+
+    Parameters
+    ----------
+    limit
+        How much of each device's memory copies may take, as a fraction. Beyond it the ones not
+        used for longest are dropped; 0 keeps none.
+
+    Raises
+    ------
+    ValueError
+        ``limit`` is not between 0 and 1.
+
+    Notes
+    -----
+    Thread-safe. A copy is shared, and like every input of a dask task it must not be written to:
+    what one task wrote the next would see. Copies are read-only where their library can say so
+    (simulated arrays can, JAX's arrays always are, CuPy's and torch's cannot). A task that writes
+    in place asks for its own: ``to_device(value, device, copy=True)``.
+
+    Examples
+    --------
+    >>> from dask_devctx.simulated_array import SimulatedArray
+    >>> replicas = Replicas(limit=0.1)
+    >>> x = SimulatedArray((2, 2))
+    >>> there = replicas.get("x", x, 1)
+    >>> there.device.device_id, there is replicas.get("x", x, 1)
+    (1, True)
+    >>> replicas.traffic[Device(0), Device(1)]
+    Traffic(nbytes=32, copies=1, saved=1, seconds=...)
+    """
+
+    def __init__(self, *, limit: float) -> None:
+        if not 0 <= limit <= 1:
+            raise ValueError(f"limit must be between 0 and 1, got {limit!r}")
+        self.limit = float(limit)
+        self._lock = threading.RLock()
+        self._places: dict[Device, _Place] = {}
+        self._traffic: dict[tuple[Device, Device], Traffic] = {}
+
+    def get(
+        self,
+        key: Hashable,
+        value: Any,
+        device: object,
+        *,
+        after: After = None,
+        ahead: bool = False,
+    ) -> Any:
+        """Return a value as it is on a device: the copy that is there, or one made now.
+
+        Parameters
+        ----------
+        key
+            Stands for the value until it is forgotten. Where it may be forgotten before this is
+            called, a :class:`~dask_devctx.transfer.lifetime.Lifetime`.
+        value
+            What the key's owner has, wherever it lives.
+        device
+            What :class:`~dask_devctx.Device` accepts.
+        after
+            Stamps of the work that makes the value, as ``to_device`` takes them.
+        ahead
+            Whether this is for a task that will ask itself: that one is then not counted as one
+            that was saved a copy.
+
+        Returns
+        -------
+        object
+            It may be used on this thread's current streams of the device.
+
+        Raises
+        ------
+        Exception
+            What ``to_device`` raises. A device without memory is tried again once, without the
+            copies that others do not use. Nothing is remembered of a failure, and threads that
+            waited for it try for themselves.
+        """
+        device = Device(device)
+        sources = nbytes_by_device(value)
+        here = sources.pop(device, None)
+        if not sources:
+            # Of most inputs this is all: a move that moves nothing takes twice as long to begin.
+            if here is not None and isinstance(after, Stamp) and not to_device.looks_into(value):
+                release_held(1)
+                after.hold_back_unless_done(device, of=device)
+                return value
+            return to_device(value, device, after=after)
+        while True:
+            with self._lock:
+                entries = self._place(device).entries
+                entry = entries.get(key)
+                mine = entry is None
+                if entry is None:
+                    entry = _Entry(sources, expected=ahead)
+                    if _may_keep(key):
+                        entries[key] = entry
+                else:
+                    entries.move_to_end(key)
+            if mine:
+                return self._make(key, entry, value, device, after)
+            if entry.made.exception() is not None:  # waits; the maker's error is the maker's
+                continue
+            moved, stamp = entry.made.result()
+            with self._lock:
+                first, entry.expected = entry.expected, entry.expected and ahead
+                if not first and not ahead:
+                    self._count(sources, device, saved=1)
+            stamp.hold_back_unless_done(device)
+            return moved
+
+    def _make(self, key: Hashable, entry: _Entry, value: Any, device: Device, after: After) -> Any:
+        start = time.perf_counter()
+        try:
+            try:
+                moved = self._move(value, device, after)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.drop_all(device)
+                release_held()
+                moved = self._move(value, device, after)
+            stamp = Stamp.of_streams([device])
+            nbytes = nbytes_by_device(moved).get(device, 0)
+        except BaseException as error:
+            with self._lock:
+                self._remove(device, key, entry)
+            entry.made.set_exception(error)
+            raise
+        self._count(entry.sources, device, copies=1, seconds=time.perf_counter() - start)
+        entry.made.set_result((moved, stamp))
+        with self._lock:
+            place = self._places[device]
+            if place.entries.get(key) is entry:  # not forgotten in the meantime
+                entry.nbytes = nbytes
+                place.nbytes += nbytes
+                self._keep_to_limit(device)
+        return moved
+
+    @staticmethod
+    def _move(value: Any, device: Device, after: After) -> Any:
+        # Nobody writes to a task's input, so that its device need not wait for the copy.
+        return Move(device, after, guard_source=False, read_only=True).run(value)
+
+    def used(
+        self, copies: Iterable[tuple[Hashable, Any]], device: object, stamp: Stamp | None
+    ) -> None:
+        """Say that the work of ``stamp`` reads copies on a device.
+
+        To be called when a task has given its work to the device: a copy that is dropped while it
+        is still being read is kept alive until then. Needed where threads use streams of their
+        own; with the default stream the library keeps this order itself.
+
+        Parameters
+        ----------
+        copies
+            What :meth:`get` returned, each with its key. Those that are not kept any more are
+            held until the work is done.
+        device
+            Where they are.
+        stamp
+            The work; None for none.
+        """
+        if stamp is None:
+            return
+        dropped = []
+        with self._lock:
+            place = self._places.get(Device(device))
+            for key, moved in copies:
+                entry = None if place is None else place.entries.get(key)
+                if entry is None or not entry.made.done() or entry.made.result()[0] is not moved:
+                    dropped.append(moved)
+                else:
+                    entry.uses = [use for use in entry.uses if not use.done()] + [stamp]
+        if dropped:
+            hold(stamp, *dropped)
+
+    def forget(self, key: Hashable) -> None:
+        """Drop the copies of a key on all devices: its owner has let it go."""
+        with self._lock:
+            if isinstance(key, Lifetime):
+                key.ended = True
+            for device, place in self._places.items():
+                entry = place.entries.get(key)
+                if entry is not None:
+                    self._remove(device, key, entry)
+
+    def drop_all(self, device: object = None) -> int:
+        """Drop every copy on a device, or on all; return the bytes. The keys stay usable."""
+        with self._lock:
+            wanted = None if device is None else Device(device)
+            dropped = 0
+            for each, place in self._places.items():
+                if wanted is not None and each is not wanted:
+                    continue
+                for key, entry in list(place.entries.items()):
+                    if entry.made.done():
+                        dropped += entry.nbytes
+                        self._remove(each, key, entry)
+        return dropped
+
+    def wants(self, key: Hashable, device: Device, nbytes: int) -> bool:
+        """Return whether a copy is not there yet, and fits beside the others there."""
+        with self._lock:
+            place = self._place(device)
+            return key not in place.entries and place.nbytes + nbytes <= place.limit
+
+    def devices(self, key: Hashable) -> list[Device]:
+        """Return the devices that have a copy for a key, or are about to."""
+        with self._lock:
+            return [device for device, place in self._places.items() if key in place.entries]
+
+    def nbytes(self, device: object) -> int:
+        """Return the bytes of the copies that are kept on a device."""
+        with self._lock:
+            place = self._places.get(Device(device))
+            return 0 if place is None else place.nbytes
+
+    @property
+    def traffic(self) -> dict[tuple[Device, Device], Traffic]:
+        """What went from which device to which, until now."""
+        with self._lock:
+            return {pair: replace(traffic) for pair, traffic in self._traffic.items()}
+
+    # -- with the lock held
+
+    def _place(self, device: Device) -> _Place:
+        place = self._places.get(device)
+        if place is None:
+            place = self._places[device] = _Place(int(self.limit * device.memory_info.total))
+        return place
+
+    def _remove(self, device: Device, key: Hashable, entry: _Entry) -> None:
+        place = self._places[device]
+        if place.entries.get(key) is entry:
+            del place.entries[key]
+            place.nbytes -= entry.nbytes
+            for use in entry.uses:
+                hold(use, entry.made)
+
+    def _keep_to_limit(self, device: Device) -> None:
+        place = self._places[device]
+        while place.nbytes > place.limit:
+            # The others are being made: they come here when they are.
+            key, entry = next(item for item in place.entries.items() if item[1].nbytes)
+            self._remove(device, key, entry)
+
+    def _count(
+        self,
+        sources: dict[Device, int],
+        device: Device,
+        *,
+        copies: int = 0,
+        saved: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
+        with self._lock:
+            for source, nbytes in sources.items():
+                traffic = self._traffic.setdefault((source, device), Traffic())
+                traffic.nbytes += nbytes * copies
+                traffic.copies += copies
+                traffic.saved += saved
+                traffic.seconds += seconds / len(sources)
+
+
+def _may_keep(key: Hashable) -> bool:
+    if isinstance(key, Lifetime):
+        key.copied = True
+        return not key.ended
+    return True

@@ -1,0 +1,149 @@
+"""Actors on their devices: what a worker calls and reads of an actor, after its constructor."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections import Counter
+from collections.abc import Collection, Hashable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+from distributed import Worker
+from distributed.utils import thread_state
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.transfer import nbytes_by_device, stamp, to_device
+from dask_devctx.worker.failures import Guard, GuardedMethod
+from dask_devctx.worker.failures.calls import Arguments, Bring
+
+_HANDLERS = ("actor_execute", "actor_attribute")
+_POLL_S = 0.01
+# So long an error may be on its way to the caller of a method.
+_ON_ITS_WAY_S = 0.2
+
+# By the state of the task that made the actor: an actor keeps its device while it lives, also when
+# the plugin is registered anew.
+_devices: weakref.WeakKeyDictionary[Any, Device] = weakref.WeakKeyDictionary()
+
+
+class DeviceActors(dict[Hashable, Any]):
+    """A worker's actors by key; who is about to call one is given a stand-in.
+
+    Parameters
+    ----------
+    worker
+        The worker, whose dictionary of actors this replaces until :meth:`restore`.
+    guard
+        Watches over what their methods do.
+    move_inputs
+        Whether what a method is given is brought to its actor's device.
+
+    Notes
+    -----
+    dask calls an actor's methods in two ways: by a message to the worker, and, from a method of
+    another actor on the same worker, at once on the same thread. Both look the actor up here.
+    Everybody else is given the actor itself.
+    """
+
+    def __init__(self, worker: Worker, guard: Guard, *, move_inputs: bool) -> None:
+        super().__init__(worker.state.actors)
+        self._worker = worker
+        self._guard = guard
+        self._bring = _brought if move_inputs else None
+        self._handlers = {name: worker.handlers[name] for name in _HANDLERS}
+        self._called: Hashable = None
+        self._unanswered: Counter[Hashable] = Counter()
+        worker.state.actors = self
+        worker.handlers["actor_execute"] = self._execute
+        worker.handlers["actor_attribute"] = self._attribute
+
+    def restore(self) -> None:
+        """Leave the worker as it was; calls that are under way end on their devices."""
+        self._worker.handlers.update(self._handlers)
+        self._worker.state.actors = dict(self)
+
+    def live_on(self, ts: Any, device: Device) -> None:
+        """Note the device of the actor that a task makes."""
+        _devices[ts] = device
+
+    async def answered(self, keys: Collection[Hashable]) -> None:
+        """Wait until those who called methods of these actors know how they ended."""
+        while any(self._unanswered[key] for key in keys):
+            await asyncio.sleep(_POLL_S)
+
+    def __getitem__(self, key: Hashable) -> Any:
+        actor = super().__getitem__(key)
+        if self._called is not None and self._called == key:
+            self._called = None
+        elif not getattr(thread_state, "actor", False):
+            return actor
+        device = self._device_of(key)
+        if device is None:
+            return actor
+        return _OnDevice(actor, device, key, self._guard, self._bring)
+
+    def _device_of(self, key: Hashable) -> Device | None:
+        ts = self._worker.state.tasks.get(key)
+        return None if ts is None else _devices.get(ts)
+
+    async def _execute(self, actor: Hashable = None, **kwargs: Any) -> Any:
+        self._called = actor  # it is looked up before anything else runs on this loop
+        self._unanswered[actor] += 1
+        failed = True
+        try:
+            answer = await self._handlers["actor_execute"](actor=actor, **kwargs)
+            failed = answer["status"] != "OK"
+        finally:
+            self._called = None
+            if failed:  # it is sent when this has returned
+                self._worker.loop.call_later(_ON_ITS_WAY_S, self._has_answered, actor)
+            else:
+                self._has_answered(actor)
+        return self._to_send(actor, answer)
+
+    def _has_answered(self, actor: Hashable) -> None:
+        self._unanswered[actor] -= 1
+        if not self._unanswered[actor]:
+            del self._unanswered[actor]
+
+    def _attribute(self, actor: Hashable = None, **kwargs: Any) -> Any:
+        with self._device_of(actor) or nullcontext():  # a property may compute
+            answer = self._handlers["actor_attribute"](actor=actor, **kwargs)
+        return self._to_send(actor, answer)
+
+    def _to_send(self, key: Hashable, answer: dict[str, Any]) -> dict[str, Any]:
+        """Return what an actor answers, to be read after the work that makes it."""
+        if self._device_of(key) is not None and "result" in answer:
+            with suppress(Exception):  # somebody's type, or a device that is not well
+                made = stamp(answer["result"].data)
+                if made is not None:
+                    made.hold_back_readers()
+        return answer
+
+
+class _OnDevice:
+    """An actor whose methods run on its device."""
+
+    def __init__(
+        self, actor: Any, device: Device, key: Hashable, guard: Guard, bring: Bring | None
+    ) -> None:
+        self._actor = actor
+        self._device = device
+        self._key = key
+        self._guard = guard
+        self._bring = bring
+
+    def __getattr__(self, name: str) -> Any:
+        with self._device:
+            attribute = getattr(self._actor, name)
+        if not callable(attribute):
+            return attribute
+        return GuardedMethod(self._guard, self._key, self._device, attribute, self._bring)
+
+
+def _brought(arguments: Arguments, device: Device) -> Arguments:
+    """Return what a method is given as it is on its actor's device."""
+    if nbytes_by_device(arguments).keys() - {device}:
+        return to_device(arguments, device, after=stamp(arguments))
+    return arguments

@@ -1,0 +1,306 @@
+"""A task's way through a worker: it gets its device, is wrapped, runs on it, and is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from distributed import Status, Worker
+
+from dask_devctx import config
+from dask_devctx.annotations import Unannotated, is_watched, requested_device
+from dask_devctx.config import options
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.naming import AUTO
+from dask_devctx.transfer import Stamp
+from dask_devctx.worker import leases, serialization
+from dask_devctx.worker.actors import DeviceActors
+from dask_devctx.worker.advice import Advice
+from dask_devctx.worker.arrivals import Arrivals
+from dask_devctx.worker.departures import Departures
+from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus
+from dask_devctx.worker.failures import Charge, Failure, Guard, GuardedTask, marks
+from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
+from dask_devctx.worker.host_memory import HostMemory
+from dask_devctx.worker.inputs import Input, Inputs
+from dask_devctx.worker.interpreter import Interpreter, switch_interval
+from dask_devctx.worker.metrics import Record
+from dask_devctx.worker.placement import NoDevices, Placement
+from dask_devctx.worker.policy import Policy
+from dask_devctx.worker.task import DeviceTask
+
+# In these states a task's thread may still be running it.
+_UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
+
+
+class DeviceExtension:
+    """While it is open, the tasks of one worker run on its devices.
+
+    Parameters
+    ----------
+    worker
+        The worker, on whose event loop this is called.
+    **options
+        As :class:`~dask_devctx.DevicePlugin` takes them.
+
+    Attributes
+    ----------
+    failure
+        Why the worker does not have the devices, or None. It goes on without: tasks that ask for
+        one fail with this, and all others run as they did.
+    placement
+        Which task is on which device.
+    record
+        What ran where.
+    guard
+        Watches over the tasks.
+    inputs
+        Brings their inputs; None where they are left where they are.
+    pools
+        The devices' threads, by the name of the executor.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        *,
+        devices: Sequence[object] | None,
+        devices_per_worker: int | None,
+        tasks_per_device: int,
+        unannotated: Unannotated,
+        move_inputs: bool,
+        replica_limit: float,
+        policy: Policy,
+        synchronize: bool,
+        oom_retries: int,
+    ) -> None:
+        self._worker = worker
+        self._tasks = worker.state.tasks  # looked into at every transition of every task
+        self._share = leases.Lease(())
+        self.failure: Exception | None = None
+        self.placement: Placement | NoDevices
+        history, interval_s = 0, None
+        try:
+            history = options.count("history", least=0)
+            interval_s = switch_interval()
+            self._share = leases.acquire_for_worker(
+                devices,
+                devices_per_worker,
+                holder=f"worker {worker.name}",
+                directory=config.get("lock-directory"),
+            )
+            self.placement = Placement(self._share.devices, tasks_per_device, policy)
+            self._arrivals = Arrivals(worker, self.placement.devices)
+        except Exception as error:
+            self.failure = error
+            self._share.release()
+            self.placement = NoDevices(error)
+            self._arrivals = Arrivals(worker, ())
+        self._unannotated: Unannotated = "leave" if self.failure else unannotated
+        self.record = Record(self.placement.devices, tasks_per_device, history)
+        worker.metrics[Record.metric] = self.record.metrics
+        self.guard = Guard(
+            self.placement.devices,
+            synchronize=synchronize,
+            oom_retries=oom_retries,
+            on_failure=self._on_failure,
+            is_cancelled=partial(_is_cancelled, self._tasks),
+        )
+        worker.metrics[Guard.metric] = self.guard.metrics
+        self.inputs: Inputs | None = None
+        if move_inputs:
+            self.inputs = Inputs(replica_limit)
+            self.guard.retries.drop_replicas = self.inputs.drop_replicas
+            self._departures = Departures(worker, self.inputs)
+            worker.metrics[Inputs.metric] = self.inputs.metrics
+        serialization.register()
+        self._host_memory = HostMemory(worker, written=self._written, read_back=self._read_back)
+        self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
+        self.pools = {
+            name: DeviceThreadPoolExecutor(
+                f"devctx-{device}", tasks_per_device, near_cpus(device.info.cpu_affinity)
+            )
+            for device, name in self._executor_names.items()
+        }
+        worker.executors.update(self.pools)
+        self._actors = DeviceActors(worker, self.guard, move_inputs=move_inputs)
+        self._interpreter = Interpreter(worker, interval_s)
+        self._advice = Advice(worker, len(self.pools) * tasks_per_device)
+        for ts in self._tasks.values():
+            if ts.state == "executing" and ts.key not in worker.active_keys:  # about to begin
+                self._pin(ts)
+
+    def close(self) -> None:
+        """Leave the worker as it was; what runs, runs on to its end."""
+        worker = self._worker
+        for metric in (Record.metric, Guard.metric, Inputs.metric):
+            worker.metrics.pop(metric, None)
+        self._arrivals.close()
+        self._host_memory.close()
+        self.guard.close()
+        if self.inputs is not None:
+            self._departures.close()
+            self.inputs.close()
+        self._actors.restore()
+        self._interpreter.close()
+        if worker.status is not Status.closing:  # else it empties and ends its executors itself
+            for ts in self._tasks.values():
+                self._unpin(ts)
+            for name, pool in self.pools.items():
+                del worker.executors[name]
+                pool.shutdown(wait=False)
+        self._share.release()
+
+    def transition(self, key: Hashable, start: str, finish: str) -> None:
+        """Pin a task that is about to be executed; stop counting one that is done."""
+        ts = self._tasks.get(key)
+        # A task that was cancelled and asked for again comes back to "executing" without a
+        # transition to it, so what counts is the state and not `finish`.
+        if ts is not None and ts.state == "executing":
+            if ts.run_spec.__class__ is not DeviceTask:
+                self._pin(ts)
+        elif key in self.placement.placed:
+            if finish == "long-running":  # also of one that was cancelled, and stays so
+                self.guard.seceded(key)
+            if ts is None or ts.state not in _UNDER_WAY:
+                self._done(key, ts)
+        elif start == "long-running" and ts is not None:
+            self._ended_later(key, ts)
+        if start == "memory" and self.inputs is not None:
+            self.inputs.forget(key)
+
+    def _pin(self, ts: Any) -> None:
+        """Wrap the task, and send it to its device's threads unless it asked for others."""
+        annotations = ts.annotations
+        try:
+            wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
+            if wanted is None:
+                self._done(ts.key, None)  # where it was asked for again, in other words
+                if self.inputs is not None:
+                    self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
+                return
+            asked_for = wanted.__class__ is not str or wanted != AUTO
+            if not asked_for:  # after it ran out of memory elsewhere, it is known where to
+                wanted = self.guard.retries.redirect(ts.key) or wanted
+            before = self.placement.placed.get(ts.key)  # where it was asked for again
+            inputs = self._inputs(ts) if ts.dependencies else []
+            device = self.placement.place(ts.key, ts.prefix, wanted, inputs)
+            self.record.placed(ts, device, before)
+        except Exception as error:  # raised here, dask would log it and run the task unpinned
+            failure = error.with_traceback(None)  # where it was found says nothing to the user
+            ts.run_spec = DeviceTask(ts.run_spec, failure, ts.priority)
+            self.record.refused(ts, failure)
+            return
+        if ts.key in self._worker.state.actors:
+            self._actors.live_on(ts, device)
+        if not annotations or "executor" not in annotations:
+            ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
+        charge = Charge(ts.key, movable=not asked_for)
+        if is_watched(annotations):
+            charge = charge._replace(watched=True, is_coroutine=bool(ts.run_spec.is_coro))
+        ts.run_spec = pinned = DeviceTask(
+            ts.run_spec,
+            device,
+            _urgency(ts),
+            asked_for=asked_for,
+            inputs=self.inputs,
+            call=GuardedTask(self.guard, charge),
+        )
+        if self.inputs is not None and ts.dependencies:
+            known = self.inputs.lifetimes
+            # One that is asked for again while it runs may have lost its inputs meanwhile.
+            pinned.lifetimes = {
+                dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
+            }
+            if inputs and self.placement.has_queue(device):
+                self.inputs.start_moving(inputs, pinned.lifetimes, device)
+        self._advice.give()
+
+    def _unpin(self, ts: Any) -> None:
+        if isinstance(ts.run_spec, DeviceTask):
+            ts.run_spec = ts.run_spec.task
+        if ts.annotations and ts.annotations.get("executor") in self.pools:
+            ts.annotations = {k: v for k, v in ts.annotations.items() if k != "executor"}
+
+    def _done(self, key: Hashable, ts: Any) -> None:
+        device = self.placement.remove(key)
+        if device is None:
+            return
+        run = self.record.left(device, ts)
+        if run is not None and run.start is not None and run.stop is not None:
+            self.placement.record_duration(run.prefix, run.stop - run.start)
+        # Of one that came to nothing, or was to be computed anew meanwhile, nothing is known.
+        if ts is not None and ts.state == "memory":
+            self._arrived(key, ts)
+
+    def _ended_later(self, key: Hashable, ts: Any) -> None:
+        """Note what came of a task that seceded; it gave up its place on its device then."""
+        spec = ts.run_spec
+        if spec.__class__ is DeviceTask and isinstance(spec.device, Device):
+            if ts.state in ("memory", "error"):
+                self.record.ended(spec.device, ts)
+            if ts.state == "memory":
+                self._arrived(key, ts)
+
+    def _arrived(self, key: Hashable, ts: Any) -> None:
+        made = _work_of(ts)
+        if made is not None and self.inputs is not None:
+            self.inputs.arrived(key, made)
+
+    def _on_failure(self, failure: Failure) -> None:
+        """End the worker; called on the thread of the task that noticed."""
+        refuse_data(self._worker)  # now: whoever is told may ask before the event loop has its turn
+        marks.tell(self._worker, str(failure.error), failure.suspects)
+        self._worker.loop.add_callback(
+            end_failed_worker, self._worker, failure, self._actors.answered
+        )
+
+    def _written(self, key: Hashable, value: object) -> None:
+        """Called when dask is about to write a value to disk, be it as soon as it was made."""
+        ts = self._tasks.get(key)
+        made = None if ts is None else _work_of(ts)
+        if made is not None:
+            made.hold_back_readers()
+
+    def _read_back(self, key: Hashable, value: object) -> None:
+        """Called when dask has read a value from disk."""
+        if self.inputs is not None:
+            self.inputs.read_back(key)
+
+    def _inputs(self, ts: Any) -> list[Input]:
+        """Return those inputs of a task that are in memory; what is on disk stays there."""
+        data = self._worker.data
+        data = getattr(data, "memory", data)
+        keys = [dep.key for dep in ts.dependencies if dep.key in data]
+        return [Input(key, data[key], self.inputs) for key in keys]
+
+
+def _urgency(ts: Any) -> tuple[Any, ...]:
+    """Return a task's place among those that wait for its device; the least goes first.
+
+    It is dask's own priority, but what the user gave alike, those go first that use up an input
+    which no other task waits for: their device has less to hold when they are done. Else a device
+    fills up with what many tasks make before the first of it is used.
+    """
+    by_user, *others = ts.priority
+    for dep in ts.dependencies:
+        if len(dep.dependents) == 1:
+            return (by_user, 0, *others)
+    return (by_user, 1, *others)
+
+
+def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
+    """Return whether a task was cancelled; on any thread.
+
+    dask believes that it runs from when it is given to its device's threads. There it may wait for
+    long, and nobody wants it when its turn comes.
+    """
+    ts = tasks.get(key)
+    return ts is not None and ts.state == "cancelled"
+
+
+def _work_of(ts: Any) -> Stamp | None:
+    """Return the stamp of the work that makes a task's value, where it was made here."""
+    spec = ts.run_spec
+    return spec.made if spec.__class__ is DeviceTask else None

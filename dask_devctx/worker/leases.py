@@ -1,0 +1,141 @@
+"""Sharing out a machine's devices among its workers, without anybody who coordinates them.
+
+A worker that wants devices for itself locks each one's UUID; see :mod:`dask_devctx.worker.locks`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from dask_devctx.cuda.device import Device, named_devices
+from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
+from dask_devctx.worker.locks import Lock, LockDirectory, default_directory
+
+# Choosing takes well under a millisecond; who takes longer was stopped in the middle of it.
+_CHOOSING_TIMEOUT_S = 10.0
+
+
+class Lease:
+    """The devices that one worker uses.
+
+    Parameters
+    ----------
+    devices
+        The devices.
+    locks
+        What keeps other workers off them.
+    """
+
+    def __init__(self, devices: Sequence[Device], locks: Sequence[Lock] = ()) -> None:
+        self.devices = tuple(devices)
+        self._locks = tuple(locks)
+
+    def release(self) -> None:
+        """Let other workers have them."""
+        for lock in self._locks:
+            lock.release()
+
+
+def acquire_for_worker(
+    wanted: Sequence[object] | None,
+    count: int | None,
+    *,
+    holder: str,
+    directory: str | os.PathLike[str] | None = None,
+) -> Lease:
+    """Take what a worker is to use.
+
+    Parameters
+    ----------
+    wanted
+        Its devices, each anything that :class:`~dask_devctx.Device` accepts; None for all that the
+        process sees.
+    count
+        How many of them it takes for itself; None for all, shared with anybody.
+    holder, directory
+        As :func:`acquire` has them.
+
+    Raises
+    ------
+    DeviceNotFoundError
+        There is none, or not one that was named.
+    DevicesInUseError, LockDirectoryError
+        As :func:`acquire` raises them.
+    """
+    found = named_devices(wanted)
+    if not found:
+        raise DeviceNotFoundError(
+            "any",
+            (),
+            None,
+            "The worker sees no GPU: check CUDA_VISIBLE_DEVICES, or give it devices",
+        )
+    if count is None:
+        return Lease(found)
+    return acquire(found, count, holder=holder, directory=directory)
+
+
+def acquire(
+    devices: Sequence[Device],
+    count: int,
+    *,
+    holder: str,
+    directory: str | os.PathLike[str] | None = None,
+) -> Lease:
+    """Take devices that no other worker of this user and machine has taken.
+
+    Parameters
+    ----------
+    devices
+        Those to choose from; the first that are free are taken.
+    count
+        How many.
+    holder
+        Who takes them, for the error that others get.
+    directory
+        Where the locks are; :func:`~dask_devctx.worker.locks.default_directory` by default.
+
+    Raises
+    ------
+    DevicesInUseError
+        Fewer are free. None is taken then.
+    LockDirectoryError
+        The directory cannot be trusted, or cannot be used.
+
+    Notes
+    -----
+    Processes exclude each other that see the same directory: containers do where one directory of
+    the host is mounted into all of them. Users do not exclude each other.
+
+    The devices are free again when the share is released or when the process has ended, however
+    it ended. One at a time chooses, so that of two workers that want three of four devices one
+    gets them.
+    """
+    note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
+    free: list[Device] = []
+    locks: list[Lock] = []
+    held: dict[str, str] = {}
+    with LockDirectory(Path(directory) if directory else default_directory()) as place:
+        try:
+            with place.exclusive(_CHOOSING_TIMEOUT_S):
+                for device in devices:
+                    if len(locks) == count:
+                        break
+                    name = quote(device.uuid, safe="") + ".lock"
+                    lock = place.try_lock(name, note)
+                    if lock is None:
+                        held[str(device.info)] = place.note(name)
+                    else:
+                        free.append(device)
+                        locks.append(lock)
+            if len(locks) < count:
+                raise DevicesInUseError(count, [str(device.info) for device in free], held)
+        except BaseException:
+            for lock in locks:
+                lock.release()
+            raise
+    return Lease(free, locks)

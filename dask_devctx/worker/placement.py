@@ -1,0 +1,247 @@
+"""The devices of one worker: who is on which, and who goes where next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from time import monotonic
+from typing import Protocol
+
+from dask_devctx import driver
+from dask_devctx.annotations import not_an_annotation
+from dask_devctx.cuda import discovery
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.naming import AUTO
+from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx.worker.policy import RELUCTANCE_S, Candidate, Policy, start_soonest
+
+# How much a new measurement counts against what was known of a prefix' duration.
+_NEW_DURATION_WEIGHT = 0.5
+# What a task of a kind that was never measured is expected to take at least: long enough for
+# nothing to wait for it out of reluctance to move.
+_UNKNOWN_S = 10 * RELUCTANCE_S
+# How long an answer about the devices' free memory is good for: each takes microseconds.
+_MEMORY_AGE_S = 0.5
+
+
+class Located(Protocol):
+    """Where a value is."""
+
+    @property
+    def nbytes(self) -> Mapping[Device, int]:
+        """The bytes that it has on which devices; empty for what is on the host."""
+
+    @property
+    def copies(self) -> Collection[Device]:
+        """The devices that have a copy of it."""
+
+
+class _Load:
+    """What a device has to do: the prefix of each task there, by key, and how many of each."""
+
+    __slots__ = ("counts", "device", "free_nbytes", "last_turn", "prefixes")
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.prefixes: dict[Hashable, str] = {}
+        self.counts: dict[str, int] = {}  # kept: a queue may be long
+        self.last_turn = 0
+        self.free_nbytes: int | None = None
+
+
+class Placement:
+    """Which task is on which device of a worker.
+
+    Parameters
+    ----------
+    devices
+        The worker's devices; not empty.
+    tasks_per_device
+        How many tasks run on a device at a time.
+    policy
+        Chooses a device for a task that asks for none.
+
+    Attributes
+    ----------
+    placed
+        The tasks that are counted now, and their devices.
+
+    Notes
+    -----
+    Used from the worker's event loop alone.
+    """
+
+    def __init__(self, devices: Sequence[Device], tasks_per_device: int, policy: Policy) -> None:
+        self.devices = tuple(devices)
+        self._tasks_per_device = tasks_per_device
+        self._policy = policy
+        self._loads = {device: _Load(device) for device in devices}
+        self.placed: dict[Hashable, Device] = {}
+        self._named: dict[tuple[type, object], Device] = {}
+        self._durations_s: dict[str, float] = {}
+        self._typical_s = 0.0
+        self._turn = 0
+        self._memory_read_at = float("-inf")
+
+    def place(
+        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
+    ) -> Device:
+        """Return the device that a task runs on, and count it there until :meth:`remove`.
+
+        A task that is counted already and asks for any device stays where it is.
+
+        Parameters
+        ----------
+        key
+            The task's key.
+        prefix
+            What tasks of its kind are called, by which durations are known.
+        wanted
+            ``"auto"``, or what :class:`~dask_devctx.Device` accepts.
+        inputs
+            The values that the task is given; looked at where there is something to choose.
+
+        Raises
+        ------
+        DeviceNotFoundError
+            The worker does not have the device.
+        TypeError
+            It is no way to name a device.
+        """
+        if wanted.__class__ is str and wanted == AUTO:
+            device = self.placed.get(key) or self._assign(inputs)
+        else:
+            device = self._asked_for(wanted)
+        self.remove(key)
+        load = self._loads[device]
+        self._turn += 1
+        load.last_turn = self._turn
+        load.prefixes[key] = prefix
+        load.counts[prefix] = load.counts.get(prefix, 0) + 1
+        self.placed[key] = device
+        return device
+
+    def remove(self, key: Hashable) -> Device | None:
+        """Forget a task that is done; return where it was, or None."""
+        device = self.placed.pop(key, None)
+        if device is not None:
+            load = self._loads[device]
+            prefix = load.prefixes.pop(key)
+            load.counts[prefix] -= 1
+            if not load.counts[prefix]:
+                del load.counts[prefix]
+        return device
+
+    def has_queue(self, device: Device) -> bool:
+        """Return whether the task that was placed last waits for others on its device."""
+        return len(self._loads[device].prefixes) > self._tasks_per_device
+
+    def record_duration(self, prefix: str, seconds: float) -> None:
+        """Learn how long a task of this prefix ran."""
+        known = self._durations_s.get(prefix, seconds)
+        self._durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
+        self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
+
+    def _busy_s(self, load: _Load) -> float:
+        """Return how long a device needs for what it has, as far as is known now."""
+        known, unknown_s = self._durations_s, max(self._typical_s, _UNKNOWN_S)
+        busy_s = 0.0
+        for prefix, count in load.counts.items():
+            busy_s += count * known.get(prefix, unknown_s)
+        return busy_s
+
+    def _assign(self, inputs: Iterable[Located]) -> Device:
+        if len(self.devices) == 1 and self._policy is start_soonest:
+            return self.devices[0]
+        self._read_memory()
+        moves, move_nbytes = self._moves(inputs)
+        turn, share = self._turn, self._tasks_per_device
+        candidates = [
+            Candidate(
+                device,
+                len(load.prefixes),
+                self._busy_s(load) / share,
+                move_nbytes[device],
+                turn - load.last_turn,
+                load.free_nbytes,
+                moves[device],
+                len(load.prefixes) >= share,
+            )
+            for device, load in self._loads.items()
+        ]
+        return self._policy(candidates).device
+
+    def _read_memory(self) -> None:
+        now = monotonic()
+        if now - self._memory_read_at > _MEMORY_AGE_S:
+            self._memory_read_at = now
+            for load in self._loads.values():
+                found = discovery.memory_info(driver.backend(), load.device.info)
+                load.free_nbytes = None if found is None else found[0]
+
+    def _moves(self, inputs: Iterable[Located]) -> tuple[dict[Device, int], dict[Device, int]]:
+        """Return how many of the inputs each device lacks, and their bytes."""
+        moves, nbytes = dict.fromkeys(self._loads, 0), dict.fromkeys(self._loads, 0)
+        for one in inputs:
+            places = one.nbytes
+            if not places:
+                continue
+            copies = one.copies
+            total = sum(places.values())
+            home = next(iter(places)) if len(places) == 1 else None  # else it has to be joined
+            for device in moves:
+                if device is not home and device not in copies:
+                    moves[device] += 1
+                    nbytes[device] += total - places.get(device, 0)
+        return moves, nbytes
+
+    def _asked_for(self, wanted: object) -> Device:
+        name = wanted.__class__, wanted
+        if name[0] in (int, str):  # these always mean the same device, and are found faster here
+            device = self._named.get(name)
+            if device is not None:
+                return device
+        try:
+            device = Device(wanted)
+        except TypeError:
+            raise not_an_annotation(wanted) from None
+        if device not in self._loads:
+            raise DeviceNotFoundError(
+                wanted,
+                [str(mine.info) for mine in self.devices],
+                discovery.inventory(driver.backend()).visible_devices,
+                f"The machine has {device.info}, which this worker does not use, and no worker "
+                "that uses it was found, among those that the task may run on",
+            )
+        if name[0] in (int, str):
+            self._named[name] = device
+        return device
+
+
+class NoDevices:
+    """What a worker has in place of :class:`Placement` whose devices could not be found.
+
+    Parameters
+    ----------
+    reason
+        Why; whoever asks for a device is told.
+    """
+
+    devices: tuple[Device, ...] = ()
+
+    def __init__(self, reason: Exception) -> None:
+        self.placed: dict[Hashable, Device] = {}
+        self._reason = reason
+
+    def place(
+        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
+    ) -> Device:
+        raise self._reason
+
+    def remove(self, key: Hashable) -> Device | None:
+        return None
+
+    def has_queue(self, device: Device) -> bool:
+        return False
+
+    def record_duration(self, prefix: str, seconds: float) -> None:
+        pass

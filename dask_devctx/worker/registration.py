@@ -1,0 +1,164 @@
+"""What a worker tells of its devices: to the scheduler which it has, to a person why not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+from distributed import Worker
+from distributed.core import Status
+from distributed.protocol.pickle import dumps
+
+from dask_devctx import driver
+from dask_devctx.cuda import discovery
+from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DevicesInUseError, LockDirectoryError
+from dask_devctx.scheduler.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
+
+logger = logging.getLogger(__name__)
+
+NOT_STARTED = (
+    "The worker does not start without the devices of its plugin. With --preload dask_devctx the "
+    "plugin is made from the configuration devctx.*, such as DASK_DEVCTX__DEVICES; `dask devctx "
+    "info` shows what this machine has"
+)
+_WAY_OUT = (
+    "The worker {!r} goes on without devices: tasks that ask for one fail there with this error. "
+    "dask keeps the plugin all the same, and gives it to workers that join later. To get out, take "
+    'it away with client.unregister_worker_plugin("devctx"), or register it again with devices '
+    "that exist: client.register_plugin(DevicePlugin(devices=[...]))"
+)
+
+
+async def announce(worker: Worker, used: Sequence[Device]) -> None:
+    """Tell the scheduler which devices a worker has, so that tasks find them.
+
+    Parameters
+    ----------
+    worker
+        The worker; it need not have joined yet.
+    used
+        The devices that it uses. What it sees beyond them is told too, for the ordinals.
+
+    Notes
+    -----
+    Brings :class:`~dask_devctx.scheduler.routing.DeviceRouting` to the scheduler where it is
+    missing. A scheduler that cannot have it, because this package is not installed there, is no
+    error: tasks then run on any worker, and those that name a device of another worker fail.
+    """
+    seen = [
+        {"device_id": info.device_id, "uuid": info.uuid, "pci_bus_id": info.pci_bus_id}
+        for info in discovery.inventory(driver.backend()).devices
+    ]
+    async with _Turn(worker) as newest:
+        if not newest:
+            return
+        try:
+            await _install_routing(worker)
+            await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
+        except Exception as error:
+            logger.warning(
+                "Tasks that name a device are not led to the worker that has it: the scheduler "
+                "does not take dask-devctx' plugin (%r). Install dask-devctx where the scheduler "
+                "runs.",
+                error,
+            )
+
+
+def withdraw(worker: Worker) -> None:
+    """Tell the scheduler soon that a worker uses no devices any more, and stays.
+
+    Notes
+    -----
+    Nothing is told where another plugin takes this one's place at once. In between, tasks would be
+    led to workers that do not have their device.
+    """
+    if worker.status in (Status.running, Status.paused):
+        worker.loop.add_callback(_withdraw, worker, _Turn(worker))
+
+
+async def _withdraw(worker: Worker, turn: _Turn) -> None:
+    async with turn as newest:
+        if not newest:
+            return
+        try:
+            await _tell(worker, WITHDRAW)
+        except Exception as error:  # without the routing there is nothing to withdraw from
+            logger.debug("The worker's devices were not withdrawn: %r", error)
+
+
+async def refuse(worker: Worker, error: Exception) -> None:
+    """Tell the scheduler that a worker has no devices; one that joins without its share leaves.
+
+    Parameters
+    ----------
+    worker
+        The worker. One that joined earlier stays as it is: whoever registered the plugin is told.
+    error
+        Why. A note on it says what to do, where the error itself does not: in a worker that stays,
+        or that is starting.
+
+    Notes
+    -----
+    dask logs the error and lets a worker join whose plugin could not be set up. That suits a
+    worker on a machine without GPUs; one whose machine's devices are taken would run tasks on
+    devices that are others'.
+    """
+    if worker.status not in (Status.running, Status.paused):
+        error.add_note(NOT_STARTED)  # the error ends the start
+        return
+    joining = not worker.periodic_callbacks["heartbeat"].is_running()
+    leaves = joining and isinstance(error, (DevicesInUseError, LockDirectoryError))
+    if not leaves:
+        error.add_note(_WAY_OUT.format(worker.name))
+    async with _Turn(worker) as newest:
+        try:
+            await _install_routing(worker)
+            if leaves:
+                await _tell(worker, REFUSE, kind=type(error).__name__, arguments=error.args)
+            elif newest:
+                await _tell(worker, ANNOUNCE, seen=[], used=[])
+        except Exception as untold:
+            logger.debug("The scheduler was not told: %r", untold)
+    if leaves:
+        logger.error("This worker leaves the cluster, as it cannot take its devices: %s", error)
+        worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
+
+
+class _Turn:
+    """A worker's turn to tell what it has; void when it has something newer to tell by then.
+
+    Plugins may take each other's place faster than the scheduler answers, and two messages that are
+    under way at once arrive in any order.
+    """
+
+    _locks: ClassVar[WeakKeyDictionary[Worker, asyncio.Lock]] = WeakKeyDictionary()
+    _newest: ClassVar[WeakKeyDictionary[Worker, object]] = WeakKeyDictionary()
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._lock = self._locks.setdefault(worker, asyncio.Lock())
+        self._mine = self._newest[worker] = object()  # not self: that would keep the worker alive
+
+    async def __aenter__(self) -> bool:
+        await self._lock.acquire()
+        return self._newest[self._worker] is self._mine
+
+    async def __aexit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+async def _install_routing(worker: Worker) -> None:
+    await worker.scheduler.register_scheduler_plugin(
+        plugin=dumps(DeviceRouting()), name=DeviceRouting.name, idempotent=True
+    )
+
+
+async def _tell(worker: Worker, op: str, **what: object) -> None:
+    address = worker.contact_address or worker.address
+    answer = await getattr(worker.scheduler, op)(address=address, **what)
+    if answer != "OK":
+        raise RuntimeError(f"the scheduler answers {op} with {answer!r}")

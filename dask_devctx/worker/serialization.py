@@ -1,0 +1,109 @@
+"""How what is on a device travels, where distributed sends it wrongly or not at all.
+
+- A tensor's memory is taken for the host's, and a module is taken apart into its attributes: what
+  two of them share is two things afterwards.
+- Numba's arrays with gaps are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from distributed.protocol import dask_deserialize, dask_serialize
+from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
+
+from dask_devctx.cuda.device import Device
+
+Serialized = tuple[dict[str, Any], list[Any]]
+Serialize = Callable[[Any], Serialized]
+
+
+def register() -> None:
+    """Make torch's and Numba's values on devices known to distributed, once the library is there.
+
+    Notes
+    -----
+    They go through host memory, and arrive on the device that is current where they are unpacked.
+    Who unpacks them needs nothing of this package. Tensors that NumPy has no type or layout for,
+    and modules, are pickled as torch does that: they arrive on the device of the same number.
+
+    It lasts as long as the process.
+
+    References
+    ----------
+    ``distributed.protocol.torch``, ``distributed.protocol.numba``.
+    """
+    for library, with_it in (("torch", _register_torch), ("numba", _register_numba)):
+        # Whichever is asked first takes the library's registrations of all four with it.
+        for registry in (dask_serialize, dask_deserialize, cuda_serialize, cuda_deserialize):
+            registry.register_lazy(library, with_it)
+        if f"distributed.protocol.{library}" in sys.modules:  # then nobody asks for it any more
+            with_it()
+
+
+def _instead(registry: Any, kind: type, serialize: Serialize) -> None:
+    """Register a function for a type and for those of its subclasses that had their base's."""
+    found = registry._lookup  # dispatching would call what registers lazily, which this is
+    theirs = found[kind]
+    for each in [each for each, known in found.items() if known is theirs]:
+        registry.register(each, serialize)
+
+
+@functools.cache
+def _register_torch() -> None:
+    import torch
+    from distributed.protocol import torch as theirs
+    from distributed.protocol.serialize import dask_object_with_dict_serializer
+
+    from dask_devctx.transfer.libraries.torch import module_tensors
+
+    def serialize_tensor(tensor: Any) -> Serialized:
+        if not tensor.is_cuda:
+            return theirs.serialize_torch_Tensor(tensor)  # type: ignore[no-any-return]
+        if type(tensor) is not torch.Tensor or not is_numpys(tensor):
+            raise NotImplementedError("torch pickles it")
+        on_host = tensor.detach().cpu().resolve_conj().resolve_neg()
+        on_host.requires_grad_(tensor.requires_grad)
+        header, frames = theirs.serialize_torch_Tensor(on_host)
+        return {**header, "device": "cuda"}, frames
+
+    def is_numpys(tensor: Any) -> bool:
+        try:
+            torch.empty(0, dtype=tensor.dtype, layout=tensor.layout).numpy()
+        except (TypeError, RuntimeError):
+            return False
+        return True
+
+    def serialize_module(module: Any) -> Serialized:
+        if any(part.is_cuda for part in module_tensors(module)):
+            raise NotImplementedError("torch pickles it: taken apart, it loses what it shares")
+        return dask_object_with_dict_serializer.serialize(module)  # type: ignore[no-any-return]
+
+    _instead(dask_serialize, torch.Tensor, serialize_tensor)
+    _instead(dask_serialize, torch.nn.Module, serialize_module)
+
+
+@functools.cache
+def _register_numba() -> None:
+    import numpy
+    from distributed.protocol import numba as theirs
+    from numba import cuda
+
+    def of_any_layout(serialize: Serialize) -> Serialize:
+        def serialize_array(array: Any) -> Serialized:
+            if array.flags["C_CONTIGUOUS"] or array.flags["F_CONTIGUOUS"]:
+                return serialize(array)
+            # Through host memory: a copy on the device takes a kernel, which Numba compiles.
+            host = numpy.ascontiguousarray(array.copy_to_host())
+            ordinal = array.gpu_data.context.device.id
+            with Device(ordinal), cuda.gpus[ordinal]:
+                return serialize(cuda.to_device(host))
+
+        return serialize_array
+
+    kind = cuda.devicearray.DeviceNDArray
+    _instead(dask_serialize, kind, of_any_layout(theirs.dask_serialize_numba_ndarray))
+    _instead(cuda_serialize, kind, of_any_layout(theirs.cuda_serialize_numba_ndarray))

@@ -1,0 +1,399 @@
+"""Which devices are found, and in which order."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pynvml
+import pytest
+from cuda.bindings.driver import CUcontext, CUresult
+
+from dask_devctx import Context, Device, devices, driver
+from dask_devctx.cuda import discovery
+from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import (
+    DeviceNotFoundError,
+    DriverError,
+    DriverUnavailableError,
+    VisibleDevicesError,
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+
+
+class Nvml:
+    """A simulated NVML of which some functions answer otherwise."""
+
+    def __init__(self, nvml, **replaced):
+        self._nvml = nvml
+        vars(self).update(replaced)
+
+    def __getattr__(self, name):
+        return getattr(self._nvml, name)
+
+
+def refuse(code):
+    def function(*args):
+        raise pynvml.NVMLError(code)
+
+    return function
+
+
+def use_nvml(machine, **replaced):
+    return driver.use(Backend(machine.driver, Nvml(machine.nvml, **replaced), machine))
+
+
+def found(machine):
+    """The machine's GPUs by index, as they are listed now."""
+    uuids = [gpu.uuid for gpu in machine.gpus]
+    return [uuids.index(device.uuid) for device in devices()]
+
+
+def test_all_devices_in_order(backend):
+    inventory = discovery.inventory(backend)
+    assert [info.device_id for info in inventory.devices] == list(range(len(inventory.devices)))
+    for info in inventory.devices:
+        assert info.uuid.startswith(("GPU-", "MIG-"))
+        assert info.total_memory > 0
+        assert len(info.compute_capability) == 2
+
+
+def test_as_the_driver_shows_them(backend):
+    """NVML with the rule, and the driver, agree on every device, its name and its address."""
+    inventory = discovery.inventory(backend)
+    calls = backend.driver()
+    assert calls.device_count() == len(inventory.devices)
+    for info in inventory.devices:
+        assert discovery.driver_ordinal(backend, info) == info.device_id
+        assert discovery.by_driver_ordinal(backend, info.device_id) == info
+        assert calls.device_name(info.device_id) == info.name
+        assert calls.device_pci_bus_id(info.device_id) == info.pci_bus_id
+        assert calls.device_compute_capability(info.device_id) == info.compute_capability
+
+
+def test_creates_no_context(backend):
+    for device in devices():
+        assert device.name
+        assert backend.driver().primary_state(device.device_id) == (0, False)
+
+
+def test_touches_no_driver(machine):
+    assert [d.device_id for d in devices()] == [0, 1, 2, 3]
+    assert devices()[1].memory_info.total == 16 * 2**30
+    assert not machine.faults.calls
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("2,0", [2, 0]), ("", []), ("3,9,1", [3]), ("1,1", [])]
+)
+def test_follows_visible_devices(machine, monkeypatch, value, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert found(machine) == expected
+    inventory = discovery.inventory(driver.backend())
+    hidden = {info.uuid for info in inventory.hidden}
+    assert hidden == {gpu.uuid for gpu in machine.gpus if gpu.index not in expected}
+    assert {info.device_id for info in inventory.hidden} <= {-1}
+
+
+def test_follows_uuids(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{machine.gpus[3].uuid},{machine.gpus[1].uuid}")
+    assert found(machine) == [3, 1]
+    assert [device.info.nvml_index for device in devices()] == [3, 1]
+
+
+def test_names_the_entry_that_hid_the_rest(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9,1")
+    (problem,) = discovery.inventory(driver.backend()).problems
+    assert "the entry '9' hides itself and all after it: the machine has 4 devices" in problem
+
+
+def test_a_change_before_cuda_starts_is_followed(machine, monkeypatch):
+    device = Device(2)
+    assert device.device_id == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert found(machine) == [2]
+    assert device.device_id == 0
+    with device:
+        assert Device.current() is device
+    device.primary_context.release()
+
+
+def test_a_change_after_cuda_started_is_not_followed(machine, monkeypatch):
+    backend = driver.backend()
+    backend.driver()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert found(machine) == [0, 1, 2, 3]
+
+
+def test_another_library_started_cuda_first(machine, monkeypatch):
+    """The environment now and the driver then disagree: an error, never another device."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    machine.driver.cuInit(0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    device, hidden = devices()
+    with pytest.raises(VisibleDevicesError, match="as 1, the environment says 0") as caught:
+        device.set_current()
+    assert caught.value.value == "3,1"
+    with pytest.raises(VisibleDevicesError, match="set it before anything uses CUDA"):
+        hidden.set_current()
+
+
+def test_current_device_that_the_environment_hides(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    machine.driver.cuInit(0)
+    machine.driver.cuCtxSetCurrent(machine.driver.cuDevicePrimaryCtxRetain(0)[1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(VisibleDevicesError, match="which the variable hides"):
+        Device.current()
+    machine.driver.cuCtxSetCurrent(CUcontext(0))
+
+
+def test_current_device_is_joined_by_uuid(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    machine.driver.cuInit(0)
+    machine.driver.cuCtxSetCurrent(machine.driver.cuDevicePrimaryCtxRetain(1)[1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
+    assert Device.current().uuid == machine.gpus[3].uuid
+    machine.driver.cuCtxSetCurrent(CUcontext(0))
+
+
+# -- several kinds of GPU
+
+
+@pytest.fixture
+def mixed(machine):
+    for gpu in machine.gpus[:2]:
+        gpu.name, gpu.compute_capability = "Old GPU", (7, 5)
+    return machine
+
+
+class FastestFirst:
+    """A driver that puts the machine's last two devices first, as CUDA would with faster ones."""
+
+    def __init__(self, driver):
+        self._driver = driver
+
+    def __getattr__(self, name):
+        return getattr(self._driver, name)
+
+    def cuInit(self, flags):
+        result = self._driver.cuInit(flags)
+        self._driver._visible.sort(key=lambda shown: shown[0].compute_capability, reverse=True)
+        return result
+
+    cuInit.__name__ = "cuInit"
+
+
+def test_the_driver_orders_several_kinds(mixed):
+    with driver.use(Backend(FastestFirst(mixed.driver), mixed.nvml, mixed)):
+        assert found(mixed) == [2, 3, 0, 1]
+        assert [device.info.nvml_index for device in devices()] == [2, 3, 0, 1]
+        assert Device(0).name == "Simulated GPU"
+
+
+def test_bus_order_needs_no_driver(mixed, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert found(mixed) == [0, 1, 2, 3]
+    assert not mixed.faults.calls
+
+
+@pytest.mark.parametrize("value", ["", "-1", "{uuids}"])
+def test_several_kinds_without_asking_the_driver(mixed, monkeypatch, value):
+    value = value.format(uuids=f"{mixed.gpus[2].uuid},{mixed.gpus[0].uuid}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert found(mixed) == ([2, 0] if value.startswith("GPU") else [])
+    assert not mixed.faults.calls
+
+
+# -- NVML is missing, partial, or its GPUs are
+
+
+def test_without_nvml_the_driver_answers(machine):
+    with use_nvml(machine, nvmlInit=refuse(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)):
+        inventory = discovery.inventory(driver.backend())
+        assert inventory.source == "driver"
+        assert "NVML does not answer" in inventory.problems[0]
+        info = inventory.devices[2]
+        assert info.uuid == machine.gpus[2].uuid
+        assert (info.nvml_index, info.numa_node, info.cpu_affinity) == (None, None, None)
+        assert info.total_memory == 16 * 2**30
+        assert machine.gpus[2].primary is None
+        assert Device(2).memory_info.free == 16 * 2**30  # the driver's, in its primary context
+        Device(2).primary_context.release()
+
+
+def test_with_neither_nvml_nor_driver(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with use_nvml(machine, nvmlInit=refuse(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)):
+        with pytest.raises(DriverUnavailableError) as caught:
+            devices()
+        assert "NVML does not answer" in caught.value.reason
+        assert "CUDA_VISIBLE_DEVICES=''" in caught.value.reason
+        assert "DASK_DEVCTX__SIMULATED_DEVICES=4" in caught.value.remedy
+
+
+def test_no_driver_library():
+    def missing(*args):
+        raise RuntimeError("libcuda.so.1 not found")
+
+    machine = SimulatedMachine(1)
+    nothing = types.SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing)
+    nvml = Nvml(machine.nvml, nvmlInit=refuse(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    with driver.use(Backend(nothing, nvml)):
+        with pytest.raises(DriverUnavailableError, match=r"there is no CUDA driver: libcuda\.so"):
+            Device(0)
+        # nothing can be current where there is no driver
+        assert Device.current() is None
+        assert Context.current() is None
+
+
+@pytest.mark.parametrize("simulated", ["0", "4"])
+@pytest.mark.parametrize("module", ["cuda.bindings", "pynvml"])
+def test_without_the_bindings(module, simulated, child):
+    def ask(module):
+        sys.modules[module] = None
+        from dask_devctx import Context, Device, DriverUnavailableError, devices
+
+        for use in (Device, devices, Device.current, Context.current):
+            try:
+                use()
+            except DriverUnavailableError as error:
+                print(error)
+
+    done = child(ask, module, env={"DASK_DEVCTX__SIMULATED_DEVICES": simulated})
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    for line in lines:
+        assert line.startswith("cuda-bindings and nvidia-ml-py cannot be loaded: ")
+        assert module in line
+        assert "Install both for this Python" in line
+
+
+def test_nvml_shows_no_gpu(machine):
+    with use_nvml(machine, nvmlDeviceGetCount=lambda: 0):
+        inventory = discovery.inventory(driver.backend())
+        assert (inventory.source, len(inventory.devices)) == ("driver", 4)
+
+
+def test_what_nvml_leaves_open_is_none(machine):
+    no = refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
+    with use_nvml(
+        machine,
+        nvmlDeviceGetMemoryInfo=no,
+        nvmlDeviceGetCpuAffinity=no,
+        nvmlDeviceGetMemoryAffinity=no,
+        nvmlDeviceGetCudaComputeCapability=no,
+        nvmlDeviceGetName=no,
+        nvmlDeviceGetPciInfo=no,
+        nvmlDeviceGetMigMode=no,
+    ):
+        device = Device(1)
+        assert device.info._asdict() == {
+            "device_id": 1,
+            "uuid": machine.gpus[1].uuid,
+            "nvml_index": 1,
+            "name": None,
+            "pci_bus_id": None,
+            "compute_capability": None,
+            "total_memory": None,
+            "numa_node": None,
+            "cpu_affinity": None,
+        }
+        assert device.compute_capability == (9, 0)  # the driver knows it without a context
+        assert machine.gpus[1].primary is None
+
+
+def test_affinity_without_a_cpu_is_unknown(machine):
+    with use_nvml(machine, nvmlDeviceGetCpuAffinity=lambda handle, words: [0] * words):
+        assert Device(0).info.cpu_affinity is None
+
+
+def test_what_nvml_says(machine):
+    machine.gpus[3].numa_node = 1
+    info = Device(3).info
+    assert info.pci_bus_id == "0000:04:00.0"
+    assert info.numa_node == 1
+    assert 0 in info.cpu_affinity
+
+
+def test_lost_gpu(machine):
+    machine.gpus[1].lost = True
+    assert found(machine) == [0, 2, 3]
+    (problem,) = discovery.inventory(driver.backend()).problems
+    assert "NVML index 1 is left out" in problem
+    with pytest.raises(DeviceNotFoundError):
+        Device(machine.gpus[1].uuid)
+
+
+def test_gpu_that_is_lost_later(machine):
+    device = Device(1)
+    driver.backend().driver()
+    machine.gpus[1].lost = True
+    with pytest.raises(DriverError, match="CUDA_ERROR_DEVICE_UNAVAILABLE"), device:
+        pytest.fail("it is gone")
+    with pytest.raises(DriverError, match="CUDA_ERROR_DEVICE_UNAVAILABLE"):
+        device.memory_info  # noqa: B018
+    assert Device(0).memory_info.total == 16 * 2**30
+
+
+def test_gpu_that_only_the_driver_knows(machine):
+    def uuid(handle):
+        if handle is machine.gpus[1]:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return handle.uuid
+
+    with use_nvml(machine, nvmlDeviceGetUUID=uuid):
+        assert found(machine) == [0, 1, 2, 3]
+        assert [device.info.nvml_index for device in devices()] == [0, None, 2, 3]
+
+
+def test_lost_gpu_and_no_driver(machine):
+    machine.gpus[1].lost = True
+    machine.faults.inject("cuInit", CUresult.CUDA_ERROR_UNKNOWN)
+    assert found(machine) == [0, 2, 3]
+    assert "the CUDA driver cannot say what it shows" in "".join(
+        discovery.inventory(driver.backend()).problems
+    )
+
+
+# -- MIG
+
+M0, M1 = (f"MIG-{n}0000000-0000-0000-0000-000000000000" for n in "12")
+
+
+def test_mig_instance(machine, monkeypatch):
+    machine.gpus[2].mig = (M0, M1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", M1)
+    (device,) = devices()
+    assert device is Device(M1) is Device("MIG-2") is Device(0)
+    assert device.name == "Simulated GPU MIG"
+    assert device.info.nvml_index == 2
+    assert device.memory_info.total == 16 * 2**30
+    with device:
+        assert Device.current() is device
+    device.primary_context.release()
+
+
+def test_mig_parent_is_no_device(machine):
+    machine.gpus[2].mig = (M0, M1)
+    assert found(machine) == [0, 1, 3]
+    inventory = discovery.inventory(driver.backend())
+    assert {info.uuid for info in inventory.hidden} == {M0, M1}
+    (problem,) = inventory.problems
+    assert problem == f"{machine.gpus[2].uuid} is in MIG mode: it is hidden beside whole GPUs"
+
+
+# -- where the simulated machine is
+
+
+def test_uuids_tell_machines_apart():
+    one, same, other = (SimulatedMachine(2, host=host).gpus for host in ("a", "a", "b"))
+    assert [gpu.uuid for gpu in one] == [gpu.uuid for gpu in same]
+    assert {gpu.uuid for gpu in one}.isdisjoint(gpu.uuid for gpu in other)
+    assert one[0].uuid != one[1].uuid

@@ -1,0 +1,410 @@
+"""The extension, and that nothing but speed tells it from the Python it stands in for."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cuda.bindings import driver as types
+
+from dask_devctx import Device, driver
+from dask_devctx.cuda.context import Context
+from dask_devctx.cuda.scope import Scope, open_scopes, stack
+from dask_devctx.driver import backends
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DeviceScopeError, DriverError, ForkedProcessError
+from tests.addressed import addressed
+
+native = pytest.importorskip("dask_devctx.driver._scope", reason="the extension was not built")
+
+ILLEGAL = types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+
+
+@pytest.fixture
+def machine() -> Iterator[SimulatedMachine]:
+    machine = SimulatedMachine(4)
+    with driver.use(addressed(machine)):
+        yield machine
+    assert open_scopes() == ()
+
+
+def test_a_scope_makes_three_calls_and_all_of_them_by_address(machine: SimulatedMachine) -> None:
+    device = Device(1)
+    Device(0).set_current()
+    with device:
+        pass
+    assert isinstance(device._backend.native, native.Native)
+    machine.faults.calls.clear()
+    reached_python: list[str] = []
+    device._backend.calls = _Tell(device._backend.calls, reached_python)  # type: ignore[assignment]
+    with device:
+        assert len(stack()) == 1
+    assert machine.faults.calls == {"cuCtxGetCurrent": 1, "cuCtxSetCurrent": 2}
+    assert reached_python == []
+
+
+class _Tell:
+    """An object's attributes, with a list of those that were asked for."""
+
+    def __init__(self, inner: object, asked: list[str]) -> None:
+        self._inner, self._asked = inner, asked
+
+    def __getattr__(self, name: str) -> object:
+        self._asked.append(name)
+        return getattr(self._inner, name)
+
+
+def test_a_driver_without_addresses_is_called_in_python() -> None:
+    machine = SimulatedMachine(2)
+    with driver.use(machine.backend()):
+        device = Device(1)
+        with device:
+            assert Device.current() is device
+        assert device._backend.native is None
+        assert Device.current() is None
+
+
+def test_two_drivers_in_one_process_keep_their_own_addresses(machine: SimulatedMachine) -> None:
+    other, plain = SimulatedMachine(2), SimulatedMachine(2)
+    mine = Device(1)
+    with driver.use(addressed(other)):
+        theirs = Device(1)
+    with driver.use(plain.backend()):
+        third = Device(1)
+    with mine, theirs, third, mine:
+        assert open_scopes() == (mine, theirs, third, mine)
+        for backend in (mine._backend, theirs._backend, third._backend):
+            assert backend.current_context() != 0
+    for backend in (mine._backend, theirs._backend, third._backend):
+        assert backend.current_context() == 0
+
+
+def test_a_failing_set_leaves_the_thread_as_it_was(machine: SimulatedMachine) -> None:
+    device = Device(1)
+    with Device(0) as outer:
+        machine.faults.inject("cuCtxSetCurrent", ILLEGAL)
+        with pytest.raises(DriverError, match="cuCtxSetCurrent failed with CUDA_ERROR_ILLEGAL"):
+            device.__enter__()
+        assert open_scopes() == (outer,)
+        assert Device.current() is outer
+
+
+def test_a_set_that_fails_after_it_was_done_is_undone(machine: SimulatedMachine) -> None:
+    outer, device = Device(0), Device(1)
+    with device:
+        pass
+    with outer:
+
+        def done_all_the_same(context: object) -> bool:
+            machine.driver._thread.stack[-1] = machine.driver._known(device._handle)
+            return True
+
+        machine.faults.inject("cuCtxSetCurrent", ILLEGAL, when=done_all_the_same)
+        with pytest.raises(DriverError):
+            device.__enter__()
+        assert open_scopes() == (outer,)
+        assert Device.current() is outer
+
+
+def test_a_failing_get_leaves_the_thread_as_it_was(machine: SimulatedMachine) -> None:
+    device = Device(1)
+    with device:
+        pass
+    machine.faults.inject("cuCtxGetCurrent", ILLEGAL)
+    with pytest.raises(DriverError) as caught, device:
+        pass
+    assert (caught.value.function, caught.value.code) == ("cuCtxGetCurrent", int(ILLEGAL))
+    assert open_scopes() == ()
+
+
+def test_a_failing_restore_is_raised(machine: SimulatedMachine) -> None:
+    Device(0).set_current()
+    with pytest.raises(DriverError, match="cuCtxSetCurrent"), Device(1):
+        machine.faults.inject("cuCtxSetCurrent", ILLEGAL)
+    assert open_scopes() == ()
+
+
+def test_a_failing_restore_is_a_note_on_the_bodys_own_exception(machine: SimulatedMachine) -> None:
+    first = Device(0)
+    first.set_current()
+    machine.faults.inject("cuCtxSetCurrent", ILLEGAL, when=lambda ctx: int(ctx) == first._handle)
+    with pytest.raises(KeyError) as caught, Device(1):
+        raise KeyError
+    assert "cuCtxSetCurrent failed" in caught.value.__notes__[0]
+    assert open_scopes() == ()
+
+
+def test_a_status_that_the_bindings_do_not_know(machine: SimulatedMachine) -> None:
+    error = Device(0)._backend.calls.set_current_error(123_456)
+    assert isinstance(error, DriverError)
+    assert error.code == 123_456
+    assert pickle.loads(pickle.dumps(error)).code == 123_456
+
+
+def test_a_body_that_pushes_contexts_where_none_was_current(machine: SimulatedMachine) -> None:
+    with Device(1) as device:
+        for _ in range(3):
+            machine.driver.cuCtxPushCurrent(types.CUcontext(device._handle))
+    assert Device.current() is None
+
+
+def test_a_context_that_may_die_is_watched_and_restored(machine: SimulatedMachine) -> None:
+    own = Context(0)
+    with own:
+        with Device(1):
+            assert stack()[-1][1:] == (own.handle, own._identity)
+            assert stack()[0][1:] == (0, 0)
+        assert own.is_current
+    own.close()
+
+
+def test_a_context_that_died_is_not_made_current(machine: SimulatedMachine) -> None:
+    own = Context(0)
+    own.set_current()
+    device = Device(1)
+    device.__enter__()
+    own.close()
+    with pytest.raises(DeviceScopeError, match="was destroyed"):
+        device.__exit__(None, None, None)
+    assert Device.current() is None
+
+
+def test_scopes_left_out_of_order_heal_the_stack(machine: SimulatedMachine) -> None:
+    first, second = Device(1), Device(2)
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(DeviceScopeError, match="interleave"):
+        first.__exit__(None, None, None)
+    assert open_scopes() == (second,)
+    second.__exit__(None, None, None)
+    assert Device.current() is None
+
+
+def test_leaving_what_was_not_entered(machine: SimulatedMachine) -> None:
+    with pytest.raises(DeviceScopeError, match="did not enter it"):
+        Device(1).__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("arguments", [(), (None,), (None, None, None, None)])
+def test_exit_takes_three_arguments(
+    machine: SimulatedMachine, arguments: tuple[object, ...]
+) -> None:
+    with pytest.raises(TypeError):
+        Device(1).__exit__(*arguments)  # type: ignore[call-overload]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # forking is what is tested
+def test_short_functions_are_called_by_their_address() -> None:
+    seen = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
+    def takes_four(*numbers: int | None) -> int:
+        seen.append(tuple(number or 0 for number in numbers))
+        return 7
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_uint64), ctypes.c_void_p)
+    def adds_to(value: Any, number: int | None) -> int:
+        value[0] += number or 0
+        return 0
+
+    four, add = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (takes_four, adds_to))
+    assert native.invoke(four) == 7
+    assert native.invoke(four, 1, 2, 2**64 - 1, 4) == 7
+    assert seen == [(0, 0, 0, 0), (1, 2, 2**64 - 1, 4)]
+    assert native.invoke_out(add, 40, 2) == (0, 42)
+    for wrong in ((), (four, 1, 2, 3, 4, 5), (0,), ("a",), (four, "a")):
+        with pytest.raises((TypeError, ValueError)):
+            native.invoke(*wrong)
+    with pytest.raises(TypeError):
+        native.invoke_out(add)
+
+
+# Threads, and JAX' own words, of whatever was imported in this process: the child only looks.
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_after_a_fork_scopes_say_so(machine: SimulatedMachine) -> None:
+    with Device(1) as device:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                with pytest.raises(ForkedProcessError), device:
+                    pass
+                with pytest.raises(ForkedProcessError):
+                    device.__exit__(None, None, None)
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.gpu(count=1)
+def test_the_real_driver_tells_its_addresses() -> None:
+    with driver.use(backends.real()) as backend:
+        device = Device(0)
+        with device:
+            assert isinstance(backend.native, native.Native)
+            assert backend.current_context() == device._handle
+            assert device._handle in backend.lasting
+        assert backend.current_context() == 0
+        device.primary_context.release()
+
+
+# -- the stack is a list
+
+
+def test_the_stack_behaves_as_the_list_that_it_stands_in_for() -> None:
+    done: list[list[object]] = []
+
+    def use() -> None:
+        mine, model = stack(), []
+        for entries in (mine, model):
+            for number in range(40):
+                entries.append((f"scope {number}", number * 2**56, (0, None, number)[number % 3]))
+            entries[-2] = ("changed", 2**64 - 1, None)
+            del entries[3], entries[0], entries[-1]
+            assert entries.pop()[0] == "changed"
+            for place in (37, -37, 10**6):
+                with pytest.raises(IndexError):
+                    entries[place]
+                with pytest.raises(IndexError):
+                    del entries[place]
+        assert len(mine) == len(model) == 36
+        assert mine[-1] == model[-1]
+        assert mine[0] == model[0]
+        assert bool(mine)
+        done.append(list(mine))
+        assert list(mine) == model
+        while mine:
+            assert mine.pop() == model.pop()
+        with pytest.raises(IndexError):
+            mine.pop()
+        for wrong in (None, (), ("scope", -(2**70), 0), ("scope", "handle", 0)):
+            with pytest.raises((TypeError, OverflowError)):
+                mine.append(wrong)  # type: ignore[arg-type]
+        assert len(mine) == 0
+        done.append([])
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert [len(found) for found in done] == [36, 0]
+
+
+def test_the_handles_that_last_are_a_set() -> None:
+    handles = native.Native(1, 1)  # never called
+    assert 0 in handles
+    for handle in [*range(100, 0, -1), 2**64 - 1, 5]:
+        handles.add(handle)
+    assert all(handle in handles for handle in [*range(101), 2**64 - 1])
+    handles.discard(5)
+    handles.discard(5)
+    assert 5 not in handles
+    assert all(handle in handles for handle in range(101) if handle != 5)
+    for wrong in ((0, 1), (1, 0), ("1", 1), (1,)):
+        with pytest.raises((TypeError, ValueError)):
+            native.Native(*wrong)
+
+
+# -- what it holds on to
+
+
+class Probe(Scope):
+    """A scope that can be collected, as a Device never is."""
+
+    __slots__ = ("extra",)
+
+    def __init__(self, device: Device) -> None:
+        self._backend = device._backend
+        self._handle = device.primary_context.handle
+
+
+def _held(probe: Probe) -> list[int]:
+    backend = probe._backend
+    return [sys.getrefcount(one) for one in (probe, backend, backend.native, backend.calls)]
+
+
+def test_scopes_hold_on_to_nothing(machine: SimulatedMachine) -> None:
+    probe = Probe(Device(1))
+    with probe:
+        pass
+
+    gc.collect()
+    before, falses = _held(probe), sys.getrefcount(False)
+    blocks = sys.getallocatedblocks()
+    for _ in range(2000):
+        with probe, probe:
+            pass
+        with pytest.raises(KeyError), probe:
+            raise KeyError
+        machine.faults.inject("cuCtxSetCurrent", ILLEGAL)
+        with pytest.raises(DriverError), probe:
+            pass
+        machine.faults._planned.clear()
+    gc.collect()
+    assert _held(probe) == before
+    assert abs(sys.getrefcount(False) - falses) < 2000
+    assert sys.getallocatedblocks() - blocks < 500
+    gone = weakref.ref(probe)
+    del probe
+    assert gone() is None
+
+
+def test_a_scope_in_a_cycle_is_collected(machine: SimulatedMachine) -> None:
+    probe = Probe(Device(1))
+    probe.extra = probe
+    gone = weakref.ref(probe)
+    del probe
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_threads_stack_dies_with_the_thread(machine: SimulatedMachine) -> None:
+    device = Device(1)
+    references: list[weakref.ref[Probe]] = []
+
+    def leave_it_open() -> None:
+        probe = Probe(device)
+        references.append(weakref.ref(probe))
+        probe.__enter__()
+
+    thread = threading.Thread(target=leave_it_open)
+    thread.start()
+    thread.join()
+    assert references[0]() is None
+
+
+# -- the same contract without it
+
+
+def test_the_tests_of_scopes_pass_without_the_extension() -> None:
+    here = Path(__file__).parent
+    names = ("scope", "scope_model", "endings", "device", "context", "on_device")
+    files = [str(here / f"test_{name}.py") for name in names]
+    program = (
+        "import sys; sys.modules['dask_devctx.driver._scope'] = None\n"
+        "import pytest\n"
+        f"code = pytest.main(['-q', '-p', 'no:cacheprovider', *{files!r}, {str(here)!r} + "
+        "'/../../dask_devctx/cuda/device.py'])\n"
+        "from dask_devctx import Device\n"
+        "assert not hasattr(sys.modules['dask_devctx.cuda.scope'].ScopeBase, '__enter__')\n"
+        "sys.exit(code)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=here.parent,
+        env=os.environ | {driver.SIMULATED_DEVICES_VARIABLE: "4"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,754 @@
+"""The device scope: each sentence of what it promises, and the ways in which it is left."""
+
+# ruff: noqa: F821, PT012 - some run elsewhere, where the fixture `child` defines these names
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import os
+import pickle
+import threading
+
+import pytest
+from cuda.bindings.driver import CUcontext, CUresult
+
+from dask_devctx import Device, devices, driver
+from dask_devctx.cuda.context import Context
+from dask_devctx.cuda.scope import open_scopes
+from dask_devctx.driver.backends import Backend
+from dask_devctx.errors import DeviceScopeError, DriverError, ForkedProcessError
+
+FAILED = CUresult.CUDA_ERROR_UNKNOWN
+
+
+def current():
+    """What the driver itself says is current on this thread."""
+    return driver.backend().current_context()
+
+
+def on_thread(function):
+    """Run a function on a fresh thread and return or raise what it returns or raises."""
+    outcome = []
+
+    def body():
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    ((value, error),) = outcome
+    if error is not None:
+        raise error
+    return value
+
+
+@pytest.fixture
+def calls(machine):
+    return driver.backend().driver()
+
+
+@pytest.fixture
+def device(backend):
+    return Device(0)
+
+
+@pytest.fixture
+def last(backend):
+    """The last device: another than the first one, where there are several."""
+    return devices()[-1]
+
+
+# -- basic, and what a scope is
+
+
+def test_basic(device):
+    with device as entered:
+        assert entered is device
+        assert Device.current() is device
+        assert current() == device.primary_context.handle
+        assert open_scopes() == (device,)
+    assert current() == 0
+
+
+def test_exit_returns_false(machine):
+    device = Device(1)
+    device.__enter__()
+    assert device.__exit__(None, None, None) is False
+
+
+def test_exception_passes_through(device):
+    error = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught, device:
+        raise error
+    assert caught.value is error
+    assert not hasattr(error, "__notes__")
+    assert current() == 0
+
+
+@pytest.mark.parametrize("kind_of_error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_exceptions_that_end_programs_pass_through(machine, kind_of_error):
+    with pytest.raises(kind_of_error), Device(1):
+        raise kind_of_error
+    assert current() == 0
+
+
+def test_leaving_by_return_break_and_continue(machine):
+    def returns():
+        with Device(1):
+            return current()
+
+    assert returns() == Device(1).primary_context.handle
+    for _ in range(2):
+        with Device(2):
+            continue
+    while True:
+        with Device(2):
+            break
+    assert current() == 0
+
+
+def test_same_device_nested(device):
+    with device:
+        handle = current()
+        with device:
+            assert open_scopes() == (device, device)
+            with device:
+                assert current() == handle
+            assert current() == handle
+        assert current() == handle
+    assert current() == 0
+
+
+def test_different_devices_nested(device, last):
+    with device:
+        outer = current()
+        with last:
+            assert Device.current() is last
+        assert current() == outer
+        with last, device:
+            assert Device.current() is device
+        assert current() == outer
+    assert current() == 0
+
+
+def test_deep_nesting(machine):
+    everything = [Device(n % 4) for n in range(60)]
+    seen = []
+    for device in everything:
+        device.__enter__()
+        seen.append(current())
+    for device, handle in zip(reversed(everything), reversed(seen), strict=True):
+        assert current() == handle
+        device.__exit__(None, None, None)
+    assert current() == 0
+
+
+def test_usable_again_after_exit(device):
+    for _ in range(3):
+        with device:
+            assert Device.current() is device
+        device.sync()
+        assert device.memory_info.total
+        assert current() == 0
+
+
+def test_threads_do_not_see_each_other(device, last):
+    barrier = threading.Barrier(8, timeout=30)
+    problems = []
+
+    def work(mine):
+        try:
+            for _ in range(20):
+                with mine:
+                    barrier.wait()
+                    assert Device.current() is mine
+                    assert open_scopes() == (mine,)
+                    barrier.wait()
+                assert current() == 0
+        except BaseException as error:
+            problems.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=((device, last)[n % 2],)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems
+
+
+@pytest.mark.gpu(count=2)
+def test_runtime_agrees_which_device_is_current(child):
+    """``cudaGetDevice``, on two real GPUs."""
+
+    def agree():
+        from cuda.bindings import runtime
+
+        from dask_devctx import Device, devices
+
+        assert len(devices()) >= 2
+        assert ok(runtime.cudaGetDevice()) == 0
+        with Device(1):
+            assert ok(runtime.cudaGetDevice()) == 1
+            with Device(0):
+                assert ok(runtime.cudaGetDevice()) == 0
+            assert ok(runtime.cudaGetDevice()) == 1
+            pointer = ok(runtime.cudaMalloc(1 << 20))
+            assert ok(runtime.cudaPointerGetAttributes(pointer)).device == 1
+            ok(runtime.cudaFree(pointer))
+        assert int(ok(types.cuCtxGetCurrent())) == 0
+        assert Device.current() is None
+
+    child(agree, env={"DASK_DEVCTX__SIMULATED_DEVICES": None, "CUDA_VISIBLE_DEVICES": None})
+
+
+# -- what is remembered is what the driver said
+
+
+def test_none_is_restored_as_none_and_not_as_the_first_device(backend, last):
+    with last:
+        pass
+    assert current() == 0
+    if last.device_id:
+        assert backend.calls.primary_state(0) == (0, False)
+
+
+def test_fresh_thread(device):
+    def fresh():
+        assert current() == 0
+        with device:
+            assert Device.current() is device
+        return current()
+
+    assert on_thread(fresh) == 0
+
+
+def test_makes_current_even_what_is_current_already(calls, machine):
+    Device(1).set_current()
+    before = machine.faults.calls["cuCtxSetCurrent"]
+    with Device(1):
+        assert machine.faults.calls["cuCtxSetCurrent"] == before + 1
+    calls.set_current(0)
+
+
+def test_never_asks_which_device_is_current(machine):
+    with Device(1), Device(2):
+        pass
+    assert not machine.faults.calls["cuCtxGetDevice"]
+    assert not machine.faults.calls["cuCtxPushCurrent"]
+    assert not machine.faults.calls["cuCtxPopCurrent"]
+
+
+def test_a_context_that_is_not_primary_is_restored_as_it_was(backend, device):
+    calls = backend.driver()
+    own = calls.create(0, 0)
+    with device:
+        assert current() == device.primary_context.handle != own
+        with device:
+            pass
+    assert current() == own
+    calls.destroy(own)
+    assert current() == 0
+
+
+def test_binds_again_where_somebody_set_another_one_inside(calls):
+    with Device(1):
+        Device(2).set_current()
+        with Device(3):
+            pass
+        assert Device.current() is Device(2)
+    assert current() == 0
+
+
+def test_pushed_and_popped_inside(backend, device, last):
+    raw = backend.driver().driver
+    context = CUcontext(last.primary_context.handle)
+    with device:
+        raw.cuCtxPushCurrent(context)
+        with device:
+            raw.cuCtxPushCurrent(context)
+            raw.cuCtxPopCurrent()
+            assert Device.current() is device
+        assert Device.current() is last
+        raw.cuCtxPopCurrent()
+        assert Device.current() is device
+    assert current() == 0
+
+
+def test_pushed_before_is_on_the_stack_afterwards(backend, device, last):
+    raw = backend.driver().driver
+    first, second = device.primary_context.handle, last.primary_context.handle
+    raw.cuCtxPushCurrent(CUcontext(second))
+    raw.cuCtxPushCurrent(CUcontext(first))
+    with last:
+        pass
+    assert int(raw.cuCtxPopCurrent()[1]) == first
+    with device:
+        pass
+    assert int(raw.cuCtxPopCurrent()[1]) == second
+    assert current() == 0
+
+
+def test_pushed_inside_and_never_popped(backend, device):
+    raw = backend.driver().driver
+    with device:
+        for _ in range(3):
+            raw.cuCtxPushCurrent(CUcontext(device.primary_context.handle))
+    assert current() == 0
+
+
+def test_popped_inside_and_never_pushed(backend, device, last):
+    raw = backend.driver().driver
+    last.set_current()
+    with device:
+        raw.cuCtxPopCurrent()
+    assert Device.current() is last
+    backend.calls.set_current(0)
+
+
+# -- a context that was destroyed
+
+
+def test_own_context_closed_inside_a_scope(backend, device):
+    own = Context(device)
+    own.set_current()
+    with pytest.raises(DeviceScopeError, match="destroyed in the meantime") as caught, device:
+        own.close()
+    assert "Close a context after the scopes inside it" in str(caught.value)
+    assert current() == 0
+    assert open_scopes() == ()
+
+
+def test_closed_context_is_not_shown_to_the_driver_again(machine):
+    own = Context(0)
+    own.set_current()
+    with pytest.raises(DeviceScopeError), Device(1):
+        own.close()
+        asked = machine.faults.calls["cuCtxGetId"]
+    assert machine.faults.calls["cuCtxGetId"] == asked
+
+
+def test_foreign_context_destroyed_inside_a_scope(backend, device):
+    calls = backend.driver()
+    foreign = calls.create(0, 0)
+    with pytest.raises(DeviceScopeError, match=f"0x{foreign:x}, which was destroyed"), device:
+        calls.destroy(foreign)
+    assert current() == 0
+
+
+class Reusing:
+    """A driver that, once told, has another context at each old handle."""
+
+    def __init__(self, driver):
+        self._driver = driver
+        self.reused = 0
+
+    def __getattr__(self, name):
+        return getattr(self._driver, name)
+
+    def cuCtxGetId(self, context):
+        status, number = self._driver.cuCtxGetId(context)
+        return status, number and number + self.reused
+
+    def cuGetProcAddress(self, name, version, flags):
+        if name == b"cuCtxGetId" or not hasattr(self._driver, "cuGetProcAddress"):
+            return CUresult.CUDA_ERROR_NOT_FOUND, None, 0  # it is this object's own
+        return self._driver.cuGetProcAddress(name, version, flags)
+
+
+def test_another_context_at_the_same_address(machine):
+    """The driver uses handles again; the number of the context tells the two apart."""
+    reusing = Reusing(machine.driver)
+    with driver.use(Backend(reusing, machine.nvml, machine)) as backend:
+        backend.driver().create(0, 0)
+        with pytest.raises(DeviceScopeError, match="destroyed in the meantime"), Device(1):
+            reusing.reused = 1000
+        assert current() == 0
+
+
+def test_context_that_was_dead_on_entering(backend, device):
+    calls = backend.driver()
+    foreign = calls.create(0, 0)
+    on_thread(lambda: calls.destroy(foreign))
+    assert current() == foreign
+    with pytest.raises(DeviceScopeError, match="destroyed before this scope was entered"), device:
+        assert Device.current() is device
+    assert current() == 0
+
+
+def test_closed_context_is_a_note_on_the_bodys_own_exception(machine):
+    own = Context(0)
+    own.set_current()
+    with pytest.raises(ZeroDivisionError) as caught, Device(1):
+        own.close()
+        1 / 0  # noqa: B018
+    assert "DeviceScopeError" in caught.value.__notes__[0]
+
+
+# -- calls that fail
+
+
+def test_failing_enter_remembers_nothing(machine, calls):
+    Device(2).set_current()
+    before = current()
+    with Device(1):
+        pass
+    machine.faults.inject("cuCtxSetCurrent", FAILED)
+    with pytest.raises(DriverError, match="cuCtxSetCurrent failed"), Device(1):
+        pytest.fail("not entered")
+    assert open_scopes() == ()
+    assert current() == before
+    calls.set_current(0)
+
+
+def test_failing_bind_remembers_nothing(machine):
+    machine.faults.inject("cuDevicePrimaryCtxRetain", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    with pytest.raises(DriverError, match="OUT_OF_MEMORY"), Device(1):
+        pytest.fail("not entered")
+    assert open_scopes() == ()
+    with Device(1):  # and it can be tried again
+        assert Device.current() is Device(1)
+
+
+def restoring(handle):
+    return lambda context: int(context) == handle
+
+
+def test_failing_restore_is_raised(machine, calls):
+    machine.faults.inject("cuCtxSetCurrent", FAILED, when=restoring(0))
+    with pytest.raises(DriverError, match="cuCtxSetCurrent failed with CUDA_ERROR_UNKNOWN"):
+        Device(1).run(int)
+    assert open_scopes() == ()  # the entry is dropped after the restore was tried
+    calls.set_current(0)
+
+
+def test_failing_restore_is_a_note_on_the_bodys_own_exception(machine, calls, caplog):
+    machine.faults.inject("cuCtxSetCurrent", FAILED, when=restoring(0))
+    with (
+        caplog.at_level(logging.WARNING, logger="dask_devctx.cuda.scope"),
+        pytest.raises(ZeroDivisionError) as caught,
+        Device(1),
+    ):
+        1 / 0  # noqa: B018
+    (note,) = caught.value.__notes__
+    assert note.startswith("While leaving the device scope: DriverError: cuCtxSetCurrent failed")
+    assert "cuCtxSetCurrent failed" in caplog.text
+    assert open_scopes() == ()
+    calls.set_current(0)
+
+
+def test_outer_scope_restores_after_an_inner_one_failed_to(machine):
+    with Device(2):
+        outer = current()
+        machine.faults.inject("cuCtxSetCurrent", FAILED, when=restoring(outer))
+        with pytest.raises(DriverError):
+            Device(1).run(int)
+        assert open_scopes() == (Device(2),)
+    assert current() == 0
+
+
+class Interrupting:
+    """A driver during whose next ``cuCtxSetCurrent`` the user presses Ctrl-C."""
+
+    def __init__(self, driver):
+        self._driver = driver
+        self.interrupt = None
+
+    def __getattr__(self, name):
+        return getattr(self._driver, name)
+
+    def cuCtxSetCurrent(self, context):
+        moment, self.interrupt = self.interrupt, None
+        if moment == "before":
+            raise KeyboardInterrupt
+        result = self._driver.cuCtxSetCurrent(context)
+        if moment == "after":
+            raise KeyboardInterrupt
+        return result
+
+
+# No exception comes out of a C function: where scopes call by address, nothing interrupts them.
+in_python = pytest.mark.parametrize("machine", ["simulated"], indirect=True)
+
+
+@in_python
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_interrupted_enter_is_undone(machine, moment):
+    interrupting = Interrupting(machine.driver)
+    with driver.use(Backend(interrupting, machine.nvml, machine)):
+        with Device(2):
+            outer = current()
+            interrupting.interrupt = moment
+            with pytest.raises(KeyboardInterrupt), Device(1):
+                pytest.fail("not entered")
+            assert current() == outer
+            assert open_scopes() == (Device(2),)
+        assert current() == 0
+
+
+@in_python
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_interrupted_exit_restores(machine, moment):
+    interrupting = Interrupting(machine.driver)
+    with driver.use(Backend(interrupting, machine.nvml, machine)):
+        with Device(2):
+            outer = current()
+            with pytest.raises(KeyboardInterrupt), Device(1):
+                interrupting.interrupt = moment
+            assert current() == outer
+            assert open_scopes() == (Device(2),)
+        assert current() == 0
+
+
+def test_used_by_what_interrupts_the_first_use(machine):
+    """A signal handler, or a ``__del__`` that the garbage collector calls while CUDA starts."""
+    seen = []
+
+    def interrupt(*args):
+        if not seen:
+            seen.append(None)
+            with Device(2):
+                seen.append(Device.current())
+        return False
+
+    machine.faults.inject("cuInit", FAILED, when=interrupt)
+    with Device(1):
+        assert seen == [None, Device(2)]
+        assert Device.current() is Device(1)
+    assert current() == 0
+    machine.faults.calls.clear()
+    with Device(2):
+        with Device(1):
+            pass
+        assert Device.current() is Device(2)
+    # both primary contexts count as lasting: nobody asks which contexts they are
+    assert not machine.faults.calls["cuCtxGetId"]
+
+
+# -- out of order
+
+
+def test_left_out_of_order(backend, device, last):
+    own = Context(device)
+    device.__enter__()
+    own.__enter__()
+    with pytest.raises(DeviceScopeError) as caught:
+        device.__exit__(None, None, None)
+    assert "entered after it, is open" in str(caught.value)
+    assert "use on_device(...)" in str(caught.value)
+    assert open_scopes() == (own,)
+    assert current() == own.handle  # what is open keeps its context
+    own.__exit__(None, None, None)
+    assert current() == 0  # and gives back what was before both
+    own.close()
+
+
+def test_left_out_of_order_among_many(machine):
+    for device in (Device(0), Device(1), Device(2), Device(3)):
+        device.__enter__()
+    with pytest.raises(DeviceScopeError):
+        Device(1).__exit__(None, None, None)
+    assert open_scopes() == (Device(0), Device(2), Device(3))
+    for number, then in ((3, Device(2)), (2, Device(0)), (0, None)):
+        Device(number).__exit__(None, None, None)
+        assert Device.current() is then
+
+
+def test_out_of_order_is_a_note_on_the_bodys_own_exception(machine):
+    Device(0).__enter__()
+    Device(1).__enter__()
+    error = ValueError()
+    assert Device(0).__exit__(ValueError, error, None) is False
+    assert "entered after it, is open" in error.__notes__[0]
+    Device(1).__exit__(None, None, None)
+
+
+def test_scopes_around_await_that_interleave(machine):
+    async def work(number, events):
+        with Device(number):
+            events[number].set()
+            await events[3 - number].wait()
+            await asyncio.sleep(0.01 * number)
+
+    async def main():
+        events = [asyncio.Event() for _ in range(4)]
+        return await asyncio.gather(work(1, events), work(2, events), return_exceptions=True)
+
+    outcomes = asyncio.run(main())
+    assert [type(outcome) for outcome in outcomes] == [DeviceScopeError, type(None)]
+    assert current() == 0
+
+
+def test_left_on_another_thread(machine):
+    device = Device(1)
+    device.__enter__()
+    with pytest.raises(DeviceScopeError, match="which did not enter it") as caught:
+        on_thread(lambda: device.__exit__(None, None, None))
+    assert "Leave a scope on the thread that entered it" in str(caught.value)
+    assert open_scopes() == (device,)
+    assert Device.current() is device
+    device.__exit__(None, None, None)
+
+
+def test_left_without_being_entered(machine):
+    with pytest.raises(DeviceScopeError, match="which did not enter it"):
+        Device(1).__exit__(None, None, None)
+    with Device(0):
+        with pytest.raises(DeviceScopeError, match="which did not enter it"):
+            Device(1).__exit__(None, None, None)
+        assert Device.current() is Device(0)
+
+
+# -- fork
+
+
+def forked(function):
+    """Whether a function returns True in a forked child; what it raises is printed there."""
+    import traceback
+
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if function() else 2
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def raises_forked(function):
+    try:
+        function()
+    except ForkedProcessError as error:
+        return "'spawn' or 'forkserver'" in str(error)
+    return False
+
+
+def test_forked_after_cuda_was_used(machine):
+    with Device(1):
+        pass
+    assert forked(lambda: raises_forked(Device(1).__enter__))
+    assert forked(lambda: raises_forked(Device(2).__enter__))
+    assert forked(lambda: raises_forked(Device(2).sync))
+    assert forked(lambda: raises_forked(Device.current))
+    assert forked(lambda: Device(2).device_id == 2)  # what needs no driver still works
+    with Device(1):  # and the parent is as it was
+        assert Device.current() is Device(1)
+
+
+def test_forked_inside_a_scope(machine):
+    with Device(1) as device:
+        assert forked(lambda: raises_forked(lambda: device.__exit__(None, None, None)))
+        assert Device.current() is device
+
+
+@pytest.mark.parametrize("make", [Device, Context, lambda n: Device(n).primary_context])
+def test_a_copy_is_the_same_object(machine, make):
+    scope = make(1)
+    assert copy.copy(scope) is copy.deepcopy(scope) is scope
+    if isinstance(scope, Context):
+        with pytest.raises(TypeError, match="cannot be pickled: a context is one process' alone"):
+            pickle.dumps(scope)
+        if not scope.is_primary:
+            scope.close()
+
+
+def test_forked_before_cuda_was_used(machine):
+    def use():
+        with Device(1):
+            return Device.current() is Device(1)
+
+    devices()
+    assert forked(use)
+
+
+def test_forked_while_another_thread_works_on_a_device(child):
+    """The child has no such thread: what it held must not be waited for."""
+
+    def fork():
+        from cuda.bindings.driver import CUresult
+
+        from dask_devctx import Device, driver
+        from dask_devctx.driver.simulated import SimulatedMachine
+        from dask_devctx.errors import ForkedProcessError
+
+        machine = SimulatedMachine(4)
+        inside, forked = threading.Event(), threading.Event()
+
+        def slow(*args):
+            inside.set()
+            assert forked.wait(30)
+            return False
+
+        with driver.use(machine.backend()):
+            with Device(0):
+                pass
+            machine.faults.inject("cuDevicePrimaryCtxRetain", CUresult.CUDA_SUCCESS, when=slow)
+            thread = threading.Thread(target=Device(1).run, args=(int,))
+            thread.start()
+            assert inside.wait(30)
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)
+                try:
+                    with Device("cuda:3"):
+                        pass
+                except ForkedProcessError:
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(pid, 0)[1] == 0
+            forked.set()
+            thread.join()
+            with Device(1) as device:
+                assert Device.current() is device
+
+    child(fork)
+
+
+def test_forked_while_this_thread_holds_the_lock():
+    from dask_devctx.driver.process_lock import ProcessLock
+
+    def free_for_others():
+        return on_thread(lambda: lock._lock.acquire(blocking=False))
+
+    lock = ProcessLock()
+    with lock:
+        assert not free_for_others()
+        pid = os.fork()
+        if pid == 0:
+            held = not free_for_others()
+            lock.__exit__()
+            os._exit(0 if held and free_for_others() else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+        assert not free_for_others()
+    assert free_for_others()
+
+
+def test_forked_on_both_drivers(kind, child):
+    def fork(kind):
+        os.environ.pop("DASK_DEVCTX__SIMULATED_DEVICES", None)
+        if kind == "simulated":
+            os.environ["DASK_DEVCTX__SIMULATED_DEVICES"] = "2"
+        from dask_devctx import Device
+        from dask_devctx.errors import ForkedProcessError
+
+        with Device(0):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    with Device(0):
+                        pass
+                except ForkedProcessError:
+                    os._exit(0)
+                os._exit(1)
+            assert os.waitpid(pid, 0)[1] == 0
+            assert Device.current() is Device(0)
+
+    child(fork, kind)

@@ -1,0 +1,217 @@
+"""Random programs against a model: enters, exits, exceptions, other libraries, threads.
+
+The model knows nothing of the driver. It holds, for each thread, which context is current and what
+each open scope found; after each step the driver must agree with it, on every thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from concurrent.futures import Future
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from dask_devctx import Device, driver
+from dask_devctx.cuda.context import Context
+from dask_devctx.cuda.scope import open_scopes
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DeviceScopeError
+from tests.addressed import addressed
+
+THREADS = 3
+threads = st.integers(0, THREADS - 1)
+ordinals = st.integers(0, 2)
+
+
+class Worker:
+    """A thread that does what it is told, one thing at a time."""
+
+    def __init__(self):
+        self._todo = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self):
+        while (work := self._todo.get()) is not None:
+            function, future = work
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def __call__(self, function):
+        future = Future()
+        self._todo.put((function, future))
+        return future.result(timeout=30)
+
+    def stop(self):
+        self._todo.put(None)
+        self._thread.join()
+
+
+class Model:
+    """What is current on a thread, and what its open scopes found: names of contexts, or None."""
+
+    def __init__(self):
+        self.current = None
+        self.entries = []  # scope, what it found
+
+
+class Scopes(RuleBasedStateMachine):
+    owned = Bundle("owned")
+    make_backend = staticmethod(SimulatedMachine.backend)
+
+    def __init__(self):
+        super().__init__()
+        self.machine = SimulatedMachine(3, host="model")
+        self._use = driver.use(self.make_backend(self.machine))
+        self.backend = self._use.__enter__()
+        self.calls = self.backend.driver()
+        self.workers = [Worker() for _ in range(THREADS)]
+        self.models = [Model() for _ in range(THREADS)]
+        self.closed = set()
+        self.all_owned = []
+
+    def handle(self, scope):
+        return scope.primary_context.handle if isinstance(scope, Device) else scope.handle
+
+    def enter(self, thread, scope):
+        self.workers[thread](scope.__enter__)
+        model = self.models[thread]
+        model.entries.append((scope, model.current))
+        model.current = scope
+
+    @rule(thread=threads, ordinal=ordinals)
+    def enter_device(self, thread, ordinal):
+        self.enter(thread, Device(ordinal))
+
+    @rule(target=owned, ordinal=ordinals)
+    def make_context(self, ordinal):
+        context = Context(ordinal)
+        self.all_owned.append(context)
+        return context
+
+    @rule(thread=threads, context=owned)
+    def enter_context(self, thread, context):
+        self.enter(thread, context)
+
+    def alive(self, scope):
+        return scope not in self.closed
+
+    def leave(self, thread, error):
+        """Leave the innermost scope, with or without an exception under way."""
+        model = self.models[thread]
+        scope, found = model.entries.pop()
+        kind = None if error is None else type(error)
+        leave = lambda: scope.__exit__(kind, error, None)  # noqa: E731
+        if self.alive(found):
+            assert self.workers[thread](leave) is False
+            assert error is None or not hasattr(error, "__notes__")
+            model.current = found
+        else:
+            if error is None:
+                with pytest.raises(DeviceScopeError, match="destroyed"):
+                    self.workers[thread](leave)
+            else:
+                assert self.workers[thread](leave) is False
+                assert "destroyed" in error.__notes__[0]
+            model.current = None
+
+    @rule(thread=threads, raising=st.booleans())
+    def exit(self, thread, raising):
+        if self.models[thread].entries:
+            self.leave(thread, ValueError("body") if raising else None)
+
+    @rule(thread=threads, place=st.integers(0, 5))
+    def exit_out_of_order(self, thread, place):
+        entries = self.models[thread].entries
+        if place >= len(entries) - 1:
+            return
+        scope, found = entries[place]
+        if any(other is scope for other, _ in entries[place + 1 :]):
+            return  # a reentered scope: the innermost of its entries is the one that is left
+        with pytest.raises(DeviceScopeError, match="entered after it"):
+            self.workers[thread](lambda: scope.__exit__(None, None, None))
+        above, _ = entries[place + 1]
+        entries[place : place + 2] = [(above, found)]
+
+    @rule(thread=threads, ordinal=ordinals)
+    def exit_unentered(self, thread, ordinal):
+        device = Device(ordinal)
+        if all(scope is not device for scope, _ in self.models[thread].entries):
+            with pytest.raises(DeviceScopeError, match="did not enter it"):
+                self.workers[thread](lambda: device.__exit__(None, None, None))
+
+    @rule(thread=threads, ordinal=ordinals)
+    def foreign_set_device(self, thread, ordinal):
+        handle = Device(ordinal).primary_context.handle
+        self.workers[thread](lambda: self.calls.set_current(handle))
+        self.models[thread].current = Device(ordinal)
+
+    @rule(thread=threads, context=owned)
+    def foreign_set_context(self, thread, context):
+        self.workers[thread](lambda: self.calls.set_current(context.handle))
+        self.models[thread].current = context
+
+    @rule(thread=threads)
+    def foreign_set_none(self, thread):
+        self.workers[thread](lambda: self.calls.set_current(0))
+        self.models[thread].current = None
+
+    @rule(thread=threads, ordinal=ordinals)
+    def failing_enter(self, thread, ordinal):
+        from cuda.bindings.driver import CUresult
+
+        Device(ordinal).primary_context.handle  # noqa: B018 - retained before
+        self.machine.faults.inject("cuCtxSetCurrent", CUresult.CUDA_ERROR_UNKNOWN)
+        with pytest.raises(Exception, match="CUDA_ERROR_UNKNOWN"):
+            self.workers[thread](Device(ordinal).__enter__)
+
+    @rule(context=consumes(owned), thread=threads)
+    def close(self, context, thread):
+        """Where it is current it stays so, dead, but on the thread that closes it."""
+        self.workers[thread](context.close)
+        self.closed.add(context)
+        model = self.models[thread]
+        if model.current is context:
+            model.current = None
+
+    @invariant()
+    def driver_agrees(self):
+        for worker, model in zip(self.workers, self.models, strict=True):
+            handle = worker(self.calls.current)
+            if model.current is None:
+                assert handle == 0
+            elif self.alive(model.current):
+                assert handle == self.handle(model.current)
+            assert worker(open_scopes) == tuple(scope for scope, _ in model.entries)
+
+    def teardown(self):
+        for thread, model in enumerate(self.models):
+            while model.entries:
+                self.leave(thread, None)
+        self.driver_agrees()
+        for context in self.all_owned:
+            context.close()
+        for worker in self.workers:
+            worker.stop()
+        self._use.__exit__(None, None, None)
+
+
+TestScopes = Scopes.TestCase
+TestScopes.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+class ScopesInC(Scopes):
+    make_backend = staticmethod(addressed)
+
+
+TestScopesInC = pytest.mark.skipif(
+    find_spec("dask_devctx.driver._scope") is None, reason="the extension _scope was not built"
+)(ScopesInC.TestCase)
+TestScopesInC.settings = TestScopes.settings
