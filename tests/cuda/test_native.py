@@ -404,7 +404,7 @@ def test_the_tests_of_scopes_pass_without_the_extension() -> None:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        cwd=here.parent,
+        cwd=here.parents[1],
         env=os.environ | {driver.SIMULATED_DEVICES_VARIABLE: "4"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
