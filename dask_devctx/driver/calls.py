@@ -199,12 +199,6 @@ class Calls(WorkCalls):
     def set_cache_config(self, config: int) -> None:
         self._value(self.driver.cuCtxSetCacheConfig, self.types.CUfunc_cache(config))
 
-    def shared_memory_config(self) -> int:
-        return int(self._value(self.driver.cuCtxGetSharedMemConfig))
-
-    def set_shared_memory_config(self, config: int) -> None:
-        self._value(self.driver.cuCtxSetSharedMemConfig, self.types.CUsharedconfig(config))
-
     def stream_priority_range(self) -> tuple[int, int]:
         """The least and the greatest priority; the greater is the smaller number."""
         least, greatest = self._value(self.driver.cuCtxGetStreamPriorityRange)

@@ -12,6 +12,7 @@ from contextlib import closing
 import pytest
 from cuda.bindings import driver as types
 
+import dask_devctx
 from dask_devctx import (
     CacheConfig,
     Context,
@@ -19,7 +20,6 @@ from dask_devctx import (
     Device,
     Limit,
     PrimaryContext,
-    SharedMemoryConfig,
     StreamPriorityRange,
     driver,
 )
@@ -138,7 +138,6 @@ def test_flags_are_the_drivers():
     [
         (Limit, types.CUlimit, "CU_LIMIT_"),
         (CacheConfig, types.CUfunc_cache, "CU_FUNC_CACHE_"),
-        (SharedMemoryConfig, types.CUsharedconfig, "CU_SHARED_MEM_CONFIG_"),
     ],
 )
 def test_enumerations_are_the_drivers(ours, theirs, prefix):
@@ -576,13 +575,9 @@ def test_cache_config(own, config):
     assert current() == 0
 
 
-def test_shared_memory_config(own):
-    with pytest.warns(DeprecationWarning, match="shared_memory_config is deprecated") as caught:
-        own.shared_memory_config = SharedMemoryConfig.EIGHT_BYTE_BANK_SIZE
-        config = own.shared_memory_config
-    assert config is SharedMemoryConfig.FOUR_BYTE_BANK_SIZE
-    assert {warning.filename for warning in caught} == {__file__}
-    assert current() == 0
+def test_what_cuda_deprecates_is_left_out(own):
+    assert not {name for name in dir(own) if "shared_memory" in name}
+    assert not {name for name in dask_devctx.__all__ if "SharedMemory" in name}
 
 
 def test_stream_priority_range(own):
