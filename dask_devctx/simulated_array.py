@@ -255,14 +255,14 @@ class _Memory:
                 f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
             )
         with device:
-            pointer = backend.calls.allocate(nbytes)
+            pointer = backend.calls.work.allocate(nbytes)
         weakref.finalize(self, _free, backend, pointer).atexit = False
 
 
 def _free(backend: Backend, pointer: int) -> None:
     # In a poisoned or forked process its memory goes with the process; nobody could be told.
     with suppress(DevctxError):
-        backend.calls.free(pointer)
+        backend.calls.work.free(pointer)
 
 
 def _here() -> Device:

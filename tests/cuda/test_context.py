@@ -222,7 +222,7 @@ def test_close(backend):
 def test_close_frees_its_memory(machine):
     own = Context(1)
     with own:
-        driver.backend().calls.allocate(2**30)
+        driver.backend().calls.work.allocate(2**30)
     assert Device(1).memory_info.free == 15 * 2**30
     own.close()
     assert Device(1).memory_info.free == 16 * 2**30
@@ -491,7 +491,7 @@ def test_released_primary_can_be_restored(machine):
         Device(1).primary_context.release()
     assert Device.current() is Device(1)
     with Device(1):
-        assert driver.backend().calls.memory_info()
+        assert driver.backend().calls.work.memory_info()
     driver.backend().calls.set_current(0)
 
 

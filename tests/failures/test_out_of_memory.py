@@ -125,7 +125,7 @@ def run_out_of_memory(times: int) -> int:
     assert current is not None
     runs.append(current.device_id)
     if len(runs) <= times:
-        current._backend.calls.allocate(2**50)
+        current._backend.calls.work.allocate(2**50)
     return current.device_id
 
 
