@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -44,6 +45,16 @@ def no_device_thread_and_no_file_left(machine: SimulatedMachine) -> Iterator[Non
     while len(_open_files()) > len(files) + 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(_open_files()) <= len(files) + 8, sorted(set(_open_files()) - set(files))
+
+
+@pytest.fixture
+def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """This thread's event loop, as a worker's thread has one: here it does not run."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield loop
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 def _device_threads() -> list[str]:
