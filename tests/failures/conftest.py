@@ -10,25 +10,19 @@ import threading
 import time
 from collections.abc import Iterator
 
-import dask
 import pytest
 
-from dask_devctx import driver
-from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.driver.simulated import SimulatedMachine
 
 
+@pytest.fixture
+def simulation() -> str:
+    return "simulated"
+
+
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
-    """Four simulated devices, in this process and, with the same UUIDs, in those it starts."""
-    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "4")
-    machine = SimulatedMachine(4)
-    settings = {"distributed.worker.validate": True, "distributed.scheduler.validate": True}
-    with driver.use(machine.backend()), dask.config.set(settings):
-        yield machine
-        assert not open_scopes(), "a scope was left open"
-        handle = machine.driver.cuCtxGetCurrent()[1]
-        assert handle is None or int(handle) == 0, "a context was left current"
+def on_simulated_devices(machine: SimulatedMachine, validate: None) -> None:
+    """All tests here run so."""
 
 
 @pytest.fixture(autouse=True)
