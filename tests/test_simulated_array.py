@@ -211,7 +211,11 @@ def test_a_released_primary_context_takes_its_arrays_with_it(machine, host):
     x = on(1, host)
     Device(1).primary_context.release()
     assert machine.gpus[1].used_memory == 0
-    with Device(1), pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        x.get()
+    with Device(1):
+        pass  # the context is there again, and the array is not
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
         x.get()
 
 

@@ -45,6 +45,10 @@ def exporter(kind, offset=0):
         if line == "free\n":
             calls.free(pointer)
             print("freed", flush=True)
+        if line == "replace\n":
+            calls.free(pointer)
+            pointer = calls.allocate(4 * 2**20)
+            print(calls.ipc_export(pointer).hex(), flush=True)
         if line == "export\n":
             print(calls.ipc_export(pointer).hex(), flush=True)
 
@@ -272,6 +276,60 @@ def faults_reach_it(kind):
             assert refusal(call, *arguments) == "ILLEGAL_ADDRESS", call
 
 
+def an_export_of_whose_place_another_one_took(kind):
+    with Peer(kind) as peer:
+        calls = make_machine()
+        old = calls.ipc_open(peer.handle)
+        new = bytes.fromhex(peer.ask("replace"))  # which has the same file descriptor
+        assert refusal(calls.ipc_open, new) == "SUCCESS"
+        calls.ipc_close(old)
+        assert refusal(calls.ipc_open, peer.handle) == "INVALID_VALUE"
+
+
+def a_freed_export_that_is_still_read(kind):
+    # "undefined behavior": none of it is what was there
+    with Peer(kind) as peer:
+        calls = make_machine()
+        pointer = calls.ipc_open(peer.handle)
+        peer.ask("free")
+        assert calls.copy_to_host(pointer, 8) != b"exported"
+
+
+def an_array_goes_from_process_to_process(kind):
+    import numpy as np
+
+    from dask_devctx import Device
+    from dask_devctx.simulated_array import SimulatedArray
+
+    peer = start(array_exporter)
+    handle = bytes.fromhex(peer.stdout.readline())
+    with Device(1) as device:
+        calls = device._backend.calls
+        x = SimulatedArray._empty((100, 200), "f4", "F")
+        pointer = calls.ipc_open(handle)
+        calls.copy(x._pointer, pointer + 512, x.nbytes, 0)
+        calls.stream_synchronize(0)
+        calls.ipc_close(pointer)
+    peer.communicate()
+    assert (x.get() == np.arange(20_000, dtype="f4").reshape(100, 200)).all()
+
+
+def array_exporter():
+    import numpy as np
+
+    from dask_devctx import Device
+    from dask_devctx.simulated_array import SimulatedArray
+
+    with Device(0) as device:
+        x = SimulatedArray.asarray(np.arange(20_000, dtype="f4").reshape(100, 200), order="F")
+        calls = device._backend.calls
+        staging = calls.allocate(2**20)
+        calls.copy(staging + 512, x._pointer, x.nbytes, 0)
+        calls.stream_synchronize(0)
+        print(calls.ipc_export(staging).hex(), flush=True)
+        sys.stdin.read()
+
+
 def nothing_is_left_behind(kind):
     def shared():
         return set(os.listdir("/dev/shm"))
@@ -317,10 +375,13 @@ def make_machine(host="test", peers=None, mig=None):
         between_devices_that_do_not_reach_each_other,
         an_instance,
         faults_reach_it,
+        an_export_of_whose_place_another_one_took,
+        a_freed_export_that_is_still_read,
+        an_array_goes_from_process_to_process,
         nothing_is_left_behind,
     ],
     ids=lambda clause: clause.__name__,
 )
 def test_simulated(clause, child):
     assert hasattr(os, "memfd_create")
-    child(clause, "simulated", beside=(*BESIDE, make_machine))
+    child(clause, "simulated", beside=(*BESIDE, make_machine, array_exporter))
