@@ -219,6 +219,13 @@ def test_a_released_primary_context_takes_its_arrays_with_it(machine, host):
         x.get()
 
 
+def test_a_primary_context_that_lives_again_has_none_of_its_old_arrays(host):
+    x = on(1, host)
+    Device(1).primary_context.release()
+    with Device(1), pytest.raises(DriverError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        x + 1
+
+
 # -- the driver's copies
 
 

@@ -330,24 +330,20 @@ def array_exporter():
         sys.stdin.read()
 
 
-def nothing_is_left_behind(kind):
-    def shared():
-        return set(os.listdir("/dev/shm"))
-
-    before = shared()
-    with Peer(kind) as peer:
-        calls = calls_of(kind)
-        calls.ipc_open(peer.handle)
-        peer.process.kill()
-        peer.process.wait()
-    assert shared() == before
-    pointers = [calls.allocate(4096) for _ in range(3)]
+def freed_memory_leaves_no_open_file(kind):
+    machine = make_machine()
+    before = len(os.listdir("/proc/self/fd"))
+    pointers = [machine.allocate(4096) for _ in range(3)]
     for pointer in pointers:
-        calls.copy_from_host(pointer, b"some")
-    open_files = len(os.listdir("/proc/self/fd"))
+        machine.copy_from_host(pointer, b"some")
+        machine.ipc_export(pointer)
+    own = machine.create(0, 0)
+    machine.copy_from_host(machine.allocate(4096), b"some")
+    assert len(os.listdir("/proc/self/fd")) > before
+    machine.destroy(own)
     for pointer in pointers:
-        calls.free(pointer)
-    assert len(os.listdir("/proc/self/fd")) <= open_files - len(pointers)
+        machine.free(pointer)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def make_machine(host="test", peers=None, mig=None):
@@ -378,7 +374,7 @@ def make_machine(host="test", peers=None, mig=None):
         an_export_of_whose_place_another_one_took,
         a_freed_export_that_is_still_read,
         an_array_goes_from_process_to_process,
-        nothing_is_left_behind,
+        freed_memory_leaves_no_open_file,
     ],
     ids=lambda clause: clause.__name__,
 )
