@@ -305,10 +305,10 @@ class _Memory:
                 f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
             )
         if Device.current() is device:  # in a context of one's own, too
-            pointer = backend.calls.allocate(nbytes)
+            pointer = backend.calls.work.allocate(nbytes)
         else:
             with device:
-                pointer = backend.calls.allocate(nbytes)
+                pointer = backend.calls.work.allocate(nbytes)
         self._block = backend.machine.driver.block(pointer)
         weakref.finalize(self, _free, backend, pointer).atexit = False
 
@@ -333,7 +333,7 @@ class _Memory:
 
     def read(self) -> None:
         """Let the driver say why it cannot be read."""
-        self._backend.calls.copy_to_host(self._block.base, 1)
+        self._backend.calls.work.copy_to_host(self._block.base, 1)
 
     def illegal_address(self) -> None:
         """Fail, as the device does when a kernel uses an address that its context does not have."""
@@ -344,7 +344,7 @@ class _Memory:
 def _free(backend: Backend, pointer: int) -> None:
     # In a poisoned or forked process its memory goes with the process; nobody could be told.
     with suppress(DevctxError):
-        backend.calls.free(pointer)
+        backend.calls.work.free(pointer)
 
 
 def _address(data: _Array) -> int:

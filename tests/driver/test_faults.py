@@ -20,7 +20,7 @@ def test_what_is_cleared_works_again(machine):
         asked = machine.faults.calls["cuCtxSynchronize"]
         machine.faults.clear()
         Device(0).sync()
-        Device(0)._backend.calls.allocate(10)
+        Device(0)._backend.calls.work.allocate(10)
         assert machine.faults.calls["cuCtxSynchronize"] == asked + 1
 
 
@@ -28,11 +28,11 @@ def test_what_is_cleared_works_again(machine):
 def test_one_call_of_many_fails(machine, function):
     calls = Device(0)._backend.calls
     with Device(0):
-        pointer = calls.allocate(16)
+        pointer = calls.work.allocate(16)
         use = {
-            "cuIpcGetMemHandle": lambda: calls.ipc_export(pointer),
-            "cuMemcpyAsync": lambda: calls.copy(pointer, pointer + 8, 8, 0),
-            "cuStreamSynchronize": lambda: calls.stream_synchronize(0),
+            "cuIpcGetMemHandle": lambda: calls.work.ipc_export(pointer),
+            "cuMemcpyAsync": lambda: calls.work.copy(pointer, pointer + 8, 8, 0),
+            "cuStreamSynchronize": lambda: calls.work.stream_synchronize(0),
         }[function]
         machine.faults.inject(function, CUresult.CUDA_ERROR_UNKNOWN)
         with pytest.raises(DriverError, match=f"{function} failed with CUDA_ERROR_UNKNOWN"):
@@ -43,20 +43,26 @@ def test_one_call_of_many_fails(machine, function):
 def test_a_device_that_fell_off_the_bus_copies_nothing(machine):
     calls = Device(0)._backend.calls
     with Device(0):
-        pointer = calls.allocate(16)
+        pointer = calls.work.allocate(16)
         machine.gpus[0].lost = True
         with pytest.raises(DriverError, match="CUDA_ERROR_UNKNOWN"):
-            calls.copy_to_host(pointer, 4)
+            calls.work.copy_to_host(pointer, 4)
         machine.gpus[0].lost = False
 
 
-@pytest.mark.parametrize("wait", ["synchronize", "stream_synchronize", "copy_to_host"])
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(lambda calls, pointer: calls.synchronize(), id="context"),
+        pytest.param(lambda calls, pointer: calls.work.stream_synchronize(0), id="stream"),
+        pytest.param(lambda calls, pointer: calls.work.copy_to_host(pointer, 4), id="copy"),
+    ],
+)
 def test_who_waits_for_the_kernel_that_breaks_it_is_told(machine, wait):
     calls = Device(0)._backend.calls
     with Device(0):
-        pointer = calls.allocate(16)
-        given = {"synchronize": (), "stream_synchronize": (0,), "copy_to_host": (pointer, 4)}[wait]
+        pointer = calls.work.allocate(16)
         machine.faults.poison(ILLEGAL, after_s=0.05)
-        calls.copy(pointer, pointer + 8, 8, 0)  # the kernel still runs
+        calls.work.copy(pointer, pointer + 8, 8, 0)  # the kernel still runs
         with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
-            getattr(calls, wait)(*given)
+            wait(calls, pointer)

@@ -366,15 +366,6 @@ class SimulatedContexts:
     def cuCtxSetCacheConfig(self, config: Any) -> tuple[Any, ...]:
         return self._of_current(lambda ctx: setattr(ctx, "cache_config", config))[:1]
 
-    @function(1)
-    def cuCtxGetSharedMemConfig(self) -> tuple[Any, ...]:
-        four_bytes = types.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
-        return self._of_current(lambda ctx: four_bytes)
-
-    @function(0)
-    def cuCtxSetSharedMemConfig(self, config: Any) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: None)[:1]  # accepted, and without effect
-
     @function(2)
     def cuCtxGetStreamPriorityRange(self) -> tuple[Any, ...]:
         status, _ = self._of_current(lambda ctx: None)
