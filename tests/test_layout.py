@@ -19,7 +19,7 @@ LINES = 340
 LONGER = {
     "cuda/context.py": 410,
     "cuda/device.py": 440,
-    "driver/simulated/driver.py": 400,
+    "driver/simulated/contexts.py": 400,
     "simulated_array.py": 480,
     "transfer/protocols.py": 450,
     "worker/extension.py": 360,

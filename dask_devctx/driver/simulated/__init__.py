@@ -8,7 +8,8 @@ when ``cuInit`` is called. What cannot be simulated is not there: asking for it 
 ``AttributeError``.
 """
 
-from dask_devctx.driver.simulated.driver import SimulatedCrashError, SimulatedDriver
+from dask_devctx.driver.simulated.contexts import SimulatedCrashError
+from dask_devctx.driver.simulated.driver import SimulatedDriver
 from dask_devctx.driver.simulated.gpu import SimulatedGPU
 from dask_devctx.driver.simulated.machine import SimulatedMachine
 from dask_devctx.driver.simulated.nvml import SimulatedNvml
