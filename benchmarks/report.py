@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Measured
-from benchmarks.measure import best_of_ours, ratios, spread, verdict
+from benchmarks.measure import spread, verdict
 
 _SCALES = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
@@ -62,12 +62,10 @@ def judgement(case: Case, measured: Sequence[Measured]) -> str:
     best = verdict(measured)
     if best is None:
         return "no peer that does the whole job could be measured: no verdict"
-    ours, found = _against(case, measured, best)
-    if ours is None:
+    if not best.ratios:
         return "ours could not be measured: no verdict"
-    ratio = spread(found)
-    name = f"best of ours ({ours.contender.name})" if case.best_of_ours else "ours"
-    against = f"{name} ÷ {best.contender.name} = {ratio.median:.3f}"
+    ratio = spread(best.ratios)
+    against = f"ours ÷ {best.contender.name} = {ratio.median:.3f}"
     if case.target is None:
         return against
     return f"{against}, target at most {case.target:.3g}: {_met(ratio.median, case.target)}"
@@ -101,27 +99,15 @@ def _met(value: float, target: float) -> str:
     return "met" if value <= target else "MISSED"
 
 
-def _against(
-    case: Case, measured: Sequence[Measured], best: Measured
-) -> tuple[Measured | None, Sequence[float]]:
-    """Return which of ours is held against the best peer, and the ratios of the two."""
-    if not case.best_of_ours:
-        ours = next(one for one in measured if one.contender.role == "ours")
-        return (ours if ours.values else None), best.ratios
-    fastest = best_of_ours(measured)
-    return fastest, ratios(fastest.values, best.values) if fastest else ()
-
-
 def as_data(case: Case, measured: Sequence[Measured]) -> dict[str, Any]:
     """Return one case for JSON, every round's value included."""
     best = verdict(measured)
-    ours, found = _against(case, measured, best) if best else (None, ())
+    found = best.ratios if best else ()
     return {
         "name": case.name,
         "per": case.per,
         "unit": case.unit,
         "target": case.target,
-        "ours": ours.contender.name if ours else None,
         "against": best.contender.name if best else None,
         "ratio": spread(found)._asdict() if found else None,
         "judgement": [judgement(case, measured), *own_targets(case, measured)],
