@@ -50,7 +50,6 @@ def simulation(request: pytest.FixtureRequest) -> str:
 def machine(simulation: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
     """Four simulated GPUs, in this process and, with the same UUIDs, in those that it starts."""
     monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "4")
-    monkeypatch.setenv("DASK_DEVCTX__SIMULATED_HOST", "test")
     machine = SimulatedMachine(4)
     with driver.use(addressed(machine) if simulation == "addressed" else machine.backend()):
         yield machine
