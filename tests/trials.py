@@ -207,7 +207,7 @@ def _inject(function: str, status: int, times: int) -> None:
 
 
 def _clear() -> None:
-    _faults()._planned.clear()
+    _faults().clear()
 
 
 def _faults() -> Any:
