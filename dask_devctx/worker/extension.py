@@ -20,7 +20,8 @@ from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.arrivals import Arrivals
 from dask_devctx.worker.departures import Departures
 from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus
-from dask_devctx.worker.failures import Charge, Failure, Guard, GuardedTask, marks
+from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
+from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.host_memory import HostMemory
 from dask_devctx.worker.inputs import Input, Inputs
@@ -54,7 +55,7 @@ class DeviceExtension:
     record
         What ran where.
     guard
-        Watches over the tasks.
+        Monitors the tasks.
     inputs
         Brings their inputs; None where they are left where they are.
     pools
@@ -100,14 +101,14 @@ class DeviceExtension:
         self._unannotated: Unannotated = "leave" if self.failure else unannotated
         self.record = Record(self.placement.devices, tasks_per_device, history)
         worker.metrics[Record.metric] = self.record.metrics
-        self.guard = Guard(
+        self.guard = Monitor(
             self.placement.devices,
             synchronize=synchronize,
             oom_retries=oom_retries,
             on_failure=self._on_failure,
             is_cancelled=partial(_is_cancelled, self._tasks),
         )
-        worker.metrics[Guard.metric] = self.guard.metrics
+        worker.metrics[Monitor.metric] = self.guard.metrics
         self.inputs: Inputs | None = None
         if move_inputs:
             self.inputs = Inputs(replica_limit)
@@ -134,7 +135,7 @@ class DeviceExtension:
     def close(self) -> None:
         """Leave the worker as it was; what runs, runs on to its end."""
         worker = self._worker
-        for metric in (Record.metric, Guard.metric, Inputs.metric):
+        for metric in (Record.metric, Monitor.metric, Inputs.metric):
             worker.metrics.pop(metric, None)
         self._arrivals.close()
         self._host_memory.close()
@@ -196,16 +197,14 @@ class DeviceExtension:
             self._actors.live_on(ts, device)
         if not annotations or "executor" not in annotations:
             ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
-        charge = Charge(ts.key, movable=not asked_for)
-        if is_watched(annotations):
-            charge = charge._replace(watched=True, is_coroutine=bool(ts.run_spec.is_coro))
         ts.run_spec = pinned = DeviceTask(
             ts.run_spec,
             device,
             _urgency(ts),
             asked_for=asked_for,
+            watched=is_watched(annotations),
             inputs=self.inputs,
-            call=GuardedTask(self.guard, charge),
+            monitor=self.guard,
         )
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
@@ -251,7 +250,7 @@ class DeviceExtension:
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
         refuse_data(self._worker)  # now: whoever is told may ask before the event loop has its turn
-        marks.tell(self._worker, str(failure.error), failure.suspects)
+        tell_scheduler(self._worker, failure)
         self._worker.loop.add_callback(
             end_failed_worker, self._worker, failure, self._actors.answered
         )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distributed import Reschedule
+from distributed import Reschedule, Worker
 
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DeviceFailedError, DriverError
+from dask_devctx.scheduler.suspects import ACTION, TOPIC
 from dask_devctx.worker.failures.quarantine import Watch
 from dask_devctx.worker.failures.suspects import Suspect, Suspects
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -144,3 +148,27 @@ class Blame:
             discovery.is_lost(device._backend, device.info),
             watched,
         )
+
+
+def tell_scheduler(worker: Worker, failure: Failure) -> None:
+    """Tell the scheduler which tasks may have broken a worker's devices; on any thread.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    failure
+        What happened. The scheduler marks its suspects, so that they are watched when they are run
+        again; its error is for the readers of the events of ``devctx``.
+
+    Notes
+    -----
+    An event goes the same way as the tasks' outcomes: if this is called before a task raises, the
+    mark is there before the task is run again. A scheduler that does not know this package keeps it
+    with its other events.
+    """
+    event = {"action": ACTION, "error": str(failure.error), "suspects": list(failure.suspects)}
+    try:
+        worker.log_event(TOPIC, event)
+    except Exception as error:  # the worker ends all the same
+        logger.warning("the scheduler was not told which tasks to watch: %r", error)
