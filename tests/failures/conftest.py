@@ -1,7 +1,8 @@
-"""Simulated devices to break, and nothing that stays behind after a test."""
+"""Simulated devices to break, a monitor, and nothing that stays behind after a test."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -12,9 +13,11 @@ from collections.abc import Iterator
 import dask
 import pytest
 
-from dask_devctx import driver
+from dask_devctx import devices, driver
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.failures.attribution import Failure
+from dask_devctx.worker.failures.monitor import Monitor
 
 
 @pytest.fixture(autouse=True)
@@ -59,3 +62,19 @@ def _open_files() -> list[str]:
             if name.startswith("socket:") or (name[0] == "/" and not name.startswith("/dev/")):
                 found.append(name)
     return found
+
+
+Monitored = tuple[Monitor, list[Failure]]
+
+
+@pytest.fixture
+def monitored() -> Iterator[Monitored]:
+    failures: list[Failure] = []
+
+    async def monitor_on_a_loop() -> Monitor:
+        return Monitor(devices(), synchronize=False, oom_retries=0, on_failure=failures.append)
+
+    with asyncio.Runner() as runner:
+        monitor = runner.run(monitor_on_a_loop())
+        yield monitor, failures
+        monitor.close()

@@ -24,15 +24,14 @@ from dask_devctx import (
     DeviceFailedError,
     DevicePlugin,
     LocalDeviceCluster,
-    devices,
     driver,
 )
 from dask_devctx.annotations import WATCHED
 from dask_devctx.scheduler import suspects
-from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.quarantine import Watch
 from dask_devctx.worker.task import DeviceTask
+from tests.failures.conftest import Monitored
 
 ILLEGAL_ADDRESS = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
@@ -188,21 +187,6 @@ def test_restart_forgets_who_was_watched(client: Client) -> None:
 
 
 # -- in this process, where what happens when is known
-
-Monitored = tuple[Monitor, list[Failure]]
-
-
-@pytest.fixture
-def monitored() -> Iterator[Monitored]:
-    failures: list[Failure] = []
-
-    async def monitor_on_a_loop() -> Monitor:
-        return Monitor(devices(), synchronize=False, oom_retries=0, on_failure=failures.append)
-
-    with asyncio.Runner() as runner:
-        monitor = runner.run(monitor_on_a_loop())
-        yield monitor, failures
-        monitor.close()
 
 
 def run(
