@@ -73,7 +73,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     def __init__(self, **given: Any) -> None:
         refuse_unknown(given, OPTION_NAMES, "DevicePlugin")
         keep_annotations()
-        serialization.register()  # of this process, for what it scatters
+        serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
         self.options = Options(**given)
         remembered_tasks()  # this and the next are read by each worker, and refused here
@@ -85,7 +85,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         return () if self.extension is None else self.extension.placement.devices
 
     def report(self) -> dict[str, list[dict[str, Any]]] | None:
-        """Return what ran where on its worker, as plain data; None where it is not set up.
+        """Return the worker's tasks and their devices, as plain data; None where it is not set up.
 
         To be called on the worker's event loop.
         """
@@ -128,9 +128,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             raise failure  # dask tells the client, and keeps the plugin
 
     async def teardown(self, worker: Worker) -> None:
-        """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        """Leave the worker as it was before :meth:`setup`; running tasks run on to their end."""
         # Nothing is awaited in here: dask calls no hook of a plugin that it is about to replace,
-        # and what begins in between would run on no device, or on another's.
+        # and a task that begins in between would run on no device, or on another plugin's.
         if self.extension is not None:
             self.extension.close()
             self.extension = None

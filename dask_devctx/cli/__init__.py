@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-# dask's section of the configuration first, so that it says what is simulated
+# dask's section of the configuration first, so that simulated devices are known
 from dask_devctx import config
 from dask_devctx.client.tables import aligned, nbytes_text
 from dask_devctx.config.options import Options
@@ -25,7 +25,7 @@ def devctx() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.pass_context
 def info(context: click.Context, as_json: bool) -> None:
-    """Show the GPUs, who can reach whom, what is hidden, and what is wrong.
+    """Show the GPUs, their peer access, hidden GPUs, and problems.
 
     Creates no CUDA context. The exit status is 1 if there is no GPU that can be used.
     """

@@ -27,7 +27,7 @@ from dask_devctx.cuda.device import named_devices
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
-# What who comes from dask-cuda writes, and dask's servers would refuse in a worker's log.
+# Arguments of dask-cuda's cluster, which users who come from there may still write.
 _DASK_CUDAS = frozenset(
     {"CUDA_VISIBLE_DEVICES", "device_memory_limit", "jit_unspill", "rmm_async"}
     | {"rmm_managed_memory", "rmm_maximum_pool_size", "rmm_pool_size", "enable_cudf_spill"}
@@ -210,7 +210,7 @@ def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
     if theirs:
         raise TypeError(
             f"{', '.join(theirs)}: of LocalCUDACluster. Its devices are devices=[...] here; "
-            "what stands in for the others is in docs/from-dask-cuda.md"
+            "for the others see docs/from-dask-cuda.md"
         )
     # LocalCluster hands the arguments that it does not know on to its workers.
     worker_class = given.get("worker_class")

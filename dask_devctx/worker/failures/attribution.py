@@ -1,4 +1,4 @@
-"""Who errs when a device failed, and who is run again."""
+"""Which tasks err when a device failed, and which are run again."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ class Blame:
             raise Reschedule
 
     def error_of(self, key: Hashable) -> DeviceFailedError | None:
-        """Return what a task errs with that is to blame, or None."""
+        """Return the error of a task that is to blame, or None."""
         return None if self.failure is None else self.failure.errors.get(key)
 
     def noticed(
         self, key: Hashable, device: Device, found: DriverError, *, began: bool = True
     ) -> DeviceFailedError | Reschedule:
-        """Return what a task is to raise that noticed a failure.
+        """Return the exception for a task that noticed a failure.
 
         Parameters
         ----------
@@ -106,7 +106,7 @@ class Blame:
         with self._lock:
             if self.failure is None:
                 failure = self._decided(Suspect(key, device), found, began)
-                self._on_failure(failure)  # first, so that whoever is run again is marked by then
+                self._on_failure(failure)  # first: tasks that run again are marked by then
                 self.failure = failure
         return self.failure.errors.get(key) or Reschedule()
 

@@ -203,7 +203,7 @@ class MonitoredCall:
         Returns
         -------
         Exception or None
-            What the call raises by what was seen.
+            The exception that the call raises now.
         """
         try:
             self._monitor.checkup.after(self._key, self._device, wait=wait)

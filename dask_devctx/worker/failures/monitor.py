@@ -1,4 +1,4 @@
-"""The monitor of a worker's devices: all that is known of their health, and of who endangers it."""
+"""The monitor of a worker's devices: their health, and the tasks that may have harmed it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_INTERVAL_MS = 1000
 
 
 class Monitor:
-    """Monitors what the tasks of one worker do to its devices.
+    """Monitors the devices of one worker while tasks use them.
 
     Parameters
     ----------

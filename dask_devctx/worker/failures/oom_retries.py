@@ -60,7 +60,7 @@ class Retries:
     def make_room(
         self, key: Hashable, movable: bool, device: Device, error: Exception
     ) -> Exception | None:
-        """Make room for a task that ran out of memory, and return what it raises.
+        """Make room for a task that ran out of memory, and return its exception.
 
         Parameters
         ----------
