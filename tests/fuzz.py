@@ -130,14 +130,14 @@ def fuzz_configuration(chance: random.Random) -> str:
     }
     with dask.config.set(settings):
         try:
-            plugin = DevicePlugin()
+            options = DevicePlugin().options
         except ValueError as error:
             right = "must be" in str(error) or "is a fraction" in str(error)
             return "refused" if right else "refused in other words"
-    assert plugin.tasks_per_device >= 1
-    assert plugin.oom_retries >= 0
-    assert plugin.devices_per_worker is None or plugin.devices_per_worker >= 1
-    assert 0 <= plugin.replica_limit <= 1
+    assert options.tasks_per_device >= 1
+    assert options.oom_retries >= 0
+    assert options.devices_per_worker is None or options.devices_per_worker >= 1
+    assert 0 <= options.replica_limit <= 1
     return "accepted"
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
-# dask's section of the configuration first, so that it says what is simulated
+# dask's section of the configuration first, so that simulated devices are known
 from dask_devctx import config
 from dask_devctx.client.tables import aligned, nbytes_text
+from dask_devctx.config.options import Options
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.inspection import Machine, inspect_machine
 
@@ -24,14 +25,23 @@ def devctx() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.pass_context
 def info(context: click.Context, as_json: bool) -> None:
-    """Show the GPUs, who can reach whom, what is hidden, and what is wrong.
+    """Show the GPUs, their peer access, hidden GPUs, and problems.
 
     Creates no CUDA context. The exit status is 1 if there is no GPU that can be used.
     """
     machine = inspect_machine()
-    machine = replace(machine, problems=(*machine.problems, *config.unknown_keys()))
+    machine = replace(machine, problems=(*machine.problems, *_problems_of_the_configuration()))
     click.echo(json.dumps(_as_json(machine), indent=2) if as_json else _as_text(machine))
     context.exit(0 if machine.usable else 1)
+
+
+def _problems_of_the_configuration() -> list[str]:
+    found = config.unknown_keys()
+    try:
+        Options()
+    except (TypeError, ValueError) as error:
+        found.append(str(error))
+    return found
 
 
 def _as_text(machine: Machine) -> str:

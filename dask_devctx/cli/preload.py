@@ -30,7 +30,7 @@ async def dask_setup(server: object) -> None:
 
     Notes
     -----
-    A worker that cannot use its devices does not start. dask logs what a preload raises and goes
+    A worker that cannot use its devices does not start. dask logs the error of a preload and goes
     on, so the worker is handed the error to raise by itself.
     """
     if isinstance(server, Scheduler):
@@ -43,7 +43,7 @@ async def dask_setup(server: object) -> None:
             plugin = DevicePlugin()
         except Exception as error:
             plugin = _Failing(error)
-        # What dask sets up right after the preloads; what fails there, fails the worker's start.
+        # dask sets these up right after the preloads, and an error there fails the worker's start.
         server._pending_plugins = (*server._pending_plugins, plugin)
     else:
         raise TypeError(
@@ -71,7 +71,7 @@ def _say_why_last(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Show what ends this process, and in the last line why the worker did not start."""
+    """Show the error that ends this process; its last line says why the worker did not start."""
     show(kind, error, traceback)
     cause: BaseException | None = error
     while cause is not None:

@@ -1,7 +1,7 @@
 """The ``devctx`` section of dask's configuration, and its defaults.
 
-Files, ``DASK_DEVCTX__…`` variables and ``dask.config.set`` work as for dask's own sections. What
-each key means is in ``devctx.yaml``; what it may be, in ``devctx-schema.yaml``.
+Files, ``DASK_DEVCTX__…`` variables and ``dask.config.set`` work as for dask's own sections. The
+meaning of each key is in ``devctx.yaml``, its range in ``devctx-schema.yaml``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ dask.config.update_defaults(defaults)
 
 
 def get(key: str, given: Any = None) -> Any:
-    """Return what was given, else what the configuration says.
+    """Return an argument, or the configuration's value where it is None.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def get(key: str, given: Any = None) -> Any:
 
 
 def unknown_keys() -> list[str]:
-    """Return what to say of each key that means nothing; dask takes a mistyped one as any other."""
+    """Return a sentence for each key that means nothing; dask accepts a mistyped one silently."""
     known = [*defaults["devctx"], "simulated-host"]  # which only the environment can say
     said = []
     for key in dask.config.get("devctx", {}):

@@ -9,7 +9,7 @@ from distributed import Scheduler
 
 from dask_devctx.annotations import WATCHED
 
-# The event by which a worker names them; see :mod:`dask_devctx.worker.failures.marks`.
+# The event by which a worker names them; see :mod:`dask_devctx.worker.failures.attribution`.
 TOPIC: Final = "devctx"
 ACTION: Final = "device-failed"
 

@@ -14,8 +14,8 @@ from distributed.utils import thread_state
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
-from dask_devctx.worker.failures import Guard, GuardedMethod
-from dask_devctx.worker.failures.calls import Arguments, Bring
+from dask_devctx.worker.failures.monitor import Monitor
+from dask_devctx.worker.task import Arguments, Bring, DeviceMethod
 
 _HANDLERS = ("actor_execute", "actor_attribute")
 _POLL_S = 0.01
@@ -34,8 +34,8 @@ class DeviceActors(dict[Hashable, Any]):
     ----------
     worker
         The worker, whose dictionary of actors this replaces until :meth:`restore`.
-    guard
-        Watches over what their methods do.
+    monitor
+        Monitors the calls of their methods.
     move_inputs
         Whether what a method is given is brought to its actor's device.
 
@@ -46,10 +46,10 @@ class DeviceActors(dict[Hashable, Any]):
     Everybody else is given the actor itself.
     """
 
-    def __init__(self, worker: Worker, guard: Guard, *, move_inputs: bool) -> None:
+    def __init__(self, worker: Worker, monitor: Monitor, *, move_inputs: bool) -> None:
         super().__init__(worker.state.actors)
         self._worker = worker
-        self._guard = guard
+        self._monitor = monitor
         self._bring = _brought if move_inputs else None
         self._handlers = {name: worker.handlers[name] for name in _HANDLERS}
         self._called: Hashable = None
@@ -81,7 +81,7 @@ class DeviceActors(dict[Hashable, Any]):
         device = self._device_of(key)
         if device is None:
             return actor
-        return _OnDevice(actor, device, key, self._guard, self._bring)
+        return _OnDevice(actor, device, key, self._monitor, self._bring)
 
     def _device_of(self, key: Hashable) -> Device | None:
         ts = self._worker.state.tasks.get(key)
@@ -126,12 +126,12 @@ class _OnDevice:
     """An actor whose methods run on its device."""
 
     def __init__(
-        self, actor: Any, device: Device, key: Hashable, guard: Guard, bring: Bring | None
+        self, actor: Any, device: Device, key: Hashable, monitor: Monitor, bring: Bring | None
     ) -> None:
         self._actor = actor
         self._device = device
         self._key = key
-        self._guard = guard
+        self._monitor = monitor
         self._bring = bring
 
     def __getattr__(self, name: str) -> Any:
@@ -139,7 +139,7 @@ class _OnDevice:
             attribute = getattr(self._actor, name)
         if not callable(attribute):
             return attribute
-        return GuardedMethod(self._guard, self._key, self._device, attribute, self._bring)
+        return DeviceMethod(self._monitor, self._key, self._device, attribute, self._bring)
 
 
 def _brought(arguments: Arguments, device: Device) -> Arguments:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ from distributed import Status, Worker
 
 from dask_devctx import config
 from dask_devctx.annotations import Unannotated, is_watched, requested_device
-from dask_devctx.config import options
+from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.transfer import Stamp
@@ -20,14 +20,15 @@ from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.arrivals import Arrivals
 from dask_devctx.worker.departures import Departures
 from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus
-from dask_devctx.worker.failures import Charge, Failure, Guard, GuardedTask, marks
+from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
+from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.host_memory import HostMemory
 from dask_devctx.worker.inputs import Input, Inputs
 from dask_devctx.worker.interpreter import Interpreter, switch_interval
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
-from dask_devctx.worker.policy import Policy
+from dask_devctx.worker.policy import start_soonest
 from dask_devctx.worker.task import DeviceTask
 
 # In these states a task's thread may still be running it.
@@ -41,8 +42,8 @@ class DeviceExtension:
     ----------
     worker
         The worker, on whose event loop this is called.
-    **options
-        As :class:`~dask_devctx.DevicePlugin` takes them.
+    options
+        The options of the plugin.
 
     Attributes
     ----------
@@ -54,27 +55,14 @@ class DeviceExtension:
     record
         What ran where.
     guard
-        Watches over the tasks.
+        Monitors the tasks.
     inputs
         Brings their inputs; None where they are left where they are.
     pools
         The devices' threads, by the name of the executor.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        *,
-        devices: Sequence[object] | None,
-        devices_per_worker: int | None,
-        tasks_per_device: int,
-        unannotated: Unannotated,
-        move_inputs: bool,
-        replica_limit: float,
-        policy: Policy,
-        synchronize: bool,
-        oom_retries: int,
-    ) -> None:
+    def __init__(self, worker: Worker, options: Options) -> None:
         self._worker = worker
         self._tasks = worker.state.tasks  # looked into at every transition of every task
         self._share = leases.Lease(())
@@ -82,35 +70,37 @@ class DeviceExtension:
         self.placement: Placement | NoDevices
         history, interval_s = 0, None
         try:
-            history = options.count("history", least=0)
+            history = remembered_tasks()
             interval_s = switch_interval()
             self._share = leases.acquire_for_worker(
-                devices,
-                devices_per_worker,
+                options.devices,
+                options.devices_per_worker,
                 holder=f"worker {worker.name}",
                 directory=config.get("lock-directory"),
             )
-            self.placement = Placement(self._share.devices, tasks_per_device, policy)
+            self.placement = Placement(
+                self._share.devices, options.tasks_per_device, options.policy or start_soonest
+            )
             self._arrivals = Arrivals(worker, self.placement.devices)
         except Exception as error:
             self.failure = error
             self._share.release()
             self.placement = NoDevices(error)
             self._arrivals = Arrivals(worker, ())
-        self._unannotated: Unannotated = "leave" if self.failure else unannotated
-        self.record = Record(self.placement.devices, tasks_per_device, history)
+        self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
+        self.record = Record(self.placement.devices, options.tasks_per_device, history)
         worker.metrics[Record.metric] = self.record.metrics
-        self.guard = Guard(
+        self.guard = Monitor(
             self.placement.devices,
-            synchronize=synchronize,
-            oom_retries=oom_retries,
+            synchronize=options.synchronize,
+            oom_retries=options.oom_retries,
             on_failure=self._on_failure,
             is_cancelled=partial(_is_cancelled, self._tasks),
         )
-        worker.metrics[Guard.metric] = self.guard.metrics
+        worker.metrics[Monitor.metric] = self.guard.metrics
         self.inputs: Inputs | None = None
-        if move_inputs:
-            self.inputs = Inputs(replica_limit)
+        if options.move_inputs:
+            self.inputs = Inputs(options.replica_limit)
             self.guard.retries.drop_replicas = self.inputs.drop_replicas
             self._departures = Departures(worker, self.inputs)
             worker.metrics[Inputs.metric] = self.inputs.metrics
@@ -119,14 +109,16 @@ class DeviceExtension:
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
             name: DeviceThreadPoolExecutor(
-                f"devctx-{device}", tasks_per_device, near_cpus(device.info.cpu_affinity)
+                f"devctx-{device}",
+                options.tasks_per_device,
+                near_cpus(device.info.cpu_affinity),
             )
             for device, name in self._executor_names.items()
         }
         worker.executors.update(self.pools)
-        self._actors = DeviceActors(worker, self.guard, move_inputs=move_inputs)
+        self._actors = DeviceActors(worker, self.guard, move_inputs=options.move_inputs)
         self._interpreter = Interpreter(worker, interval_s)
-        self._advice = Advice(worker, len(self.pools) * tasks_per_device)
+        self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
         for ts in self._tasks.values():
             if ts.state == "executing" and ts.key not in worker.active_keys:  # about to begin
                 self._pin(ts)
@@ -134,7 +126,7 @@ class DeviceExtension:
     def close(self) -> None:
         """Leave the worker as it was; what runs, runs on to its end."""
         worker = self._worker
-        for metric in (Record.metric, Guard.metric, Inputs.metric):
+        for metric in (Record.metric, Monitor.metric, Inputs.metric):
             worker.metrics.pop(metric, None)
         self._arrivals.close()
         self._host_memory.close()
@@ -196,16 +188,14 @@ class DeviceExtension:
             self._actors.live_on(ts, device)
         if not annotations or "executor" not in annotations:
             ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
-        charge = Charge(ts.key, movable=not asked_for)
-        if is_watched(annotations):
-            charge = charge._replace(watched=True, is_coroutine=bool(ts.run_spec.is_coro))
         ts.run_spec = pinned = DeviceTask(
             ts.run_spec,
             device,
             _urgency(ts),
             asked_for=asked_for,
+            watched=is_watched(annotations),
             inputs=self.inputs,
-            call=GuardedTask(self.guard, charge),
+            monitor=self.guard,
         )
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
@@ -251,7 +241,7 @@ class DeviceExtension:
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
         refuse_data(self._worker)  # now: whoever is told may ask before the event loop has its turn
-        marks.tell(self._worker, str(failure.error), failure.suspects)
+        tell_scheduler(self._worker, failure)
         self._worker.loop.add_callback(
             end_failed_worker, self._worker, failure, self._actors.answered
         )
