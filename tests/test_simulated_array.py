@@ -11,7 +11,8 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_devctx import Device
+from dask_devctx import Device, driver
+from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DeviceMemoryError, DeviceMismatchError, DriverUnavailableError
 from dask_devctx.simulated_array import SimulatedArray
 
@@ -155,8 +156,8 @@ def test_dask_counts_its_bytes_and_tells_it_apart(host):
 
 
 def test_is_for_simulated_devices_only(machine):
-    Device(0)._backend.machine = None
-    with pytest.raises(DriverUnavailableError, match="simulated devices"):
+    real = Backend(machine.driver, machine.nvml)  # as far as anybody can tell
+    with driver.use(real), pytest.raises(DriverUnavailableError, match="simulated devices"):
         SimulatedArray(3)
 
 

@@ -39,10 +39,10 @@ def test_statuses_are_the_drivers() -> None:
 
 @pytest.mark.parametrize("code", sorted(statuses.STICKY))
 def test_every_sticky_status_is_found_by_the_probe(code: int, machine: SimulatedMachine) -> None:
-    with Device(0) as device:
+    with Device(0):
         machine.faults.poison(CUresult(code))
         with pytest.raises(DriverError) as caught:
-            device._backend.calls.work.probe()
+            driver.backend().calls.work.probe()
     assert statuses.failed(caught.value.code)
 
 
