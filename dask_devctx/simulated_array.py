@@ -20,7 +20,7 @@ from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DevctxError, DeviceMismatchError, DriverUnavailableError
-from dask_devctx.transfer import device_of, to_device
+from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 
 _Array = np.ndarray[Any, Any]
 
@@ -360,10 +360,16 @@ def _device_of(array: SimulatedArray) -> Device:
     return array.device
 
 
+def _bytes(array: SimulatedArray) -> dict[Device, int]:
+    return {array._device: array._data.nbytes}
+
+
 def _to_device(array: SimulatedArray, device: Device) -> SimulatedArray:
     return array.copy_to(device)
 
 
-# Where such an array is, and how it reaches another device: two functions, as for any type.
+# Where such an array is, and how it reaches another device: two functions, as for any type; the
+# third counts it faster than the first would.
 device_of.register(SimulatedArray, _device_of)
+nbytes_by_device.register(SimulatedArray, _bytes)
 to_device.register(SimulatedArray, _to_device)

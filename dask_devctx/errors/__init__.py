@@ -13,6 +13,7 @@ from dask_devctx.errors.devices import (
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
+    ValueNotMovableError,
     VisibleDevicesError,
 )
 from dask_devctx.errors.workers import (
@@ -35,6 +36,7 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "ValueNotMovableError",
     "VisibleDevicesError",
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.location import device_of
+from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.peers import copy_bytes
 from dask_devctx.transfer.streams import cupy_stream
@@ -15,6 +15,10 @@ from dask_devctx.transfer.streams import cupy_stream
 
 def _device_of(array: Any) -> Device:
     return Device(array.data.device_id)
+
+
+def _bytes(array: Any) -> dict[Device, int]:
+    return {Device(array.data.device_id): array.nbytes}
 
 
 def _to_device(array: Any, device: Device) -> Any:
@@ -52,4 +56,5 @@ def _is_dense(array: Any) -> bool:
 def register() -> None:
     """Make CuPy's arrays known."""
     device_of.register(cupy.ndarray, _device_of)
+    nbytes_by_device.register(cupy.ndarray, _bytes)
     to_device.register(cupy.ndarray, _to_device)
