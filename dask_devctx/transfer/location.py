@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from dask_devctx.cuda.device import Device
@@ -71,6 +72,7 @@ class BytesByDevice(Registry):
 
     def __init__(self) -> None:
         super().__init__("nbytes_by_device", _nothing)
+        self._of_many: dict[type, Callable[[list[Any]], dict[Device, int]]] = {}
 
     def __call__(self, value: object) -> dict[Device, int]:
         """Return how many bytes a value has on which devices; empty for what is on the host.
@@ -106,11 +108,18 @@ class BytesByDevice(Registry):
     def counted(self, value: object) -> dict[Device, int]:
         """Return the same of a value that is known to hold arrays: all of it is counted."""
         total: dict[Device, int] = {}
-        for leaf, protocol, _ in walk.walk(value):
+        for kind, protocol, leaves in walk.walk(value):
             if protocol is None:
-                for device, nbytes in self._count(leaf).items():
-                    total[device] = total.get(device, 0) + nbytes
+                count = self._of_many.get(kind)
+                counted = map(self._count, leaves) if count is None else [count(leaves)]
+                for places in counted:
+                    for device, nbytes in places.items():
+                        total[device] = total.get(device, 0) + nbytes
         return total
+
+    def register_many(self, kind: type, count: Callable[[list[Any]], dict[Device, int]]) -> None:
+        """Register what counts many arrays of exactly one type, faster than one by one."""
+        self._of_many[kind] = count
 
     def estimated(self, value: object) -> walk.Look:
         """Return about the same, and whether it is exact; takes less than a millisecond."""

@@ -335,6 +335,10 @@ class ObjectLike(Protocol):
         """Whether such a value has no attributes."""
         return not (self._has_dict or self._slots)
 
+    def some(self, value: Any, at_most: int) -> tuple[list[Any], int]:
+        attributes = self.attributes(value)[0]
+        return attributes, len(attributes)
+
     def items(self, value: Any) -> list[Any]:
         return []
 
@@ -421,6 +425,8 @@ def built_in(kind: type, is_foreign: Callable[[type], bool]) -> Protocol | None:
     is_foreign
         Whether a class belongs to a library whose objects hold no arrays on devices.
     """
+    if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
+        return StructSequence(kind)
     made: Callable[[type], Protocol] = ObjectLike
     for each in kind.__mro__:
         if each in _BASES:
@@ -428,8 +434,6 @@ def built_in(kind: type, is_foreign: Callable[[type], bool]) -> Protocol | None:
             break
         if each is not object and is_foreign(each):
             return None
-    if made is TupleLike and hasattr(kind, "n_sequence_fields"):
-        return StructSequence(kind)
     protocol = made(kind)
     if isinstance(protocol, ObjectLike) and protocol.holds_nothing:
         return None

@@ -88,9 +88,9 @@ class Rebuild:
         changed: list[Any] = []
         for value, protocol, parts in walk.walk(root):
             if protocol is None:
-                if self._leaf(value) is not value:
-                    changed.append(value)
+                changed += [leaf for leaf in parts if self._leaf(leaf) is not leaf]
                 continue
+            assert isinstance(parts, Parts)
             known = self._memo.get(id(value))
             if known is not None:
                 if known[1] is not value:
@@ -167,7 +167,10 @@ class Rebuild:
             return
         try:
             node.protocol.fill(
-                node.value, node.made, [self._now(part) for part in rest], node.parts.names
+                node.value,
+                node.made,
+                [self._now(part) for part in rest],
+                getattr(node.parts, "names", ()),
             )
         except Exception as error:
             raise UnmovableError(type(node.value), error) from error

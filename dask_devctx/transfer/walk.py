@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.protocols import Parts, Protocol, built_in, spread
+from dask_devctx.transfer.protocols import Protocol, built_in, spread
 from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,13 @@ logger = logging.getLogger(__name__)
 # So many objects of a value are looked at before it counts as one without arrays,
 AT_MOST: Final = 1000
 # and so many where the event loop waits: less than a millisecond.
-AT_MOST_ON_LOOP: Final = 200
+AT_MOST_ON_LOOP: Final = 100
 # The types of so many parts are looked at, for each object of the bound.
 _TYPES_PER_OBJECT = 20
 # So many of one container's parts of one type are looked at before all others.
 _SAMPLE = 16
+# How many of them are different is told from so many.
+_HEAD = 256
 
 # Nothing of these libraries keeps arrays on devices; of the standard library only some types do.
 _HOST_LIBRARIES = frozenset(
@@ -83,32 +85,43 @@ def _is_foreign(kind: type) -> bool:
     return library in _HOST_LIBRARIES
 
 
-def walk(root: Any) -> Iterator[tuple[Any, Protocol | None, Parts]]:
-    """Yield all that may hold arrays: a value, how it is taken apart, and its parts.
+def walk(root: Any) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
+    """Yield all of a value that may hold arrays.
 
-    Leaves have no protocol and no parts. What cannot be taken apart is host data, and so is what
-    has plain parts only: neither is yielded.
+    Yields
+    ------
+    value, protocol, parts
+        For each that is looked into. What cannot be taken apart is host data, and so is what has
+        plain parts only: neither is yielded.
+    kind, None, leaves
+        For leaves of one type, each of them once.
     """
+    found = find(type(root))
+    if found is LEAF:
+        yield type(root), None, [root]
     seen = {id(root): root}  # with the value, so that no other can take its place in memory
-    stack = [root]
+    stack = [root] if isinstance(found, Protocol) else []
     while stack:
         value = stack.pop()
         protocol = find(type(value))
-        if protocol is LEAF:
-            yield value, None, Parts()
-        elif protocol is not None:
-            try:
-                parts = protocol.parts(value)
-            except Exception:
-                logger.debug("a %s cannot be looked into", type(value), exc_info=True)
-                continue
-            wanted = _not_plain(parts)
-            if wanted:
-                yield value, protocol, parts
-                for part in parts:
-                    if type(part) in wanted and id(part) not in seen:
-                        seen[id(part)] = part
-                        stack.append(part)
+        try:
+            parts = protocol.parts(value)
+        except Exception:
+            logger.debug("a %s cannot be looked into", type(value), exc_info=True)
+            continue
+        wanted = _not_plain(parts)
+        if not wanted:
+            continue
+        yield value, protocol, parts
+        for kind in wanted:
+            new = {id(part): part for part in parts if type(part) is kind}
+            for known in new.keys() & seen.keys():
+                del new[known]
+            seen.update(new)
+            if find(kind) is not LEAF:
+                stack.extend(new.values())
+            elif new:
+                yield kind, None, list(new.values())
 
 
 def _not_plain(values: Any) -> set[type]:
@@ -163,7 +176,7 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
             some = list(spread(rest, max(at_most - looked, 2)))
             complete &= len(some) == len(rest)
             for part in some:
-                if id(part) not in seen:
+                if id(part) not in seen and find(type(part)) is not None:
                     seen[id(part)] = part
                     queue.append((part, scale))
             continue
@@ -173,8 +186,6 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
         if protocol is LEAF:
             for device, nbytes in count(value).items():
                 places[device] = places.get(device, 0) + round(nbytes * scale)
-            continue
-        if protocol is None:
             continue
         try:
             parts, n_parts = protocol.some(value, max(types_left, _SAMPLE))
@@ -187,19 +198,18 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
             continue
         scale *= n_parts / len(parts)
         for kind in wanted:
-            of_kind = {id(part): part for part in parts if type(part) is kind}
-            for known in of_kind.keys() & seen.keys():
-                del of_kind[known]
-            some = list(of_kind.values())
-            if len(some) > _SAMPLE:
+            some = [part for part in parts if type(part) is kind]
+            n_some = len(some)
+            if n_some > _SAMPLE:
                 later.append((some, scale))
-                n_some, some = len(some), list(spread(some, _SAMPLE))
-                scaled = scale * n_some / len(some)
-            else:
-                scaled = scale
-            for part in some:
-                seen[id(part)] = part
-                queue.append((part, scaled))
+                head = some[:_HEAD]  # the same one may be there again and again
+                n_some = n_some * len(set(map(id, head))) // len(head)
+                some = list(spread(some, _SAMPLE))
+            new = {id(part): part for part in some if id(part) not in seen}
+            if new:
+                seen.update(new)
+                scaled = scale * max(n_some / len(new), 1) if n_some > _SAMPLE else scale
+                queue.extend((part, scaled) for part in new.values())
     return Look(places, complete and not (later and places))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import cupy
@@ -19,6 +20,13 @@ def _device_of(array: Any) -> Device:
 
 def _bytes(array: Any) -> dict[Device, int]:
     return {Device(array.data.device_id): array.nbytes}
+
+
+def _bytes_of_many(arrays: list[Any]) -> dict[Device, int]:
+    by_ordinal: defaultdict[int, int] = defaultdict(int)
+    for array in arrays:
+        by_ordinal[array.data.device_id] += array.nbytes
+    return {Device(ordinal): nbytes for ordinal, nbytes in by_ordinal.items()}
 
 
 def _to_device(array: Any, device: Device) -> Any:
@@ -57,4 +65,5 @@ def register() -> None:
     """Make CuPy's arrays known."""
     device_of.register(cupy.ndarray, _device_of)
     nbytes_by_device.register(cupy.ndarray, _bytes)
+    nbytes_by_device.register_many(cupy.ndarray, _bytes_of_many)
     to_device.register(cupy.ndarray, _to_device)
