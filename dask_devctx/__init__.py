@@ -27,6 +27,7 @@ from dask_devctx.errors import (
     DriverUnavailableError,
     ForkedProcessError,
     LockDirectoryError,
+    ValueNotMovableError,
     VisibleDevicesError,
 )
 
@@ -61,6 +62,7 @@ __all__ = [
     "LockDirectoryError",
     "PrimaryContext",
     "StreamPriorityRange",
+    "ValueNotMovableError",
     "VisibleDevicesError",
     "device_of",
     "devices",

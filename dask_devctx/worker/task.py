@@ -90,22 +90,23 @@ class DeviceTask:
         assert inputs is not None
         assert isinstance(device, Device)
         brought, copies = inputs.bring(data, self.lifetimes, device) if data else (data, [])
-        if self.task.is_coro:  # type: ignore[attr-defined]
-            return self._awaited(brought, copies)
+        task = inputs.bring_arguments(self.task, device)
+        if task.is_coro:
+            return self._awaited(task, brought, copies)
         try:
-            result = self.task(brought)
+            result = task(brought)
         except BaseException:
             inputs.gave_up(copies, device)
             raise
         self.made = inputs.made(result, copies, device)
         return result
 
-    async def _awaited(self, brought: Any, copies: Copies) -> Any:
+    async def _awaited(self, task: Any, brought: Any, copies: Copies) -> Any:
         inputs, device = self.inputs, self.device
         assert inputs is not None
         assert isinstance(device, Device)
         try:
-            result = await self.task(brought)
+            result = await task(brought)
         except BaseException:
             inputs.gave_up(copies, device)
             raise
