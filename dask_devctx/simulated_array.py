@@ -22,6 +22,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DevctxError, DeviceMismatchError, DriverUnavailableError
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
+from dask_devctx.transfer.host import to_host
 
 _Array = np.ndarray[Any, Any]
 
@@ -382,3 +383,4 @@ device_of.register(SimulatedArray, _device_of)
 nbytes_by_device.register(SimulatedArray, _bytes)
 nbytes_by_device.register_many(SimulatedArray, _bytes_of_many)
 to_device.register(SimulatedArray, _to_device)
+to_host.register(SimulatedArray, SimulatedArray.get)

@@ -12,6 +12,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import ValueNotMovableError
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
+from dask_devctx.transfer.host import Host, cannot_be_copied, is_host, to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.peers import connect
 from dask_devctx.transfer.rebuild import Memo, Rebuild, UnmovableError
@@ -191,6 +192,40 @@ class Move:
         hold(done, *self._read)
 
 
+class HostMove(Move):
+    """One call of ``to_device`` to the host, and all those inside it.
+
+    Each copy is complete when its function returns: nothing is held, and no stream waits for it.
+    """
+
+    def __init__(self, after: After = None) -> None:
+        host: Any = Host()
+        super().__init__(host, after)
+
+    def leaf(self, value: Any) -> Any:
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known[1]
+        moved = value
+        places = nbytes_by_device(value)
+        if places:
+            place = next(iter(places))
+            copy = to_host.find(type(value))
+            if copy is None:
+                raise cannot_be_copied(value, place)
+            for source in places:
+                self.order(source)
+            with place:
+                moved = copy(value)
+        return self._memo.setdefault(id(value), (value, moved))[1]
+
+    def order(self, source: Device, *, on_source: bool = False) -> None:
+        if source not in self._sources:
+            self._sources[source] = self.work_of(source)
+            for stamp in self._sources[source]:
+                stamp.hold_back(source, of=source)
+
+
 class ToDevice(Registry):
     """The type of :data:`to_device`, a function: take a value to a device. Its call is below."""
 
@@ -223,7 +258,8 @@ class ToDevice(Registry):
             others made again around what stays. What is referenced twice is copied once. Nothing
             is written to the value.
         device
-            What :class:`~dask_devctx.Device` accepts.
+            What :class:`~dask_devctx.Device` accepts, or ``"cpu"``: the host, where a CuPy array
+            becomes a NumPy array, a torch tensor one of the CPU.
         after
             Stamps of the work that makes the value; see :func:`stamp`. Without one for the
             device that the value is on, everything that device has been given so far.
@@ -254,13 +290,14 @@ class ToDevice(Registry):
 
         Notes
         -----
-        Does not wait for any device. The copy is ordered after the work that makes the value and
-        before what this thread's current streams are given later; the source is kept alive until
-        it was read. The device current before is current after.
+        Does not wait for any device; to the host it waits for the copy. The copy is ordered after
+        the work that makes the value and before what this thread's current streams are given later;
+        the source is kept alive until it was read. The device current before is current after.
 
         A type is made known in two functions. That of ``to_device.register(T)`` is called for a
         value on another device with ``device`` current, the ordering done, and whatever the value
-        refers to kept alive; it may call ``to_device`` for its parts.
+        refers to kept alive; it may call ``to_device`` for its parts. For the host there is a third
+        function, that of ``to_host.register(T)``.
 
         Examples
         --------
@@ -282,11 +319,18 @@ class ToDevice(Registry):
         (True, True)
         >>> to_device(there, 1) is there
         True
+        >>> to_device(grid.cells, "cpu")
+        array([[0., 0.],
+               [0., 0.]])
         """
         if walk.find(type(value)) is None:
             return value
-        device = Device(device)
         move = _thread.move
+        if is_host(device):
+            if isinstance(move, HostMove):
+                return move.take(value)  # type: ignore[no-any-return]
+            return HostMove(after).run(value)  # type: ignore[no-any-return]
+        device = Device(device)
         if move is not None and move.device is device:
             return move.take(value)  # type: ignore[no-any-return]
         if not nbytes_by_device(value):

@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.peers import copy_bytes
@@ -49,6 +50,10 @@ def _to_device(array: Any, device: Device) -> Any:
     return moved
 
 
+def _to_host(array: Any) -> Any:
+    return array.get(order="A")  # Fortran's order stays
+
+
 def _is_dense(array: Any) -> bool:
     """Return whether its elements fill a stretch of memory in some order of the axes, forwards."""
     expected = array.itemsize
@@ -67,3 +72,4 @@ def register() -> None:
     nbytes_by_device.register(cupy.ndarray, _bytes)
     nbytes_by_device.register_many(cupy.ndarray, _bytes_of_many)
     to_device.register(cupy.ndarray, _to_device)
+    to_host.register(cupy.ndarray, _to_host)

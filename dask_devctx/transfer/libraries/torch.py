@@ -18,6 +18,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.peers import copy_bytes
@@ -68,6 +69,12 @@ def _tensor_to_device(tensor: Any, device: Device) -> Any:
     return moved
 
 
+def _tensor_to_host(tensor: Any) -> Any:
+    if tensor.grad_fn is not None:
+        return tensor.cpu()
+    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+
+
 def _by_torch(tensor: Any, device: Device) -> Any:
     move = current_move()
     source = Device(tensor.device.index)
@@ -116,6 +123,14 @@ def _parameter_to_device(parameter: Any, device: Device) -> Any:
     moved.__dict__.update(vars(parameter))
     if parameter.grad is not None:
         moved.grad = to_device(parameter.grad, device)
+    return moved
+
+
+def _parameter_to_host(parameter: Any) -> Any:
+    moved = torch.nn.Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
+    moved.__dict__.update(vars(parameter))
+    if parameter.grad is not None:
+        moved.grad = to_device(parameter.grad, "cpu")
     return moved
 
 
@@ -213,7 +228,9 @@ def register() -> None:
     device_of.register(torch.Tensor, _device_of)
     nbytes_by_device.register(torch.Tensor, _tensor_bytes)
     to_device.register(torch.Tensor, _tensor_to_device)
+    to_host.register(torch.Tensor, _tensor_to_host)
     to_device.register(torch.nn.Parameter, _parameter_to_device)
+    to_host.register(torch.nn.Parameter, _parameter_to_host)
     register_protocol(torch.nn.Module, _Owning)
     register_protocol(torch.optim.Optimizer, _Optimizer)
     nbytes_by_device.register(torch.jit.ScriptModule, _script_bytes)
