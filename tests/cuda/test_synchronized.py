@@ -121,7 +121,7 @@ def test_an_interrupted_wait_restores(scope, machine):
             pass
         assert open_scopes() == (Device(2),)
         assert Device.current() is Device(2)
-    machine.faults._planned.clear()
+    machine.faults.clear()
 
 
 def test_a_wait_and_a_restore_that_both_fail(machine):
