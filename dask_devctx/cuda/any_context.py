@@ -1,4 +1,4 @@
-"""What can be asked of every context, whoever owns it."""
+"""The operations that every context has: one that is owned, borrowed or primary."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class AnyContext(Scope, Generic[D]):
 
     @property
     def flags(self) -> ContextFlags:
-        """What it was made with, and what was set since. One flag or several can be set.
+        """The flags that it has. One flag or several can be set.
 
         Raises
         ------

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 import weakref
 from abc import ABCMeta
 from collections.abc import Iterable
-from contextlib import ExitStack
-from types import TracebackType
 from typing import Literal, overload
 
 from dask_devctx import driver
@@ -18,7 +15,7 @@ from dask_devctx.cuda.any_context import AnyContext
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.flags import ContextFlags, joined, written
 from dask_devctx.cuda.primary import PrimaryContext
-from dask_devctx.cuda.scope import raise_or_note
+from dask_devctx.cuda.temporary import Temporary
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError, DeviceScopeError
@@ -98,7 +95,7 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
             raise
 
     @classmethod
-    def temporary(cls, device: object, *more: Flags, flags: Flags = ()) -> Temporary:
+    def temporary(cls, device: object, *more: Flags, flags: Flags = ()) -> Temporary[Context]:
         """Return a scope that makes a context and enters it, and leaves it and closes it.
 
         Parameters
@@ -118,7 +115,8 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
         >>> own.handle
         0
         """
-        return Temporary(device, more, flags)
+        make = functools.partial(cls, device, *more, flags=flags)
+        return Temporary(make, f"Context.temporary({device!r})")
 
     @overload
     @classmethod
@@ -282,58 +280,6 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
 
 
 Context.register(PrimaryContext)
-
-
-def _close(
-    context: Context,
-    exc_type: type[BaseException] | None,
-    exc: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    """Close a context on leaving, which hides no exception."""
-    try:
-        context.close()
-    except DevctxError as error:
-        raise_or_note(error, exc)
-
-
-class Temporary:
-    """A scope that makes a context for each ``with``: what ``Context.temporary`` returns.
-
-    Notes
-    -----
-    Reusable and reentrant, on any thread.
-    """
-
-    def __init__(self, device: object, more: tuple[Flags, ...], flags: Flags) -> None:
-        self._arguments = device, more, flags
-        self._thread = threading.local()
-
-    def __enter__(self) -> Context:
-        device, more, flags = self._arguments
-        with ExitStack() as stack:
-            own = Context(device, *more, flags=flags)
-            stack.push(functools.partial(_close, own))
-            stack.enter_context(own)
-            vars(self._thread).setdefault("open", []).append(stack.pop_all())
-        return own
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> Literal[False]:
-        stacks: list[ExitStack] = getattr(self._thread, "open", [])
-        if not stacks:
-            raise DeviceScopeError(
-                repr(self), "was left on a thread that did not enter it; nothing was changed"
-            )
-        stacks.pop().__exit__(exc_type, exc, traceback)
-        return False
-
-    def __repr__(self) -> str:
-        return f"<temporary context on {self._arguments[0]!r}>"
 
 
 _Owners = weakref.WeakValueDictionary[int, "Context"]

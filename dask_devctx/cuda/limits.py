@@ -1,4 +1,4 @@
-"""What is limited in a context: stacks, heaps, launches."""
+"""The limits of a context: stacks, heaps, launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_devctx.errors import DriverError
 
 
 class Limit(enum.IntEnum):
-    """What can be limited in a context: the driver's ``CUlimit``; bytes unless it says else."""
+    """A limit of a context: the driver's ``CUlimit``; in bytes where nothing else is said."""
 
     STACK_SIZE = 0
     PRINTF_FIFO_SIZE = 1

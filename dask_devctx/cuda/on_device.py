@@ -42,11 +42,11 @@ def on_device(
 
     Notes
     -----
-    The decorated function can be pickled wherever the function itself can. What suspends enters
-    the device at each resume and leaves it at each suspend: many of them, interleaved on one
-    event loop, never see each other's device, and neither does the loop.
+    The decorated function can be pickled wherever the function itself can. A coroutine or generator
+    enters the device at each resume and leaves it at each suspend: many, interleaved on one event
+    loop, never see each other's device, and neither does the loop.
 
-    What else a function returns is returned as it is: an iterator of ``map``, or the context
+    Any other result is returned as it is: an iterator of ``map``, or the context
     manager of ``@contextmanager``, runs where it is used. Put ``@on_device`` below
     ``@contextmanager``, next to the generator function.
 
@@ -70,7 +70,7 @@ def on_device(
 
 
 class DeviceFunction(ScopedFunction[P, T]):
-    """A function that runs on a device: what :func:`on_device` makes.
+    """A function that runs on a device: :func:`on_device` makes it.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class DeviceFunction(ScopedFunction[P, T]):
         The function itself.
     """
 
-    # What a worker and a scheduler know it by, without importing it.
+    # A worker and a scheduler know it by this, without importing it.
     carries_device: ClassVar = True
 
     which: object

@@ -35,7 +35,7 @@ def open_scopes() -> tuple[Scope, ...]:
 
 
 class Scope(ScopeBase):
-    """What can be entered with ``with``: the base of ``Device`` and ``Context``.
+    """A scope that ``with`` enters: the base of ``Device`` and of contexts.
 
     Reentrant and reusable, from any thread: what one thread enters is that thread's alone.
     """

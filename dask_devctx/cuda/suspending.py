@@ -1,6 +1,6 @@
 """Running a function inside a scope: functions, coroutines and generators, however they suspend.
 
-What suspends is entered at each resume and left at each suspend, so that the device is current for
+The scope is entered at each resume and left at each suspend, so that the device is current for
 the function's own code and for nobody who runs in between.
 """
 
@@ -24,7 +24,7 @@ _NOTHING: Any = object()
 
 
 class _Suspending(Protocol):
-    """What coroutines, generators and the steps of asynchronous generators have in common."""
+    """A coroutine, a generator, or a step of an asynchronous generator."""
 
     def send(self, value: Any, /) -> Any: ...
     def throw(self, error: BaseException, /) -> Any: ...

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Synchronized(Generic[S]):
-    """The scope of a device or context that waits for its work: what ``synchronized()`` returns.
+    """A scope of a device or context that waits for its work: ``synchronized()`` returns it.
 
     Parameters
     ----------

@@ -423,7 +423,7 @@ def test_temporary_is_reusable_and_reentrant(machine):
         assert seen == [True]
         assert third.is_current
     assert (first.handle, second.handle, third.handle) == (0, 0, 0)
-    with pytest.raises(DeviceScopeError, match="temporary context on 1"):
+    with pytest.raises(DeviceScopeError, match=r"Context.temporary\(1\)"):
         temporary.__exit__(None, None, None)
 
 

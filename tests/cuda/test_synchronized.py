@@ -20,7 +20,7 @@ FAILED = CUresult.CUDA_ERROR_LAUNCH_FAILED
 
 @pytest.fixture(params=["device", "primary", "own"])
 def scope(request, machine):
-    """What is waited for: a device, its primary context, and an own one."""
+    """A device, its primary context, and an own one."""
     Device(1).primary_context.handle  # noqa: B018 - what nobody uses has nothing to wait for
     if request.param == "own":
         with closing(Context(1)) as own:

@@ -17,7 +17,7 @@ REAL = {"DASK_DEVCTX__SIMULATED_DEVICES": None, "CUDA_VISIBLE_DEVICES": None}
 
 
 def agrees(library):
-    """What a library says is current: inside, outside and after our scopes, threads included."""
+    """A library and we name the same device: inside, outside and after scopes, on threads too."""
     import threading
 
     from dask_devctx import Context, Device, on_device
@@ -63,7 +63,7 @@ def agrees(library):
 
 
 def another_made_it_current():
-    """What another library made current, or pushed, is taken off too."""
+    """A context that another library made current, or pushed, is taken off too."""
     from cuda.bindings import runtime
 
     from dask_devctx import Context, Device
@@ -149,10 +149,104 @@ def refused_close():
     assert own.handle == 0
 
 
+def a_number(library):
+    """A device where a library wants a number."""
+    from dask_devctx import Device
+
+    one = Device(1)
+    if library == "runtime":
+        from cuda.bindings import runtime
+
+        assert int(runtime.cudaSetDevice(one)[0]) == 0
+    elif library == "torch":
+        import torch
+
+        assert torch.device("cuda", one).index == 1
+        torch.cuda.set_device(int(one))
+    elif library == "cupy":
+        import cupy
+
+        cupy.cuda.Device(one).use()
+    elif library == "numba":
+        from numba import cuda
+
+        cuda.select_device(one)
+    else:
+        import jax
+
+        assert jax.devices("gpu")[one].local_hardware_id == 1
+        return
+    assert Device.current() is one
+
+
+def to_the_host(library):
+    """From a device to host memory, while another device is current."""
+    import numpy as np
+
+    from dask_devctx import Device, device_of, to_device
+
+    values = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    with Device(1):
+        if library == "torch":
+            import torch
+
+            there = torch.tensor(values, device="cuda:1", requires_grad=True)
+            module = torch.nn.Linear(3, 2, device="cuda:1")
+            moved = to_device([module, there], "cpu")[0]
+            assert {one.device.type for one in moved.parameters()} == {"cpu"}
+            assert torch.equal(moved.weight, module.weight.cpu())
+            assert to_device(there, torch.device("cpu")).requires_grad
+        elif library == "cupy":
+            import cupy
+
+            there = cupy.asarray(values)
+        elif library == "numba":
+            from numba import cuda
+
+            with cuda.gpus[1]:
+                there = cuda.to_device(values)
+        else:
+            import jax
+
+            there = jax.device_put(values, jax.devices("gpu")[1])
+    assert device_of(there) is Device(1)
+    with Device(0):
+        host = to_device({"x": there}, "cpu")["x"]
+        assert Device.current() is Device(0)
+    assert device_of(host) is None
+    if library == "torch":
+        assert host.requires_grad
+        host = host.detach().numpy()
+    assert type(host) is np.ndarray
+    assert (host == values).all()
+    if library == "cupy":
+        assert host.flags.f_contiguous
+
+
+def need(library):
+    try:
+        found = library == "runtime" or importlib.util.find_spec(library) is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        pytest.skip(f"{library} is not installed")
+
+
+@pytest.mark.parametrize("library", ["runtime", "torch", "cupy", "numba", "jax"])
+def test_a_device_as_a_number(library, child):
+    need(library)
+    child(a_number, library, env=REAL)
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy", "numba", "jax"])
+def test_to_the_host(library, child):
+    need(library)
+    child(to_the_host, library, env=REAL)
+
+
 @pytest.mark.parametrize("library", ["runtime", "torch", "cupy"])
 def test_the_runtime_agrees_inside_outside_and_after(library, child):
-    if library != "runtime" and importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
+    need(library)
     child(agrees, library, env=REAL)
 
 
