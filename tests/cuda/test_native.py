@@ -481,7 +481,7 @@ def test_is_loaded_once_in_a_process() -> None:
 
 def test_the_tests_of_scopes_pass_without_the_extension() -> None:
     here = Path(__file__).parent
-    names = ("scope", "scope_model", "endings", "device", "context", "on_device")
+    names = ("scope", "scope_model", "endings", "device", "context", "on_device", "synchronized")
     files = [str(here / f"test_{name}.py") for name in names]
     program = (
         "import sys; sys.modules['dask_devctx.driver._scope'] = None\n"
