@@ -8,7 +8,7 @@ EXTRAS := test,demo,lint$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,g
 # Many tests wait, for processes that start and for faults to be found.
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo test soak fuzz lint dist-check format clean
+.PHONY: demo test soak trials fuzz lint dist-check format clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/segment_images.py --out demo
@@ -19,6 +19,10 @@ test: $(VENV)/ready
 # Many tasks while things break, on simulated devices; SOAK_ARGS="--help" says what can be set.
 soak: $(VENV)/ready
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
+
+# Random graphs, changes of the plugin under load, and faults of single driver calls.
+trials: $(VENV)/ready
+	$(BIN)/python -m tests.trials $(TRIALS_ARGS)
 
 # A million strange inputs.
 fuzz: $(VENV)/ready

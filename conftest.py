@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("DASK_DEVCTX__SIMULATED_DEVICES", "4")
+os.environ["DASK_DEVCTX__SIMULATED_HOST"] = "test"  # each machine and process has the same UUIDs
 
 from dask_devctx import driver
 from dask_devctx.cuda.scope import open_scopes

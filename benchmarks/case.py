@@ -79,8 +79,6 @@ class Case:
         How many, where that is not as many as for every other case.
     cap_s
         A contender whose turns have taken longer than this together gets no more of them.
-    best_of_ours
-        Whether the fastest of ours and its variants is held against the fastest peer.
     """
 
     name: str
@@ -92,7 +90,6 @@ class Case:
     single: bool = False
     rounds: int | None = None
     cap_s: float = math.inf
-    best_of_ours: bool = False
 
 
 @dataclass(frozen=True)

@@ -48,14 +48,9 @@ class Cluster:
 def ours(
     library: str,
     n_devices: int,
-    n_workers: int,
-    protocol: str | None = None,
-    pool_nbytes: int | None = None,
+    n_workers: int | None,
 ) -> Iterator[Cluster]:
-    """``LocalDeviceCluster`` with some of the GPUs for each worker.
-
-    By default with dask's protocol; CuPy takes memory from RMM's pools if any, one for each GPU.
-    """
+    """``LocalDeviceCluster``, with so many workers; None for as many as it starts by itself."""
     import dask
     from distributed import Client
 
@@ -67,19 +62,14 @@ def ours(
         _environment(DASK_DEVCTX__LOCK_DIRECTORY=locks),
         dask.config.set({"devctx.lock-directory": locks}),
         LocalDeviceCluster(
-            n_workers=n_workers,
+            **({} if n_workers is None else {"n_workers": n_workers}),
             devices=range(n_devices),
-            protocol=protocol,
             memory_limit=0,
             dashboard_address=":0",
         ) as cluster,
         Client(cluster) as client,
     ):
-        ready = _ready(client, library, n_devices, n_workers)
-        if pool_nbytes is not None:
-            client.run(_make_pools, pool_nbytes)
-            client.run(_use_rmm)
-        yield ready
+        yield _ready(client, library, n_devices, len(cluster.workers))
 
 
 @contextlib.contextmanager
@@ -127,15 +117,6 @@ def _ready(client: Any, library: str, n_devices: int, n_workers: int) -> Cluster
 
 def _nothing() -> None:
     return None
-
-
-def _make_pools(nbytes: int, dask_worker: Any = None) -> None:
-    import rmm
-
-    for device in dask_worker.plugins["devctx"].worker_devices:
-        with device:
-            pool = rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), nbytes)
-            rmm.mr.set_current_device_resource(pool)
 
 
 def _use_rmm() -> None:

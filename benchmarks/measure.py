@@ -7,7 +7,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from benchmarks.case import Case, Contender, ContenderFailedError, Measured, Size
@@ -61,18 +61,8 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
 
 def verdict(measured: Sequence[Measured]) -> Measured | None:
     """Return the fastest peer that does the whole job, or None where there is none."""
-    return _fastest(m for m in measured if m.contender.role == "peer" and m.contender.counts)
-
-
-def best_of_ours(measured: Sequence[Measured]) -> Measured | None:
-    """Return the fastest of ours and its variants, or None where all of them failed."""
-    return _fastest(m for m in measured if m.contender.role in ("ours", "variant"))
-
-
-def _fastest(measured: Iterable[Measured]) -> Measured | None:
-    return min(
-        (m for m in measured if m.values), key=lambda m: statistics.median(m.values), default=None
-    )
+    peers = (m for m in measured if m.contender.role == "peer" and m.contender.counts and m.values)
+    return min(peers, key=lambda m: statistics.median(m.values), default=None)
 
 
 class _Part:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Measured
-from benchmarks.measure import best_of_ours, ratios, spread, verdict
+from benchmarks.measure import spread, verdict
 
 _SCALES = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
@@ -62,12 +62,10 @@ def judgement(case: Case, measured: Sequence[Measured]) -> str:
     best = verdict(measured)
     if best is None:
         return "no peer that does the whole job could be measured: no verdict"
-    ours, found = _against(case, measured, best)
-    if ours is None:
+    if not best.ratios:
         return "ours could not be measured: no verdict"
-    ratio = spread(found)
-    name = f"best of ours ({ours.contender.name})" if case.best_of_ours else "ours"
-    against = f"{name} ÷ {best.contender.name} = {ratio.median:.3f}"
+    ratio = spread(best.ratios)
+    against = f"ours ÷ {best.contender.name} = {ratio.median:.3f}"
     if case.target is None:
         return against
     return f"{against}, target at most {case.target:.3g}: {_met(ratio.median, case.target)}"
@@ -101,27 +99,15 @@ def _met(value: float, target: float) -> str:
     return "met" if value <= target else "MISSED"
 
 
-def _against(
-    case: Case, measured: Sequence[Measured], best: Measured
-) -> tuple[Measured | None, Sequence[float]]:
-    """Return which of ours is held against the best peer, and the ratios of the two."""
-    if not case.best_of_ours:
-        ours = next(one for one in measured if one.contender.role == "ours")
-        return (ours if ours.values else None), best.ratios
-    fastest = best_of_ours(measured)
-    return fastest, ratios(fastest.values, best.values) if fastest else ()
-
-
 def as_data(case: Case, measured: Sequence[Measured]) -> dict[str, Any]:
     """Return one case for JSON, every round's value included."""
     best = verdict(measured)
-    ours, found = _against(case, measured, best) if best else (None, ())
+    found = best.ratios if best else ()
     return {
         "name": case.name,
         "per": case.per,
         "unit": case.unit,
         "target": case.target,
-        "ours": ours.contender.name if ours else None,
         "against": best.contender.name if best else None,
         "ratio": spread(found)._asdict() if found else None,
         "judgement": [judgement(case, measured), *own_targets(case, measured)],
@@ -150,59 +136,71 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def plot(path: Path, title: str, cases: Sequence[dict[str, Any]]) -> bool:
-    """Draw the cases of a subject; False where matplotlib is not installed, or nothing is there."""
+    """Draw ours divided by each peer, a row for each case: left of 1 ours is faster.
+
+    Returns
+    -------
+    bool
+        False where matplotlib is not installed, or no case has a peer.
+    """
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter, NullFormatter
+        from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
     except ImportError:
         return False
-    cases = [{**case, "contenders": _drawable(case)} for case in cases if _drawable(case)]
-    if not cases:
+    rows = [(case, found) for case in cases if (found := _compared(case))]
+    if not rows:
         return False
-    rows = sum(len(case["contenders"]) for case in cases)
-    figure = Figure(figsize=(9, 1.2 + 0.9 * len(cases) + 0.3 * rows), layout="constrained")
-    axes = figure.subplots(
-        len(cases), squeeze=False, height_ratios=[len(case["contenders"]) + 1 for case in cases]
-    )[:, 0]
-    colours = {"ours": "tab:green", "variant": "tab:olive", "peer": "tab:blue", "floor": "tab:gray"}
-    for axis, case in zip(axes, cases, strict=True):
-        found = case["contenders"][::-1]
-        median = [one["spread"]["median"] for one in found]
-        below = [one["spread"]["median"] - one["spread"]["low"] for one in found]
-        above = [one["spread"]["high"] - one["spread"]["median"] for one in found]
-        for place, one in enumerate(found):
+    names = list(dict.fromkeys(one["name"] for _, found in rows for one in found))
+    colours = {name: f"C{place}" for place, name in enumerate(names)}
+    figure = Figure(figsize=(10, 1.8 + 0.34 * len(rows)), layout="constrained")
+    axis = figure.subplots()
+    for place, (_, found) in enumerate(rows):
+        for step, one in enumerate(found):
+            low, median, high = (one["ratio"][key] for key in ("low", "median", "high"))
             axis.errorbar(
-                median[place],
-                place,
-                xerr=[[below[place]], [above[place]]],
+                median,
+                place + (step - (len(found) - 1) / 2) * 0.16,
+                xerr=[[median - low], [high - median]],
                 fmt="o" if one["counts"] else "x",
-                capsize=3,
-                color=colours[one["role"]],
+                markersize=5,
+                capsize=2,
+                color=colours[one["name"]],
             )
-        axis.set_yticks(range(len(found)), [one["name"] for one in found])
-        axis.set_ylim(-0.6, len(found) - 0.4)
-        axis.set_xscale("log")
-        # Room for the labels, and a whole decade at least, so that little looks little.
-        axis.set_xlim(min(median) / 2, max(max(median) * 4, min(median) * 10))
-        axis.grid(axis="x", which="both", alpha=0.3)
-        axis.xaxis.set_major_formatter(EngFormatter(unit=case["unit"]))
-        axis.xaxis.set_minor_formatter(NullFormatter())
-        axis.set_title(case["name"], fontsize=9)
-        for place, (one, value) in enumerate(zip(found, median, strict=True)):
-            less = "" if one["counts"] else " (not the whole job)"
-            axis.text(
-                value,
-                place + 0.25,
-                f"{quantity(value, case['unit'])}{less}",
-                va="center",
-                fontsize=8,
-            )
-        axis.set_xlabel(f"per {case['per']}", fontsize=8)
+    axis.axvline(1.0, color="black", linewidth=1)
+    axis.set_yticks(
+        range(len(rows)),
+        [f"{case['name'].partition(':')[0]}  ({_ours(case)})" for case, _ in rows],
+        fontsize=8,
+    )
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.set_xscale("log")
+    found = [one["ratio"]["median"] for _, several in rows for one in several]
+    axis.set_xlim(min(0.45, min(found) / 1.3), max(2.2, max(found) * 1.3))
+    axis.xaxis.set_major_locator(FixedLocator([0.001, 0.01, 0.1, 0.25, 0.5, 1, 2, 4, 10, 100]))
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.tick_params(axis="x", labelsize=8)
+    axis.grid(axis="x", alpha=0.3)
+    axis.set_xlabel("ours ÷ peer: left of 1 ours takes less", fontsize=9)
+    for name, colour in colours.items():
+        axis.plot([], [], "o", color=colour, label=name)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
     return True
 
 
-def _drawable(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the contenders that a logarithmic axis can show."""
-    return [one for one in case["contenders"] if one["spread"]["median"] > 0]
+def _compared(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the peers of a case, and what else ours is divided by."""
+    return [
+        one
+        for one in case["contenders"]
+        if one["role"] in ("peer", "variant") and one["ratio"] and one["ratio"]["median"] > 0
+    ]
+
+
+def _ours(case: dict[str, Any]) -> str:
+    """Return the median of ours in words."""
+    (ours,) = (one for one in case["contenders"] if one["role"] == "ours")
+    return quantity(ours["spread"]["median"], case["unit"])

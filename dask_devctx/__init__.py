@@ -38,9 +38,11 @@ if TYPE_CHECKING:
     from dask_devctx.scheduler.routing import DeviceRouting
     from dask_devctx.simulated_array import SimulatedArray as SimulatedArray
     from dask_devctx.transfer import device_of, to_device
+    from dask_devctx.worker.policy import Candidate, start_soonest
 
 __all__ = [
     "CacheConfig",
+    "Candidate",
     "Context",
     "ContextFlags",
     "DevctxError",
@@ -68,6 +70,7 @@ __all__ = [
     "devices",
     "on_device",
     "report",
+    "start_soonest",
     "to_device",
 ]
 
@@ -79,8 +82,10 @@ _DISTRIBUTED_HALF = {
     # `--preload dask_devctx` looks for this here
     "dask_setup": "dask_devctx.cli.preload",
     "SimulatedArray": "dask_devctx.simulated_array",  # needs NumPy, which nothing else does
+    "Candidate": "dask_devctx.worker.policy",
     "device_of": "dask_devctx.transfer",
     "report": "dask_devctx.client.report",
+    "start_soonest": "dask_devctx.worker.policy",
     "to_device": "dask_devctx.transfer",
 }
 

@@ -42,7 +42,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         How much of each device's memory such copies may take, as a fraction.
     policy
         Chooses the device of a task that names none, given one
-        :class:`~dask_devctx.worker.policy.Candidate` per device.
+        :class:`~dask_devctx.Candidate` per device: see docs/placement.md.
     synchronize
         Wait for the device before a task counts as done, so that work which fails is the fault of
         the task that gave it.

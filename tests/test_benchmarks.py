@@ -72,8 +72,7 @@ def test_peers_that_are_absent_are_named(tmp_path: Path) -> None:
     results = _tiny(tmp_path, "jobs", "-k", "mean")
     (case,) = results["subjects"]["jobs"]["cases"]
     missing = {m["name"] for m in case["missing"]}
-    ours_too = "2 × 1 workers × GPUs, UCXX and RMM pool"
-    assert missing == {"dask-cuda, TCP", "dask-cuda, UCXX and RMM pool", ours_too}
+    assert missing == {"dask-cuda, TCP", "dask-cuda, UCXX and RMM pool"}
 
 
 def _tiny(folder: Path, *arguments: str) -> dict[str, Any]:
@@ -232,20 +231,6 @@ def test_a_contender_over_its_time_gets_fewer_turns() -> None:
         measured = measure(one, Size(rounds=3, round_s=0))
         assert len(measured[1].values) == len(measured[1].ratios) == rounds
     assert "1 of 5 rounds" in table(capped, measured)
-
-
-def test_the_best_of_ours_is_held_against_the_best_peer() -> None:
-    contenders = [
-        _constant("1 × 4", 3.0, role="ours"),
-        _constant("4 × 1", 2.0, role="variant"),
-        _constant("TCP", 10.0),
-        _constant("UCXX", 4.0),
-    ]
-    case = Case("a job", "job", contenders, target=1.0, best_of_ours=True)
-    measured = measure(case, Size(rounds=3, round_s=0))
-    expected = "best of ours (4 × 1) ÷ UCXX = 0.500, target at most 1: met"
-    assert judgement(case, measured) == expected
-    assert as_data(case, measured)["ours"] == "4 × 1"
 
 
 def test_a_contender_can_have_a_target_of_its_own() -> None:

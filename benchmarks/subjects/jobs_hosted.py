@@ -7,6 +7,7 @@ is made: what is timed lasts until all of the result is there and the devices ar
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,7 +62,7 @@ class Jobs:
         """
         from distributed import futures_of, wait
 
-        several = list(result) if isinstance(result, tuple) else [result]
+        several = list(result) if isinstance(result, tuple | list) else [result]
         done: list[Any] = self._cluster.client.persist(several)
         futures = futures_of(done)
         wait(futures)
@@ -117,6 +118,29 @@ def _fft(x: Any) -> Any:
     return numpy.fft.fft(x, axis=0)
 
 
+def _overlapped(x: Any) -> Any:
+    return x.map_overlap(blurred, depth=16, boundary="reflect", dtype=x.dtype, meta=x._meta)
+
+
+def _row_statistics(x: Any) -> tuple[Any, Any]:
+    return x.mean(axis=1), x.std(axis=1)
+
+
+def _inference(x: Any) -> Any:
+    return x.map_blocks(infer, dtype="float32", chunks=(x.chunks[0], (10,)), meta=x._meta)
+
+
+def _shuffled(x: Any) -> list[Any]:
+    """Send each number to the partition that its value names, as a frame is shuffled by a key."""
+    import dask
+
+    blocks = x.to_delayed().ravel()
+    split = dask.delayed(split_by_value, nout=len(blocks), pure=True)
+    pieces = [split(block, len(blocks)) for block in blocks]
+    join = dask.delayed(joined, pure=True)
+    return [join([several[place] for several in pieces]) for place in range(len(blocks))]
+
+
 OPERATIONS: dict[str, tuple[Random, Callable[..., Any]]] = {
     "transpose_sum": (_one, lambda x: (x + x.T).sum()),
     "dot": (_two, lambda x, y: x.dot(y)),
@@ -128,10 +152,56 @@ OPERATIONS: dict[str, tuple[Random, Callable[..., Any]]] = {
     "col_sum": (_two, lambda x, y: x + y),
     "col_mask": (_two, lambda x, y: x[y > 0.5]),
     "col_gather": (_with_indices, lambda x, where: x[where]),
+    "rechunk": (_one, lambda x: x.rechunk((x.chunksize[1], x.shape[1]))),
+    "map_overlap": (_one, _overlapped),
+    "row_statistics": (_one, _row_statistics),
+    "inference": (_one, _inference),
+    "shuffle": (_one, _shuffled),
 }
 
 
 # -- on the workers
+
+
+def blurred(block: Any) -> Any:
+    import numpy
+
+    around = (numpy.roll(block, step, axis) for axis in (0, 1) for step in (-1, 1))
+    return (block + sum(around)) / 5
+
+
+def infer(block: Any) -> Any:
+    """Put a block through a network of two layers: torch's on a GPU, NumPy's where simulated."""
+    if type(block).__module__.partition(".")[0] != "cupy":
+        import numpy
+
+        return numpy.repeat(numpy.maximum(block[:, :1], 0.0), 10, axis=1)
+    import cupy
+    import torch
+
+    with torch.inference_mode():
+        batch = torch.from_dlpack(block).float()
+        return cupy.from_dlpack(_model(block.shape[1], batch.device)(batch))
+
+
+@functools.cache
+def _model(width: int, device: Any) -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(width, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 10)
+    return torch.nn.Sequential(*layers).to(device)
+
+
+def split_by_value(block: Any, count: int) -> tuple[Any, ...]:
+    place = (block * count).astype("int64")
+    return tuple(block[place == which] for which in range(count))
+
+
+def joined(pieces: list[Any]) -> Any:
+    import numpy
+
+    return numpy.concatenate(pieces)
 
 
 def draw(library: str, limit: int, seed: int, block_info: Any = None) -> Any:

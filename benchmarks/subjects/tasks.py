@@ -1,4 +1,4 @@
-"""What the plugin costs each task: the same tasks on the same cluster, with and without it."""
+"""The cost of a task that does nothing: with and without the plugin, and beside dask-cuda."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from benchmarks import field
 from benchmarks.case import CannotRunError, Case, Contender, Size
 from benchmarks.host import Entry, Host, started
 
-TITLE = "the plugin's cost per task"
-_RATIO, _MORE_S = 1.03, 30e-6
+TITLE = "the cost of a task that does nothing"
+_RATIO, _MORE_S, _OF_DASK_CUDA = 1.03, 30e-6, 0.55
+_MODULE = "benchmarks.subjects.tasks_hosted"
 
 
 def cases(size: Size) -> Iterator[Case]:
     n_devices = field.n_devices()
     tasks = 20 if size.tiny else 2000
-    entry = Entry("noops", "benchmarks.subjects.tasks_hosted:noops", (n_devices,))
+    yield from _beside_dask_cuda(n_devices, tasks, size)
+    entry = Entry("noops", f"{_MODULE}:noops", (n_devices,))
     with started([entry]) as (hosts, failed):
         if failed:
             raise CannotRunError(failed[0].reason)
@@ -40,7 +42,27 @@ def cases(size: Size) -> Iterator[Case]:
             )
 
 
-def _turn(host: Host, tasks: int, annotation: int | None, plugin: bool) -> Callable[[int], float]:
+def _beside_dask_cuda(n_devices: int, tasks: int, size: Size) -> Iterator[Case]:
+    """The same tasks on whole clusters, each as it comes."""
+    peers, missing = field.dask_cuda(_MODULE, n_devices)
+    ours = Entry("ours", f"{_MODULE}:ours", (field.library(), n_devices, None), {"role": "ours"})
+    with started([ours, *peers]) as (hosts, failed):
+        if not hosts or hosts[0][0] is not ours:
+            raise CannotRunError(failed[0].reason)
+        yield Case(
+            f"{tasks} tasks that do nothing, {n_devices} GPUs{field.where()}",
+            per="task",
+            single=True,
+            rounds=None if size.tiny else 11,
+            target=None if size.tiny else _OF_DASK_CUDA,
+            contenders=[entry.contender(_turn(host, tasks, None, None)) for entry, host in hosts],
+            missing=[*missing, *failed],
+        )
+
+
+def _turn(
+    host: Host, tasks: int, annotation: int | None, plugin: bool | None
+) -> Callable[[int], float]:
     def run(count: int) -> float:
         return (
             sum(float(host.call("turn", tasks, annotation, plugin)) for _ in range(count)) / tasks

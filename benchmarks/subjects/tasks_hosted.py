@@ -1,4 +1,4 @@
-"""A cluster that is given the plugin, and has it taken away again."""
+"""Tasks that do nothing, on a cluster that may be given the plugin and have it taken away."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from benchmarks import clusters
 
 
 @contextlib.contextmanager
@@ -27,6 +29,18 @@ def noops(n_devices: int) -> Iterator[Noops]:
         yield Noops(client)
 
 
+@contextlib.contextmanager
+def ours(*args: Any) -> Iterator[Noops]:
+    with clusters.ours(*args) as cluster:
+        yield Noops(cluster.client)
+
+
+@contextlib.contextmanager
+def dask_cuda(*args: Any) -> Iterator[Noops]:
+    with clusters.dask_cuda(*args) as cluster:
+        yield Noops(cluster.client)
+
+
 class Noops:
     """Tasks that do nothing."""
 
@@ -35,11 +49,14 @@ class Noops:
         self._numbers = itertools.count()
         self._has_plugin = False
 
-    def turn(self, tasks: int, annotation: int | None, plugin: bool) -> float:
-        """Return the seconds that so many tasks took, from their submission to the last's end."""
+    def turn(self, tasks: int, annotation: int | None, plugin: bool | None) -> float:
+        """Return the seconds that so many tasks took, from their submission to the last's end.
+
+        ``plugin`` says whether the plugin is registered; None leaves that as it is.
+        """
         from dask_devctx import DevicePlugin
 
-        if plugin != self._has_plugin:
+        if plugin is not None and plugin != self._has_plugin:
             if plugin:
                 self._client.register_plugin(DevicePlugin())
             else:

@@ -1,4 +1,4 @@
-"""``make soak`` and ``make fuzz``, at a small size."""
+"""``make soak``, ``make trials`` and ``make fuzz``, at a small size."""
 
 from __future__ import annotations
 
@@ -35,3 +35,8 @@ def test_soak() -> None:
 
 def test_fuzz() -> None:
     assert "30000 inputs of seed 1" in run("tests.fuzz", "--inputs", "30000", "--seed", "1")
+
+
+def test_trials() -> None:
+    shown = run("tests.trials", "--graphs", "3", "--changes", "4", "--faults", "6")
+    assert "every result right or a clear error, nothing hung" in shown
