@@ -49,6 +49,10 @@ class Scope(ScopeBase):
         """Return the handle of the context to make current, and keep it in ``_handle``."""
         raise NotImplementedError
 
+    def set_current(self) -> None:
+        """Make it current on this thread until something else changes that."""
+        raise NotImplementedError
+
     def synchronize(self) -> None:
         """Wait for the work that was given to what this makes current."""
         raise NotImplementedError

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
-from dask_devctx.cuda.scope import Scope, raise_or_note
+from dask_devctx.cuda.scope import Scope, open_scopes, raise_or_note
 from dask_devctx.cuda.suspending import ScopedFunction, enter_and_call, suspends, within
 from dask_devctx.errors import DevctxError
 
@@ -85,8 +85,13 @@ class Synchronized(Generic[S]):
         return _Wait(self._wait)
 
     def _wait(self, exc: BaseException | None) -> None:
+        scope = self._scope
         try:
-            self._scope.synchronize()
+            # The body may have left another context current, which may be destroyed by now. It is
+            # not what is restored, and must not be what the wait comes back to.
+            if open_scopes()[-1:] == (scope,):
+                scope.set_current()
+            scope.synchronize()
         except DevctxError as error:
             raise_or_note(error, exc)
 

@@ -137,6 +137,18 @@ def test_a_wait_and_a_restore_that_both_fail(machine):
     assert Device.current() is None
 
 
+def test_what_the_body_left_current_is_dead(scope, waits):
+    theirs = Context(3)
+    with Device(0):
+        with scope.synchronized():
+            theirs.set_current()
+            thread = threading.Thread(target=theirs.close)  # here it would not stay current
+            thread.start()
+            thread.join()
+        assert waits == [Device(1)]
+        assert Device.current() is Device(0)
+
+
 def test_left_out_of_order(scope, machine):
     synchronized = scope.synchronized()
     synchronized.__enter__()
