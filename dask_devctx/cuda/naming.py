@@ -14,12 +14,12 @@ ACCEPTED = (
     'an ordinal (1, "1", "cuda:1"), a UUID or a unique prefix of one ("GPU-…", "MIG-…"), a PCI '
     "bus id, a Device, or a device object of torch, CuPy, Numba, JAX or cuda.core"
 )
-# What an annotation may say too: any device, and none. The scheduler drops a layer's annotation
+# An annotation may also say "any device" and "none". The scheduler drops a layer's annotation
 # that is None; "none" says the same and arrives.
 AUTO: Final = "auto"
 NO_DEVICE: Final = "none"
 
-# What torch calls the device that is current.
+# torch's names of the device that is current.
 CURRENT: Final = frozenset({"cuda", "gpu"})
 
 # Where Device is, which a scheduler need not import to read names.

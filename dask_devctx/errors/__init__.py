@@ -9,6 +9,7 @@ from dask_devctx.errors.devices import (
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
+    ValueNotMovableError,
     VisibleDevicesError,
 )
 from dask_devctx.errors.workers import (
@@ -31,6 +32,7 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "ValueNotMovableError",
     "VisibleDevicesError",
 ]
 

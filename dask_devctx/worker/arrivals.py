@@ -36,6 +36,12 @@ class Arrivals:
     def close(self) -> None:
         """Leave no device current on either thread, unless somebody else made another so."""
         if self._device is not None:
-            self._device.unset_current()
-            self._offload.submit(self._device.unset_current)
+            _unset(self._device)
+            self._offload.submit(_unset, self._device)
             self._device = None
+
+
+def _unset(device: Device) -> None:
+    """Leave nothing current on this thread, where its current context is the device's primary."""
+    if device.primary_context.is_current:
+        device.unset_current()

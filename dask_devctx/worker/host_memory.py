@@ -66,7 +66,7 @@ class HostMemory:
     def _in_host_memory(self, key: Hashable, value: object) -> float:
         counted = self._weight(key, value)
         try:
-            on_devices = sum(nbytes_by_device(value).values())
+            on_devices = sum(nbytes_by_device.estimated(value).places.values())
         except Exception:  # somebody's type; the task that is given the value will say so
             return counted
         # Not every library's arrays count as large as they are.

@@ -123,9 +123,9 @@ class DeviceTask:
         return result
 
     def _run(self, device: Device, data: Any) -> Any:
-        brought, copies = self._bring(device, data)
+        task, brought, copies = self._bring(device, data)
         try:
-            result = self.task(brought)
+            result = task(brought)
         except BaseException:
             self._gave_up(device, copies)
             raise
@@ -133,19 +133,23 @@ class DeviceTask:
         return result
 
     async def _run_coroutine(self, device: Device, data: Any) -> Any:
-        brought, copies = self._bring(device, data)
+        task, brought, copies = self._bring(device, data)
         try:
-            result = await self.task(brought)
+            result = await task(brought)
         except BaseException:
             self._gave_up(device, copies)
             raise
         self._returned(device, copies, result)
         return result
 
-    def _bring(self, device: Device, data: Any) -> tuple[Any, Copies]:
-        if self.inputs is None or not data:
-            return data, []
-        return self.inputs.bring(data, self.lifetimes, device)
+    def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
+        """Return the task and its inputs as they are on the device, and which are copies."""
+        if self.inputs is None:
+            return self.task, data, []
+        task = self.inputs.bring_arguments(self.task, device)
+        if not data:
+            return task, data, []
+        return task, *self.inputs.bring(data, self.lifetimes, device)
 
     def _gave_up(self, device: Device, copies: Copies) -> None:
         if self.inputs is not None:
