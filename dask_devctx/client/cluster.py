@@ -93,6 +93,7 @@ class LocalDeviceCluster(WatchedCluster):
         if for_plugin:
             example = ", ".join(f"{name}={kwargs[name]!r}" for name in for_plugin)
             raise TypeError(f"{', '.join(for_plugin)}: give plugin=DevicePlugin({example})")
+        self._made_plugin = plugin is None
         if plugin is None:
             named = options.devices(devices)
             used = named_devices(named)
@@ -165,6 +166,10 @@ class LocalDeviceCluster(WatchedCluster):
         await self.scheduler.register_worker_plugin(
             None, dumps(self._plugin), name=self._plugin.name, idempotent=False
         )
+
+    def _has_closed(self) -> None:
+        if self._made_plugin:
+            self._plugin.annotations_kept.close()
 
     def _worker_left(self) -> None:
         """Let scaling start others in the place of workers that could not use their devices."""

@@ -57,7 +57,6 @@ NAMES: Final = (
     "distributed.deploy.cluster:Cluster._update_worker_status",
     "distributed.protocol.serialize:dask_serialize._lookup",
     "distributed.protocol.serialize:dask_deserialize._lookup",
-    "distributed.protocol.serialize:dask_serialize.register_lazy",
     "distributed.protocol.cuda:cuda_serialize._lookup",
     "distributed.protocol.cuda:cuda_deserialize._lookup",
 )
@@ -145,7 +144,9 @@ def unsupported(name: str) -> UnsupportedDaskError:
 def _find(found: Any, way: str, start: str) -> None:
     for attribute, key, call in _STEP.findall(way):
         try:
-            if attribute:
+            if isinstance(found, type) and attribute:
+                found = _of_a_class(found, attribute)
+            elif attribute:
                 found = getattr(found, attribute)
             elif key:
                 found = found[key]
@@ -153,3 +154,11 @@ def _find(found: Any, way: str, start: str) -> None:
                 found = found()
         except (AttributeError, LookupError, TypeError) as error:
             raise unsupported(f"{start}.{way}") from error
+
+
+def _of_a_class(kind: type, name: str) -> Any:
+    """Return what a class of dask's has from dask: the standard library's bases do not count."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in ("dask", "distributed") and name in vars(base):
+            return getattr(kind, name)
+    raise AttributeError(name)

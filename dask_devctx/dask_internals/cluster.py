@@ -27,6 +27,9 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
         """Return what is entered while workers are started and closed."""
         return nullcontext()
 
+    def _has_closed(self) -> None:
+        """Called when all of the cluster is closed."""
+
     def _forget(self, name: object) -> None:
         """Let scaling start another worker in the place of one that is gone, by another name."""
         if self.worker_spec.pop(name, None):
@@ -58,6 +61,10 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
     async def _correct_state_internal(self) -> None:
         with self._scaling():
             await super()._correct_state_internal()
+
+    async def _close(self) -> None:
+        await super()._close()
+        self._has_closed()
 
     def __await__(self) -> Generator[Any, Any, Self]:
         return self._start_or_close().__await__()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
 from distributed.core import error_message
 from distributed.utils import thread_state
 from zict import Buffer
+
+from dask_devctx.dask_internals import unsupported
 
 _MISSING = object()
 
@@ -54,14 +56,11 @@ def answer_for_good(worker: Worker, op: str, handler: Callable[..., Any]) -> Non
     worker.handlers[op] = handler
 
 
-def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> Any:
+def metric(
+    worker: Worker, name: str, function: Callable[[Worker], object]
+) -> AbstractContextManager[None]:
     """Return what adds to a worker's heartbeat while it is open."""
     return _replaced(worker.metrics, name, function)
-
-
-def executor(worker: Worker, name: str, added: object) -> Any:
-    """Return what adds to a worker's executors while it is open."""
-    return _replaced(worker.executors, name, added)
 
 
 # -- actors
@@ -92,6 +91,8 @@ def in_an_actor() -> bool:
 
 def set_up_at_start(worker: Worker, plugin: WorkerPlugin) -> None:
     """Have a plugin set up while a worker starts; if that fails, the worker does not start."""
+    if not hasattr(worker, "_pending_plugins"):
+        raise unsupported("distributed.Worker._pending_plugins")
     # What a preload raises itself, dask logs and goes on.
     worker._pending_plugins = (*worker._pending_plugins, plugin)
 
