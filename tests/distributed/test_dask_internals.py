@@ -225,11 +225,6 @@ MODULES = (
     "distributed.worker_state_machine",
     "zict",
 )
-# Ours of the same name.
-OWN = {
-    ("client/report.py", "_close"),
-    ("worker/extension.py", "_threads"),
-}
 # Of a task's state only these are written, and only through the door.
 WRITTEN = frozenset({"run_spec", "annotations", "worker_restrictions", "host_restrictions"})
 
@@ -264,7 +259,7 @@ def test_no_other_module_uses_them(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and "dask_internals" in (node.module or "")
         for alias in node.names
     }
-    found = {use for use in uses(path) if use not in from_the_door and (name, use) not in OWN}
+    found = {use for use in uses(path) if use not in from_the_door}
     assert not found, f"{name} uses {found}; let dask_internals do it"
 
 
