@@ -15,7 +15,7 @@ from dask_devctx.config import options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
-from dask_devctx.dask_internals.worker import metric
+from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker import comms, leases, serialization
 from dask_devctx.worker.actors import DeviceActors
@@ -280,8 +280,7 @@ class DeviceExtension:
 
     def _inputs(self, ts: Any) -> list[Input]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""
-        data = self._worker.data
-        data = getattr(data, "memory", data)
+        data = in_memory(self._worker)
         keys = [dep.key for dep in ts.dependencies if dep.key in data]
         return [Input(key, data[key], self.inputs) for key in keys]
 

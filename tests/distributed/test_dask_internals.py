@@ -214,6 +214,8 @@ PRIVATE = frozenset(
         "thread_state",
         "transitions",
         "worker_restrictions",
+        "register_worker_plugin",
+        "SpillBuffer",
         "worker_spec",
     }
 )
@@ -442,6 +444,7 @@ async def test_what_a_worker_spills(client: Any, scheduler: Any, worker: Any) ->
     ):
         worker.data.update(a=b"a" * 5000, free=b"f" * 5000, b=b"b" * 5000)
         assert written == ["a"]
+        assert set(of_workers.in_memory(worker)) == {"free", "b"}
         assert worker.data["a"] == b"a" * 5000
     assert read_back == ["a"]
     assert written == ["a", "free", "b"]  # the least recently used until there is room
