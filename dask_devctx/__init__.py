@@ -27,6 +27,7 @@ from dask_devctx.errors import (
     DriverUnavailableError,
     ForkedProcessError,
     LockDirectoryError,
+    UnsupportedDaskError,
     ValueNotMovableError,
     VisibleDevicesError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "LockDirectoryError",
     "PrimaryContext",
     "StreamPriorityRange",
+    "UnsupportedDaskError",
     "ValueNotMovableError",
     "VisibleDevicesError",
     "device_of",

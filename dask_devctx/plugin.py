@@ -36,6 +36,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     ------
     TypeError
         ``devices`` is not a sequence, or there is no option of a name that is given.
+    UnsupportedDaskError
+        The installed dask or distributed lacks a name that this package uses.
     ValueError
         An option, or the configuration that stands in for it, is out of range.
 
@@ -72,7 +74,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     @takes_only(Options)
     def __init__(self, **given: Any) -> None:
         refuse_unknown(given, OPTION_NAMES, "DevicePlugin")
-        keep_annotations()
+        self.annotations_kept = keep_annotations()
         serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
         self.options = Options(**given)
@@ -102,8 +104,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             The worker does not have the devices. It goes on without, unless they are others':
             tasks that ask for a device fail on it with the same error, and all others run as they
             did. dask keeps the plugin; a note on the error says how to get out.
+        UnsupportedDaskError
+            The worker's dask or distributed lacks a name that this package uses.
         ValueError
             The worker has another plugin of this kind, by another name.
+
+        Notes
+        -----
+        Where it raises, but for the first case, the worker is as it was.
         """
         for name, other in worker.plugins.items():
             if isinstance(other, DevicePlugin) and other is not self:
@@ -135,6 +143,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.extension.close()
             self.extension = None
             registration.withdraw(worker)
+        self.annotations_kept.close()  # where it was made in this process
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Follow each task of the worker from state to state."""

@@ -12,6 +12,7 @@ from dask_devctx.errors.devices import (
     ValueNotMovableError,
     VisibleDevicesError,
 )
+from dask_devctx.errors.versions import UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,
@@ -32,6 +33,7 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "UnsupportedDaskError",
     "ValueNotMovableError",
     "VisibleDevicesError",
 ]

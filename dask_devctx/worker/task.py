@@ -20,7 +20,8 @@ from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import DeviceFunction
-from dask_devctx.worker.executors import submitting
+from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor
 from dask_devctx.worker.failures.calls import MonitoredCall, of_the_task
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Bring = Callable[[Arguments, Device], Arguments]
 
 
-class DeviceTask:
+class DeviceTask(TaskStandIn):
     """A task that enters its device, runs, and leaves it.
 
     Parameters
@@ -47,8 +48,10 @@ class DeviceTask:
         The task itself, a callable of its inputs' values by key.
     device
         Its device, or the error with which it is to fail.
+    executor
+        The device's threads; None leaves it on those that dask chose.
     priority
-        Dask's priority of it; the least runs first.
+        Its place among the tasks that wait for them; the least runs first.
     asked_for
         Whether somebody asked for this device; else any would have done.
     watched
@@ -67,40 +70,37 @@ class DeviceTask:
 
     Notes
     -----
-    Stands in for dask's ``GraphNode`` while the worker executes it, and has its attributes. It can
-    be pickled, so that it runs in another process on a device of the same UUID there, with its
-    inputs as they are and without a monitor. In a process forked after CUDA was initialised no
+    It can be pickled, so that it runs in another process on a device of the same UUID there, with
+    its inputs as they are and without a monitor. In a process forked after CUDA was initialised no
     device can be used: a task that asked for none runs there without one, any other fails.
     """
 
-    __slots__ = (
-        *("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "priority", "task"),
-        "watched",
-    )
+    __slots__ = ("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "watched")
 
     def __init__(
         self,
         task: Callable[[Any], Any],
         device: Device | Exception,
-        priority: tuple[int, ...] | None = None,
         *,
+        executor: TaskThreadPoolExecutor | None = None,
+        priority: tuple[int, ...] | None = None,
         asked_for: bool = True,
         watched: bool = False,
         inputs: Inputs | None = None,
         monitor: Monitor | None = None,
     ) -> None:
+        super().__init__(task, executor, priority)
         self.monitor = monitor
         self.inputs = inputs
         self.lifetimes = _NONE
         self.made: Stamp | None = None
-        self.task: Any = task
         self.device = device
-        self.priority = priority
         self.asked_for = asked_for
         self.watched = watched
 
     def __call__(self, data: Any = ()) -> Any:
-        device, monitor, task = self.device, self.monitor, self.task
+        device, monitor = self.device, self.monitor
+        task: Any = self.task
         if isinstance(device, Exception):
             raise device
         assert monitor is not None
@@ -158,24 +158,6 @@ class DeviceTask:
     def _returned(self, device: Device, copies: Copies, result: Any) -> None:
         if self.inputs is not None:
             self.made = self.inputs.made(result, copies, device)
-
-    @property
-    def is_coro(self) -> bool:
-        """Whether the task is a coroutine function's.
-
-        The worker asks this in the context in which it then submits the task to a pool, which is
-        how the pool learns of its priority.
-        """
-        submitting.set(self.priority)
-        return bool(self.task.is_coro)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.task, name)
-
-    def __repr__(self) -> str:
-        return repr(self.task)
 
     def __reduce__(self) -> Any:
         given = (_run_elsewhere, self.task, self.device, self.asked_for)
