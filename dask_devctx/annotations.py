@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Final, Literal, TypeGuard
+
+from distributed.protocol import pickle
 
 from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 
@@ -48,6 +50,11 @@ def requested_device(
     object
         ``"auto"`` for any device, None for none, else what :class:`~dask_devctx.Device` is to make
         a device of; that is not tried here.
+
+    Raises
+    ------
+    Exception
+        A function that is to name the device has raised, here or where it was called.
     """
     if annotations and ANNOTATION in annotations:
         wanted = annotations[ANNOTATION]
@@ -57,14 +64,78 @@ def requested_device(
             return AUTO if unannotated == "assign" else None
     if wanted.__class__ is int:
         return wanted
-    if callable(wanted) and not isinstance(wanted, type):
-        wanted = wanted(key)
+    if _is_function(wanted):
+        wanted = _answer_of(wanted, key)
+    if isinstance(wanted, Exception):  # in the place of an answer
+        raise wanted
     if isinstance(wanted, str):
         if wanted == NO_DEVICE:
             return None
         if wanted in CURRENT:  # of a task, that is the one that it is given
             return AUTO
     return wanted
+
+
+def answer(
+    annotations: Mapping[str, Any] | None, key: Hashable, task: object = None
+) -> Mapping[str, Any] | None:
+    """Return a task's annotations with the device in the place of a function that names it.
+
+    Parameters
+    ----------
+    annotations, key, task
+        As for :func:`requested_device`.
+
+    Notes
+    -----
+    The function is called once, where the task's worker is chosen, so that the worker runs the task
+    on the device for which it was chosen. If it raises, the exception stands in its place: the
+    worker fails the task with it.
+    """
+    wanted = (annotations or {}).get(ANNOTATION)
+    if wanted is None and not (annotations and ANNOTATION in annotations):
+        wanted = carried_device(task)
+    if not _is_function(wanted):
+        return annotations
+    given = _answer_of(wanted, key)
+    return {**(annotations or {}), ANNOTATION: given if _can_be_sent(given) else _unsendable(given)}
+
+
+def _is_function(wanted: object) -> TypeGuard[Callable[[Hashable], object]]:
+    return callable(wanted) and not isinstance(wanted, type)
+
+
+def _answer_of(function: Callable[[Hashable], object], key: Hashable) -> object:
+    """Return what a function names for a task, or the exception that it raises."""
+    try:
+        given = function(key)
+    except Exception as error:
+        error.add_note(
+            f"Raised by {function!r}, which is to name the device of the task {key!r}: it was "
+            "given as the annotation 'device', or by on_device"
+        )
+        return error.with_traceback(None)
+    return not_an_annotation(given) if _is_function(given) else given
+
+
+def _can_be_sent(value: object) -> bool:
+    """Return whether a value reaches a worker; one that does not would end the connection to it."""
+    if value is None or isinstance(value, (int, str)):
+        return True
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+def _unsendable(value: object) -> Exception:
+    if not isinstance(value, Exception):
+        return not_an_annotation(value)
+    error = RuntimeError(f"{type(value).__name__}: {value}")
+    for note in getattr(value, "__notes__", ()):
+        error.add_note(note)
+    return error
 
 
 def not_an_annotation(wanted: object) -> TypeError:
