@@ -58,14 +58,14 @@ def requested_device(
     """
     if annotations and ANNOTATION in annotations:
         wanted = annotations[ANNOTATION]
+        if _is_function(wanted):
+            wanted = _answer_of(wanted, key)
     else:
         wanted = carried_device(task)
         if wanted is None:
             return AUTO if unannotated == "assign" else None
     if wanted.__class__ is int:
         return wanted
-    if _is_function(wanted):
-        wanted = _answer_of(wanted, key)
     if isinstance(wanted, Exception):  # in the place of an answer
         raise wanted
     if isinstance(wanted, str):
@@ -76,14 +76,12 @@ def requested_device(
     return wanted
 
 
-def answer(
-    annotations: Mapping[str, Any] | None, key: Hashable, task: object = None
-) -> Mapping[str, Any] | None:
+def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
     """Return a task's annotations with the device in the place of a function that names it.
 
     Parameters
     ----------
-    annotations, key, task
+    annotations, key
         As for :func:`requested_device`.
 
     Notes
@@ -92,13 +90,10 @@ def answer(
     on the device for which it was chosen. If it raises, the exception stands in its place: the
     worker fails the task with it.
     """
-    wanted = (annotations or {}).get(ANNOTATION)
-    if wanted is None and not (annotations and ANNOTATION in annotations):
-        wanted = carried_device(task)
-    if not _is_function(wanted):
+    if not annotations or not _is_function(wanted := annotations.get(ANNOTATION)):
         return annotations
     given = _answer_of(wanted, key)
-    return {**(annotations or {}), ANNOTATION: given if _can_be_sent(given) else _unsendable(given)}
+    return {**annotations, ANNOTATION: given if _can_be_sent(given) else _unsendable(given)}
 
 
 def _is_function(wanted: object) -> TypeGuard[Callable[[Hashable], object]]:
@@ -111,11 +106,15 @@ def _answer_of(function: Callable[[Hashable], object], key: Hashable) -> object:
         given = function(key)
     except Exception as error:
         error.add_note(
-            f"Raised by {function!r}, which is to name the device of the task {key!r}: it was "
-            "given as the annotation 'device', or by on_device"
+            f"Raised by the function {_shown(function)} that the annotation 'device' gives: it is "
+            f"to name the device of the task {key!r}"
         )
         return error.with_traceback(None)
     return not_an_annotation(given) if _is_function(given) else given
+
+
+def _shown(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _can_be_sent(value: object) -> bool:

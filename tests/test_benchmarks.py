@@ -30,7 +30,9 @@ from tests.addressed import addressed
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("names", [["scope", "import", "scale"], ["tasks", "startup", "transfer"], ["jobs"]])
+@pytest.mark.parametrize(
+    "names", [["scope", "import", "scale"], ["tasks", "startup", "transfer"], ["jobs"]]
+)
 def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--tiny", "-o", str(tmp_path), *names],

@@ -233,7 +233,9 @@ class _Timed(SchedulerPlugin):  # type: ignore[misc]
 class Scale:
     """Two clusters of one size: one with the routing, one with a plugin that does nothing."""
 
-    def __init__(self, n_workers: int, n_tasks: int, naming: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, n_workers: int, n_tasks: int, naming: str, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self._run = loop.run_until_complete
         self._n_tasks = n_tasks
         self.clusters = {

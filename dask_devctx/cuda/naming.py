@@ -142,7 +142,9 @@ def _not_a_name(which: object) -> TypeError:
 def _why_not(name: Name, found: Sequence[DeviceInfo], inventory: Inventory) -> str:
     if name.kind == "ordinal":
         count = len(inventory.devices)
-        return f"Ordinals go from 0 to {count - 1}" if count else "CUDA shows this process no device"
+        return (
+            f"Ordinals go from 0 to {count - 1}" if count else "CUDA shows this process no device"
+        )
     if name.kind == "pci":
         return "No visible device has this PCI bus id"
     if name.kind == "unknown":

@@ -179,7 +179,7 @@ class Cluster:
         return self.present.remove(address)
 
     def expire(self, before: float) -> bool:
-        """Wait no longer for workers that left or joined before a time; return if there were any."""
+        """Wait no longer for workers that left or joined before a time; return if any did."""
         unheard = [address for address, since in self.unheard.items() if since <= before]
         left = [address for address, since in self._left_at.items() if since <= before]
         for address in unheard:

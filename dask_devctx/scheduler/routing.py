@@ -100,9 +100,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             ts for ts in touched if ts.key in annotated or carried_device(ts.run_spec) is not None
         )
 
-    def transition(
-        self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any
-    ) -> None:
+    def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -124,7 +122,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     # -- what workers say
 
     def _handler(self, op: str, act: Handler) -> Callable[..., str]:
-        """Return what dask calls for a message: it refuses one that is malformed, with a log line."""
+        """Return a handler for dask, which refuses a malformed message with a log line."""
 
         def handle(**message: Any) -> str:
             try:
@@ -172,9 +170,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _note(self, tasks: Iterable[Any]) -> None:
         """Restrict those tasks that name a device."""
         for ts in tasks:
-            ts.annotations = answer(ts.annotations, ts.key, ts.run_spec)
-            wanted = _wanted(ts)
-            if wanted is not None:
+            wanted: object
+            try:
+                ts.annotations = answer(ts.annotations, ts.key)
+                wanted = requested_device(ts.annotations, ts.key, "leave", ts.run_spec)
+            except Exception as error:  # of a user's function or object: a worker fails the task
+                wanted = error.with_traceback(None)
+            if wanted is not None and not (isinstance(wanted, str) and wanted == AUTO):
                 self._wishes.note(ts, wanted)
 
     def _move(self, tasks: Iterable[Any]) -> None:
@@ -207,12 +209,3 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
 def _priority(ts: Any) -> Any:
     return ts.priority
-
-
-def _wanted(ts: Any) -> object:
-    """Return the device that a task names, or None where it names none."""
-    try:
-        wanted = requested_device(ts.annotations, ts.key, "leave", ts.run_spec)
-    except Exception:  # of a user's function: the worker fails the task with it
-        return None
-    return None if isinstance(wanted, str) and wanted == AUTO else wanted
