@@ -19,7 +19,7 @@ _EVENTS = {
 
 def cases(size: Size) -> Iterator[Case]:
     n_tasks = 50 if size.tiny else 10_000
-    for n_workers in (2, 3) if size.tiny else (8, 64, 1000):
+    for n_workers in (2, 3) if size.tiny else (8, 1000):
         for naming in ("ordinals", "UUIDs"):
             args = (n_workers, n_tasks, naming)
             entry = Entry("scale", "benchmarks.subjects.scale_hosted:scale", args)
@@ -35,7 +35,7 @@ def _cases(host: Host, size: Size, named: str) -> Iterator[Case]:
             f"{event}: {named}, SIMULATED workers",
             per=per,
             single=True,
-            rounds=None if size.tiny else 11,
+            rounds=None if size.tiny else 7,
             contenders=[
                 Contender("with the routing", _turn(host, method, True), "ours"),
                 Contender(

@@ -158,7 +158,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             return address
         try:
             return str(self.scheduler.coerce_address(address))
-        except (ValueError, OSError) as error:
+        except Exception as error:  # each transport has its own
             raise MalformedError(f"'address' is none: {address!r:.80} ({error})") from None
 
     def _known(self, address: str) -> None:

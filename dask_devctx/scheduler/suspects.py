@@ -24,7 +24,8 @@ def mark(scheduler: Scheduler, topic: str, event: Any) -> None:
     """Mark the tasks that an event names, if it is a failure's; refuse one that is malformed."""
     if topic != TOPIC or not isinstance(event, Mapping) or event.get("action") != ACTION:
         return
-    suspects, worker = event.get("suspects"), event.get("worker")  # which dask adds
+    suspects: Any = event.get("suspects")
+    worker = event.get("worker")  # dask adds it
     wrong = _what_is_wrong(suspects)
     if not isinstance(worker, str) or worker not in scheduler.workers:
         wrong = "come from no worker of this cluster"

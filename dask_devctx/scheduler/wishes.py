@@ -107,6 +107,10 @@ class Wishes:
         self._groups: dict[Hashable, Group] = {}
         self._usual: dict[tuple[type, object], Group] = {}
 
+    def __len__(self) -> int:
+        """Return how many devices are known that tasks name or have named."""
+        return len(self._demands)
+
     # -- tasks
 
     def note(self, ts: Any, wanted: object) -> None:
@@ -204,8 +208,7 @@ class Wishes:
         """
         there = len(self._cluster.workers)
         self._forget_unnamed(list(self._by_count[0]))
-        # A device that nobody has, or that everybody had or has now, concerns all its tasks.
-        touched = self._by_count[0] | self._by_count[there - joined]
+        touched = set(self._by_count[there - joined])
         names = chain.from_iterable(h.names() for h in (before, now) if h is not None)
         for name in names:
             demand = self._demands.get(name)
@@ -217,7 +220,8 @@ class Wishes:
                 (demand.holders.add if has else demand.holders.discard)(address)
                 self._by_count[len(demand.holders)].add(demand)
                 touched.add(demand)
-        return self._lead_all(touched | self._by_count[0] | self._by_count[there])
+        # Devices that everybody had or has now, or that nobody has, concern all who name them.
+        return self._lead_all(touched | self._by_count[there] | self._by_count[0])
 
     def review_absent(self) -> list[Any]:
         """Do so where workers are not waited for any longer."""

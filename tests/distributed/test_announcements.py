@@ -133,4 +133,4 @@ async def test_a_worker_may_announce_before_it_joins(
         with dask.annotate(device=Device(3).uuid):
             future = client.submit(here, pure=False)
             assert await future == Device(3).uuid
-        assert list(scheduler.tasks[future.key].who_has)[0].address == late.address
+        assert next(iter(scheduler.tasks[future.key].who_has)).address == late.address
