@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import functools
+import logging
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Final, Literal, TypeGuard
 
 from distributed.protocol import pickle
 
 from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 
+logger = logging.getLogger(__name__)
+
 ANNOTATION: Final = "device"
 # On a task that may have broken a device: who runs it watches it. An annotation, because dask sends
 # those to whichever worker runs the task.
 WATCHED: Final = "devctx-watched"
+
+# Annotations that mean nothing to this package nor to dask, and seem to.
+_MISTAKEN: Final = frozenset({"Device", "cuda", "devices", "gpu", "gpus", "num_gpus"})
 
 Unannotated = Literal["assign", "leave"]
 
@@ -61,6 +68,9 @@ def requested_device(
         if _is_function(wanted):
             wanted = _answer_of(wanted, key)
     else:
+        if annotations:
+            for name in mistaken(annotations):
+                _warn_of_mistaken(name)
         wanted = carried_device(task)
         if wanted is None:
             return AUTO if unannotated == "assign" else None
@@ -144,6 +154,24 @@ def not_an_annotation(wanted: object) -> TypeError:
         "none; or a function that is given the task's key and returns one of these; got "
         f"{wanted!r} of type {type(wanted).__name__}"
     )
+
+
+def mistaken(annotations: Mapping[str, Any]) -> Iterable[str]:
+    """Return the names of annotations that mean nothing and seem to name a device."""
+    return () if _MISTAKEN.isdisjoint(annotations) else sorted(_MISTAKEN & annotations.keys())
+
+
+def about_mistaken(name: str) -> str:
+    """Return what to say of such an annotation."""
+    return (
+        f"the annotation {name!r} means nothing to dask-devctx and dask, and its tasks get a "
+        f"device as if it were not there: write dask.annotate({ANNOTATION}=1)"
+    )
+
+
+@functools.cache
+def _warn_of_mistaken(name: str) -> None:
+    logger.warning("%s", about_mistaken(name))
 
 
 def is_watched(annotations: Mapping[str, Any] | None) -> bool:

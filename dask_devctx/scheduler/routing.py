@@ -10,7 +10,14 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx import config
-from dask_devctx.annotations import ANNOTATION, answer, carried_device, requested_device
+from dask_devctx.annotations import (
+    ANNOTATION,
+    about_mistaken,
+    answer,
+    carried_device,
+    mistaken,
+    requested_device,
+)
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.scheduler import suspects
 from dask_devctx.scheduler.announcements import (
@@ -58,6 +65,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.refused: dict[object, Exception] = {}
+        self._mistaken: set[str] = set()
 
     # -- dask's hooks
 
@@ -94,6 +102,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
+        for name in mistaken(annotations):
+            if name not in self._mistaken:
+                self._mistaken.add(name)
+                logger.warning("%s", about_mistaken(name))
+                event = {"action": "annotation-mistaken", "message": about_mistaken(name)}
+                scheduler.log_event(suspects.TOPIC, event)
         annotated = annotations.get(ANNOTATION, {})
         touched = [ts for key in tasks if (ts := scheduler.tasks.get(key)) is not None]
         self._note(
