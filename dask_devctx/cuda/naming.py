@@ -162,12 +162,12 @@ def _has_prefix(info: DeviceInfo, value: str) -> bool:
 
 
 def _read_text(text: str) -> Name:
+    if _UUID.fullmatch(text) or _BARE_UUID.fullmatch(text):
+        return Name("uuid", text.lower())
     if text in CURRENT:
         return Name("current")
     if match := _ORDINAL.fullmatch(text):
         return Name("ordinal", int(match[1]))
-    if _UUID.fullmatch(text) or _BARE_UUID.fullmatch(text):
-        return Name("uuid", text.lower())
     if match := _PCI_BUS_ID.fullmatch(text):
         return Name("pci", f"{int(match[1] or '0', 16):04x}:{match[2].lower()}")
     hint = f"A device is {ACCEPTED}"

@@ -108,8 +108,8 @@ class Wishes:
         self._usual: dict[tuple[type, object], Group] = {}
 
     def __len__(self) -> int:
-        """Return how many devices are known that tasks name or have named."""
-        return len(self._demands)
+        """Return for how many devices and terms the restrictions are kept up to date."""
+        return sum(len(demand.groups) for demand in self._demands.values())
 
     # -- tasks
 
@@ -150,9 +150,12 @@ class Wishes:
             self.forget(key)
 
     def forget(self, key: Hashable) -> None:
+        """Follow a task no longer."""
         group = self._groups.pop(key)
         del group.tasks[key]
         group.waiting.pop(key, None)
+        if not group.tasks and group.terms[1:] != _ANYWHERE[1:]:  # there may be many of its kind
+            del group.demand.groups[group.terms]
 
     def _group(self, ts: Any, name: Name) -> Group:
         demand = self._demands.get(name)
@@ -234,7 +237,7 @@ class Wishes:
     def _lead(self, group: Group) -> bool:
         """Bring a group's restrictions up to date; return whether they have changed."""
         workers, hosts, loose = self._restrictions(group)
-        others = (hosts, loose) != (group.hosts, group.loose)
+        others = hosts != group.hosts or loose is not group.loose
         if workers == group.restrictions and not others:
             return False
         group.restrictions.clear()

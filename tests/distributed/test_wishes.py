@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -191,17 +192,31 @@ def restrictions(ts: Any) -> tuple[set[str], set[str] | None, bool]:
     )
 
 
-def test_devices_that_no_task_names_any_more_are_forgotten() -> None:
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda n: (f"GPU-{n:08x}", None),
+        lambda n: (1, {f"tcp://10.0.0.1:{n}"}),
+    ],
+    ids=["devices", "restrictions"],
+)
+def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
     cluster = Cluster(set())
     wishes = Wishes(cluster, lambda host: ())
     cluster.join("tcp://10.0.0.1:1", 0)
     sizes = set()
-    for n in range(6000):
+    for n in range(4000):
+        wanted, workers = asks(n)
         ts = SimpleNamespace(
-            key=n, state="waiting", actor=False, worker_restrictions=None, host_restrictions=None,
+            key=n,
+            state="waiting",
+            actor=False,
+            worker_restrictions=workers,
+            host_restrictions=None,
             loose_restrictions=False,
-        )  # fmt: skip
-        wishes.note(ts, f"GPU-{n:08x}")
+        )
+        wishes.note(ts, wanted)
         wishes.moved(n, "forgotten")
-        sizes.add(len(wishes))
-    assert max(sizes) < 2000
+        if n % 100 == 0:
+            sizes.add(len(wishes))
+    assert max(sizes) < 1200
