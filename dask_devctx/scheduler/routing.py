@@ -67,6 +67,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.refused: dict[object, Exception] = {}
         self._mistaken: set[str] = set()
 
+    @property
+    def devices(self) -> dict[str, frozenset[str]]:
+        """The UUIDs of the devices that each worker uses, by the worker's address."""
+        return {a: held.used for a, held in self._cluster.present.by_worker.items()}
+
     # -- dask's hooks
 
     async def start(self, scheduler: Scheduler) -> None:
