@@ -50,6 +50,7 @@ NAMES: Final = (
     "distributed.scheduler:Scheduler.transitions",
     "distributed.scheduler:TaskState.annotations",
     "distributed.scheduler:TaskState.host_restrictions",
+    "distributed.scheduler:TaskState.loose_restrictions",
     "distributed.scheduler:TaskState.worker_restrictions",
     "distributed.deploy.spec:SpecCluster.__await__",
     "distributed.deploy.spec:SpecCluster._close",

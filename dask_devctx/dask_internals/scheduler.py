@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin, WorkerPlugin
@@ -42,17 +42,26 @@ def addresses_at(scheduler: Scheduler, host: str) -> set[str]:
     return set(found["addresses"]) if found else set()
 
 
-def restrict(ts: Any, workers: set[str] | None, hosts: set[str] | None) -> bool:
-    """Let a task run on certain workers and hosts only; return whether that is new."""
-    if (workers, hosts) == (ts.worker_restrictions, ts.host_restrictions):
-        return False
+def restrict(
+    ts: Any, workers: set[str] | None, hosts: Set[str] | None, *, loose: bool = False
+) -> None:
+    """Let a task run on certain workers and hosts only; ``loose`` makes that a preference.
+
+    dask never changes the set of workers, and an empty one restricts nothing: many tasks may share
+    one, and what is changed in it holds for all of them.
+    """
     ts.worker_restrictions, ts.host_restrictions = workers, hosts
-    return True
+    ts.loose_restrictions = loose
 
 
-def restrictions(ts: Any) -> tuple[set[str] | None, set[str] | None]:
-    """Return the workers and the hosts that a task is restricted to; None for all."""
-    return ts.worker_restrictions, ts.host_restrictions
+def restrictions(ts: Any) -> tuple[set[str] | None, set[str] | None, bool]:
+    """Return the workers and the hosts that a task is restricted to, and whether loosely."""
+    return ts.worker_restrictions, ts.host_restrictions, bool(ts.loose_restrictions)
+
+
+def set_annotations(ts: Any, annotations: Mapping[str, Any] | None) -> None:
+    """Give a task other annotations."""
+    ts.annotations = annotations
 
 
 def annotate(ts: Any, name: str, value: object) -> None:
@@ -62,12 +71,16 @@ def annotate(ts: Any, name: str, value: object) -> None:
 
 
 def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:
-    """Look for workers again for those tasks that wait for one and whose restrictions changed."""
+    """Look for workers again for those tasks that wait for one, the most urgent first."""
     moves: dict[Hashable, str] = {}
-    for ts in tasks:
+    for ts in sorted(tasks, key=_priority, reverse=True):  # dask takes the last first
         if ts.state == "no-worker":
             moves[ts.key] = "processing"
-        elif ts.state == "queued":
+        elif ts.state == "queued" and (ts.worker_restrictions or ts.host_restrictions):
             moves[ts.key] = "released"  # only tasks without restrictions may be queued
     if moves:
         scheduler.transitions(moves, stimulus_id=f"devctx-{time()}")
+
+
+def _priority(ts: Any) -> Any:
+    return ts.priority

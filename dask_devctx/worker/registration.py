@@ -17,7 +17,8 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import is_joining
 from dask_devctx.errors import DevicesInUseError, LockDirectoryError
-from dask_devctx.scheduler.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
+from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.routing import DeviceRouting
 
 logger = logging.getLogger(__name__)
 

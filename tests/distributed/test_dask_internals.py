@@ -470,12 +470,13 @@ async def test_a_scheduler(client: Any, scheduler: Any, worker: Any) -> None:
     await async_poll_for(lambda: "waits" in scheduler.tasks, timeout=10)
     ts = scheduler.tasks["waits"]
     await async_poll_for(lambda: ts.state == "no-worker", timeout=10)
-    workers, hosts = of_schedulers.restrictions(ts)
+    workers, hosts, loose = of_schedulers.restrictions(ts)
     assert workers == {"tcp://127.0.0.1:1"}
     assert not hosts
+    assert loose is False
     of_schedulers.annotate(ts, "mark", "mine")
-    assert not of_schedulers.restrict(ts, {"tcp://127.0.0.1:1"}, hosts)
-    assert of_schedulers.restrict(ts, None, None)
+    of_schedulers.restrict(ts, set(), None, loose=True)  # an empty set restricts nothing
+    assert of_schedulers.restrictions(ts) == (set(), None, True)
     of_schedulers.schedule_again(scheduler, [ts])
     assert await future == 1
     assert worker.state.tasks["waits"].annotations["mark"] == "mine"

@@ -366,16 +366,21 @@ async def test_a_watched_task_that_secedes_when_it_was_cancelled_is_not_waited_f
 
 
 class _Scheduler:
-    """What of a scheduler is looked at: its tasks."""
+    """What of a scheduler is looked at: its tasks and workers."""
+
+    workers = frozenset({"tcp://w"})
 
     def __init__(self, *keys: Hashable) -> None:
         self.tasks = {key: SimpleNamespace(annotations=None) for key in keys}
 
 
-def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_changed() -> None:
+def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scheduler = _Scheduler("x", ("x", 0), "y")
     shared = scheduler.tasks["x"].annotations = {"device": 1}
-    event = {"action": "device-failed", "error": "…", "suspects": ["x", ("x", 0), "gone"]}
+    keys = ["x", ("x", 0), "gone"]
+    event = {"action": "device-failed", "error": "…", "suspects": keys, "worker": "tcp://w"}
     suspects.mark(scheduler, "devctx", event)
     assert scheduler.tasks["x"].annotations == {"device": 1, WATCHED: True}
     assert shared == {"device": 1}
@@ -384,4 +389,15 @@ def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_chan
     suspects.mark(scheduler, "another topic", {**event, "suspects": ["y"]})
     suspects.mark(scheduler, "devctx", {"level": "warning", "message": "…"})
     suspects.mark(scheduler, "devctx", "no event of ours")
+    for wrong in (
+        {**event, "suspects": ["y"], "worker": "tcp://another"},
+        {**event, "suspects": "y"},
+        {**event, "suspects": ["y"], "worker": ["tcp://w"]},
+        {**event, "suspects": {"y": 1}},
+        {**event, "suspects": ["y", []]},
+        {"action": "device-failed"},
+    ):
+        caplog.clear()
+        suspects.mark(scheduler, "devctx", wrong)
+        assert "device-failed was refused" in caplog.text
     assert scheduler.tasks["y"].annotations is None
