@@ -134,10 +134,6 @@ class Move:
             self._wait_here()
         return self._memo.setdefault(id(value), (value, moved))[1]
 
-    def remember(self, value: Any, moved: Any) -> None:
-        """Say what a value becomes before all of it is there: its parts may refer to it."""
-        self._memo[id(value)] = value, moved
-
     def order(self, source: Device, *, on_source: bool = False) -> None:
         """Let this thread's streams wait for the work that makes what is on ``source``.
 

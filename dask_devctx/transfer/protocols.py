@@ -48,7 +48,7 @@ class Protocol(ABC):
     def __init__(self, kind: type) -> None:
         self.kind = kind
         self.by_reduce = kind in copyreg.dispatch_table or any(
-            getattr(kind, name, None) is not getattr(self.base, name, None) for name in self._said
+            _inherited(kind, name) is not _inherited(self.base, name) for name in self._said
         )
         self._slots = [
             member
@@ -127,13 +127,17 @@ class Protocol(ABC):
                 object.__getattribute__(made, "__dict__")[name] = part
 
 
+def _inherited(kind: type, name: str) -> Any:
+    """Return what a type has under a name, whatever its metaclass says."""
+    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+
+
 def spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
-    """Return so many of some parts: the first, the last, and those at even steps between."""
+    """Return so many of some parts: the first, the last, and others at even steps."""
     n = len(parts)
     if n <= at_most:
         return parts
-    step = -(-n // (at_most - 1))
-    return [*parts[::step], parts[-1]]
+    return [parts[index * (n - 1) // (at_most - 1)] for index in range(at_most)]
 
 
 def _ends(forwards: Iterator[Any], backwards: Iterator[Any], at_most: int) -> list[Any]:
@@ -328,7 +332,7 @@ class ObjectLike(Protocol):
     def __init__(self, kind: type) -> None:
         super().__init__(kind)
         # Two that end what one has begun would end it twice.
-        self._ends_something = hasattr(kind, "__del__")
+        self._ends_something = _inherited(kind, "__del__") is not None
 
     @property
     def holds_nothing(self) -> bool:
@@ -425,7 +429,7 @@ def built_in(kind: type, is_foreign: Callable[[type], bool]) -> Protocol | None:
     is_foreign
         Whether a class belongs to a library whose objects hold no arrays on devices.
     """
-    if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
+    if tuple in kind.__mro__ and _inherited(kind, "n_sequence_fields") is not None:
         return StructSequence(kind)
     made: Callable[[type], Protocol] = ObjectLike
     for each in kind.__mro__:

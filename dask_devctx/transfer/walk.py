@@ -32,7 +32,7 @@ AT_MOST_ON_LOOP: Final = 100
 _TYPES_PER_OBJECT = 20
 # So many of one container's parts of one type are looked at before all others.
 _SAMPLE = 16
-# How many of them are different is told from so many.
+# Whether they are different is told from so many.
 _HEAD = 256
 
 # Nothing of these libraries keeps arrays on devices; of the standard library only some types do.
@@ -199,17 +199,19 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
         scale *= n_parts / len(parts)
         for kind in wanted:
             some = [part for part in parts if type(part) is kind]
-            n_some = len(some)
-            if n_some > _SAMPLE:
+            scaled = scale
+            if len(some) > _SAMPLE:
                 later.append((some, scale))
-                head = some[:_HEAD]  # the same one may be there again and again
-                n_some = n_some * len(set(map(id, head))) // len(head)
+                head = some[:_HEAD]
+                different = len(set(map(id, head)))
+                if different == len(head):
+                    scaled *= len(some) / _SAMPLE
+                else:  # the same ones again and again
+                    scaled = max(different / _SAMPLE, 1)
                 some = list(spread(some, _SAMPLE))
             new = {id(part): part for part in some if id(part) not in seen}
-            if new:
-                seen.update(new)
-                scaled = scale * max(n_some / len(new), 1) if n_some > _SAMPLE else scale
-                queue.extend((part, scaled) for part in new.values())
+            seen.update(new)
+            queue.extend((part, scaled) for part in new.values())
     return Look(places, complete and not (later and places))
 
 
