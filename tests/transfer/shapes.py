@@ -22,7 +22,7 @@ def shape_of(root: Any, *, devices: bool = False) -> list[Any]:
         value = stack.pop()
         protocol = walk.find(type(value))
         if protocol is None:
-            rows.append((type(value), value if type(value) in (int, str) else None))
+            rows.append((type(value).__name__, value if type(value) in (int, str) else None))
             continue
         if id(value) in numbers:
             rows.append(("again", numbers[id(value)]))
@@ -30,14 +30,14 @@ def shape_of(root: Any, *, devices: bool = False) -> list[Any]:
         numbers[id(value)] = len(numbers)
         alive.append(value)
         if type(value) is SimulatedArray:
-            rows.append((value.get().tolist(), value.device if devices else None))
+            rows.append((value.get().tolist(), value.device.device_id if devices else None))
         elif protocol is walk.LEAF:
-            rows.append(type(value))
+            rows.append(type(value).__name__)
         else:
             parts = protocol.parts(value)
             if issubclass(type(value), (set, frozenset)):  # in an order that says nothing
                 parts = sorted(parts, key=lambda part: getattr(part, "rank", -1))
-            rows.append((type(value), len(parts)))
+            rows.append((type(value).__name__, len(parts)))
             stack.extend(parts)
     return rows
 
