@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from dask._task_spec import GraphNode, Task
+from dask._task_spec import DataNode, GraphNode, Task
 
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.protocols import ObjectLike
@@ -34,15 +34,24 @@ class NodeLike(ObjectLike):
 
 def may_hold_arrays(task: Any) -> bool:
     """Return whether a task may keep arrays itself; quick where it is given plain values only."""
-    if isinstance(task, Task):
-        find = walk.find
-        for part in task.args:
-            if find(type(part)) is not None:
+    find = walk.find
+    nodes = [task]
+    for node in nodes:
+        if isinstance(node, Task):
+            parts = (*node.args, *node.kwargs.values()) if node.kwargs else node.args
+            if find(type(node.func)) is not None:
                 return True
-        return find(type(task.func)) is not None or any(
-            find(type(part)) is not None for part in task.kwargs.values()
-        )
-    return isinstance(task, GraphNode)
+        elif isinstance(node, DataNode):
+            parts = (node.value,)
+        else:
+            continue
+        for part in parts:
+            kind = type(part)
+            if find(kind) is not None:
+                if not issubclass(kind, GraphNode):
+                    return True
+                nodes.append(part)
+    return False
 
 
 def register() -> None:
