@@ -333,6 +333,8 @@ class ObjectLike(Protocol):
         super().__init__(kind)
         # Two that end what one has begun would end it twice.
         self._ends_something = _inherited(kind, "__del__") is not None
+        # One with torch's ``to`` lives on one device, whose name it may keep.
+        self._on_one_device = _inherited(kind, "to") is not None
 
     @property
     def holds_nothing(self) -> bool:
@@ -351,6 +353,24 @@ class ObjectLike(Protocol):
             raise TypeError("it has a __del__, and a second one like it would end the same twice")
         new: Any = self.base.__new__
         return new(self.kind)
+
+    def fill(self, value: Any, made: Any, parts: list[Any], names: Sequence[Any]) -> None:
+        if self._on_one_device:
+            parts = [_RENAMED.get(type(part), _as_it_is)(part) for part in parts]
+        super().fill(value, made, parts, names)
+
+
+def _as_it_is(part: Any) -> Any:
+    return part
+
+
+# By type: what returns the name of the current device for that of another.
+_RENAMED: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_name(kind: type, renamed: Callable[[Any], Any]) -> None:
+    """Say how a library's name of a device is made one of the device that is current."""
+    _RENAMED[kind] = renamed
 
 
 class NamespaceLike(ObjectLike):

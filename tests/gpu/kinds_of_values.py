@@ -247,6 +247,71 @@ def _graph() -> Any:
     return Data(x=_x(), edge_index=edges)
 
 
+def _hetero() -> Any:
+    from torch_geometric.data import HeteroData
+
+    data = HeteroData()
+    data["paper"].x = _x()
+    return data
+
+
+def _graphs() -> Any:
+    from torch_geometric.data import Batch
+
+    return Batch.from_data_list([_graph(), _graph()])
+
+
+def _model_output() -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=_x(), hidden_states=(_x(), _x()))
+
+
+def _use_model_output(value: Any) -> Any:
+    assert value.last_hidden_state is value["last_hidden_state"]
+    return [_numbers(value.last_hidden_state), _all(value.hidden_states)]
+
+
+def _cache() -> Any:
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    cache.update(_x().reshape(1, 2, 3, 4), _x().reshape(1, 2, 3, 4), 0)
+    return cache
+
+
+def _schedule() -> Any:
+    torch = _torch()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(_x())], lr=0.5, momentum=0.9)
+    kinds = torch.optim.lr_scheduler
+    parts = [kinds.ConstantLR(optimizer), kinds.ExponentialLR(optimizer, gamma=0.5)]
+    return kinds.SequentialLR(optimizer, parts, [2])
+
+
+def _use_schedule(schedule: Any) -> Any:
+    assert all(part.optimizer is schedule.optimizer for part in schedule._schedulers)
+    return [_all(schedule.optimizer.param_groups[0]["params"]), schedule.get_last_lr()]
+
+
+def _with_device() -> Any:
+    return Sampler(_x())
+
+
+class Sampler:
+    """An object that keeps its device's name beside what is there."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+        self.device = weights.device
+
+    def to(self, device: Any) -> Sampler:
+        self.weights, self.device = self.weights.to(device), device
+        return self
+
+    def sample(self) -> Any:
+        return self.weights + _torch().ones(6, device=self.device)
+
+
 _TORCH = [
     _tensor("tensor", _x),
     _tensor("strided view", lambda: _x()[::2, ::3]),
@@ -306,6 +371,27 @@ _TORCH = [
         "torch and numbers nested",
         lambda: [{"a": (_x(), [_x()])}, 1],
         lambda v: [_numbers(v[0]["a"][0]), _numbers(v[0]["a"][1][0]), v[1]],
+    ),
+    Kind("torch schedule of schedules", _schedule, _use_schedule),
+    Kind("torch object with its device", _with_device, lambda v: _numbers(v.sample())),
+    Kind(
+        "torch LBFGS",
+        lambda: _torch().optim.LBFGS([_torch().nn.Parameter(_x())]),
+        lambda v: _all(v._params),
+    ),
+    Kind("torch ModelOutput", _model_output, _use_model_output, ("transformers",)),
+    Kind("torch DynamicCache", _cache, lambda v: _numbers(v.layers[0].keys), ("transformers",)),
+    Kind(
+        "torch geometric HeteroData",
+        _hetero,
+        lambda v: _numbers(v["paper"].x),
+        ("torch_geometric",),
+    ),
+    Kind(
+        "torch geometric Batch",
+        _graphs,
+        lambda v: [_numbers(v.x), v.num_graphs],
+        ("torch_geometric",),
     ),
     Kind("torch BatchEncoding", _encoding, lambda v: _all(v.data.values()), ("transformers",)),
     Kind(

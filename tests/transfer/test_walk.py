@@ -15,7 +15,7 @@ import pytest
 
 from dask_devctx import Device
 from dask_devctx.simulated_array import SimulatedArray
-from dask_devctx.transfer import device_of, nbytes_by_device, to_device, walk
+from dask_devctx.transfer import device_of, nbytes_by_device, protocols, to_device, walk
 from tests.transfer.hostile import ByReduce, Thing
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -214,3 +214,27 @@ def test_a_type_registered_later_is_found() -> None:
     assert device_of([Late()]) is None
     device_of.register(Late, lambda value: 2)
     assert device_of([Late()]) is Device(2)
+
+
+class Where(str):
+    """A library's name of a device."""
+
+
+class Sampler:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+        self.device = Where("cuda:0")
+        self.other = "cuda:0"
+
+    def to(self, device: Any) -> Any:
+        raise AssertionError("it would write to the source")
+
+
+def test_an_object_that_lives_on_one_device_keeps_that_device_s_name() -> None:
+    protocols.register_name(Where, lambda name: Where(str(Device.current())))
+    value = Sampler(array(0))
+    moved = to_device(value, 2)
+    assert (moved.device, moved.other, device_of(moved)) == ("cuda:2", "cuda:0", Device(2))
+    assert (value.device, device_of(value)) == ("cuda:0", Device(0))
+    plain = to_device(Thing(array(0), Where("cuda:0")), 2)
+    assert plain.part1 == "cuda:0"

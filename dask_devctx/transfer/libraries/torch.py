@@ -21,7 +21,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.peers import copy_bytes
-from dask_devctx.transfer.protocols import ObjectLike
+from dask_devctx.transfer.protocols import ObjectLike, register_name
 from dask_devctx.transfer.streams import torch_stream
 from dask_devctx.transfer.walk import register_protocol
 
@@ -208,12 +208,20 @@ def _generator_to_device(generator: Any, device: Device) -> Any:
     return moved
 
 
+def _current_name(where: Any) -> Any:
+    current = Device.current()
+    if where.type != "cuda" or where.index is None or current is None:
+        return where
+    return torch.device("cuda", current.device_id)
+
+
 def register() -> None:
     """Make torch's types known."""
     device_of.register(torch.Tensor, _device_of)
     nbytes_by_device.register(torch.Tensor, _tensor_bytes)
     to_device.register(torch.Tensor, _tensor_to_device)
     to_device.register(torch.nn.Parameter, _parameter_to_device)
+    register_name(torch.device, _current_name)
     register_protocol(torch.nn.Module, _Owning)
     register_protocol(torch.optim.Optimizer, _Optimizer)
     nbytes_by_device.register(torch.jit.ScriptModule, _script_bytes)
