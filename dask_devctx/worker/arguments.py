@@ -45,12 +45,11 @@ def may_hold_arrays(task: Any) -> bool:
             parts = (node.value,)
         else:
             continue
-        for part in parts:
-            kind = type(part)
+        for kind in set(map(type, parts)):
             if find(kind) is not None:
                 if not issubclass(kind, GraphNode):
                     return True
-                nodes.append(part)
+                nodes += [part for part in parts if type(part) is kind]
     return False
 
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.location import device_of, nbytes_by_device
@@ -39,7 +38,7 @@ def _tensor_bytes(tensor: Any) -> dict[Device, int]:
 
 def _stored(tensor: Any) -> tuple[Any, ...]:
     """Return the tensors that hold a tensor's elements: sparse and nested ones have no size."""
-    if is_lazy(tensor):
+    if torch.nn.parameter.is_lazy(tensor):
         return ()
     if tensor.is_nested:
         return tensor.unbind()  # type: ignore[no-any-return]
@@ -106,7 +105,7 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _parameter_to_device(parameter: Any, device: Device) -> Any:
-    if is_lazy(parameter):
+    if torch.nn.parameter.is_lazy(parameter):
         # It has no elements yet, and makes them on the device that it names.
         where = torch.device("cuda", device.device_id)
         return type(parameter)(parameter.requires_grad, device=where, dtype=parameter.dtype)
