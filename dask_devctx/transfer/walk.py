@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.protocols import Protocol, built_in, spread
+from dask_devctx.transfer.objects import built_in
+from dask_devctx.transfer.protocols import Protocol, spread
 from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)

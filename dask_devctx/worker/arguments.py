@@ -7,7 +7,7 @@ from typing import Any, Final
 from dask._task_spec import DataNode, GraphNode, Task
 
 from dask_devctx.transfer import walk
-from dask_devctx.transfer.protocols import ObjectLike
+from dask_devctx.transfer.objects import ObjectLike
 
 # The attributes of dask's nodes that hold values, or further nodes. All else only names things.
 _HOLDERS: Final = ("args", "func", "kwargs", "value")

@@ -19,8 +19,8 @@ import torch
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
+from dask_devctx.transfer.objects import ObjectLike, register_name
 from dask_devctx.transfer.peers import copy_bytes
-from dask_devctx.transfer.protocols import ObjectLike, register_name
 from dask_devctx.transfer.streams import torch_stream
 from dask_devctx.transfer.walk import register_protocol
 
