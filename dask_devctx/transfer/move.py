@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.errors import ValueNotMovableError
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.errors import DevctxError, ValueNotMovableError
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
 from dask_devctx.transfer.location import device_of, nbytes_by_device
@@ -108,6 +109,9 @@ class Move:
             with self.device:  # the reduced are made by their own code
                 return Rebuild(self.leaf, self._memo).run(value)
         except UnmovableError as error:
+            why = error.__cause__
+            if isinstance(why, DevctxError) or (why is not None and is_out_of_memory(why)):
+                raise why from None  # the device's, and not the type's
             kind, reason = error.kind.__qualname__, str(error.reason)
             raise ValueNotMovableError(kind, self.device, reason) from error.__cause__
 

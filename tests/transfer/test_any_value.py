@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_devctx import Device, driver
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import ValueNotMovableError
+from dask_devctx.errors import DeviceMemoryError, ValueNotMovableError
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import nbytes_by_device, to_device
 from tests.transfer.hostile import CONTAINERS, UNMOVABLE, Thing, Unlooked
@@ -111,3 +111,25 @@ def test_one_that_cannot_be_made_again_says_so_and_stays(kind: type) -> None:
     assert to_device(value, 0) is value
     host = [kind("on the host"), array(0)]
     assert to_device(host, 1)[0] is host[0]
+
+
+class MakesMore:
+    """Needs memory of the device where it is made."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.more = SimulatedArray(100)
+
+    def __reduce__(self) -> Any:
+        return MakesMore, (self.part,)
+
+
+def test_a_type_s_own_code_runs_on_the_device_and_may_find_it_full(
+    machine: SimulatedMachine,
+) -> None:
+    with Device(0):
+        value = MakesMore(array(0))
+    assert to_device(value, 1).more.device is Device(1)
+    machine.gpus[2].total_memory = 100
+    with pytest.raises(DeviceMemoryError):
+        to_device(value, 2)
