@@ -295,3 +295,25 @@ def test_a_thread_pool_of_the_user_s_own_is_given_its_values_too() -> None:
             assert await client.submit(total, x) == (100.0, 2)
 
     body()
+
+
+# Of those that plain dask can send from worker to worker.
+_SENT = [
+    *("list", "tuple", "dict", "named tuple", "namespace", "partial", "object", "slotted"),
+    *("dataclass", "frozen and slotted", "copies are itself", "by reduce", "by state"),
+]
+
+
+@pytest.mark.parametrize("kind", _SENT)
+def test_each_type_is_used_by_every_worker(kind: str) -> None:
+    async def body(client: Any, scheduler: Any, *workers: Any) -> None:
+        with dask.annotate(device=0):
+            made = client.submit(around, kind, pure=False)
+            before = await client.submit(see, made, pure=False)
+        for device in (1, 3):
+            with dask.annotate(device=device):
+                assert (await client.submit(see, made, pure=False))[1] == {device}
+        with dask.annotate(device=0):
+            assert await client.submit(see, made, pure=False) == before
+
+    run("four workers", body)
