@@ -60,22 +60,20 @@ def find(kind: type) -> Any:
     try:
         return _found[kind]
     except KeyError:
-        try:
-            found = _look_up(kind)
-        except Exception:  # a class or metaclass that does not let itself be looked at
-            logger.debug("how %r is taken apart cannot be told", kind, exc_info=True)
-            found = None
+        found = LEAF if Registry.any_knows(kind) else _taken_apart(kind)
         _found[kind] = found
         return found
 
 
-def _look_up(kind: type) -> Any:
-    if Registry.any_knows(kind):
-        return LEAF
-    for each in kind.__mro__:
-        if each in _registered:
-            return _registered[each](kind)
-    return built_in(kind, _is_foreign)
+def _taken_apart(kind: type) -> Protocol | None:
+    try:
+        for each in kind.__mro__:
+            if each in _registered:
+                return _registered[each](kind)
+        return built_in(kind, _is_foreign)
+    except Exception:  # a class or metaclass that does not let itself be looked at
+        logger.debug("how a %r is taken apart cannot be told", kind, exc_info=True)
+        return None
 
 
 def _is_foreign(kind: type) -> bool:
