@@ -42,6 +42,13 @@ CASES = [
         "to_device(value, 'cuda:0'), or compute where it is, inside 'with Device('cuda:1'):'",
     ),
     (
+        errors.ValueNotMovableError("Handle", "cuda:1", "it has a __del__"),
+        {"kind": "Handle", "device": "cuda:1", "reason": "it has a __del__"},
+        "a Handle that holds arrays of another device cannot be taken to cuda:1: it has a __del__. "
+        "Register functions that do it, with device_of.register(Handle) and "
+        "to_device.register(Handle), or run the task on the device where it lives",
+    ),
+    (
         errors.LockDirectoryError("/locks", "is a link"),
         {"path": "/locks", "reason": "is a link"},
         "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 # A module, a colon, and the way from there: attributes, [keys], and () for a call.
 NAMES: Final = (
+    "dask._task_spec:DataNode.value",
     "dask._task_spec:GraphNode.is_coro",
+    "dask._task_spec:Task.args",
+    "dask._task_spec:Task.func",
+    "dask._task_spec:Task.kwargs",
     "dask._task_spec:convert_legacy_graph",
     "dask.blockwise:fuse_roots",
     "dask.blockwise:optimize_blockwise",
