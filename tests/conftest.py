@@ -76,7 +76,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 Child = Callable[..., subprocess.CompletedProcess[str]]
 
 _PRELUDE = """
-import os, signal, sys, threading
+import ctypes, os, signal, subprocess, sys, threading
 from cuda.bindings import driver as types
 def make(kind):
     if kind == "real":
@@ -88,6 +88,10 @@ def ok(result):
     return result[1] if len(result) == 2 else result[1:]
 def names(*results):
     return [result[0].name.removeprefix("CUDA_ERROR_").removeprefix("CUDA_") for result in results]
+def start(function, *arguments):
+    call = f"SOURCE = {SOURCE!r}\\nexec(SOURCE)\\n{function.__name__}(*{arguments!r})"
+    command = [sys.executable, "-W", "ignore", "-c", call]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 """
 
 
@@ -95,7 +99,9 @@ def names(*results):
 def child() -> Child:
     """Run a function in a fresh process: ``child(function, *arguments, env=…, check=True)``.
 
-    Its source is sent, so it sees its arguments and ``make``, ``ok``, ``names`` and ``types`` only.
+    Its source is sent, so it sees its arguments and ``make``, ``ok``, ``names`` and ``types`` only,
+    the functions of ``beside=``, and ``start(function, *arguments)``, which runs one of these in a
+    process beside its own, with pipes to talk to it.
     """
 
     def run(
@@ -103,12 +109,14 @@ def child() -> Child:
         *arguments: object,
         env: dict[str, str | None] | None = None,
         check: bool = True,
+        beside: tuple[Callable[..., object], ...] = (),
     ) -> subprocess.CompletedProcess[str]:
-        source = textwrap.dedent(inspect.getsource(function))
+        functions = (*beside, function)
+        source = _PRELUDE + "".join(textwrap.dedent(inspect.getsource(f)) for f in functions)
         call = f"{function.__name__}(*{arguments!r})\n"
         wanted = {**os.environ, **(env or {})}
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _PRELUDE + source + call],
+            [sys.executable, "-W", "ignore", "-c", f"SOURCE = {source!r}\nexec(SOURCE)\n{call}"],
             env={name: value for name, value in wanted.items() if value is not None},
             capture_output=True,
             text=True,

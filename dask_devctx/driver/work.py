@@ -6,12 +6,15 @@ whether a device still works, needs them.
 
 from __future__ import annotations
 
+import ctypes
+
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import CheckedCalls
 
 # CUDA's own handles for the streams that need no making.
 LEGACY_STREAM = 1
 PER_THREAD_STREAM = 2
+IPC_HANDLE_NBYTES = 64
 # `CUevent_flags`: of an event that measures no time, which is faster.
 _DISABLE_TIMING = 2
 # `CUstreamCaptureMode`: a thread's calls are not held against graphs that others capture.
@@ -125,6 +128,65 @@ class WorkCalls(CheckedCalls):
         """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""
         if not self._called("cuMemFree", 3020, 0):
             self._value(self.driver.cuMemFree, 0)
+
+    # -- memory between processes
+
+    def ipc_export(self, pointer: int) -> bytes:
+        """A handle with which other processes open the allocation that has this address."""
+        handle = self._value(self.driver.cuIpcGetMemHandle, self.types.CUdeviceptr(pointer))
+        return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Where another process's allocation begins in the current context; to be closed there.
+
+        The first opening takes milliseconds. Opened again, it has the same address, and is to be
+        closed as often.
+        """
+        given = self.types.CUipcMemHandle()
+        if len(handle) != IPC_HANDLE_NBYTES:
+            raise ValueError(f"a handle has {IPC_HANDLE_NBYTES} bytes, got {len(handle)}")
+        ctypes.memmove(given.getPtr(), handle, IPC_HANDLE_NBYTES)
+        flag = int(self.types.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return int(self._value(self.driver.cuIpcOpenMemHandle, given, flag))
+
+    def ipc_close(self, pointer: int) -> None:
+        self._value(self.driver.cuIpcCloseMemHandle, self.types.CUdeviceptr(pointer))
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy between any two device addresses of this process."""
+        self._value(
+            self.driver.cuMemcpyAsync,
+            self.types.CUdeviceptr(target),
+            self.types.CUdeviceptr(source),
+            nbytes,
+            self.types.CUstream(stream),
+        )
+
+    def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
+        """The bytes at a device address, after what the default stream was given before."""
+        host = ctypes.create_string_buffer(nbytes)
+        device = self.types.CUdeviceptr(pointer)
+        self._value(self.driver.cuMemcpyDtoH, ctypes.addressof(host), device, nbytes)
+        return host.raw
+
+    def copy_from_host(self, pointer: int, data: bytes) -> None:
+        host = ctypes.create_string_buffer(data, len(data))
+        device = self.types.CUdeviceptr(pointer)
+        self._value(self.driver.cuMemcpyHtoD, device, ctypes.addressof(host), len(data))
+
+    def address_range(self, pointer: int) -> tuple[int, int]:
+        """Where the allocation that has this address begins, and its bytes."""
+        function = self.driver.cuMemGetAddressRange
+        base, nbytes = self._value(function, self.types.CUdeviceptr(pointer))
+        return int(base), int(nbytes)
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Wait until the stream has done what it was given."""
+        self._value(self.driver.cuStreamSynchronize, self.types.CUstream(stream))
+
+    def stream_destroy(self, stream: int) -> None:
+        """What it was given is still done."""
+        self._value(self.driver.cuStreamDestroy, self.types.CUstream(stream))
 
 
 class RelaxedCapture:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import threading
@@ -14,11 +13,11 @@ from typing import Any
 from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.faults import WORKING_CALLS, Faults
+from dask_devctx.driver.simulated.function import OK, Status, function
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
+from dask_devctx.driver.simulated.work import SimulatedWork
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 
-Status = types.CUresult
-_OK = Status.CUDA_SUCCESS
 _SCHEDULING_FLAGS = (0, 1, 2, 4)
 _KNOWN_FLAGS = int(types.CUctx_flags.CU_CTX_FLAGS_MASK)
 _READ_ONLY_LIMITS = (types.CUlimit.CU_LIMIT_SHMEM_SIZE, types.CUlimit.CU_LIMIT_CIG_ENABLED)
@@ -28,34 +27,10 @@ _LIMIT_STEPS = {
     types.CUlimit.CU_LIMIT_MALLOC_HEAP_SIZE: 65_536,
     types.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE: 3_932_160,
 }
-_STREAMS = (0, 1, 2)  # the default ones; no others can be made here
 
 
 class SimulatedCrashError(BaseException):
     """The real driver would have ended the process here (a segmentation fault)."""
-
-
-def _function(outputs: int, needs_init: bool = True) -> Callable[[Any], Any]:
-    """A driver function that hands out ``outputs`` values beside its status."""
-
-    def decorate(body: Callable[..., tuple[Any, ...]]) -> Any:
-        @functools.wraps(body)
-        def function(self: SimulatedDriver, *args: Any) -> tuple[Any, ...]:
-            status = self._faults.of_call(body.__name__, args)
-            # As in a process that was forked after cuInit.
-            if status is None and needs_init and self._pid != os.getpid():
-                status = Status.CUDA_ERROR_NOT_INITIALIZED
-            if status is None:
-                status = self._lost(body.__name__)
-            if status is None:
-                status, *values = body(self, *args)
-            else:
-                values = []
-            return (status, *values, *[None] * (outputs - len(values)))
-
-        return function
-
-    return decorate
 
 
 class _Thread(threading.local):
@@ -66,10 +41,11 @@ class _Thread(threading.local):
         self.capture_mode = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
-class SimulatedDriver:
+class SimulatedDriver(SimulatedWork):
     """``cuda.bindings.driver`` for simulated GPUs."""
 
     def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
+        super().__init__()
         self._gpus = gpus
         self._faults = faults
         self._thread = _Thread()
@@ -79,8 +55,6 @@ class SimulatedDriver:
         self._contexts: dict[int, Context] = {}
         self._handles = itertools.count(0x7000_0000, 0x100)
         self._ids = itertools.count(1)
-        self._pointers = itertools.count(0x7F00_0000_0000, 2**41)
-        self._events: dict[int, Context] = {}
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
@@ -94,11 +68,11 @@ class SimulatedDriver:
 
     # -- the process
 
-    @_function(0, needs_init=False)
+    @function(0, needs_init=False)
     def cuInit(self, flags: int) -> tuple[Any, ...]:
         with self._lock:
             if self._pid is not None:
-                return (_OK if self._pid == os.getpid() else Status.CUDA_ERROR_NOT_INITIALIZED,)
+                return (OK if self._pid == os.getpid() else Status.CUDA_ERROR_NOT_INITIALIZED,)
             physical = [
                 PhysicalDevice(gpu.uuid, gpu.mig or (), gpu.mig is not None)
                 for gpu in self._gpus
@@ -112,53 +86,53 @@ class SimulatedDriver:
             owner |= {mig: g for g in self._gpus for mig in g.mig or ()}
             self._visible = [(owner[name], name) for name in seen.uuids]
             self._pid = os.getpid()
-            return (_OK,)
+            return (OK,)
 
-    @_function(1, needs_init=False)
+    @function(1, needs_init=False)
     def cuDriverGetVersion(self) -> tuple[Any, ...]:
-        return _OK, 13000
+        return OK, 13000
 
-    @_function(1, needs_init=False)
+    @function(1, needs_init=False)
     def cuGetErrorString(self, status: Any) -> tuple[Any, ...]:
         words = status.name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
-        return _OK, words.encode()
+        return OK, words.encode()
 
     # -- devices
 
-    @_function(1)
+    @function(1)
     def cuDeviceGetCount(self) -> tuple[Any, ...]:
-        return _OK, len(self._visible)
+        return OK, len(self._visible)
 
-    @_function(1)
+    @function(1)
     def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
         if not 0 <= ordinal < len(self._visible):
             return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        return _OK, types.CUdevice(ordinal)
+        return OK, types.CUdevice(ordinal)
 
     def _gpu(self, device: Any) -> SimulatedGPU | None:
         ordinal = int(device)
         return self._visible[ordinal][0] if 0 <= ordinal < len(self._visible) else None
 
-    @_function(1)
+    @function(1)
     def cuDeviceGetUuid(self, device: Any) -> tuple[Any, ...]:
         if self._gpu(device) is None:
             return (Status.CUDA_ERROR_INVALID_DEVICE,)
         raw = uuid.UUID(self._visible[int(device)][1].partition("-")[2]).bytes
-        return _OK, SimpleNamespace(bytes=raw)
+        return OK, SimpleNamespace(bytes=raw)
 
-    @_function(1)
+    @function(1)
     def cuDeviceGetName(self, length: int, device: Any) -> tuple[Any, ...]:
         return self._of_gpu(device, lambda gpu: gpu.name.encode()[: length - 1] + b"\0")
 
-    @_function(1)
+    @function(1)
     def cuDeviceGetPCIBusId(self, length: int, device: Any) -> tuple[Any, ...]:
         return self._of_gpu(device, lambda gpu: gpu.pci_bus_id.encode()[: length - 1] + b"\0")
 
-    @_function(1)
+    @function(1)
     def cuDeviceTotalMem(self, device: Any) -> tuple[Any, ...]:
         return self._of_gpu(device, lambda gpu: gpu.total_memory)
 
-    @_function(1)
+    @function(1)
     def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> tuple[Any, ...]:
         kind = types.CUdevice_attribute
         which = [
@@ -169,7 +143,7 @@ class SimulatedDriver:
             raise AttributeError(f"the simulated driver has no {attribute}")
         return self._of_gpu(device, lambda gpu: gpu.compute_capability[which.index(attribute)])
 
-    @_function(1)
+    @function(1)
     def cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> tuple[Any, ...]:
         other = self._gpu(peer)
         if other is None:
@@ -182,11 +156,11 @@ class SimulatedDriver:
 
     def _of_gpu(self, device: Any, get: Callable[[SimulatedGPU], Any]) -> tuple[Any, ...]:
         gpu = self._gpu(device)
-        return (Status.CUDA_ERROR_INVALID_DEVICE,) if gpu is None else (_OK, get(gpu))
+        return (Status.CUDA_ERROR_INVALID_DEVICE,) if gpu is None else (OK, get(gpu))
 
     # -- primary contexts
 
-    @_function(1)
+    @function(1)
     def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
         with self._lock:
             gpu = self._gpu(device)
@@ -199,9 +173,9 @@ class SimulatedDriver:
             elif not gpu.primary.alive:  # the same handle comes to life again
                 gpu.primary.revive(next(self._ids))
             gpu.primary_retained += 1
-            return _OK, types.CUcontext(gpu.primary.handle)
+            return OK, types.CUcontext(gpu.primary.handle)
 
-    @_function(0)
+    @function(0)
     def cuDevicePrimaryCtxRelease(self, device: Any) -> tuple[Any, ...]:
         with self._lock:
             gpu = self._gpu(device)
@@ -211,18 +185,18 @@ class SimulatedDriver:
                 return (Status.CUDA_ERROR_INVALID_CONTEXT,)
             gpu.primary_retained -= 1
             if not gpu.primary_retained:
-                gpu.primary.die()
+                self._end(gpu.primary)
                 gpu.primary_flags = 0
-            return (_OK,)
+            return (OK,)
 
-    @_function(2)
+    @function(2)
     def cuDevicePrimaryCtxGetState(self, device: Any) -> tuple[Any, ...]:
         gpu = self._gpu(device)
         if gpu is None:
             return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        return _OK, gpu.primary_flags, int(gpu.primary is not None and gpu.primary.alive)
+        return OK, gpu.primary_flags, int(gpu.primary is not None and gpu.primary.alive)
 
-    @_function(0)
+    @function(0)
     def cuDevicePrimaryCtxSetFlags(self, device: Any, flags: int) -> tuple[Any, ...]:
         gpu = self._gpu(device)
         if gpu is None:
@@ -232,7 +206,7 @@ class SimulatedDriver:
         gpu.primary_flags = flags
         if gpu.primary is not None:
             gpu.primary.flags = flags
-        return (_OK,)
+        return (OK,)
 
     # -- contexts
 
@@ -243,7 +217,7 @@ class SimulatedDriver:
         self._contexts[context.handle] = context
         return context
 
-    @_function(1)
+    @function(1)
     def cuCtxCreate(self, params: Any, flags: int, device: Any) -> tuple[Any, ...]:
         if params is not None:
             raise AttributeError("the simulated driver has no context parameters")
@@ -257,9 +231,9 @@ class SimulatedDriver:
                 return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
             context = self._new_context(gpu, int(device), flags, False)
             self._thread.stack.append(context)
-            return _OK, types.CUcontext(context.handle)
+            return OK, types.CUcontext(context.handle)
 
-    @_function(0)
+    @function(0)
     def cuCtxDestroy(self, context: Any) -> tuple[Any, ...]:
         with self._lock:
             if not int(context):
@@ -269,10 +243,10 @@ class SimulatedDriver:
                 return (Status.CUDA_ERROR_INVALID_CONTEXT,)
             if not found.alive:
                 return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
-            found.die()
+            self._end(found)
             if self._current() is found:  # other threads keep it as a dead current context
                 self._thread.stack.pop()
-            return (_OK,)
+            return (OK,)
 
     def _known(self, context: Any) -> Context:
         found = self._contexts.get(int(context))
@@ -283,42 +257,42 @@ class SimulatedDriver:
     def _current(self) -> Context | None:
         return self._thread.stack[-1] if self._thread.stack else None
 
-    @_function(1)
+    @function(1)
     def cuCtxGetCurrent(self) -> tuple[Any, ...]:
         context = self._current()
-        return _OK, types.CUcontext(context.handle if context else 0)
+        return OK, types.CUcontext(context.handle if context else 0)
 
-    @_function(0)
+    @function(0)
     def cuCtxSetCurrent(self, context: Any) -> tuple[Any, ...]:
         stack = self._thread.stack
         if not int(context):
             del stack[-1:]
-            return (_OK,)
+            return (OK,)
         found = self._known(context)
         if not found.alive and not found.is_primary:
             raise SimulatedCrashError(f"{context} was destroyed and is made current")
         stack[-1:] = [found]
-        return (_OK,)
+        return (OK,)
 
-    @_function(0)
+    @function(0)
     def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
         if not int(context):
             return (Status.CUDA_ERROR_INVALID_CONTEXT,)
         self._thread.stack.append(self._known(context))
-        return (_OK,)
+        return (OK,)
 
-    @_function(1)
+    @function(1)
     def cuCtxPopCurrent(self) -> tuple[Any, ...]:
         if not self._thread.stack:
             return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return _OK, types.CUcontext(self._thread.stack.pop().handle)
+        return OK, types.CUcontext(self._thread.stack.pop().handle)
 
-    @_function(1)
+    @function(1)
     def cuCtxGetId(self, context: Any) -> tuple[Any, ...]:
         found = self._known(context) if int(context) else self._current()
         return self._of_context(found, lambda ctx: ctx.id)
 
-    @_function(1)
+    @function(1)
     def cuCtxGetApiVersion(self, context: Any) -> tuple[Any, ...]:
         found = self._known(context) if int(context) else self._current()
         if found is not None and not found.alive and int(context):
@@ -333,43 +307,43 @@ class SimulatedDriver:
             return Status.CUDA_ERROR_INVALID_CONTEXT, None
         if not context.alive:
             return Status.CUDA_ERROR_CONTEXT_IS_DESTROYED, None
-        return _OK, get(context)
+        return OK, get(context)
 
     def _of_current(self, get: Callable[[Context], Any]) -> tuple[Any, ...]:
         return self._of_context(self._current(), get)
 
-    @_function(1)
+    @function(1)
     def cuCtxGetDevice(self) -> tuple[Any, ...]:
         context = self._current()
         if context is None:
             return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return _OK, types.CUdevice(context.ordinal)  # a dead context still says it
+        return OK, types.CUdevice(context.ordinal)  # a dead context still says it
 
-    @_function(1)
+    @function(1)
     def cuCtxGetFlags(self) -> tuple[Any, ...]:
         return self._of_current(lambda ctx: ctx.flags)
 
-    @_function(0)
+    @function(0)
     def cuCtxSetFlags(self, flags: int) -> tuple[Any, ...]:
         if not _valid_flags(flags):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         return self._of_current(lambda ctx: setattr(ctx, "flags", flags))[:1]
 
-    @_function(1)
+    @function(1)
     def cuCtxGetLimit(self, limit: Any) -> tuple[Any, ...]:
         status, limits = self._of_current(lambda ctx: ctx.limits)
-        if status != _OK:
+        if status != OK:
             return (status,)
         if limit == types.CUlimit.CU_LIMIT_MAX:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         if limit not in limits:
             return (Status.CUDA_ERROR_UNSUPPORTED_LIMIT,)
-        return _OK, limits[limit]
+        return OK, limits[limit]
 
-    @_function(0)
+    @function(0)
     def cuCtxSetLimit(self, limit: Any, value: int) -> tuple[Any, ...]:
         status, limits = self._of_current(lambda ctx: ctx.limits)
-        if status != _OK:
+        if status != OK:
             return (status,)
         if limit == types.CUlimit.CU_LIMIT_MAX:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
@@ -381,38 +355,38 @@ class SimulatedDriver:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         step = _LIMIT_STEPS.get(limit, 1)
         limits[limit] = -(-value // step) * step  # the driver rounds up
-        return (_OK,)
+        return (OK,)
 
-    @_function(1)
+    @function(1)
     def cuCtxGetCacheConfig(self) -> tuple[Any, ...]:
         return self._of_current(lambda ctx: ctx.cache_config)
 
-    @_function(0)
+    @function(0)
     def cuCtxSetCacheConfig(self, config: Any) -> tuple[Any, ...]:
         return self._of_current(lambda ctx: setattr(ctx, "cache_config", config))[:1]
 
-    @_function(1)
+    @function(1)
     def cuCtxGetSharedMemConfig(self) -> tuple[Any, ...]:
         four_bytes = types.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
         return self._of_current(lambda ctx: four_bytes)
 
-    @_function(0)
+    @function(0)
     def cuCtxSetSharedMemConfig(self, config: Any) -> tuple[Any, ...]:
         return self._of_current(lambda ctx: None)[:1]  # accepted, and without effect
 
-    @_function(2)
+    @function(2)
     def cuCtxGetStreamPriorityRange(self) -> tuple[Any, ...]:
         status, _ = self._of_current(lambda ctx: None)
-        return (_OK, 0, -5) if status == _OK else (status,)
+        return (OK, 0, -5) if status == OK else (status,)
 
-    @_function(0)
+    @function(0)
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
         return self._of_current(lambda ctx: None)[:1]
 
-    @_function(0)
+    @function(0)
     def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> tuple[Any, ...]:
         status, current = self._of_current(lambda ctx: ctx)
-        if status != _OK or not int(context):
+        if status != OK or not int(context):
             return (Status.CUDA_ERROR_INVALID_CONTEXT,)
         peer = self._known(context)
         if not self._reaches(current.gpu, peer.gpu):
@@ -420,93 +394,7 @@ class SimulatedDriver:
         if peer.id in current.peers:
             return (Status.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,)
         current.peers.add(peer.id)
-        return (_OK,)
-
-    # -- events: a simulated device has done its work before the call returns, so they are done
-
-    @_function(1)
-    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
-        status, context = self._of_current(lambda ctx: ctx)
-        if status != _OK:
-            return (status,)
-        event = types.CUevent(next(self._handles))
-        self._events[int(event)] = context
-        return _OK, event
-
-    @_function(0)
-    def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
-        found = self._events.pop(int(event), None)
-        return (_OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
-
-    @_function(0)
-    def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
-        status, current = self._of_current(lambda ctx: ctx)
-        if status != _OK:
-            return (status,)
-        same = self._events.get(int(event)) is current and int(stream) in _STREAMS
-        return (_OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
-
-    @_function(0)
-    def cuCtxRecordEvent(self, context: Any, event: Any) -> tuple[Any, ...]:
-        same = self._events.get(int(event)) is self._known(context)
-        return (_OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
-
-    @_function(0)
-    def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
-        known = int(event) in self._events
-        return (_OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
-
-    @_function(0)
-    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
-        known = int(event) in self._events and int(stream) in _STREAMS
-        status = self._of_current(lambda ctx: None)[0]
-        if status != _OK:
-            return (status,)
-        return (_OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
-
-    @_function(1)
-    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
-        before, self._thread.capture_mode = self._thread.capture_mode, mode
-        return _OK, before
-
-    # -- memory
-
-    @_function(2)
-    def cuMemGetInfo(self) -> tuple[Any, ...]:
-        status, gpu = self._of_current(lambda ctx: ctx.gpu)
-        if status != _OK:
-            return (status,)
-        return _OK, gpu.total_memory - gpu.used_memory, gpu.total_memory
-
-    @_function(1)
-    def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
-        with self._lock:
-            status, context = self._of_current(lambda ctx: ctx)
-            if status != _OK:
-                return (status,)
-            gpu = context.gpu
-            if nbytes == 0:
-                return (Status.CUDA_ERROR_INVALID_VALUE,)
-            if gpu.used_memory + nbytes > gpu.total_memory:
-                return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
-            gpu.used_memory += nbytes
-            pointer = next(self._pointers)
-            context.allocations[pointer] = nbytes
-            return _OK, types.CUdeviceptr(pointer)
-
-    @_function(0)
-    def cuMemFree(self, pointer: Any) -> tuple[Any, ...]:
-        with self._lock:
-            current = self._current()
-            if current is not None and not current.alive:
-                return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
-            if not int(pointer):
-                return (_OK,)
-            for context in self._contexts.values():
-                if int(pointer) in context.allocations:
-                    context.gpu.used_memory -= context.allocations.pop(int(pointer))
-                    return (_OK,)
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        return (OK,)
 
 
 def _valid_flags(flags: int) -> bool:

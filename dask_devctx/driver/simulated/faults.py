@@ -25,12 +25,25 @@ WORKING_CALLS = frozenset(
         "cuEventCreate",
         "cuEventQuery",
         "cuEventRecord",
+        "cuIpcCloseMemHandle",
+        "cuIpcGetMemHandle",
+        "cuIpcOpenMemHandle",
         "cuMemAlloc",
         "cuMemFree",
+        "cuMemGetAddressRange",
         "cuMemGetInfo",
+        "cuMemcpyAsync",
+        "cuMemcpyDtoH",
+        "cuMemcpyHtoD",
+        "cuMemcpyPeerAsync",
+        "cuStreamCreate",
+        "cuStreamDestroy",
+        "cuStreamSynchronize",
         "cuStreamWaitEvent",
     )
 )
+# Those of them that wait for what the device was given.
+_WAITING_CALLS = ("cuCtxSynchronize", "cuMemcpyDtoH", "cuStreamSynchronize")
 
 
 @dataclass
@@ -117,7 +130,7 @@ class Faults:
                 return fault.status
         if self._sticky is None or function not in WORKING_CALLS:
             return None
-        if function == "cuCtxSynchronize":
+        if function in _WAITING_CALLS:
             time.sleep(max(0.0, self._sticky_at - time.monotonic()))
         if time.monotonic() >= self._sticky_at:
             return self._sticky

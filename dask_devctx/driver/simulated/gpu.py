@@ -73,13 +73,6 @@ class Context:
     limits: dict[Any, int] = field(default_factory=lambda: dict(_LIMITS))
     cache_config: Any = types.CUfunc_cache.CU_FUNC_CACHE_PREFER_NONE
     peers: set[int] = field(default_factory=set)
-    allocations: dict[int, int] = field(default_factory=dict)  # bytes by address
-
-    def die(self) -> None:
-        """End the context, and with it the memory that was allocated in it."""
-        self.alive = False
-        self.gpu.used_memory -= sum(self.allocations.values())
-        self.allocations.clear()
 
     def revive(self, number: int) -> None:
         """Begin again as a new context behind the old handle, as a primary one does."""

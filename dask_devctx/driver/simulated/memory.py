@@ -1,0 +1,241 @@
+"""Simulated device memory: addresses, host memory that holds the contents, and handles of it.
+
+Contents are host memory that is made when somebody first reads or writes them, so a device of
+16 GiB costs nothing until it is used. What one process exports another one maps: the contents
+are an anonymous file (``memfd_create``) that the other process opens through ``/proc``. The file
+goes with the last process that has it open, so a process that is killed leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import secrets
+import struct
+import threading
+import uuid
+from bisect import bisect_left, bisect_right
+from typing import Any, NamedTuple
+
+from cuda.bindings.driver import CUdeviceptr
+
+from dask_devctx.driver.simulated.function import OK, Status
+from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
+
+_FIRST_ADDRESS = 0x7F00_0000_0000
+_PAGE = 2 * 2**20  # one stays free after each block: what runs past an end meets no other block
+_HANDLE = struct.Struct("=4siiQ16s16s12x")  # 64 bytes, as a CUipcMemHandle has
+_MARK = b"sim1"
+
+
+class Handle(NamedTuple):
+    """What a handle says: whose memory, of which GPU, and how it is found."""
+
+    pid: int
+    fd: int
+    nbytes: int
+    gpu: uuid.UUID
+    token: bytes
+
+    def pack(self) -> bytes:
+        return _HANDLE.pack(_MARK, self.pid, self.fd, self.nbytes, self.gpu.bytes, self.token)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Handle | None:
+        mark, pid, fd, nbytes, gpu, token = _HANDLE.unpack(raw)
+        return cls(pid, fd, nbytes, uuid.UUID(bytes=gpu), token) if mark == _MARK else None
+
+    def is_of(self, gpu: SimulatedGPU) -> bool:
+        return self.gpu.bytes == uuid.UUID(gpu.uuid.removeprefix("GPU-")).bytes
+
+    def contents(self) -> mmap.mmap | None:
+        """Map the exporter's memory; None where it was freed, or is of another container."""
+        if self.fd < 0:
+            return None
+        path = f"/proc/{self.pid}/fd/{self.fd}"
+        try:
+            if not self._names(path):
+                return None
+            fd = os.open(path, os.O_RDWR)
+        except OSError:
+            return None
+        try:
+            return mmap.mmap(fd, self.nbytes) if self._names(f"/proc/self/fd/{fd}") else None
+        finally:
+            os.close(fd)
+
+    def _names(self, path: str) -> bool:
+        # The number of a descriptor is used again, the token never is.
+        return self.token.hex() in os.readlink(path)
+
+
+class Block:
+    """One allocation, or memory of another process that was opened here.
+
+    Parameters
+    ----------
+    context
+        Whose it is.
+    base, nbytes
+        Where it begins on the device, and how long it is.
+    contents
+        The host memory behind it; None where it is to be made when it is needed.
+    """
+
+    def __init__(
+        self, context: Context, base: int, nbytes: int, contents: mmap.mmap | None = None
+    ) -> None:
+        self.context = context
+        self.base = base
+        self.nbytes = nbytes
+        self.opened: Handle | None = None
+        self.uses = 1  # how often it was opened
+        self._lock = threading.Lock()
+        self._fd = -1
+        self._token = b""
+        self._exported = False
+        self._keep: Any = contents
+        self._address = 0 if contents is None else _address(contents)
+
+    def lend(self, address: int, owner: object) -> None:
+        """Let the contents be host memory that ``owner`` keeps alive."""
+        self._address, self._keep = address, owner
+
+    def host_address(self, address: int) -> int:
+        """Return where in host memory the byte at a device address is."""
+        with self._lock:
+            if not self._address:
+                self._make()
+        return self._address + address - self.base
+
+    def _make(self) -> None:
+        self._token = secrets.token_bytes(16)
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create(f"simulated-gpu-{self._token.hex()}")
+            os.ftruncate(self._fd, self.nbytes)
+        self._keep = mmap.mmap(self._fd, self.nbytes)
+        self._address = _address(self._keep)
+
+    def export(self) -> Handle | None:
+        """Return a handle for other processes; None where the memory is lent, or cannot be seen."""
+        self.host_address(self.base)
+        if self._fd < 0:
+            return None
+        self._exported = True
+        gpu = uuid.UUID(self.context.gpu.uuid.removeprefix("GPU-"))
+        return Handle(os.getpid(), self._fd, self.nbytes, gpu, self._token)
+
+    def release(self) -> None:
+        """Let go of the contents. Who has exported memory open reads rubbish from then on."""
+        with self._lock:
+            if self._exported:
+                ctypes.memset(self._address, 0xDB, self.nbytes)
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+def _address(contents: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(contents))
+
+
+class Memory:
+    """All that one process has of its simulated GPUs' memory.
+
+    Notes
+    -----
+    Thread-safe. No address is used twice.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, Block] = {}
+        self._bases: list[int] = []  # ascending
+        self._next = _FIRST_ADDRESS
+        self._lock = threading.RLock()
+
+    def allocate(self, context: Context, nbytes: int) -> int | None:
+        """Take memory from the context's GPU; None where it has not enough left."""
+        with self._lock:
+            if context.gpu.used_memory + nbytes > context.gpu.total_memory:
+                return None
+            context.gpu.used_memory += nbytes
+            return self._add(context, nbytes, None).base
+
+    def _add(self, context: Context, nbytes: int, contents: mmap.mmap | None) -> Block:
+        block = Block(context, self._next, nbytes, contents)
+        self._next += (-(-nbytes // _PAGE) + 1) * _PAGE
+        self._blocks[block.base] = block
+        self._bases.append(block.base)
+        return block
+
+    def free(self, base: int) -> bool:
+        """Give an allocation back; False where none begins there."""
+        with self._lock:
+            block = self._blocks.get(base)
+            if block is None or block.opened:
+                return False
+            self._remove(block)
+            return True
+
+    def _remove(self, block: Block) -> None:
+        del self._blocks[block.base]
+        del self._bases[bisect_left(self._bases, block.base)]
+        if not block.opened:
+            block.context.gpu.used_memory -= block.nbytes
+        block.release()
+
+    def end(self, context: Context) -> None:
+        """Give back all that a context has."""
+        with self._lock:
+            for block in list(self._blocks.values()):
+                if block.context is context:
+                    self._remove(block)
+
+    def find(self, address: int, nbytes: int = 1) -> Block | None:
+        """Return the block that has all of these bytes."""
+        with self._lock:
+            index = bisect_right(self._bases, address) - 1
+            block = self._blocks[self._bases[index]] if index >= 0 else None
+        inside = block is not None and address + nbytes <= block.base + block.nbytes
+        return block if inside else None
+
+    def copy(self, target: int, source: int, nbytes: int) -> bool:
+        """Copy between blocks; False where either has not all of these bytes."""
+        to, of = self.find(target, nbytes), self.find(source, nbytes)
+        if to is None or of is None:
+            return False
+        ctypes.memmove(to.host_address(target), of.host_address(source), nbytes)
+        return True
+
+    # -- memory of other processes
+
+    def open(self, handle: Handle, context: Context) -> tuple[Any, ...]:
+        """Map another process's memory for a context: the status, and where it is."""
+        with self._lock:
+            for block in self._blocks.values():
+                if block.opened == handle and block.context is context:
+                    block.uses += 1
+                    return OK, CUdeviceptr(block.base)
+                # One process's memory of a GPU belongs to one context of each GPU of another.
+                if block.opened and block.context.gpu is context.gpu:
+                    theirs = block.opened.pid, block.opened.gpu
+                    if theirs == (handle.pid, handle.gpu) and block.context is not context:
+                        return (Status.CUDA_ERROR_ALREADY_MAPPED,)
+            contents = handle.contents()
+            if contents is None:
+                return (Status.CUDA_ERROR_INVALID_VALUE,)
+            block = self._add(context, handle.nbytes, contents)
+            block.opened = handle
+            return OK, CUdeviceptr(block.base)
+
+    def close(self, base: int) -> bool:
+        """Undo one opening; False where nothing is open there."""
+        with self._lock:
+            block = self._blocks.get(base)
+            if block is None or not block.opened:
+                return False
+            block.uses -= 1
+            if not block.uses:
+                self._remove(block)
+            return True

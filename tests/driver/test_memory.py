@@ -1,0 +1,182 @@
+"""Contents of device memory, and streams: what both drivers answer."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from dask_devctx.driver.calls import Calls
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.driver.work import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.errors import DriverError
+
+SOME = bytes(range(256)) * 16
+
+
+@pytest.fixture
+def pointer(calls):
+    """Memory of the current context that begins with ``SOME``."""
+    pointer = calls.allocate(3 * len(SOME))
+    calls.copy_from_host(pointer, SOME)
+    return pointer
+
+
+@pytest.fixture
+def stream(calls):
+    stream = calls.stream_create()
+    yield stream
+    calls.stream_destroy(stream)
+
+
+def test_memory_keeps_what_was_written(calls, pointer):
+    calls.copy_from_host(pointer + 100, b"here")
+    assert calls.copy_to_host(pointer, 110) == SOME[:100] + b"here" + SOME[104:110]
+    assert calls.copy_to_host(pointer, 0) == b""
+
+
+@pytest.mark.parametrize("which", [0, LEGACY_STREAM, PER_THREAD_STREAM, "own"])
+def test_a_copy_within_a_device(calls, pointer, stream, which):
+    which = stream if which == "own" else which
+    calls.copy(pointer + len(SOME) + 8, pointer, len(SOME), which)
+    calls.stream_synchronize(which)
+    assert calls.copy_to_host(pointer + len(SOME) + 8, len(SOME)) == SOME
+
+
+def test_a_copy_to_another_device_needs_neither_its_context_nor_peer_access(calls, pointer, stream):
+    calls.set_current(calls.contexts[1])
+    there = calls.allocate(len(SOME))
+    calls.set_current(calls.contexts[0])
+    calls.copy(there, pointer, len(SOME), stream)
+    calls.stream_synchronize(stream)
+    assert calls.copy_to_host(there, len(SOME)) == SOME
+
+
+def test_a_copy_between_contexts(calls, pointer, stream):
+    calls.set_current(calls.contexts[1])
+    there = calls.allocate(len(SOME))
+    calls.set_current(calls.contexts[0])
+    calls.copy_peer(there, calls.contexts[1], pointer, calls.contexts[0], len(SOME), stream)
+    calls.stream_synchronize(stream)
+    assert calls.copy_to_host(there, len(SOME)) == SOME
+
+
+def test_a_copy_between_contexts_of_one_device(calls, pointer):
+    own = calls.create(0, 0)
+    there = calls.allocate(len(SOME))
+    calls.copy(there, pointer, len(SOME), 0)
+    calls.synchronize()
+    assert calls.copy_to_host(there, len(SOME)) == SOME
+    calls.destroy(own)
+    calls.set_current(calls.contexts[0])
+
+
+def test_memory_of_a_destroyed_context_is_none(calls):
+    own = calls.create(0, 0)
+    pointer = calls.allocate(len(SOME))
+    calls.destroy(own)
+    calls.set_current(calls.contexts[0])
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        calls.copy_to_host(pointer, 4)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(lambda calls, pointer, no: calls.copy(pointer, no, 4, 0), id="from"),
+        pytest.param(lambda calls, pointer, no: calls.copy(no, pointer, 4, 0), id="to"),
+        pytest.param(lambda calls, pointer, no: calls.copy_to_host(no, 4), id="to host"),
+        pytest.param(lambda calls, pointer, no: calls.copy_from_host(no, b"four"), id="from host"),
+        pytest.param(lambda calls, pointer, no: calls.ipc_export(no), id="export"),
+        pytest.param(lambda calls, pointer, no: calls.ipc_close(no), id="close"),
+    ],
+)
+def test_memory_that_was_freed_is_an_invalid_value(calls, pointer, use):
+    freed = calls.allocate(64 * 2**20)
+    calls.free(freed)
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        use(calls, pointer, freed)
+    assert calls.copy_to_host(pointer, 4) == SOME[:4]  # and nothing is broken
+
+
+def test_the_allocation_around_an_address(calls):
+    pointer = calls.allocate(5 * 2**20)
+    assert calls.address_range(pointer) == (pointer, 5 * 2**20)
+    assert calls.address_range(pointer + 5 * 2**20 - 1) == (pointer, 5 * 2**20)
+    calls.free(pointer)
+    with pytest.raises(DriverError, match="CUDA_ERROR_NOT_FOUND"):
+        calls.address_range(pointer)
+
+
+def test_without_a_context_there_is_no_work(calls, pointer):
+    calls.set_current(0)
+    for use in (
+        lambda: calls.stream_create(),
+        lambda: calls.stream_synchronize(0),
+        lambda: calls.copy(pointer, pointer + 8, 4, 0),
+        lambda: calls.copy_to_host(pointer, 4),
+        lambda: calls.ipc_export(pointer),
+        lambda: calls.ipc_open(bytes(64)),
+        lambda: calls.ipc_close(pointer),
+        lambda: calls.address_range(pointer),
+    ):
+        with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_CONTEXT"):
+            use()
+
+
+def test_the_default_stream_is_not_destroyed(calls):
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_HANDLE"):
+        calls.stream_destroy(0)
+
+
+def test_an_event_of_a_stream_of_its_own(calls, stream):
+    event = calls.event_create()
+    calls.event_record(event, stream)
+    calls.stream_wait(LEGACY_STREAM, event)
+    calls.stream_synchronize(stream)
+    assert calls.event_done(event)
+    calls.event_destroy(event)
+
+
+def test_an_event_is_recorded_on_a_stream_of_its_context_only(calls, stream):
+    calls.set_current(calls.contexts[1])
+    event = calls.event_create()
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_HANDLE"):
+        calls.event_record(event, stream)
+    calls.stream_wait(stream, event)  # whose event it waits for does not matter
+    calls.set_current(calls.contexts[0])
+
+
+def test_a_copy_past_the_end_is_an_invalid_value():
+    """On simulated devices only: a real one has other memory there, or takes a whole page."""
+    calls = Calls(SimulatedMachine(1).driver)
+    calls.init()
+    calls.set_current(calls.primary_retain(0))
+    pointer = calls.allocate(100)
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        calls.copy_to_host(pointer + 97, 4)
+    calls.set_current(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_contents_that_nobody_writes_take_no_host_memory():
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    calls = Calls(SimulatedMachine(1).driver)
+    calls.init()
+    calls.set_current(calls.primary_retain(0))
+    before = resident()
+    pointers = [calls.allocate(4 * 2**30) for _ in range(4)]
+    calls.copy_from_host(pointers[2] + 2**31, b"a little")
+    assert calls.copy_to_host(pointers[2] + 2**31, 8) == b"a little"
+    assert resident() < before + 64 * 2**20
+    calls.set_current(0)
+
+
+@pytest.mark.parametrize("wrong", [b"", bytes(65)])
+def test_a_handle_has_64_bytes(calls, wrong):
+    with pytest.raises(ValueError, match=f"a handle has 64 bytes, got {len(wrong)}"):
+        calls.ipc_open(wrong)
