@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
@@ -88,21 +87,8 @@ def give(lane: Lane) -> None:
         _free[lane.device._backend][lane.device].append(lane)
 
 
-@contextmanager
-def lane(device: Device) -> Iterator[Lane]:
-    """A lane of a device for the ``with`` block, after which all of its work is done.
-
-    The device is current inside.
-    """
-    with device:
-        taken = take(device)
-        try:
-            yield taken
-        except BaseException:
-            # What it was given may write to memory that is let go now. A lane that failed is gone.
-            with suppress(DevctxError):
-                taken.wait()
-                give(taken)
-            raise
-        taken.wait()
-        give(taken)
+def drop(lane: Lane) -> None:
+    """Wait for a lane whose work is not wanted: it may write to memory that is let go now."""
+    with suppress(DevctxError), lane.device:  # one that failed writes nothing any more
+        lane.wait()
+        give(lane)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Hashable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from dask_devctx.cuda.device import Device
@@ -12,7 +12,17 @@ from dask_devctx.errors import DevctxError
 
 
 @dataclass(eq=False)
-class _Opened:
+class Opened:
+    """A buffer of another process that is open here.
+
+    Parameters
+    ----------
+    device
+        Where it was opened.
+    pointer
+        Its address there.
+    """
+
     device: Device
     pointer: int
     readers: int = 0
@@ -34,15 +44,14 @@ class OpenedBuffers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._opened: dict[tuple[Hashable, int, Device], _Opened] = {}
+        self._opened: dict[tuple[Hashable, int, Device], Opened] = {}
 
     def has(self, peer: Hashable, number: int, device: Device) -> bool:
         """Return whether a buffer is open on a device."""
         return (peer, number, device) in self._opened
 
-    @contextmanager
-    def reading(self, peer: Hashable, number: int, handle: bytes, device: Device) -> Iterator[int]:
-        """The address of another process' buffer on a device, which is current.
+    def begin(self, peer: Hashable, number: int, handle: bytes, device: Device) -> Opened:
+        """Return another process' buffer, opened on a device, which is current.
 
         Parameters
         ----------
@@ -55,48 +64,54 @@ class OpenedBuffers:
         ------
         DriverError
             It cannot be opened here.
+
+        Notes
+        -----
+        It stays open until :meth:`end` is called with it, at least.
         """
         name = (peer, number, device)
         with self._lock:
-            entry = self._opened.get(name)
-            if entry is None or entry.closing:
+            found = self._opened.get(name)
+            if found is None:
                 pointer = device._backend.calls.ipc_open(handle)
-                entry = self._opened[name] = _Opened(device, pointer)
-            entry.readers += 1
-        try:
-            yield entry.pointer
-        finally:
-            with self._lock:
-                entry.readers -= 1
-                last = entry.closing and not entry.readers
-            if last:
-                _close(entry)
+                found = self._opened[name] = Opened(device, pointer)
+            found.readers += 1
+        return found
 
-    def close(self, peer: Hashable, numbers: Collection[int] | None = None) -> bool:
-        """Close buffers of a peer, all by default; return whether none is being read."""
-        return self._close(lambda whose, number: whose == peer and _is_in(number, numbers))
-
-    def close_all(self) -> bool:
-        """Close everything; return whether nothing is being read."""
-        return self._close(lambda whose, number: True)
-
-    def _close(self, wanted: Callable[[Hashable, int], bool]) -> bool:
+    def end(self, opened: Opened) -> None:
+        """Note that a reader is done with a buffer."""
         with self._lock:
-            found = [name for name in self._opened if wanted(name[0], name[1])]
-            entries = [self._opened.pop(name) for name in found]
-            for entry in entries:
-                entry.closing = True
-            idle = [entry for entry in entries if not entry.readers]
-        for entry in idle:
-            _close(entry)
-        return len(idle) == len(entries)
+            opened.readers -= 1
+            last = opened.closing and not opened.readers
+        if last:
+            _close(opened)
+
+    def close(self, peer: Hashable = None, numbers: Collection[int] | None = None) -> bool:
+        """Close buffers; return whether none of them is still being read.
+
+        Parameters
+        ----------
+        peer
+            Whose; None for everybody's.
+        numbers
+            Which; None for all.
+        """
+        with self._lock:
+            names = [
+                (whose, number, device)
+                for whose, number, device in self._opened
+                if peer in (None, whose) and (numbers is None or number in numbers)
+            ]
+            found = [self._opened.pop(name) for name in names]
+            for opened in found:
+                opened.closing = True
+            idle = [opened for opened in found if not opened.readers]
+        for opened in idle:
+            _close(opened)
+        return len(idle) == len(found)
 
 
-def _is_in(number: int, numbers: Collection[int] | None) -> bool:
-    return numbers is None or number in numbers
-
-
-def _close(entry: _Opened) -> None:
+def _close(opened: Opened) -> None:
     # Where the process' CUDA is broken, what it has open goes with it.
-    with suppress(DevctxError), entry.device:
-        entry.device._backend.calls.ipc_close(entry.pointer)
+    with suppress(DevctxError), opened.device:
+        opened.device._backend.calls.ipc_close(opened.pointer)

@@ -19,10 +19,19 @@ from dask_devctx.transfer.ipc.frames import Part
 
 
 class Parts:
-    """The parts that are on a device, of one value or of several; each is listed once."""
+    """The parts of a value that are on a device; each is listed once.
+
+    Attributes
+    ----------
+    all
+        The parts.
+    gathered
+        Whether some are copies that this thread's current streams were told to make.
+    """
 
     def __init__(self) -> None:
         self.all: list[Part] = []
+        self.gathered = False
         self._known: dict[tuple[str, int, int], _Place] = {}
 
     def add(self, part: Part) -> object:
@@ -65,11 +74,14 @@ class Parcel:
         The host's memory that the pickle left out.
     parts
         The device's.
+    gathered
+        Whether this thread's current streams were told to make some of those.
     """
 
     pickled: bytes
     buffers: list[memoryview] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
+    gathered: bool = False
 
 
 def pack(value: object, find: Find) -> Parcel:
@@ -125,7 +137,8 @@ def _packed(kind: Any, value: object, find: Find) -> Parcel:
     pickler = kind(file, protocol=5, buffer_callback=leave_out)
     pickler.find, pickler.parts = find, Parts()
     pickler.dump(value)
-    return Parcel(file.getvalue(), buffers, pickler.parts.all)
+    parts = pickler.parts
+    return Parcel(file.getvalue(), buffers, parts.all, parts.gathered)
 
 
 class _Pickler(pickle.Pickler):

@@ -1,0 +1,114 @@
+"""One transfer on its sender's side: from where the parts are to staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dask_devctx.transfer.events import Stamp
+from dask_devctx.transfer.ipc import lanes
+from dask_devctx.transfer.ipc.frames import Part
+from dask_devctx.transfer.ipc.lanes import Lane
+from dask_devctx.transfer.ipc.layout import Layout
+from dask_devctx.transfer.ipc.staging import Staged, Staging
+
+
+class Sending:
+    """Parts on their way to another process, in one piece or in several.
+
+    Parameters
+    ----------
+    parts
+        The parts; they are kept alive with it.
+    staging
+        Staging memory of the device that has most of them.
+    after
+        Stamps of the work that makes them.
+    gathered
+        Whether this thread's current streams were given some of that work just now.
+    whole
+        Whether all of it may pass at once, where there is room.
+
+    Attributes
+    ----------
+    nbytes, piece
+        The bytes in all, and of a piece.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        staging: Staging,
+        after: Iterable[Stamp],
+        *,
+        gathered: bool = False,
+        whole: bool = True,
+    ) -> None:
+        self.parts = parts
+        self.staging = staging
+        self._after = tuple(after)
+        self._gathered = gathered
+        self._layout = Layout(part.nbytes for part in parts)
+        self._staged: dict[int, Staged] = {}
+        self.nbytes = self._layout.nbytes
+        whole = whole and staging.fits(self.nbytes)
+        self.piece = max(self.nbytes if whole else min(staging.piece, self.nbytes), 1)
+
+    def start(self, index: int) -> Lane | None:
+        """Begin to copy a piece into staging memory; None where there is no room now.
+
+        Returns
+        -------
+        Lane or None
+            Whoever waits for it gives it to :meth:`finish`.
+
+        Raises
+        ------
+        DriverError
+            The device cannot export memory, or has failed.
+        """
+        begin, end = index * self.piece, min((index + 1) * self.piece, self.nbytes)
+        staged = self.staging.take(end - begin)
+        if staged is None:
+            return None
+        self._staged[index] = staged
+        device = self.staging.device
+        with device:
+            lane = lanes.take(device)
+            try:
+                for stamp in self._after:
+                    lane.after(stamp)
+                if self._gathered:
+                    lane.after_current_streams()
+                    self._gathered = False
+                for span in self._layout.spans(begin, end):
+                    source = self.parts[span.part].pointer + span.in_part
+                    lane.copy(staged.pointer + span.in_piece, source, span.nbytes)
+                lane.mark()
+            except BaseException:
+                lanes.drop(lane)
+                raise
+        return lane
+
+    def finish(self, lane: Lane) -> None:
+        """Wait until a piece is there."""
+        with lane.device:
+            try:
+                lane.wait()
+            except BaseException:
+                lanes.drop(lane)
+                raise
+            lanes.give(lane)
+
+    def description(self, index: int) -> tuple[int, bytes, int, int]:
+        """Return what another process needs to read a piece."""
+        return self._staged[index].description
+
+    def was_read(self, until: int) -> None:
+        """Give back the pieces before this one: the receiver has read them."""
+        for index in [index for index in self._staged if index < until]:
+            self.staging.give([self._staged.pop(index)])
+
+    def close(self) -> None:
+        """Give back all pieces: nobody reads them any more."""
+        staged, self._staged = self._staged, {}
+        self.staging.give(staged.values())
