@@ -7,6 +7,7 @@ NumPy is imported here and nowhere else in the package.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,12 +15,18 @@ from contextlib import suppress
 from typing import Any, Self
 
 import numpy as np
+from cuda.bindings import driver as types
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import DevctxError, DeviceMismatchError, DriverUnavailableError
+from dask_devctx.errors import (
+    DevctxError,
+    DeviceMemoryError,
+    DeviceMismatchError,
+    DriverUnavailableError,
+)
 from dask_devctx.transfer import device_of, to_device
 
 _Array = np.ndarray[Any, Any]
@@ -60,8 +67,10 @@ class SimulatedArray(NDArrayOperatorsMixin):
     work on it through NumPy's protocols and give arrays on the same device; Python's and NumPy's
     scalars mix with it, host arrays do not. An array without elements may be used anywhere, since
     nothing is computed on it. Its bytes are taken from the simulated device's memory and given
-    back with the last array that looks at them. It is pickled by its values, and arrives on the
-    device that is current where it is unpickled.
+    back with the last array that looks at them. They belong to the context that is current when it
+    is made: they go with it, and computing on them in another context is an illegal address, after
+    which nothing works in this process. It is pickled by its values, and arrives on the device that
+    is current where it is unpickled.
 
     Examples
     --------
@@ -86,28 +95,51 @@ class SimulatedArray(NDArrayOperatorsMixin):
     _memory: _Memory | None
 
     def __init__(self, shape: int | tuple[int, ...], dtype: Any = float, order: Any = "C") -> None:
-        self._place(np.zeros(shape, dtype, order), _here())
+        size = math.prod(shape) if isinstance(shape, (tuple, list)) else int(shape)
+        nbytes = np.dtype(dtype).itemsize * size
+        self._fill(_here(), nbytes, lambda: np.zeros(shape, dtype, order))
 
     @classmethod
-    def asarray(cls, values: Any, dtype: Any = None) -> Self:
+    def asarray(cls, values: Any, dtype: Any = None, order: Any = None) -> Self:
         """Return ``values`` as an array on the current device, copied from the host.
 
         What is one already, and lives there, is returned as it is.
+
+        Parameters
+        ----------
+        values
+            What NumPy makes an array of.
+        dtype
+            Its type; that of ``values`` by default.
+        order
+            ``"C"`` or ``"F"``; that of ``values`` by default.
         """
         if isinstance(values, cls):
-            _check(values)
-            return values if dtype in (None, values.dtype) else values.astype(dtype)  # type: ignore[attr-defined]
-        return cls._new(np.array(values, dtype), _here())
+            return _apply(np.asarray, (values, dtype, order), {})  # type: ignore[no-any-return]
+        host = np.asarray(values, dtype)
+        return cls._filled(_here(), host.nbytes, lambda: np.array(host, order=order))
 
     @classmethod
-    def _new(cls, data: _Array, device: Device) -> Self:
+    def _empty(cls, shape: tuple[int, ...], dtype: Any, order: Any = "C") -> Self:
+        """Return an array on the current device for somebody to fill through its ``_pointer``."""
+        nbytes = np.dtype(dtype).itemsize * math.prod(shape)
+        return cls._filled(_here(), nbytes, lambda: np.empty(shape, dtype, order))
+
+    @classmethod
+    def _filled(cls, device: Device, nbytes: int, make: Callable[[], _Array]) -> Self:
         array = object.__new__(cls)
-        array._place(data, device)
+        array._fill(device, nbytes, make)
         return array
 
-    def _place(self, data: _Array, device: Device, memory: _Memory | None = None) -> None:
-        if memory is None and data.nbytes:
-            memory = _Memory(device, data.nbytes)
+    def _fill(self, device: Device, nbytes: int, make: Callable[[], _Array]) -> None:
+        """Take the device's memory first, and then the host's that stands for it."""
+        memory = _Memory(device, nbytes) if nbytes > 0 else None
+        data = _in_host_memory(make)
+        if memory is not None:
+            memory.lend(data)
+        self._place(data, device, memory)
+
+    def _place(self, data: _Array, device: Device, memory: _Memory | None) -> None:
         self._data, self._device, self._memory = data, device, memory
         _register_with_dask_array()
 
@@ -152,6 +184,16 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return self._data.flags
 
     @property
+    def _pointer(self) -> int:
+        """Where its first element is on the device: the driver's copies read and write there.
+
+        0 where it has no elements.
+        """
+        if self.dtype.hasobject:
+            raise TypeError(f"{self!r} holds Python's objects, which the driver cannot copy")
+        return 0 if self._memory is None else self._memory.pointer(self._data)
+
+    @property
     def T(self) -> Self:
         return self.transpose()  # type: ignore[attr-defined, no-any-return]
 
@@ -167,11 +209,18 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def get(self) -> _Array:
         """Return a copy in host memory; may be called with any device current."""
-        return self._data.copy(order="K")
+        return self._readable().copy(order="K")
 
     def copy_to(self, device: Device) -> Self:
         """Return a copy on another device, of the same layout; from whichever is current."""
-        return self._new(self._data.copy(order="K"), device)
+        data = self._readable()
+        return self._filled(device, data.nbytes, lambda: data.copy(order="K"))
+
+    def _readable(self) -> _Array:
+        """Return the values, to be copied, which the driver does in any context."""
+        if self._memory is not None:
+            self._memory.check_there()
+        return self._data
 
     def item(self, *args: Any) -> Any:
         """Return one element as Python's own number."""
@@ -231,7 +280,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return object.__sizeof__(self) + self.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).asarray, (self._data,)
+        return type(self).asarray, (self._readable(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.copy_to(self._device)
@@ -239,24 +288,53 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def __dask_tokenize__(self) -> tuple[Any, ...]:
         from dask.base import normalize_token
 
-        return "dask_devctx.SimulatedArray", self._device.uuid, normalize_token(self._data)
+        return "dask_devctx.SimulatedArray", self._device.uuid, normalize_token(self._readable())
 
 
 class _Memory:
     """Bytes taken from a simulated device, until the last array that looks at them is gone."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_backend", "_block", "_owner")
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        backend = device._backend
+        self._backend = backend = device._backend
         if not backend.simulated:
             raise DriverUnavailableError(
                 "SimulatedArray lives on simulated devices and this process has real ones",
                 f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
             )
-        with device:
+        if Device.current() is device:  # in a context of one's own, too
             pointer = backend.calls.allocate(nbytes)
+        else:
+            with device:
+                pointer = backend.calls.allocate(nbytes)
+        self._block = backend.machine.driver.block(pointer)
         weakref.finalize(self, _free, backend, pointer).atexit = False
+
+    def lend(self, data: _Array) -> None:
+        """Let NumPy's memory be the contents of the device's."""
+        self._owner = _owner(data)
+        self._block.lend(self._owner)
+
+    def pointer(self, data: _Array) -> int:
+        return int(self._block.base + _address(data) - _address(self._owner))
+
+    def is_current(self) -> bool:
+        """Whether what is computed now, on this thread, may use it."""
+        block = self._block
+        return bool(block.alive and self._backend.current_context() == block.context.handle)
+
+    def is_primary(self) -> bool:
+        return bool(self._block.alive and self._block.context.is_primary)
+
+    def check_there(self) -> None:
+        if not self._block.alive:
+            self._backend.calls.copy_to_host(self._block.base, 1)
+
+    def illegal_address(self) -> None:
+        """Fail, as the device does when a kernel uses an address that its context does not have."""
+        self._backend.machine.faults.poison(types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+        self._backend.calls.synchronize()
 
 
 def _free(backend: Backend, pointer: int) -> None:
@@ -265,14 +343,34 @@ def _free(backend: Backend, pointer: int) -> None:
         backend.calls.free(pointer)
 
 
+def _address(data: _Array) -> int:
+    return int(data.__array_interface__["data"][0])
+
+
+def _in_host_memory(make: Callable[[], Any]) -> Any:
+    """Return what NumPy makes, in the host's memory that stands for the device's."""
+    try:
+        return make()
+    except DeviceMemoryError:
+        raise
+    except MemoryError as error:
+        status = types.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+        why = f"the host's memory does not suffice to simulate it: {error}"
+        raise DeviceMemoryError("cuMemAlloc", status.name, int(status), why) from error
+
+
 def _here() -> Device:
     return Device.current() or Device(0)
 
 
 def _check(array: SimulatedArray) -> _Array:
     """Return the values, to be computed on now: the one place that asks whether this is allowed."""
-    if array._data.size and array._device is not (here := _here()):
-        raise DeviceMismatchError(f"an array of shape {array.shape}", array._device, here)
+    memory = array._memory
+    if memory is not None and not memory.is_current() and array._data.size:
+        if array._device is not (here := _here()):
+            raise DeviceMismatchError(f"an array of shape {array.shape}", array._device, here)
+        if Device.current() or not memory.is_primary():
+            memory.illegal_address()
     return array._data
 
 
@@ -283,7 +381,7 @@ def _apply(
     used: list[SimulatedArray] = []
     args = _unwrapped(tuple(args), used, host=host)
     kwargs = _unwrapped(kwargs, used, host=host)
-    return _wrapped(function(*args, **kwargs), used)
+    return _wrapped(_in_host_memory(lambda: function(*args, **kwargs)), used)
 
 
 def _unwrapped(value: Any, used: list[SimulatedArray], *, host: bool = False) -> Any:
@@ -318,7 +416,7 @@ def _wrapped(result: Any, used: list[SimulatedArray]) -> Any:
             view = object.__new__(SimulatedArray)
             view._place(result, array._device, array._memory)
             return view
-    return SimulatedArray._new(result, _here())
+    return SimulatedArray._filled(_here(), owner.nbytes, lambda: result)
 
 
 def _owner(data: _Array) -> _Array:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from contextlib import closing
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
 
-from dask_devctx import Device
-from dask_devctx.errors import DeviceMemoryError, DeviceMismatchError, DriverUnavailableError
+from dask_devctx import Context, Device, to_device
+from dask_devctx.errors import (
+    DeviceMemoryError,
+    DeviceMismatchError,
+    DriverError,
+    DriverUnavailableError,
+)
 from dask_devctx.simulated_array import SimulatedArray
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -116,6 +122,159 @@ def test_runs_out_of_memory(machine):
         SimulatedArray(100)
     assert isinstance(error.value, MemoryError)
     assert machine.gpus[0].used_memory == kept.nbytes
+
+
+def test_more_than_there_is_is_charged_before_the_host_is_asked(machine):
+    too_much = 2**60  # bytes; no host has them, and NumPy would say so
+    for make in (
+        lambda: SimulatedArray(too_much // 8),
+        lambda: SimulatedArray((2**30, too_much // 2**33)),
+        lambda: SimulatedArray.asarray(np.broadcast_to(1.0, too_much // 8)),
+    ):
+        with pytest.raises(DeviceMemoryError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+            make()
+    assert machine.gpus[0].used_memory == 0
+
+
+def test_a_result_that_the_host_cannot_hold_is_the_devices_error(machine):
+    column, row = SimulatedArray((2**26, 1), "b"), SimulatedArray((1, 2**32), "b")
+    with pytest.raises(DeviceMemoryError, match="the host's memory does not suffice") as error:
+        column + row
+    assert isinstance(error.value.__cause__, MemoryError)
+    assert machine.gpus[0].used_memory == column.nbytes + row.nbytes
+
+
+def test_order_of_what_comes_from_the_host(host):
+    x = SimulatedArray.asarray(host, order="F")
+    assert x.flags.f_contiguous
+    assert not x.flags.c_contiguous
+    assert (x.get() == host).all()
+    assert SimulatedArray.asarray(host).flags.c_contiguous
+    assert SimulatedArray.asarray(host.T).flags.f_contiguous
+    assert SimulatedArray.asarray(x) is x
+    assert SimulatedArray.asarray(x, order="F") is x
+    assert SimulatedArray.asarray(x, order="C").flags.c_contiguous
+    assert SimulatedArray.asarray(x, "f4", "F").flags.f_contiguous
+
+
+def test_an_array_of_an_array_is_a_copy_of_the_hosts(host):
+    x = SimulatedArray.asarray(host)
+    kept = host.copy()
+    host += 1
+    assert (x.get() == kept).all()
+
+
+def test_an_array_goes_with_the_context_that_it_was_made_in(machine, host):
+    own = Context(0)
+    with own:
+        x = SimulatedArray.asarray(host)
+        y = x + 1  # so are results
+        assert (y.get() == host + 1).all()
+    assert (x.get() == host).all()  # the driver copies from any context
+    assert machine.gpus[0].used_memory == 2 * host.nbytes
+    own.close()
+    assert machine.gpus[0].used_memory == 0
+    with Device(0):
+        for use in (
+            lambda: x.get(),
+            lambda: y.copy_to(Device(1)),
+            lambda: pickle.dumps(x),
+            lambda: to_device(x, 1),
+        ):
+            with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+                use()
+        assert ((SimulatedArray.asarray(host) * 2).get() == host * 2).all()  # nothing is broken
+
+
+def test_computing_in_another_context_is_an_illegal_address(host):
+    with closing(Context(0)) as own:
+        with own:
+            x = SimulatedArray.asarray(host)
+        with Device(0), pytest.raises(DriverError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            x + 1
+        with pytest.raises(DriverError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            Device(0).sync()  # as a kernel that did this, it leaves nothing that works
+
+
+def test_the_primary_contexts_arrays_are_none_of_anothers(host):
+    x = on(0, host)
+    assert (x + 1).shape == host.shape  # nothing is current: the primary context of the first
+    with (
+        closing(Context(0)) as own,
+        own,
+        pytest.raises(DriverError, match="CUDA_ERROR_ILLEGAL_ADDRESS"),
+    ):
+        x.sum()
+
+
+def test_a_released_primary_context_takes_its_arrays_with_it(machine, host):
+    x = on(1, host)
+    Device(1).primary_context.release()
+    assert machine.gpus[1].used_memory == 0
+    with Device(1), pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        x.get()
+
+
+# -- the driver's copies
+
+
+def copied(target, source):
+    calls = target.device._backend.calls
+    with target.device:
+        calls.copy(target._pointer, source._pointer, source.nbytes, 0)
+        calls.stream_synchronize(0)
+    return target.get()
+
+
+def test_the_driver_copies_its_bytes(host):
+    x = on(1, host)
+    with Device(2):
+        y = SimulatedArray._empty(host.shape, host.dtype)
+    assert (copied(y, x) == host).all()
+
+
+def test_the_driver_copies_parts_of_it(host):
+    x = on(1, host)
+    with Device(1):
+        part, whole = SimulatedArray(60), SimulatedArray((60, 60))
+        assert (copied(part, x[7]) == host[7]).all()
+        copied(whole[5], x[7])
+        assert (whole.get()[5] == host[7]).all()
+        assert not whole.get()[6].any()
+        assert x[::-1]._pointer == x._pointer + 59 * 60 * 8
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda x: x + 1, id="result"),
+        pytest.param(lambda x: x.T.copy(), id="transposed copy"),
+        pytest.param(lambda x: SimulatedArray.asarray(x, order="F"), id="order"),
+        pytest.param(lambda x: np.concatenate([x, x]), id="concatenated"),
+        pytest.param(lambda x: x.sum(), id="number"),
+        pytest.param(lambda x: x.copy_to(Device(0)), id="copy of another device"),
+    ],
+)
+def test_whatever_made_it_the_driver_knows_its_bytes(host, make):
+    x = make(SimulatedArray.asarray(host))
+    calls = Device(0)._backend.calls
+    with Device(0):
+        base, nbytes = calls.address_range(x._pointer)
+        assert (base, nbytes) == (x._pointer, x.nbytes)
+        raw = calls.copy_to_host(base, nbytes)
+    assert raw == x.get().tobytes(order="A")
+
+
+def test_without_elements_or_numbers_there_is_nothing_to_copy():
+    assert SimulatedArray((0, 3))._pointer == 0
+    with pytest.raises(TypeError, match="holds Python's objects"):
+        SimulatedArray.asarray([None])._pointer  # noqa: B018
+
+
+def test_another_process_cannot_open_it(host):
+    x = on(0, host)
+    with Device(0), pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        x.device._backend.calls.ipc_export(x._pointer)
 
 
 def test_without_elements_it_is_nowhere(machine):

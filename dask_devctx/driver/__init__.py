@@ -7,11 +7,10 @@ the simulated ones where ``DASK_DEVCTX__SIMULATED_DEVICES`` (in dask's configura
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from dask_devctx.driver import settings
 from dask_devctx.driver.backends import SIMULATED_DEVICES_VARIABLE, Backend, real
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DriverUnavailableError
@@ -28,8 +27,8 @@ def backend() -> Backend:
     Raises
     ------
     DriverUnavailableError
-        ``devctx.simulated-devices`` is not a count, or ``cuda-bindings`` or ``nvidia-ml-py`` cannot
-        be loaded.
+        ``devctx.simulated-devices`` is no count, ``devctx.simulated-memory`` is no size, or
+        ``cuda-bindings`` or ``nvidia-ml-py`` cannot be loaded.
 
     Notes
     -----
@@ -66,7 +65,7 @@ def _choose() -> Backend:
     global _active
     with _lock:
         if _active is None:
-            count = _simulated_devices()
+            count = settings.simulated_devices()
             try:
                 chosen = _simulated(count) if count else real()
             except ImportError as error:
@@ -79,26 +78,7 @@ def _choose() -> Backend:
         return _active
 
 
-def _simulated_devices() -> int:
-    """What the configuration says. dask is asked only where somebody has imported it."""
-    value: object = None
-    if "dask.config" in sys.modules:
-        value = sys.modules["dask.config"].get("devctx.simulated-devices", None)
-    if value is None or value == "":  # dask keeps an empty variable as ""
-        value = os.environ.get(SIMULATED_DEVICES_VARIABLE) or 0
-    try:
-        count = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError, OverflowError):  # infinity is the last one
-        count = -1
-    if isinstance(value, (bool, float)) or count < 0:
-        raise DriverUnavailableError(
-            f"devctx.simulated-devices must be a number of devices, 0 or more, got {value!r}",
-            f"Set or unset {SIMULATED_DEVICES_VARIABLE}",
-        )
-    return int(count)
-
-
 def _simulated(count: int) -> Backend:
     from dask_devctx.driver.simulated.machine import SimulatedMachine
 
-    return SimulatedMachine(count).backend()
+    return SimulatedMachine(count, total_memory=settings.simulated_memory()).backend()

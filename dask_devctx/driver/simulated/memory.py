@@ -91,22 +91,31 @@ class Block:
         self.nbytes = nbytes
         self.opened: Handle | None = None
         self.uses = 1  # how often it was opened
+        self.alive = True  # until it is freed, or its context ends
         self._lock = threading.Lock()
         self._fd = -1
         self._token = b""
         self._exported = False
+        self._lent = False
         self._keep: Any = contents
         self._address = 0 if contents is None else _address(contents)
 
-    def lend(self, address: int, owner: object) -> None:
-        """Let the contents be host memory that ``owner`` keeps alive."""
-        self._address, self._keep = address, owner
+    def lend(self, array: Any) -> None:
+        """Let the contents be the memory of an array of NumPy's, for as long as this lives.
+
+        No CUDA function: a library's array on simulated devices computes in host memory. As memory
+        of such a library's allocator it cannot be exported.
+        """
+        self._keep, self._lent = array, True
 
     def host_address(self, address: int) -> int:
         """Return where in host memory the byte at a device address is."""
         with self._lock:
             if not self._address:
-                self._make()
+                if self._lent:
+                    self._address = self._keep.__array_interface__["data"][0]
+                else:
+                    self._make()
         return self._address + address - self.base
 
     def _make(self) -> None:
@@ -129,6 +138,7 @@ class Block:
     def release(self) -> None:
         """Let go of the contents. Who has exported memory open reads rubbish from then on."""
         with self._lock:
+            self.alive = False
             if self._exported:
                 ctypes.memset(self._address, 0xDB, self.nbytes)
             if self._fd >= 0:

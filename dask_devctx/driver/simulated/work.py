@@ -12,7 +12,7 @@ from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.function import OK, Status, function
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
-from dask_devctx.driver.simulated.memory import Handle, Memory
+from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 
 _DEFAULT_STREAMS = (0, 1, 2)
 _UNKNOWN = object()
@@ -162,15 +162,9 @@ class SimulatedWork:
             return (Status.CUDA_ERROR_NOT_FOUND,)
         return OK, types.CUdeviceptr(block.base), block.nbytes
 
-    def lend(self, pointer: int, address: int, owner: object) -> None:
-        """Let an allocation's contents be host memory that ``owner`` keeps alive.
-
-        No CUDA function: a library's array on simulated devices has its bytes in host memory.
-        As memory of such a library's allocator, it cannot be exported.
-        """
-        block = self._memory.find(pointer)
-        if block is not None:
-            block.lend(address, owner)
+    def block(self, pointer: int) -> Block | None:
+        """Return the allocation with this address. No CUDA function: for a simulated library."""
+        return self._memory.find(pointer)
 
     # -- copies, which are done when the call returns
 

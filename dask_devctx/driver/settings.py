@@ -1,0 +1,78 @@
+"""Which devices are simulated, as the environment or dask's configuration says.
+
+dask is asked only where somebody has imported it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Final
+
+from dask_devctx.driver.backends import SIMULATED_DEVICES_VARIABLE
+from dask_devctx.errors import DriverUnavailableError
+
+_SIMULATED_MEMORY_VARIABLE: Final = "DASK_DEVCTX__SIMULATED_MEMORY"
+_SIMULATED_MEMORY: Final = "16 GiB"
+_SIZE: Final = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
+
+
+def simulated_devices() -> int:
+    """Return how many devices are simulated; 0 where the real ones are used.
+
+    Raises
+    ------
+    DriverUnavailableError
+        ``devctx.simulated-devices`` is no count.
+    """
+    value = _configured("simulated-devices", SIMULATED_DEVICES_VARIABLE, 0)
+    try:
+        count = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError, OverflowError):  # infinity is the last one
+        count = -1
+    if isinstance(value, (bool, float)) or count < 0:
+        raise DriverUnavailableError(
+            f"devctx.simulated-devices must be a number of devices, 0 or more, got {value!r}",
+            f"Set or unset {SIMULATED_DEVICES_VARIABLE}",
+        )
+    return int(count)
+
+
+def simulated_memory() -> int:
+    """Return how many bytes each simulated device has.
+
+    Raises
+    ------
+    DriverUnavailableError
+        ``devctx.simulated-memory`` is no size.
+    """
+    value = _configured("simulated-memory", _SIMULATED_MEMORY_VARIABLE, _SIMULATED_MEMORY)
+    nbytes = 0 if isinstance(value, bool) else _nbytes(str(value))
+    if nbytes < 1:
+        raise DriverUnavailableError(
+            f"devctx.simulated-memory must be a size such as '16 GiB', got {value!r}",
+            f"Set or unset {_SIMULATED_MEMORY_VARIABLE}",
+        )
+    return nbytes
+
+
+def _nbytes(text: str) -> int:
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return 0
+    number, prefix, binary = found.groups(default="")
+    factor = (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " ")
+    try:
+        return int(float(number) * factor)
+    except (ValueError, OverflowError):
+        return 0
+
+
+def _configured(key: str, variable: str, default: object) -> object:
+    value: object = None
+    if "dask.config" in sys.modules:
+        value = sys.modules["dask.config"].get(f"devctx.{key}", None)
+    if value is None or value == "":  # dask keeps an empty variable as ""
+        value = os.environ.get(variable) or default
+    return value
