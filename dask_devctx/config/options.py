@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final
+
+from dask.utils import parse_bytes
 
 from dask_devctx import config
 
@@ -65,6 +68,24 @@ def fraction(key: str, given: object = None) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise _refused(key, "a fraction of a device's memory between 0 and 1", value)
     return float(value)
+
+
+def share_of_memory(key: str, given: object = None) -> float:
+    """Return a part of a device's memory: a fraction up to 1, or bytes.
+
+    Raises
+    ------
+    ValueError
+        It is something else.
+    """
+    value = config.get(key, given)
+    found = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            found = parse_bytes(value)
+    if isinstance(found, (bool, str)) or not isinstance(found, (int, float)) or found < 0:
+        raise _refused(key, "a fraction of a device's memory, or bytes such as '2 GiB'", value)
+    return found
 
 
 def devices(given: object) -> Sequence[object] | None:

@@ -25,6 +25,7 @@ from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.host_memory import HostMemory
 from dask_devctx.worker.inputs import Input, Inputs
 from dask_devctx.worker.interpreter import Interpreter, switch_interval
+from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
 from dask_devctx.worker.policy import Policy
@@ -115,6 +116,14 @@ class DeviceExtension:
             self._departures = Departures(worker, self.inputs)
             worker.metrics[Inputs.metric] = self.inputs.metrics
         serialization.register()
+        self.peers = PeerTransfers(
+            worker,
+            self.placement.devices,
+            self.inputs,
+            staging=options.share_of_memory("ipc-staging"),
+            use=options.choice("ipc", None, ("auto", True, False)),
+            make_room=self.guard.retries.drop_replicas,
+        )
         self._host_memory = HostMemory(worker, written=self._written, read_back=self._read_back)
         self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
         self.pools = {
@@ -138,6 +147,7 @@ class DeviceExtension:
             worker.metrics.pop(metric, None)
         self._arrivals.close()
         self._host_memory.close()
+        self.peers.close()
         self.guard.close()
         if self.inputs is not None:
             self._departures.close()
@@ -167,13 +177,19 @@ class DeviceExtension:
                 self._done(key, ts)
         elif start == "long-running" and ts is not None:
             self._ended_later(key, ts)
-        if start == "memory" and self.inputs is not None:
-            self.inputs.forget(key)
+        if start == "memory":
+            if self.inputs is not None:
+                self.inputs.forget(key)
+            self.peers.unreadable.forget(key)
+        elif self.peers.unreadable and finish == "error" and ts is not None:
+            self.peers.unreadable.let_go(ts)
 
     def _pin(self, ts: Any) -> None:
         """Wrap the task, and send it to its device's threads unless it asked for others."""
         annotations = ts.annotations
         try:
+            if self.peers.unreadable:
+                self.peers.unreadable.check(ts)
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
                 self._done(ts.key, None)  # where it was asked for again, in other words

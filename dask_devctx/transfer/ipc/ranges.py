@@ -41,6 +41,11 @@ class Ranges:
         """Whether everything was given back."""
         return not self._taken
 
+    @property
+    def taken(self) -> int:
+        """How many bytes were given out."""
+        return sum(self._taken.values())
+
     def take(self, nbytes: int) -> int | None:
         """Return the offset of a piece of at least ``nbytes``; None where no gap is that long."""
         wanted = aligned(max(nbytes, 1))

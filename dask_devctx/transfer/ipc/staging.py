@@ -15,8 +15,6 @@ from dask_devctx.transfer.ipc.ranges import Ranges, aligned
 
 # The least that is allocated at a time, and the least that a device's limit is.
 _LEAST = 2 * 2**20
-# What passes in pieces has so many of them in flight, each an eighth of the limit: half of it all.
-PIECES_IN_FLIGHT = 4
 
 
 @dataclass(eq=False)
@@ -106,8 +104,14 @@ class Staging:
         return self._nbytes
 
     @property
+    def in_use(self) -> int:
+        """How much of it holds something that is on its way."""
+        with self._lock:
+            return sum(buffer.ranges.taken for buffer in self._buffers)
+
+    @property
     def piece(self) -> int:
-        """How long a piece may be of what does not pass at once."""
+        """How long a piece is of what does not pass at once; two of one transfer are there."""
         return max(self.limit // 8 // 256 * 256, 256)
 
     def fits(self, nbytes: int) -> bool:
