@@ -162,6 +162,12 @@ class DeviceExtension:
                 pool.shutdown(wait=False)
         self._share.release()
 
+    def report(self) -> dict[str, list[dict[str, Any]]]:
+        """Return what ran where, and what was moved, as plain data."""
+        within = [] if self.inputs is None else self.inputs.metrics(self._worker)
+        transfers = [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
+        return {**self.record.report(), "transfers": transfers}
+
     def transition(self, key: Hashable, start: str, finish: str) -> None:
         """Pin a task that is about to be executed; stop counting one that is done."""
         ts = self._tasks.get(key)

@@ -32,11 +32,11 @@ class Parts:
     def __init__(self) -> None:
         self.all: list[Part] = []
         self.gathered = False
-        self._known: dict[tuple[str, int, int], _Place] = {}
+        self._known: dict[tuple[str, int, int, str], _Place] = {}
 
     def add(self, part: Part) -> object:
         """Note a part; return what stands for it in a pickle."""
-        name = (part.kind, part.pointer, part.nbytes)
+        name = (part.kind, part.pointer, part.nbytes, str(part.detail))
         place = self._known.get(name) if part.pointer else None
         if place is None:
             place = _Place(len(self.all))

@@ -92,7 +92,10 @@ class PeerTransfers:
         self._used = bool(devices) and use is not False and not (use == "auto" and by_ucx)
         if self._used:
             first = devices[0]
-            self._pairs = Pairs(worker, self._stagings[first], first, self._opened, self._run)
+            reasons = self.traffic.reasons
+            self._pairs = Pairs(
+                worker, self._stagings[first], first, self._opened, self._run, reasons
+            )
             self._outgoing = Outgoing(
                 worker,
                 self._stagings,

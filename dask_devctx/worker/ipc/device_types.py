@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
@@ -82,17 +81,20 @@ def _simulated(array: Any, parts: Parts) -> Any:
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         array = array.copy_to(array.device)
     order = "C" if array.flags.c_contiguous else "F"
-    detail = [list(array.shape), array.dtype.str, order]
-    part = Part(array._pointer, array.nbytes, "simulated", detail, array)
-    return operator.itemgetter(0), ((parts.add(part),),)
+    part = Part(array._pointer, array.nbytes, "simulated", None, array)
+    return _as_simulated, (parts.add(part), array.shape, array.dtype, order)
+
+
+def _as_simulated(memory: Any, shape: tuple[int, ...], dtype: Any, order: str) -> Any:
+    values = memory.view(dtype)
+    return values.reshape(shape) if order == "C" else values.reshape(shape[::-1]).T
 
 
 def _allocate_simulated(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
     from dask_devctx.simulated_array import SimulatedArray
 
-    shape, dtype, order = detail
-    array = SimulatedArray._empty(tuple(shape), dtype, order)
-    return array, array._pointer
+    memory = SimulatedArray._empty((nbytes,), "u1")
+    return memory, memory._pointer
 
 
 allocators["simulated"] = _allocate_simulated

@@ -54,15 +54,24 @@ class Pairs:
         Names this worker's staging memory among that of all workers.
     receivers
         The workers that can read it, by address, each with its own token.
+    reasons
+        Why it is not read by others, by address.
     ways
         Why the others' memory is not read, by address; None where it is.
     """
 
     def __init__(
-        self, worker: Worker, staging: Staging, device: Device, opened: OpenedBuffers, run: Any
+        self,
+        worker: Worker,
+        staging: Staging,
+        device: Device,
+        opened: OpenedBuffers,
+        run: Any,
+        reasons: dict[str, str],
     ) -> None:
         self.token = uuid.uuid4().hex
         self.receivers: dict[str, str] = {}
+        self.reasons = reasons
         self.ways: dict[str, str | None] = {}
         self._worker = worker
         self._staging = staging
@@ -162,6 +171,13 @@ class Pairs:
 
     async def hello(self, address: str, process: str, host: str) -> dict[str, Any]:
         """Show another worker a piece of memory, for it to try; called by that worker."""
+        self.receivers.pop(address, None)
+        said = await self._said(address, process, host)
+        if "error" in said:
+            self.reasons[address] = said["error"]
+        return said
+
+    async def _said(self, address: str, process: str, host: str) -> dict[str, Any]:
         if process == _PROCESS:
             return {"error": "it is in the same process"}
         if host != _host():
@@ -189,8 +205,10 @@ class Pairs:
         self._hide(address)
         if error is None:
             self.receivers[address] = token
+            self.reasons.pop(address, None)
         else:
             self.receivers.pop(address, None)
+            self.reasons[address] = error
             logger.info("values on a device go to %s through the host: %s", address, error)
 
     def _hide(self, address: str) -> None:

@@ -6,9 +6,16 @@ from typing import Any
 
 
 class Traffic:
-    """Counts transfers between this worker and others, by source, destination and way."""
+    """Counts transfers between this worker and others, by source, destination and way.
+
+    Attributes
+    ----------
+    reasons
+        Why values go to another worker through the host, by its address.
+    """
 
     def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
         self._rows: dict[tuple[str, str, str], list[float]] = {}
 
     def count(
@@ -31,6 +38,7 @@ class Traffic:
                 "copies": int(copies),
                 "saved": 0,
                 "seconds": seconds,
+                "reason": self.reasons.get(destination) if way == "host" else None,
             }
             for (source, destination, way), (nbytes, copies, seconds) in self._rows.items()
         ]
