@@ -143,13 +143,18 @@ def faults() -> Any:
     return driver.backend().machine.faults
 
 
-def kill_when_paused(client: Client, worker: str, pid: int, timeout_s: float = 20.0) -> None:
+def kill_when_paused(client: Client, worker: str, pid: int) -> None:
     """Kill a process once a worker is in the middle of a call that :func:`pause` made long."""
+    when_paused(client, worker)
+    os.kill(pid, signal.SIGKILL)
+
+
+def when_paused(client: Client, worker: str, timeout_s: float = 20.0) -> None:
+    """Wait until a worker is in the middle of a call that :func:`pause` made long."""
     until = time.monotonic() + timeout_s
     while client.run(paused, workers=[worker])[worker] is None:
         assert time.monotonic() < until, "the call was never made"
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
 
 
 _gaps: list[float] = []

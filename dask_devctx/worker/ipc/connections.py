@@ -143,16 +143,16 @@ class _Asking:
             if isinstance(msg, dict) and msg.get("status") == "OK":
                 await of._complete(address, msg)
             return msg
-        except OSError as error:
-            self._comm.abort()
+        except Exception as error:
+            failure = error
             # dask takes the end of a pickle that is too short for the end of the connection.
-            if not isinstance(error.__context__, EOFError):
+            if self._comm.closed() and isinstance(error.__context__, EOFError):
+                failure = error.__context__
+            elif isinstance(error, CommClosedError) or self._comm.closed():
+                self._comm.abort()
                 of._lost(address)
                 raise
-            failure: Exception = error.__context__
-        except Exception as error:
             self._comm.abort()
-            failure = error
         except BaseException:
             self._comm.abort()  # the rest of the answer is for nobody
             raise
