@@ -26,6 +26,7 @@ from dask_devctx.errors import (
     DriverUnavailableError,
     ForkedProcessError,
     LockDirectoryError,
+    UnsupportedDaskError,
     VisibleDevicesError,
 )
 
@@ -61,6 +62,7 @@ __all__ = [
     "PrimaryContext",
     "SharedMemoryConfig",
     "StreamPriorityRange",
+    "UnsupportedDaskError",
     "VisibleDevicesError",
     "device_of",
     "devices",

@@ -53,6 +53,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     ------
     TypeError
         ``devices`` is not a sequence.
+    UnsupportedDaskError
+        The installed dask or distributed lacks a name that this package uses.
     ValueError
         An argument, or the configuration that stands in for it, is out of range.
 
@@ -94,7 +96,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         synchronize: bool | None = None,
         oom_retries: int | None = None,
     ) -> None:
-        keep_annotations()
+        self.annotations_kept = keep_annotations()
         serialization.register()  # of this process, for what it scatters
         config.warn_of_unknown_keys()
         self.devices = options.devices(devices)
@@ -132,8 +134,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             The worker does not have the devices. It goes on without, unless they are others':
             tasks that ask for a device fail on it with the same error, and all others run as they
             did. dask keeps the plugin; a note on the error says how to get out.
+        UnsupportedDaskError
+            The worker's dask or distributed lacks a name that this package uses.
         ValueError
             The worker has another plugin of this kind, by another name.
+
+        Notes
+        -----
+        Where it raises, but for the first case, the worker is as it was.
         """
         for name, other in worker.plugins.items():
             if isinstance(other, DevicePlugin) and other is not self:
@@ -176,6 +184,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.extension.close()
             self.extension = None
             registration.withdraw(worker)
+        self.annotations_kept.close()  # where it was made in this process
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Follow each task of the worker from state to state."""

@@ -445,13 +445,10 @@ _registered = False
 def _register_with_dask_array() -> None:
     """Tell dask.array, where it is in use, that counting elements gives arrays on the device."""
     global _registered
-    if _registered or "dask.array.backends" not in sys.modules:
-        return
-    from dask.array.backends import _numel_arraylike
-    from dask.array.dispatch import numel_lookup
+    if not _registered and "dask.array" in sys.modules:
+        from dask_devctx.dask_internals.graphs import count_elements_on_device
 
-    _registered = True
-    numel_lookup.register(SimulatedArray, _numel_arraylike)
+        _registered = count_elements_on_device(SimulatedArray)
 
 
 def _device_of(array: SimulatedArray) -> Device:

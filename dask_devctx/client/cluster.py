@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import types
 import warnings
-from collections.abc import Generator, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-from distributed import LocalCluster
 from distributed.core import Status
-from distributed.deploy.spec import SpecCluster
 from distributed.protocol.pickle import dumps
 
 from dask_devctx.config import options
 from dask_devctx.config.options import LOOK_AHEAD
 from dask_devctx.cuda.device import named_devices
+from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -28,7 +27,7 @@ _DASK_CUDAS = frozenset(
 )
 
 
-class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
+class LocalDeviceCluster(WatchedCluster):
     """A ``LocalCluster`` with :class:`~dask_devctx.DevicePlugin` and numbers that suit GPUs.
 
     Parameters
@@ -94,6 +93,7 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         if for_plugin:
             example = ", ".join(f"{name}={kwargs[name]!r}" for name in for_plugin)
             raise TypeError(f"{', '.join(for_plugin)}: give plugin=DevicePlugin({example})")
+        self._made_plugin = plugin is None
         if plugin is None:
             named = options.devices(devices)
             used = named_devices(named)
@@ -158,61 +158,35 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
                 "devices_per_worker"
             )
 
-    def _update_worker_status(self, op: str, msg: Any) -> None:
-        # Some time after a worker was lost, dask closes the nanny if no worker of its name is there
-        # at that moment: also where it had come back and was lost again just now. A nanny that runs
-        # starts another worker by itself; it is left to do so.
-        if op == "remove":
-            self._forget_refused()
-            if msg not in self.scheduler_info["workers"]:
-                return  # dask has asked the scheduler anew meanwhile, and would stop to listen here
-            name = self.scheduler_info["workers"][msg]["name"]
-            if getattr(self.workers.get(name), "status", None) == Status.running:
-                super(SpecCluster, self)._update_worker_status(op, msg)
-                return
-        super()._update_worker_status(op, msg)
+    # -- as it is told
 
-    def _forget_refused(self) -> None:
-        """Let scaling start others in the place of workers that could not use their devices."""
-        there = {worker.name for worker in self.scheduler.workers.values()}
-        for name in self._routing.refused.keys() - there:
-            if self.worker_spec.pop(name, None):
-                self._i += 1  # and by another name: dask knows this one still
-
-    async def _start(self) -> None:
-        await super()._start()
+    async def _scheduler_runs(self) -> None:
         await self.scheduler.register_scheduler_plugin(self._routing, idempotent=False)
         # There are no workers yet. Each is given the plugin while it joins.
         await self.scheduler.register_worker_plugin(
             None, dumps(self._plugin), name=self._plugin.name, idempotent=False
         )
 
-    async def _correct_state_internal(self) -> None:
+    def _has_closed(self) -> None:
+        if self._made_plugin:
+            self._plugin.annotations_kept.close()
+
+    def _worker_left(self) -> None:
+        """Let scaling start others in the place of workers that could not use their devices."""
+        there = {worker.name for worker in self.scheduler.workers.values()}
+        for name in self._routing.refused.keys() - there:
+            self._forget(name)
+
+    @contextmanager
+    def _scaling(self) -> Iterator[None]:
         refused = self._routing.refused  # workers that could not use their devices, and left
         earlier = set(refused)
-        await super()._correct_state_internal()
+        yield
         for name in earlier:
             refused.pop(name, None)
         if self.status in (Status.created, Status.starting, Status.running):
             for error in refused.values():
                 raise error
-
-    def __await__(self) -> Generator[Any, Any, Self]:
-        return self._start_or_close().__await__()
-
-    async def _start_or_close(self) -> Self:
-        starting = self.status is Status.created  # a client waits for one that runs, too
-        try:
-            return await self._start_all()
-        except BaseException:
-            if starting:
-                await self._close()  # dask leaves the scheduler and the other workers running
-            raise
-
-    @types.coroutine
-    def _start_all(self) -> Generator[Any, Any, Self]:
-        started: Self = yield from super().__await__()
-        return started
 
 
 def _even_share(n_devices: int, n_workers: int) -> int:

@@ -15,6 +15,7 @@ from dask_devctx.errors.devices import (
     ForkedProcessError,
     VisibleDevicesError,
 )
+from dask_devctx.errors.versions import UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,
@@ -35,6 +36,7 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "UnsupportedDaskError",
     "VisibleDevicesError",
 ]
 

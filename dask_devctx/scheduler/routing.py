@@ -16,6 +16,8 @@ from dask_devctx.annotations import ANNOTATION, carried_device, requested_device
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.inventory import DeviceInfo, Inventory
 from dask_devctx.cuda.naming import AUTO
+from dask_devctx.dask_internals import check_scheduler
+from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
 from dask_devctx.scheduler import suspects
 
@@ -117,7 +119,14 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     # -- dask's hooks
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Take up the work; tasks that are there already are led as well."""
+        """Take up the work; tasks that are there already are led as well.
+
+        Raises
+        ------
+        UnsupportedDaskError
+            The scheduler's dask lacks a name that this uses.
+        """
+        check_scheduler(scheduler)
         self.scheduler = scheduler
         grace = config.seconds("missing-device-timeout") or 0
         self._cluster = _Cluster(grace)
@@ -125,19 +134,19 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         # A TaskState is equal to any other of its key, so an entry is taken out before it is put
         # in: else the key of the old one would stay.
         self._wishes: weakref.WeakKeyDictionary[Any, _Wish] = weakref.WeakKeyDictionary()
-        scheduler.handlers[ANNOUNCE] = self._announced
-        scheduler.handlers[WITHDRAW] = self._withdrawn
-        scheduler.handlers[REFUSE] = self._refused
+        internals.answer(
+            scheduler,
+            {ANNOUNCE: self._announced, WITHDRAW: self._withdrawn, REFUSE: self._refused},
+        )
         for ts in list(scheduler.tasks.values()):
             if (wanted := _wanted(ts)) is not None:
-                self._wishes[ts] = _Wish(wanted, ts.worker_restrictions, ts.host_restrictions)
+                self._wishes[ts] = _Wish(wanted, *internals.restrictions(ts))
         self._review()
         self._look_again_later()
 
     async def close(self) -> None:
         """Stop serving the workers."""
-        for op in (ANNOUNCE, WITHDRAW, REFUSE):
-            self.scheduler.handlers.pop(op, None)
+        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE))
 
     def update_graph(
         self,
@@ -181,7 +190,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _announced(
         self, address: str, seen: Sequence[Mapping[str, Any]], used: Iterable[str]
     ) -> str:
-        address = self.scheduler.coerce_address(address)
+        address = internals.resolved(self.scheduler, address)
         devices = tuple(DeviceInfo(**fields) for fields in seen)
         self._cluster.joined.pop(address, None)
         self._cluster.holdings[address] = Holdings(Inventory(devices), frozenset(used))
@@ -189,12 +198,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         return "OK"
 
     def _withdrawn(self, address: str) -> str:
-        self._cluster.holdings.pop(self.scheduler.coerce_address(address), None)
+        self._cluster.holdings.pop(internals.resolved(self.scheduler, address), None)
         self._review()
         return "OK"
 
     def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> str:
-        address = self.scheduler.coerce_address(address)
+        address = internals.resolved(self.scheduler, address)
         worker = self.scheduler.workers.get(address)
         # Plain data, made an error of ours here: nothing is unpickled that a worker sends.
         self.refused[worker.name if worker else address] = _REFUSALS[kind](*arguments)
@@ -210,7 +219,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         for ts in tasks:
             wanted = _wanted(ts)
             if wanted is not None:
-                wish = _Wish(wanted, ts.worker_restrictions, ts.host_restrictions)
+                wish = _Wish(wanted, *internals.restrictions(ts))
                 self._wishes.pop(ts, None)
                 self._wishes[ts] = wish
                 self._restrict(ts, wish, known)
@@ -218,18 +227,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _review(self) -> None:
         """Restrict every task anew, and move those on that this concerns."""
         known: dict[object, set[str] | frozenset[str] | None] = {}
-        moves: dict[Hashable, str] = {}
-        for ts, wish in list(self._wishes.items()):
-            if self.scheduler.tasks.get(ts.key) is not ts:
-                continue
-            if not self._restrict(ts, wish, known):
-                continue
-            if ts.state == "no-worker":
-                moves[ts.key] = "processing"
-            elif ts.state == "queued":
-                moves[ts.key] = "released"  # only tasks without restrictions may be queued
-        if moves:
-            self.scheduler.transitions(moves, stimulus_id=f"devctx-{time()}")
+        led_elsewhere = [
+            ts
+            for ts, wish in list(self._wishes.items())
+            if self.scheduler.tasks.get(ts.key) is ts and self._restrict(ts, wish, known)
+        ]
+        internals.schedule_again(self.scheduler, led_elsewhere)
 
     def _restrict(
         self, ts: Any, wish: _Wish, known: dict[object, set[str] | frozenset[str] | None]
@@ -248,10 +251,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             if both or targets is _NOBODY:
                 workers, hosts = set(both or targets), None
             # else the user sends it where the device is not: let it fail there
-        if (workers, hosts) == (ts.worker_restrictions, ts.host_restrictions):
-            return False
-        ts.worker_restrictions, ts.host_restrictions = workers, hosts
-        return True
+        return internals.restrict(ts, workers, hosts)
 
     def _targets(self, wanted: object, may_wait: bool) -> set[str] | frozenset[str] | None:
         """Return the addresses of the workers to choose from; None for all."""
@@ -274,8 +274,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             return None
         allowed = set(wish.workers or ())
         for host in wish.hosts or ():
-            found = self.scheduler.host_info.get(self.scheduler.coerce_hostname(host))
-            allowed |= found["addresses"] if found else set()
+            allowed |= internals.addresses_at(self.scheduler, host)
         return allowed
 
     # -- waiting

@@ -8,6 +8,7 @@ from typing import Any, Final
 from distributed import Scheduler
 
 from dask_devctx.annotations import WATCHED
+from dask_devctx.dask_internals.scheduler import annotate
 
 # The event by which a worker names them; see :mod:`dask_devctx.worker.failures.marks`.
 TOPIC: Final = "devctx"
@@ -21,5 +22,4 @@ def mark(scheduler: Scheduler, topic: str, event: Any) -> None:
     for key in event.get("suspects", ()):
         ts = scheduler.tasks.get(key)
         if ts is not None:
-            # Another dictionary: one may belong to many tasks.
-            ts.annotations = {**(ts.annotations or {}), WATCHED: True}
+            annotate(ts, WATCHED, True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from distributed import Status, Worker
 
@@ -13,23 +14,28 @@ from dask_devctx.annotations import Unannotated, is_watched, requested_device
 from dask_devctx.config import options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
+from dask_devctx.dask_internals import check_worker, tasks
+from dask_devctx.dask_internals.tasks import about_to_begin
+from dask_devctx.dask_internals.threads import sending_tasks_on
+from dask_devctx.dask_internals.worker import metric
 from dask_devctx.transfer import Stamp
-from dask_devctx.worker import leases, serialization
+from dask_devctx.worker import comms, leases, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
-from dask_devctx.worker.arrivals import Arrivals
-from dask_devctx.worker.departures import Departures
 from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus
 from dask_devctx.worker.failures import Charge, Failure, Guard, GuardedTask, marks
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
-from dask_devctx.worker.host_memory import HostMemory
+from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Input, Inputs
-from dask_devctx.worker.interpreter import Interpreter, switch_interval
+from dask_devctx.worker.interpreter import set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
 from dask_devctx.worker.policy import Policy
 from dask_devctx.worker.task import DeviceTask
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
@@ -59,7 +65,7 @@ class DeviceExtension:
     inputs
         Brings their inputs; None where they are left where they are.
     pools
-        The devices' threads, by the name of the executor.
+        The devices' threads.
     """
 
     def __init__(
@@ -78,89 +84,126 @@ class DeviceExtension:
     ) -> None:
         self._worker = worker
         self._tasks = worker.state.tasks  # looked into at every transition of every task
-        self._share = leases.Lease(())
         self.failure: Exception | None = None
-        self.placement: Placement | NoDevices
-        history, interval_s = 0, None
-        try:
-            history = options.count("history", least=0)
-            interval_s = switch_interval()
-            self._share = leases.acquire_for_worker(
-                devices,
-                devices_per_worker,
-                holder=f"worker {worker.name}",
-                directory=config.get("lock-directory"),
-            )
-            self.placement = Placement(self._share.devices, tasks_per_device, policy)
-            self._arrivals = Arrivals(worker, self.placement.devices)
-        except Exception as error:
-            self.failure = error
-            self._share.release()
-            self.placement = NoDevices(error)
-            self._arrivals = Arrivals(worker, ())
-        self._unannotated: Unannotated = "leave" if self.failure else unannotated
-        self.record = Record(self.placement.devices, tasks_per_device, history)
-        worker.metrics[Record.metric] = self.record.metrics
-        self.guard = Guard(
-            self.placement.devices,
-            synchronize=synchronize,
-            oom_retries=oom_retries,
-            on_failure=self._on_failure,
-            is_cancelled=partial(_is_cancelled, self._tasks),
-        )
-        worker.metrics[Guard.metric] = self.guard.metrics
         self.inputs: Inputs | None = None
-        if move_inputs:
-            self.inputs = Inputs(replica_limit)
-            self.guard.retries.drop_replicas = self.inputs.drop_replicas
-            self._departures = Departures(worker, self.inputs)
-            worker.metrics[Inputs.metric] = self.inputs.metrics
-        serialization.register()
-        self.peers = PeerTransfers(
-            worker,
-            self.placement.devices,
-            self.inputs,
-            staging=options.share_of_memory("ipc-staging"),
-            use=options.choice("ipc", None, ("auto", True, False)),
-            make_room=self.guard.retries.drop_replicas,
-        )
-        self._host_memory = HostMemory(worker, written=self._written, read_back=self._read_back)
-        self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
-        self.pools = {
-            name: DeviceThreadPoolExecutor(
-                f"devctx-{device}", tasks_per_device, near_cpus(device.info.cpu_affinity)
+        check_worker(worker)
+        with ExitStack() as steps:  # each undoes itself, also where a later one fails
+            history, interval_s = 0, None
+            try:
+                history = options.count("history", least=0)
+                interval_s = switch_interval()
+                self.placement: Placement | NoDevices = self._devices(
+                    steps, devices, devices_per_worker, tasks_per_device, policy
+                )
+            except Exception as error:
+                self.failure = error
+                self.placement = NoDevices(error)
+            used = self.placement.devices
+            self._unannotated: Unannotated = "leave" if self.failure else unannotated
+            self.record = Record(used, tasks_per_device, history)
+            steps.enter_context(metric(worker, Record.metric, self.record.metrics))
+            self.guard = steps.enter_context(
+                _opened(
+                    Guard,
+                    used,
+                    synchronize=synchronize,
+                    oom_retries=oom_retries,
+                    on_failure=self._on_failure,
+                    is_cancelled=partial(_is_cancelled, self._tasks),
+                )
             )
-            for device, name in self._executor_names.items()
-        }
-        worker.executors.update(self.pools)
-        self._actors = DeviceActors(worker, self.guard, move_inputs=move_inputs)
-        self._interpreter = Interpreter(worker, interval_s)
-        self._advice = Advice(worker, len(self.pools) * tasks_per_device)
-        for ts in self._tasks.values():
-            if ts.state == "executing" and ts.key not in worker.active_keys:  # about to begin
-                self._pin(ts)
+            steps.enter_context(metric(worker, Guard.metric, self.guard.metrics))
+            if move_inputs:
+                self.inputs = steps.enter_context(_opened(Inputs, replica_limit))
+                self.guard.retries.drop_replicas = self.inputs.drop_replicas
+                steps.enter_context(comms.leaving_after_its_work(worker, self.inputs))
+                steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
+            serialization.register()
+            self.peers = steps.enter_context(
+                _opened(
+                    PeerTransfers,
+                    worker,
+                    used,
+                    self.inputs,
+                    staging=options.share_of_memory("ipc-staging"),
+                    use=options.choice("ipc", None, ("auto", True, False)),
+                    make_room=self.guard.retries.drop_replicas,
+                )
+            )
+            steps.enter_context(
+                counting_host_memory(worker, written=self._written, read_back=self._read_back)
+            )
+            self.pools = {
+                device: DeviceThreadPoolExecutor(
+                    f"devctx-{device}", tasks_per_device, near_cpus(device.info.cpu_affinity)
+                )
+                for device in used
+            }
+            steps.enter_context(self._threads())
+            self._actors = steps.enter_context(
+                DeviceActors(worker, self.guard, move_inputs=move_inputs)
+            )
+            steps.enter_context(set_for_devices(worker, interval_s))
+            self._advice = Advice(worker, len(self.pools) * tasks_per_device)
+            steps.enter_context(self._tasks_in_hand())
+            self._steps = steps.pop_all()
 
     def close(self) -> None:
         """Leave the worker as it was; what runs, runs on to its end."""
-        worker = self._worker
-        for metric in (Record.metric, Guard.metric, Inputs.metric):
-            worker.metrics.pop(metric, None)
-        self._arrivals.close()
-        self._host_memory.close()
-        self.peers.close()
-        self.guard.close()
-        if self.inputs is not None:
-            self._departures.close()
-            self.inputs.close()
-        self._actors.restore()
-        self._interpreter.close()
-        if worker.status is not Status.closing:  # else it empties and ends its executors itself
-            for ts in self._tasks.values():
-                self._unpin(ts)
-            for name, pool in self.pools.items():
-                del worker.executors[name]
-                pool.shutdown(wait=False)
-        self._share.release()
+        self._steps.close()
+
+    def _devices(
+        self,
+        steps: ExitStack,
+        wanted: Sequence[object] | None,
+        count: int | None,
+        tasks_per_device: int,
+        policy: Policy,
+    ) -> Placement:
+        """Take the worker's devices: all that it is to have, or none."""
+        with ExitStack() as taking:
+            devices = taking.enter_context(
+                leases.leased_to_worker(
+                    wanted,
+                    count,
+                    holder=f"worker {self._worker.name}",
+                    directory=config.get("lock-directory"),
+                )
+            )
+            placement = Placement(devices, tasks_per_device, policy)
+            taking.enter_context(comms.landing_on(self._worker, devices))
+            steps.push(taking.pop_all())
+        return placement
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        """While it is open, the worker has its devices' threads, and sends their tasks there."""
+        executors = self._worker.executors
+        with ExitStack() as steps:
+            if self.pools:
+                steps.enter_context(sending_tasks_on(executors["default"]))
+            for device, pool in self.pools.items():
+                steps.callback(self._end_threads, f"devctx:{device}", pool)
+                executors[f"devctx:{device}"] = pool
+            yield
+
+    def _end_threads(self, name: str, pool: DeviceThreadPoolExecutor) -> None:
+        # A worker that is closing empties and ends its executors itself, and waits for them.
+        if self._worker.status is not Status.closing:
+            self._worker.executors.pop(name, None)
+            pool.shutdown(wait=False)
+
+    @contextmanager
+    def _tasks_in_hand(self) -> Iterator[None]:
+        """While it is open, tasks that have not begun are taken to their devices."""
+        try:
+            for ts in about_to_begin(self._worker):
+                self._pin(ts)
+            yield
+        finally:
+            if self._worker.status is not Status.closing:
+                for ts in self._tasks.values():
+                    tasks.restore(ts)
 
     def report(self) -> dict[str, list[dict[str, Any]]]:
         """Return what ran where, and what was moved, as plain data."""
@@ -211,24 +254,25 @@ class DeviceExtension:
             self.record.placed(ts, device, before)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
-            ts.run_spec = DeviceTask(ts.run_spec, failure, ts.priority)
+            tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
-        if ts.key in self._worker.state.actors:
+        if tasks.makes_an_actor(self._worker, ts.key):
             self._actors.live_on(ts, device)
-        if not annotations or "executor" not in annotations:
-            ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
         charge = Charge(ts.key, movable=not asked_for)
         if is_watched(annotations):
             charge = charge._replace(watched=True, is_coroutine=bool(ts.run_spec.is_coro))
-        ts.run_spec = pinned = DeviceTask(
+        theirs = bool(annotations) and "executor" in annotations  # the user's own threads
+        pinned = DeviceTask(
             ts.run_spec,
             device,
-            _urgency(ts),
+            executor=None if theirs else self.pools[device],
+            priority=_urgency(ts),
             asked_for=asked_for,
             inputs=self.inputs,
             call=GuardedTask(self.guard, charge),
         )
+        tasks.replace(ts, pinned)
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
             # One that is asked for again while it runs may have lost its inputs meanwhile.
@@ -238,12 +282,6 @@ class DeviceExtension:
             if inputs and self.placement.has_queue(device):
                 self.inputs.start_moving(inputs, pinned.lifetimes, device)
         self._advice.give()
-
-    def _unpin(self, ts: Any) -> None:
-        if isinstance(ts.run_spec, DeviceTask):
-            ts.run_spec = ts.run_spec.task
-        if ts.annotations and ts.annotations.get("executor") in self.pools:
-            ts.annotations = {k: v for k, v in ts.annotations.items() if k != "executor"}
 
     def _done(self, key: Hashable, ts: Any) -> None:
         device = self.placement.remove(key)
@@ -296,6 +334,13 @@ class DeviceExtension:
         data = getattr(data, "memory", data)
         keys = [dep.key for dep in ts.dependencies if dep.key in data]
         return [Input(key, data[key], self.inputs) for key in keys]
+
+
+@contextmanager
+def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    """Make what is closed afterwards."""
+    with closing(kind(*args, **kwargs)) as made:  # type: ignore[type-var]
+        yield made
 
 
 def _urgency(ts: Any) -> tuple[Any, ...]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.executors import submitting
+from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor
 
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 _NONE: Mapping[Hashable, Lifetime] = MappingProxyType({})
 
 
-class DeviceTask:
+class DeviceTask(TaskStandIn):
     """A task that enters its device, runs, and leaves it.
 
     Parameters
@@ -32,8 +33,10 @@ class DeviceTask:
         The task itself, a callable of its inputs' values by key.
     device
         Its device, or the error with which it is to fail.
+    executor
+        The device's threads; None leaves it on those that dask chose.
     priority
-        Dask's priority of it; the least runs first.
+        Its place among the tasks that wait for them; the least runs first.
     asked_for
         Whether somebody asked for this device; else any would have done.
     inputs
@@ -51,31 +54,30 @@ class DeviceTask:
 
     Notes
     -----
-    Stands in for dask's ``GraphNode`` while the worker executes it, and has its attributes. It can
-    be pickled, so that it runs in another process on a device of the same UUID there. In a process
-    forked after CUDA was initialised no device can be used: a task that asked for none runs there
-    without one, any other fails.
+    It can be pickled, so that it runs in another process on a device of the same UUID there. In a
+    process forked after CUDA was initialised no device can be used: a task that asked for none runs
+    there without one, any other fails.
     """
 
-    __slots__ = ("asked_for", "call", "device", "inputs", "lifetimes", "made", "priority", "task")
+    __slots__ = ("asked_for", "call", "device", "inputs", "lifetimes", "made")
 
     def __init__(
         self,
         task: Callable[[Any], Any],
         device: Device | Exception,
-        priority: tuple[int, ...] | None = None,
         *,
+        executor: TaskThreadPoolExecutor | None = None,
+        priority: tuple[int, ...] | None = None,
         asked_for: bool = True,
         inputs: Inputs | None = None,
         call: Callable[[Device, Callable[[Any], Any], Any], Any] = suspending.call,
     ) -> None:
+        super().__init__(task, executor, priority)
         self.call = call
         self.inputs = inputs
         self.lifetimes = _NONE
         self.made: Stamp | None = None
-        self.task = task
         self.device = device
-        self.priority = priority
         self.asked_for = asked_for
 
     def __call__(self, data: Any = ()) -> Any:
@@ -111,24 +113,6 @@ class DeviceTask:
             raise
         self.made = inputs.made(result, copies, device)
         return result
-
-    @property
-    def is_coro(self) -> bool:
-        """Whether the task is a coroutine function's.
-
-        The worker asks this in the context in which it then submits the task to a pool, which is
-        how the pool learns of its priority.
-        """
-        submitting.set(self.priority)
-        return bool(self.task.is_coro)  # type: ignore[attr-defined]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.task, name)
-
-    def __repr__(self) -> str:
-        return repr(self.task)
 
     def __reduce__(self) -> Any:
         return _elsewhere, (self.task, self.device, self.asked_for)

@@ -1,0 +1,62 @@
+"""A scheduler's own parts: its messages, a task's restrictions and annotations, its transitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any
+
+from distributed import Scheduler
+from distributed.metrics import time
+
+
+def answer(scheduler: Scheduler, handlers: Mapping[str, Callable[..., Any]]) -> None:
+    """Answer further messages."""
+    scheduler.handlers.update(handlers)
+
+
+def answer_no_more(scheduler: Scheduler, ops: Iterable[str]) -> None:
+    """Answer these messages no more."""
+    for op in ops:
+        scheduler.handlers.pop(op, None)
+
+
+def resolved(scheduler: Scheduler, address: str) -> str:
+    """Return an address as the scheduler writes it."""
+    return scheduler.coerce_address(address)  # type: ignore[no-any-return]
+
+
+def addresses_at(scheduler: Scheduler, host: str) -> set[str]:
+    """Return the addresses of the workers on a host."""
+    found = scheduler.host_info.get(scheduler.coerce_hostname(host))
+    return set(found["addresses"]) if found else set()
+
+
+def restrict(ts: Any, workers: set[str] | None, hosts: set[str] | None) -> bool:
+    """Let a task run on certain workers and hosts only; return whether that is new."""
+    if (workers, hosts) == (ts.worker_restrictions, ts.host_restrictions):
+        return False
+    ts.worker_restrictions, ts.host_restrictions = workers, hosts
+    return True
+
+
+def restrictions(ts: Any) -> tuple[set[str] | None, set[str] | None]:
+    """Return the workers and the hosts that a task is restricted to; None for all."""
+    return ts.worker_restrictions, ts.host_restrictions
+
+
+def annotate(ts: Any, name: str, value: object) -> None:
+    """Add an annotation to a task."""
+    # Another dictionary: one may belong to many tasks.
+    ts.annotations = {**(ts.annotations or {}), name: value}
+
+
+def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:
+    """Look for workers again for those tasks that wait for one and whose restrictions changed."""
+    moves: dict[Hashable, str] = {}
+    for ts in tasks:
+        if ts.state == "no-worker":
+            moves[ts.key] = "processing"
+        elif ts.state == "queued":
+            moves[ts.key] = "released"  # only tasks without restrictions may be queued
+    if moves:
+        scheduler.transitions(moves, stimulus_id=f"devctx-{time()}")
