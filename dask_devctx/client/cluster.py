@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,8 @@ from distributed.protocol.pickle import dumps
 
 from dask_devctx.config import options
 from dask_devctx.config.options import LOOK_AHEAD
-from dask_devctx.cuda.device import named_devices
+from dask_devctx.cuda.device import Device, named_devices
+from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
@@ -33,7 +34,10 @@ class LocalDeviceCluster(WatchedCluster):
     Parameters
     ----------
     n_workers
-        How many worker processes. Several share the devices out evenly, each has its own.
+        How many worker processes. Several share the devices out evenly, each has its own. By
+        default one for each device where processes can show each other their devices' memory, and
+        else one for all. 1 is one for all: for tasks that use several devices, and for large data
+        in host memory that all of them read.
     devices
         The devices to use; all that this process sees by default.
     devices_per_worker
@@ -74,7 +78,7 @@ class LocalDeviceCluster(WatchedCluster):
 
     def __init__(
         self,
-        n_workers: int = 1,
+        n_workers: int | None = None,
         *,
         devices: Sequence[object] | None = None,
         devices_per_worker: int | None = None,
@@ -98,6 +102,8 @@ class LocalDeviceCluster(WatchedCluster):
             named = options.devices(devices)
             used = named_devices(named)
             count = options.count("devices-per-worker", devices_per_worker)
+            if n_workers is None:
+                n_workers = _n_workers(used, count, kwargs)
             if count is None and n_workers > 1:
                 count = _even_share(len(used), n_workers)
             plugin = DevicePlugin(
@@ -110,6 +116,8 @@ class LocalDeviceCluster(WatchedCluster):
             raise TypeError("give either a plugin, or what it is made of")
         else:
             used = named_devices(plugin.devices)
+            if n_workers is None:
+                n_workers = _n_workers(used, plugin.devices_per_worker, kwargs)
             if plugin.devices_per_worker is None and n_workers > 1:
                 plugin = copy.copy(plugin)
                 plugin.devices_per_worker = _even_share(len(used), n_workers)
@@ -187,6 +195,16 @@ class LocalDeviceCluster(WatchedCluster):
         if self.status in (Status.created, Status.starting, Status.running):
             for error in refused.values():
                 raise error
+
+
+def _n_workers(used: Sequence[Device], count: int | None, kwargs: Mapping[str, Any]) -> int:
+    """Return how many workers there are where nobody said it."""
+    if kwargs.get("processes") is False or len(used) < 2:
+        return 1
+    if count is not None:
+        return max(len(used) // count, 1)
+    by_ipc = options.choice("ipc", None, ("auto", True, False)) is not False
+    return len(used) if by_ipc and can_export(used) else 1
 
 
 def _even_share(n_devices: int, n_workers: int) -> int:
