@@ -128,6 +128,7 @@ class DeviceExtension:
                     staging=options.share_of_memory("ipc-staging"),
                     use=options.choice("ipc", None, ("auto", True, False)),
                     make_room=self.guard.retries.drop_replicas,
+                    on_failure=self.guard.blame.noticed_between,
                 )
             )
             steps.enter_context(

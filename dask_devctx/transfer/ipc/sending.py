@@ -25,8 +25,6 @@ class Sending:
         Stamps of the work that makes them.
     gathered
         Whether this thread's current streams were given some of that work just now.
-    whole
-        Whether all of it may pass at once, where there is room.
 
     Attributes
     ----------
@@ -41,7 +39,6 @@ class Sending:
         after: Iterable[Stamp],
         *,
         gathered: bool = False,
-        whole: bool = True,
     ) -> None:
         self.parts = parts
         self.staging = staging
@@ -50,8 +47,13 @@ class Sending:
         self._layout = Layout(part.nbytes for part in parts)
         self._staged: dict[int, Staged] = {}
         self.nbytes = self._layout.nbytes
-        whole = whole and staging.fits(self.nbytes)
-        self.piece = max(self.nbytes if whole else min(staging.piece, self.nbytes), 1)
+        self.piece = max(self.nbytes, 1)
+        if not staging.fits(self.nbytes):
+            self.in_pieces()
+
+    def in_pieces(self) -> None:
+        """Let it pass in pieces, for which there is room sooner; before any was begun."""
+        self.piece = min(self.staging.piece, self.piece)
 
     def start(self, index: int) -> Lane | None:
         """Begin to copy a piece into staging memory; None where there is no room now.
@@ -70,7 +72,7 @@ class Sending:
         staged = self.staging.take(end - begin)
         if staged is None:
             return None
-        self._staged[index] = staged
+        self._staged[index] = staged  # given back by whoever closes this, whatever happens here
         device = self.staging.device
         with device:
             lane = lanes.take(device)

@@ -17,6 +17,7 @@ from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staging
 from dask_devctx.worker.inputs import Inputs
@@ -59,6 +60,8 @@ class PeerTransfers:
         ``"auto"``, True or False: never. ``"auto"`` leaves to UCX what goes by it.
     make_room
         Called with a device that has no memory left.
+    on_failure
+        Called with a device that failed, and what the driver said.
 
     Attributes
     ----------
@@ -79,6 +82,7 @@ class PeerTransfers:
         staging: float,
         use: object = "auto",
         make_room: Callable[[Device], object] = lambda device: None,
+        on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
     ) -> None:
         self._worker = worker
         self.unreadable = UnreadableValues(worker)
@@ -104,6 +108,7 @@ class PeerTransfers:
                 self._pairs.token,
                 self._run,
                 self.traffic,
+                on_failure,
             )
             self._incoming = Incoming(
                 worker,
@@ -114,6 +119,7 @@ class PeerTransfers:
                 make_room,
                 self._run,
                 self.traffic,
+                on_failure,
             )
             worker.handlers.update(self._handlers())
         self._connections = Connections(

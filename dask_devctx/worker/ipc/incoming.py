@@ -14,13 +14,12 @@ from distributed.protocol.serialize import register_serialization_family
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
-from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.lanes import Lane
 from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
 from dask_devctx.transfer.ipc.parcel import unpack
 from dask_devctx.transfer.ipc.receiving import Description, Receiving
-from dask_devctx.worker.ipc.outgoing import FAMILY, NEXT, QUICK_NBYTES, QUICK_S
+from dask_devctx.worker.ipc.outgoing import FAMILY, NEXT, QUICK_NBYTES, QUICK_S, has_failed
 from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
@@ -71,6 +70,8 @@ class Incoming:
         Runs a function on a thread that may wait.
     traffic
         Where what arrives is counted.
+    on_failure
+        Called with a device that failed, and what the driver said.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Incoming:
         make_room: Callable[[Device], object],
         run: Any,
         traffic: Traffic,
+        on_failure: Callable[[Device, DriverError], object],
     ) -> None:
         self._worker = worker
         self._devices = {device.uuid: device for device in devices}
@@ -93,6 +95,7 @@ class Incoming:
         self._make_room = make_room
         self._run = run
         self._traffic = traffic
+        self._on_failure = on_failure
 
     async def complete(self, address: str, msg: dict[str, Any]) -> None:
         """Put the values of another worker's answer together.
@@ -121,8 +124,9 @@ class Incoming:
             if is_out_of_memory(error):
                 data.update(self._failed(arriving, error, address))
                 return
-            broken = isinstance(error, DriverError) and statuses.failed(error.code)
-            if not broken and not isinstance(error, OSError):  # then it will not be better later
+            if isinstance(error, DriverError) and has_failed(receiving.device, error):
+                self._on_failure(receiving.device, error)
+            elif not isinstance(error, OSError):  # then it will not be better later
                 await self._pairs.refuse(address, f"its memory cannot be read: {error}")
             raise CommClosedError(f"values of {address} could not be read: {error}") from error
         except Exception as error:

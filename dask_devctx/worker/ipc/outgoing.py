@@ -15,7 +15,7 @@ from distributed.protocol.serialize import Serialize, Serialized
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.errors import DriverError
+from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
@@ -59,6 +59,8 @@ class Outgoing:
         Runs a function on a thread that may wait.
     traffic
         Where what is sent otherwise is counted.
+    on_failure
+        Called with a device that failed, and what the driver said.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Outgoing:
         token: str,
         run: Any,
         traffic: Traffic,
+        on_failure: Callable[[Device, DriverError], object],
     ) -> None:
         self._worker = worker
         self._stagings = stagings
@@ -78,6 +81,7 @@ class Outgoing:
         self._token = token
         self._run = run
         self._traffic = traffic
+        self._on_failure = on_failure
         self._numbers = itertools.count(1)
         self._sendings: dict[int, Sending] = {}
 
@@ -98,7 +102,9 @@ class Outgoing:
         try:
             begun = await self._begin(msg["data"], places)
         except Exception as error:
-            if isinstance(error, DriverError) and statuses.failed(error.code):
+            device = next(iter(next(iter(places.values()))))
+            if isinstance(error, DriverError) and has_failed(device, error):
+                self._on_failure(device, error)
                 raise CommClosedError(f"the device failed: {error}") from error
             logger.warning("values go to %s through the host, for once", who, exc_info=True)
             begun = None
@@ -186,13 +192,15 @@ class Outgoing:
         if begun is None:
             return None
         sending, parcels = begun
-        if not await self._stage(sending, 0, quick=quick):
-            if sending.piece <= staging.piece:
-                return None
-            sending = Sending(sending.parts, staging, stamps, whole=False)
-            if not await self._stage(sending, 0):
-                return None
-        return next(self._numbers), sending, parcels
+        try:
+            staged = await self._stage(sending, 0, quick=quick)
+            if not staged and sending.piece > staging.piece:
+                sending.in_pieces()
+                staged = await self._stage(sending, 0)
+        except BaseException:
+            sending.close()
+            raise
+        return (next(self._numbers), sending, parcels) if staged else None
 
     def _work_of(self, places: dict[Hashable, dict[Device, int]]) -> list[Stamp]:
         stamps: list[Stamp] = []
@@ -265,6 +273,20 @@ class Outgoing:
         for each in places.values():
             for device, nbytes in each.items():
                 self._traffic.count(device.uuid, who, "host", nbytes, 0.0)
+
+
+def has_failed(device: Device, error: DriverError) -> bool:
+    """Return whether a call failed because its device, or this process' CUDA, did."""
+    if error.code in statuses.STICKY:
+        return True
+    if error.code not in statuses.GONE:
+        return False
+    try:
+        with device:
+            device._backend.calls.probe()
+    except DevctxError:
+        return True
+    return False
 
 
 def _start_and_finish(sending: Sending, index: int) -> bool:

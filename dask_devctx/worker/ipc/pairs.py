@@ -191,13 +191,18 @@ class Pairs:
             return {"error": "it has no memory left for staging", "again": True}
         self._hide(address)
         self._shown[address] = shown
+        self._worker.loop.call_later(_TIMEOUT_S, self._hide, address, shown)
         return {"token": self.token, "shown": shown.description, "content": content}
 
     def _show(self, content: bytes) -> Staged | None:
         shown = self._staging.take(len(content))
         if shown is not None:
-            with self._staging.device as device:
-                device._backend.calls.copy_from_host(shown.pointer, content)
+            try:
+                with self._staging.device as device:
+                    device._backend.calls.copy_from_host(shown.pointer, content)
+            except BaseException:
+                self._staging.give([shown])
+                raise
         return shown
 
     async def agree(self, address: str, token: str, error: str | None) -> None:
@@ -211,9 +216,10 @@ class Pairs:
             self.reasons[address] = error
             logger.info("values on a device go to %s through the host: %s", address, error)
 
-    def _hide(self, address: str) -> None:
-        shown = self._shown.pop(address, None)
-        if shown is not None:
+    def _hide(self, address: str, only: Staged | None = None) -> None:
+        shown = self._shown.get(address)
+        if shown is not None and only in (None, shown):
+            del self._shown[address]
             self._staging.give([shown])
 
 
