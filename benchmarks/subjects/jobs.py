@@ -63,15 +63,15 @@ def cases(size: Size) -> Iterator[Case]:
 
 def _ours(n_devices: int) -> list[Entry]:
     """Every even share of the devices among workers, the default first."""
-    shares = [1, 2, n_devices] if n_devices % 2 == 0 else [1, n_devices]
+    shares = [n_devices, 1, 2] if n_devices % 2 == 0 else [n_devices, 1]
     return [
         Entry(
             f"{n} × {n_devices // n} workers × GPUs",
             f"{_MODULE}:ours",
             (field.library(), n_devices, n),
             {
-                "role": "ours" if n == 1 else "variant",
-                "remark": "LocalDeviceCluster()" if n == 1 else "",
+                "role": "ours" if n == n_devices else "variant",
+                "remark": "LocalDeviceCluster()" if n == n_devices else "",
             },
         )
         for n in dict.fromkeys(shares)
