@@ -26,6 +26,7 @@ from dask_devctx.errors import (
     DriverUnavailableError,
     ForkedProcessError,
     LockDirectoryError,
+    OneDeviceOnlyError,
     UnsupportedDaskError,
     VisibleDevicesError,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "Limit",
     "LocalDeviceCluster",
     "LockDirectoryError",
+    "OneDeviceOnlyError",
     "PrimaryContext",
     "SharedMemoryConfig",
     "StreamPriorityRange",

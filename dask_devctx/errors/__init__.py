@@ -13,6 +13,7 @@ from dask_devctx.errors.devices import (
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
+    OneDeviceOnlyError,
     VisibleDevicesError,
 )
 from dask_devctx.errors.versions import UnsupportedDaskError
@@ -36,6 +37,7 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "OneDeviceOnlyError",
     "UnsupportedDaskError",
     "VisibleDevicesError",
 ]

@@ -184,3 +184,30 @@ class DeviceMismatchError(DevctxError, ValueError):
             f"there with to_device(value, {self.current!r}), or compute where it is, inside "
             f"'with Device({self.device!r}):'"
         )
+
+
+class OneDeviceOnlyError(DevctxError):
+    """A library that uses one device in a process was to use a second one.
+
+    Parameters
+    ----------
+    library
+        The library.
+    device
+        The device that it uses.
+    other
+        The one that it was to use.
+    """
+
+    def __init__(self, library: str, device: str, other: str) -> None:
+        super().__init__(library, device, other)
+        self.library = library
+        self.device = device
+        self.other = other
+
+    def __str__(self) -> str:
+        return (
+            f"{self.library} uses one device in a process, here {self.device}, and was to use "
+            f"{self.other}. Start a worker for each device: LocalDeviceCluster(), n_workers= the "
+            "number of devices, or devctx.devices-per-worker: 1"
+        )

@@ -32,6 +32,7 @@ _LIBRARIES = {
     "numba_cuda": "numba",
     "jax": "jax",
     "jaxlib": "jax",
+    "cudf": "cudf",
 }
 
 
