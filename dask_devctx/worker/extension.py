@@ -131,6 +131,10 @@ class DeviceExtension:
                     on_failure=self.guard.blame.noticed_between,
                 )
             )
+            drop_replicas = self.guard.retries.drop_replicas
+            self.guard.retries.drop_replicas = lambda device: (
+                drop_replicas(device) + self.peers.free_staging(device)
+            )
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )

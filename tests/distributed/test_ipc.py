@@ -368,6 +368,19 @@ def test_staging_memory_goes_back_when_no_other_worker_has_it_open() -> None:
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
 
 
+def test_staging_memory_makes_room_for_a_task() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, _of_3_mb, peers.last, workers) == (1.0, True)
+        client.run(_fill, workers=workers[:1])
+        assert client.submit(_of_5_mb, workers=workers[:1]).result(timeout=30).nbytes == 5_000_000
+        client.run(_empty, workers=workers[:1])
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+
+
+def _of_5_mb() -> SimulatedArray:
+    return peers.array(625_000)
+
+
 async def _given_back(dask_worker: Worker) -> Any:
     transfers = dask_worker.plugins["devctx"].extension.peers
     before = sum(each.nbytes for each in transfers._stagings.values())

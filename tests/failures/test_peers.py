@@ -6,6 +6,9 @@ fails, while it is under way.
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,8 +39,6 @@ def _four_mb(mark: float) -> Any:
 
 
 def _pid(dask_worker: Worker) -> int:
-    import os
-
     return os.getpid()
 
 
@@ -116,3 +117,19 @@ def test_a_receiver_that_is_killed_between_the_pieces() -> None:
         peers.kill_when_paused(client, workers[1], pids[workers[1]])
         assert use.result(timeout=60) == 2_000_000.0
         _all_is_well(client, workers[0], workers[2])
+
+
+def test_the_memory_of_a_worker_that_is_gone_is_not_kept_open() -> None:
+    with peers.cluster(3) as (client, workers):
+        pids = client.run(_pid)
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert client.run(_closed, workers=workers[1:2])[workers[1]] == 0
+        os.kill(pids[workers[0]], signal.SIGKILL)
+        until = time.monotonic() + 60
+        while not client.run(_closed, workers=workers[1:2])[workers[1]]:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+
+
+def _closed() -> int:
+    return int(peers.faults().calls["cuIpcCloseMemHandle"])

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final
 
 from distributed import Status, Worker
@@ -38,7 +40,7 @@ _CLOSE: Final = "devctx_ipc_close"
 _THREADS: Final = 16
 # Staging memory that nobody used for so long goes back to its device.
 _IDLE_S: Final = 60.0
-_IDLE_LOOK_MS: Final = 10_000
+_LOOK_EVERY_MS: Final = 5_000
 _LOOK_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
 
@@ -91,6 +93,7 @@ class PeerTransfers:
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="devctx-ipc")
         self._stagings = {device: Staging(device, _limit(device, staging)) for device in devices}
         self._pairs: Pairs | None = None
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         incoming.register()
         by_ucx = worker.address.partition("://")[0].startswith("ucx")
         self._used = bool(devices) and use is not False and not (use == "auto" and by_ucx)
@@ -98,7 +101,12 @@ class PeerTransfers:
             first = devices[0]
             reasons = self.traffic.reasons
             self._pairs = Pairs(
-                worker, self._stagings[first], first, self._opened, self._run, reasons
+                worker,
+                self._stagings[first],
+                first,
+                self._opened,
+                self._run,
+                reasons,
             )
             self._outgoing = Outgoing(
                 worker,
@@ -131,7 +139,7 @@ class PeerTransfers:
             lost=self._lost,
         )
         worker.metrics[self.metric] = lambda worker: self.traffic.rows()
-        self._looking = PeriodicCallback(self._give_back_if_idle, _IDLE_LOOK_MS)
+        self._looking = PeriodicCallback(self._look, _LOOK_EVERY_MS)
         self._looking.start()
 
     def close(self) -> None:
@@ -175,6 +183,21 @@ class PeerTransfers:
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
+    def free_staging(self, device: Device) -> int:
+        """Give a device that ran out of memory its staging memory back; return the bytes.
+
+        Called on the thread of a task, which waits for it, or on the event loop's, which does not.
+        """
+        staging = self._stagings.get(device)
+        if self._pairs is None or staging is None or not staging.nbytes:
+            return 0
+        before = staging.nbytes
+        done = asyncio.run_coroutine_threadsafe(self.give_back([staging]), self._loop)
+        if threading.get_ident() != self._thread:
+            with suppress(TimeoutError):
+                done.result(_CLOSE_TIMEOUT_S)
+        return before - staging.nbytes
+
     # -- for the connections
 
     async def _settle(self, address: str) -> None:
@@ -196,7 +219,13 @@ class PeerTransfers:
 
     # -- staging memory that is not needed
 
-    async def _give_back_if_idle(self) -> None:
+    async def _look(self) -> None:
+        """Let go of the memory of workers that are gone, and of what nobody used for a while."""
+        if self._pairs is None:
+            return
+        for address in list(self._pairs.tokens):
+            if await self._ask_to_close(address, []) is None:
+                self._pairs.forget(address)
         idle = [
             staging
             for staging in self._stagings.values()
@@ -216,13 +245,14 @@ class PeerTransfers:
         if not numbers:
             return
         closed = await asyncio.gather(
-            *[self._ask_to_close(address, numbers) for address in self._pairs.receivers]
+            *[self._ask_to_close(address, numbers) for address in list(self._pairs.receivers)]
         )
-        if all(closed):  # else it stays as it is until this process ends
+        if False not in closed:  # else it stays as it is until this process ends
             for staging, buffers in found:
                 await self._run(staging.free, buffers)
 
-    async def _ask_to_close(self, address: str, numbers: list[int]) -> bool:
+    async def _ask_to_close(self, address: str, numbers: list[int]) -> bool | None:
+        """Return whether another worker has closed buffers of this one; None where it is gone."""
         assert self._pairs is not None
         call = getattr(self._worker.rpc(address), _CLOSE)
         try:
@@ -231,8 +261,9 @@ class PeerTransfers:
             )
         except TimeoutError:
             return False
-        except OSError:  # it is gone, and its process with what it had open
-            return True
+        except OSError:  # its process is gone, with what it had open
+            self._pairs.receivers.pop(address, None)
+            return None
         except RuntimeError:  # this worker is closing
             return False
         return bool(said)

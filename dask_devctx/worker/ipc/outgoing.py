@@ -184,7 +184,8 @@ class Outgoing:
                 return Sending(parts, staging, stamps, gathered=gathered), parcels
 
         quick = (
-            nbytes <= QUICK_NBYTES
+            0 < nbytes <= QUICK_NBYTES
+            and all(stamp.done() for stamp in stamps)
             and all(find(type(value)) is not None for value in values.values())
             and staging.has_room(nbytes)
         )

@@ -56,6 +56,8 @@ class Pairs:
         The workers that can read it, by address, each with its own token.
     reasons
         Why it is not read by others, by address.
+    tokens
+        What names the memory of the workers whose memory was tried, by address.
     ways
         Why the others' memory is not read, by address; None where it is.
     """
@@ -72,6 +74,7 @@ class Pairs:
         self.token = uuid.uuid4().hex
         self.receivers: dict[str, str] = {}
         self.reasons = reasons
+        self.tokens: dict[str, str] = {}
         self.ways: dict[str, str | None] = {}
         self._worker = worker
         self._staging = staging
@@ -101,9 +104,14 @@ class Pairs:
         await asyncio.shield(task)
 
     def forget(self, address: str) -> None:
-        """Ask again the next time: the worker may be another one by then."""
-        if self.ways.pop(address, "") is None:
-            logger.debug("the connection to %s was lost", address)
+        """Ask again the next time: the worker may be another one by then, or gone.
+
+        Memory that is open here stays with a process that has ended.
+        """
+        self.ways.pop(address, None)
+        token = self.tokens.pop(address, None)
+        if token is not None:
+            self._worker.loop.add_callback(self._run, self._opened.close, token)
 
     async def refuse(self, address: str, reason: str) -> None:
         """Read a worker's memory no more."""
@@ -125,6 +133,7 @@ class Pairs:
             if said.get("error"):
                 self._remember(address, said["error"], again=bool(said.get("again")))
                 return
+            self.tokens[address] = said["token"]
             error = await self._run(self._try, said)
             await self._agree(address, error)
             self._remember(address, error)
