@@ -41,6 +41,7 @@ NAMES: Final = (
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown_lock",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
+    "distributed.core:ConnectionPool.connect",
     "distributed.protocol.serialize:Serialized",
     "distributed.worker:Worker.batched_send",
     "distributed.worker:get_data_from_worker",
@@ -74,7 +75,6 @@ ON_A_WORKER: Final = (
     "metrics",
     "nanny",
     "periodic_callbacks[heartbeat]",
-    "rpc.connect",
     "state.actors",
     "stream_handlers[close]",
 )

@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Final
 
 from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.connections import answering
+from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staging
@@ -87,6 +89,7 @@ class PeerTransfers:
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
     ) -> None:
         self._worker = worker
+        self._steps = ExitStack()
         self.unreadable = UnreadableValues(worker)
         self.traffic = Traffic()
         self._opened = OpenedBuffers()
@@ -129,7 +132,7 @@ class PeerTransfers:
                 self.traffic,
                 on_failure,
             )
-            worker.handlers.update(self._handlers())
+            self._steps.enter_context(answering(worker, self._handlers()))
         self._connections = Connections(
             worker,
             self.unreadable,
@@ -138,27 +141,25 @@ class PeerTransfers:
             prepare=self._prepare,
             lost=self._lost,
         )
-        worker.metrics[self.metric] = lambda worker: self.traffic.rows()
+        self._steps.callback(self._connections.close)
+        rows = metric(worker, self.metric, lambda worker: self.traffic.rows())
+        self._steps.enter_context(rows)
         self._looking = PeriodicCallback(self._look, _LOOK_EVERY_MS)
         self._looking.start()
 
     def close(self) -> None:
         """Send and receive as dask does from now on."""
         self._looking.stop()
-        self._connections.close()
-        self._worker.metrics.pop(self.metric, None)
+        self._steps.close()
         if self._pairs is not None:
-            for op, handler in self._handlers().items():
-                if self._worker.handlers.get(op) == handler:
-                    del self._worker.handlers[op]
             self._pairs.close()
             self._opened.close()
         if self._pairs is None or self._worker.status is Status.closing:  # its memory goes with it
             self._executor.shutdown(wait=False)
         else:
-            self._worker.loop.add_callback(self._close)
+            self._worker.loop.add_callback(self._end)
 
-    async def _close(self) -> None:
+    async def _end(self) -> None:
         try:
             while self.in_use:
                 await asyncio.sleep(_LOOK_S)

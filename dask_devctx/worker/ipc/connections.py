@@ -1,20 +1,22 @@
 """What a worker reads from other workers: completed, or given up with its connection.
 
-The one place that takes part in dask's connections: each that the worker opens to another reads
-and writes through here, and each that asks it for data is answered through here.
+Each connection that the worker opens to another reads and writes through here, and each that asks
+it for data is answered through here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Hashable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from distributed import Worker
 from distributed.comm import CommClosedError
-from distributed.worker import get_data_from_worker
 
+from dask_devctx.dask_internals.connections import Connect, data_of, wrapped_connect
+from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.worker.ipc.unreadable import UnreadableValues, without_unreadable
 
 logger = logging.getLogger(__name__)
@@ -67,50 +69,51 @@ class Connections:
         self._prepare = prepare
         self._lost = lost
         self._open = True
-        self._pool = worker.rpc
-        self._connect = self._pool.connect
-        self._pool.connect = self._connected
-        self._get_data = worker.handlers["get_data"]
-        worker.handlers["get_data"] = self._answer
+        with ExitStack() as steps:
+            steps.enter_context(wrapped_connect(worker, self._around_connect))
+            steps.enter_context(wrapped_handler(worker, "get_data", self._around_get_data))
+            self._steps = steps.pop_all()
 
     def close(self) -> None:
         """Leave the worker's connections as they were."""
         self._open = False
-        if self._pool.connect == self._connected:
-            self._pool.connect = self._connect
-        if self._worker.handlers["get_data"] == self._answer:
-            self._worker.handlers["get_data"] = self._get_data
+        self._steps.close()
 
     # -- as the receiver
 
-    async def _connected(self, addr: str, timeout: float | None = None) -> Any:
-        comm = await self._connect(addr, timeout)
-        asking = getattr(comm.read, "__self__", None)
-        if isinstance(asking, _Asking):
-            asking.connections = self  # it may be of an earlier plugin
-        else:
-            asking = _Asking(self, comm, addr)
-            comm.read, comm.write = asking.read, asking.write
-        return comm
+    def _around_connect(self, connect: Connect) -> Connect:
+        async def connected(addr: str, timeout: float | None = None) -> Any:
+            comm = await connect(addr, timeout)
+            asking = getattr(comm.read, "__self__", None)
+            if isinstance(asking, _Asking):
+                asking.connections = self  # it may be of an earlier plugin
+            else:
+                asking = _Asking(self, comm, addr)
+                comm.read, comm.write = asking.read, asking.write
+            return comm
+
+        return connected
 
     async def _one_by_one(self, address: str, keys: list[Hashable], who: str | None) -> Message:
         """Ask for each value by itself, so that one which cannot be read is known."""
         data: dict[Hashable, Any] = {}
         for key in keys:
-            answer = await get_data_from_worker(self._pool, keys=[key], worker=address, who=who)
-            data.update(answer.get("data", {}))  # of one that is busy dask asks again
+            data.update(await data_of(self._worker, address, [key], who))
         return {"status": "OK", "data": data}
 
     # -- as the sender
 
-    async def _answer(
-        self, comm: Any, keys: Any, who: str | None = None, serializers: Any = None
-    ) -> Any:
-        answering = _Answering(comm, partial(self._prepare, who))
-        try:
-            return await self._get_data(answering, keys=keys, who=who, serializers=serializers)
-        finally:
-            answering.end()
+    def _around_get_data(self, get_data: Callable[..., Any]) -> Callable[..., Any]:
+        async def answer(
+            comm: Any, keys: Any, who: str | None = None, serializers: Any = None
+        ) -> Any:
+            answering = _Answering(comm, partial(self._prepare, who))
+            try:
+                return await get_data(answering, keys=keys, who=who, serializers=serializers)
+            finally:
+                answering.end()
+
+        return answer
 
 
 class _Asking:

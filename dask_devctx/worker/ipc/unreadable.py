@@ -5,12 +5,12 @@ dask leaves such a task waiting for ever (distributed's issue 6705).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 from distributed import Worker
-from distributed.worker_state_machine import RemoveReplicasEvent
+
+from dask_devctx.dask_internals.connections import drop_replicas
 
 
 class Unreadable:
@@ -70,8 +70,7 @@ class UnreadableValues:
         """Have the worker ask others again for what a task, which has failed, could not read."""
         keys = [dep.key for dep in ts.dependencies if dep.key in self._errors]
         if keys:
-            event = RemoveReplicasEvent(keys=keys, stimulus_id=f"devctx-unreadable-{time.time()}")
-            self._worker.loop.add_callback(self._worker.handle_stimulus, event)
+            drop_replicas(self._worker, keys)
 
 
 def without_unreadable(data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
