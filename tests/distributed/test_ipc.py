@@ -315,6 +315,17 @@ def test_where_the_driver_refuses_values_go_as_dask_sends_them(
         assert reason in row.reason
 
 
+def test_memory_that_can_be_opened_no_more_is_asked_for_no_more() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        client.run(peers.fail, "cuIpcOpenMemHandle", 205, 10**6, workers=workers[1:])
+        assert peers.send(client, _of_3_mb, peers.last, workers) == (1.0, True)
+        assert peers.send(client, _of_3_mb, peers.last, workers) == (1.0, True)
+        assert peers.ways(client) == {"ipc": 1, "host": 2}
+        failed = client.run(lambda: peers.faults().calls["cuIpcOpenMemHandle"])[workers[1]]
+        assert failed == 2  # once well, and once not
+
+
 def test_it_can_be_switched_off() -> None:
     with peers.configured(ipc=False), peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)

@@ -108,7 +108,8 @@ class Pairs:
 
         Memory that is open here stays with a process that has ended.
         """
-        self.ways.pop(address, None)
+        if self.ways.get(address) is None:  # what was refused for good stays so
+            self.ways.pop(address, None)
         token = self.tokens.pop(address, None)
         if token is not None:
             self._worker.loop.add_callback(self._run, self._opened.close, token)
