@@ -8,7 +8,7 @@ EXTRAS := test,demo,lint$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,g
 # Many tests wait, for processes that start and for faults to be found.
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo test soak fuzz lint format clean
+.PHONY: demo test soak fuzz lint dist-check format clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/segment_images.py --out demo
@@ -29,6 +29,10 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The sdist and the wheels, with a C compiler and without one.
+dist-check: $(VENV)/ready
+	$(BIN)/python -m tests.distributions
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

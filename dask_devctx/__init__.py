@@ -7,7 +7,7 @@ distributed and touches no driver. The distributed half is imported on first use
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dask_devctx.cuda.context import CacheConfig, Context, SharedMemoryConfig, StreamPriorityRange
+from dask_devctx.cuda.context import CacheConfig, Context, StreamPriorityRange
 from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.flags import ContextFlags
 from dask_devctx.cuda.limits import Limit
@@ -62,7 +62,6 @@ __all__ = [
     "LockDirectoryError",
     "OneDeviceOnlyError",
     "PrimaryContext",
-    "SharedMemoryConfig",
     "StreamPriorityRange",
     "UnsupportedDaskError",
     "VisibleDevicesError",

@@ -218,8 +218,9 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def _readable(self) -> _Array:
         """Return the values, to be copied, which the driver does in any context."""
-        if self._memory is not None:
-            self._memory.check_there()
+        if self._memory is not None and not self._memory.is_there():
+            with self._device:
+                self._memory.read()
         return self._data
 
     def item(self, *args: Any) -> Any:
@@ -304,10 +305,10 @@ class _Memory:
                 f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
             )
         if Device.current() is device:  # in a context of one's own, too
-            pointer = backend.calls.allocate(nbytes)
+            pointer = backend.calls.work.allocate(nbytes)
         else:
             with device:
-                pointer = backend.calls.allocate(nbytes)
+                pointer = backend.calls.work.allocate(nbytes)
         self._block = backend.machine.driver.block(pointer)
         weakref.finalize(self, _free, backend, pointer).atexit = False
 
@@ -327,9 +328,12 @@ class _Memory:
     def is_primary(self) -> bool:
         return bool(self._block.alive and self._block.context.is_primary)
 
-    def check_there(self) -> None:
-        if not self._block.alive:
-            self._backend.calls.copy_to_host(self._block.base, 1)
+    def is_there(self) -> bool:
+        return bool(self._block.alive)
+
+    def read(self) -> None:
+        """Let the driver say why it cannot be read."""
+        self._backend.calls.work.copy_to_host(self._block.base, 1)
 
     def illegal_address(self) -> None:
         """Fail, as the device does when a kernel uses an address that its context does not have."""
@@ -340,7 +344,7 @@ class _Memory:
 def _free(backend: Backend, pointer: int) -> None:
     # In a poisoned or forked process its memory goes with the process; nobody could be told.
     with suppress(DevctxError):
-        backend.calls.free(pointer)
+        backend.calls.work.free(pointer)
 
 
 def _address(data: _Array) -> int:

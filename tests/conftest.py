@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+import dask
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -40,13 +41,29 @@ _BACKENDS = [
 
 
 @pytest.fixture(params=["simulated", _IN_C])
-def machine(request: pytest.FixtureRequest) -> Iterator[SimulatedMachine]:
-    """A fresh simulated machine with four GPUs, whose driver the package uses in this test."""
-    machine = SimulatedMachine(4, host="test")
-    with driver.use(addressed(machine) if request.param == "addressed" else machine.backend()):
+def simulation(request: pytest.FixtureRequest) -> str:
+    """``"addressed"`` where the simulated driver tells the addresses of its functions."""
+    return str(request.param)
+
+
+@pytest.fixture
+def machine(simulation: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
+    """Four simulated GPUs, in this process and, with the same UUIDs, in those that it starts."""
+    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "4")
+    monkeypatch.setenv("DASK_DEVCTX__SIMULATED_HOST", "test")
+    machine = SimulatedMachine(4)
+    with driver.use(addressed(machine) if simulation == "addressed" else machine.backend()):
         yield machine
         handle = machine.driver.cuCtxGetCurrent()[1]
-        assert handle is None or int(handle) == 0
+        assert handle is None or int(handle) == 0, "a context was left current"
+
+
+@pytest.fixture
+def validate() -> Iterator[None]:
+    """dask's own checks of its state."""
+    settings = {"distributed.worker.validate": True, "distributed.scheduler.validate": True}
+    with dask.config.set(settings):
+        yield
 
 
 @pytest.fixture(params=_BACKENDS)

@@ -201,6 +201,21 @@ def test_what_was_given_is_kept_as_text_where_it_cannot_travel():
     assert errors.DeviceScopeError(Local(), "").scope == "<Local>"
 
 
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("cuInit", "CUDA_ERROR_UNKNOWN"), {}),
+        (("cuInit", "CUDA_ERROR_UNKNOWN", 999, "", "more"), {}),
+        (("cuInit", "CUDA_ERROR_UNKNOWN", 999), {"reason": "no field"}),
+        (("cuInit", "CUDA_ERROR_UNKNOWN", 999), {"code": 999}),
+    ],
+    ids=["one too few", "one too many", "unknown", "twice"],
+)
+def test_an_error_takes_its_fields_and_nothing_else(args, named):
+    with pytest.raises(TypeError, match="DriverError takes function, status, code, description"):
+        errors.DriverError(*args, **named)
+
+
 def test_a_lookup_that_fails_is_a_lookup_error():
     assert issubclass(errors.DeviceNotFoundError, LookupError)
     assert issubclass(errors.ForkedProcessError, errors.DriverUnavailableError)

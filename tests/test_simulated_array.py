@@ -12,7 +12,8 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_devctx import Context, Device, to_device
+from dask_devctx import Context, Device, driver, to_device
+from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import (
     DeviceMemoryError,
     DeviceMismatchError,
@@ -211,8 +212,19 @@ def test_a_released_primary_context_takes_its_arrays_with_it(machine, host):
     x = on(1, host)
     Device(1).primary_context.release()
     assert machine.gpus[1].used_memory == 0
-    with Device(1), pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
         x.get()
+    with Device(1):
+        pass  # the context is there again, and the array is not
+    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
+        x.get()
+
+
+def test_a_primary_context_that_lives_again_has_none_of_its_old_arrays(host):
+    x = on(1, host)
+    Device(1).primary_context.release()
+    with Device(1), pytest.raises(DriverError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+        x + 1
 
 
 # -- the driver's copies
@@ -221,8 +233,8 @@ def test_a_released_primary_context_takes_its_arrays_with_it(machine, host):
 def copied(target, source):
     calls = target.device._backend.calls
     with target.device:
-        calls.copy(target._pointer, source._pointer, source.nbytes, 0)
-        calls.stream_synchronize(0)
+        calls.work.copy(target._pointer, source._pointer, source.nbytes, 0)
+        calls.work.stream_synchronize(0)
     return target.get()
 
 
@@ -259,9 +271,9 @@ def test_whatever_made_it_the_driver_knows_its_bytes(host, make):
     x = make(SimulatedArray.asarray(host))
     calls = Device(0)._backend.calls
     with Device(0):
-        base, nbytes = calls.address_range(x._pointer)
+        base, nbytes = calls.work.address_range(x._pointer)
         assert (base, nbytes) == (x._pointer, x.nbytes)
-        raw = calls.copy_to_host(base, nbytes)
+        raw = calls.work.copy_to_host(base, nbytes)
     assert raw == x.get().tobytes(order="A")
 
 
@@ -274,7 +286,7 @@ def test_without_elements_or_numbers_there_is_nothing_to_copy():
 def test_another_process_cannot_open_it(host):
     x = on(0, host)
     with Device(0), pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE"):
-        x.device._backend.calls.ipc_export(x._pointer)
+        x.device._backend.calls.work.ipc_export(x._pointer)
 
 
 def test_without_elements_it_is_nowhere(machine):
@@ -314,8 +326,8 @@ def test_dask_counts_its_bytes_and_tells_it_apart(host):
 
 
 def test_is_for_simulated_devices_only(machine):
-    Device(0)._backend.machine = None
-    with pytest.raises(DriverUnavailableError, match="simulated devices"):
+    real = Backend(machine.driver, machine.nvml)  # as far as anybody can tell
+    with driver.use(real), pytest.raises(DriverUnavailableError, match="simulated devices"):
         SimulatedArray(3)
 
 

@@ -32,14 +32,6 @@ class CacheConfig(enum.IntEnum):
     PREFER_EQUAL = 3
 
 
-class SharedMemoryConfig(enum.IntEnum):
-    """The width of shared memory's banks: ``CUsharedconfig``, deprecated in CUDA 13."""
-
-    DEFAULT_BANK_SIZE = 0
-    FOUR_BYTE_BANK_SIZE = 1
-    EIGHT_BYTE_BANK_SIZE = 2
-
-
 class StreamPriorityRange(NamedTuple):
     """The priorities that streams can have; the greater priority is the smaller number."""
 
@@ -300,25 +292,6 @@ class Context(Scope):
         self.run(self._calls.set_cache_config, CacheConfig(value))
 
     @property
-    def shared_memory_config(self) -> SharedMemoryConfig:
-        """The width of shared memory's banks.
-
-        .. deprecated:: CUDA 13
-            The driver accepts any width and, on GPUs of this decade, uses four bytes.
-
-        References
-        ----------
-        ``cuCtxGetSharedMemConfig``, ``cuCtxSetSharedMemConfig``.
-        """
-        _warn_shared_memory_config()
-        return SharedMemoryConfig(self.run(self._calls.shared_memory_config))
-
-    @shared_memory_config.setter
-    def shared_memory_config(self, value: SharedMemoryConfig) -> None:
-        _warn_shared_memory_config()
-        self.run(self._calls.set_shared_memory_config, SharedMemoryConfig(value))
-
-    @property
     def stream_priority_range(self) -> StreamPriorityRange:
         """The priorities that its streams can have.
 
@@ -396,11 +369,3 @@ def is_primary(backend: Backend, device: Device, handle: int) -> bool:
         return calls.primary_retain(ordinal) == handle
     finally:
         calls.primary_release(ordinal)
-
-
-def _warn_shared_memory_config() -> None:
-    warnings.warn(
-        "shared_memory_config is deprecated in CUDA 13 and has no effect on current GPUs",
-        DeprecationWarning,
-        stacklevel=3,
-    )

@@ -244,7 +244,7 @@ class Device(Scope):
         found = discovery.memory_info(self._backend, self._found)
         if found is None:
             with self:
-                found = self._backend.calls.memory_info()
+                found = self._backend.calls.work.memory_info()
         return MemoryInfo(*found)
 
     @property

@@ -170,7 +170,7 @@ def _mark_forked() -> None:
     # The driver answers NOT_INITIALIZED for ever in the child of a process that used it.
     for backend in _backends:
         if backend.initialised:
-            backend.calls.forked = True
+            backend.calls.checked.forked = True
 
 
 os.register_at_fork(after_in_child=_mark_forked)

@@ -10,19 +10,42 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from dask_devctx.driver.checked import Checked
 from dask_devctx.driver.work import WorkCalls
 
 if TYPE_CHECKING:
     import uuid
 
+    from dask_devctx.driver.protocol import Driver
 
-class Calls(WorkCalls):
-    """Checked calls of one driver: the process, its devices, their contexts, and their work.
+
+class Calls:
+    """Checked calls of one driver: the process, its devices, and their contexts.
+
+    Parameters
+    ----------
+    driver
+        ``cuda.bindings.driver``, or anything with its functions.
+
+    Attributes
+    ----------
+    work
+        The calls about events, streams and memory.
+    checked
+        How each call is made.
 
     Notes
     -----
     Thread-safe, as the driver is. "Current" is a matter of the calling thread.
     """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.checked = checked = Checked(driver)
+        self.work = WorkCalls(checked)
+        self.types = checked.types
+        self._value, self._error = checked.value, checked.error
+        self._status, self._out = checked.status, checked.out
 
     # -- the process
 
@@ -121,7 +144,10 @@ class Calls(WorkCalls):
     def current_or_uninitialised(self) -> int:
         """As :meth:`current`, and 0 where nothing has initialised CUDA yet."""
         status, context = self.driver.cuCtxGetCurrent()
-        if int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_INITIALIZED) and not self.forked:
+        if (
+            int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_INITIALIZED)
+            and not self.checked.forked
+        ):
             return 0
         if status != 0:
             raise self._error("cuCtxGetCurrent", status)
@@ -134,11 +160,11 @@ class Calls(WorkCalls):
 
     def current_address(self) -> int | None:
         """Where the C function behind :meth:`current` is: ``int f(void **context)``."""
-        return self.address("cuCtxGetCurrent", 4000)
+        return self.checked.address("cuCtxGetCurrent", 4000)
 
     def set_current_address(self) -> int | None:
         """Where the C function behind :meth:`set_current` is: ``int f(void *context)``."""
-        return self.address("cuCtxSetCurrent", 4000)
+        return self.checked.address("cuCtxSetCurrent", 4000)
 
     def current_error(self, status: int) -> Exception:
         """What :meth:`current` raises for a status, for those who called by the address."""
@@ -198,12 +224,6 @@ class Calls(WorkCalls):
 
     def set_cache_config(self, config: int) -> None:
         self._value(self.driver.cuCtxSetCacheConfig, self.types.CUfunc_cache(config))
-
-    def shared_memory_config(self) -> int:
-        return int(self._value(self.driver.cuCtxGetSharedMemConfig))
-
-    def set_shared_memory_config(self, config: int) -> None:
-        self._value(self.driver.cuCtxSetSharedMemConfig, self.types.CUsharedconfig(config))
 
     def stream_priority_range(self) -> tuple[int, int]:
         """The least and the greatest priority; the greater is the smaller number."""

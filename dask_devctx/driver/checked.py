@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dask_devctx.driver.protocol import Driver
 
 
-class CheckedCalls:
+class Checked:
     """How a function of one driver is called: what is not success is raised.
 
     Parameters
@@ -47,7 +47,7 @@ class CheckedCalls:
         self.forked = False
         self._address = functools.cache(self._found)
 
-    def _value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
+    def value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
         try:
             status, *values = function(*args)
         except RuntimeError as error:  # the bindings' word for a function that the driver lacks
@@ -56,10 +56,10 @@ class CheckedCalls:
                 raise
             raise missing from error
         if status != 0:
-            raise self._error(function.__name__, status)
+            raise self.error(function.__name__, status)
         return values[0] if len(values) == 1 else tuple(values)
 
-    def _error(self, function: str, status: Any) -> Exception:
+    def error(self, function: str, status: Any) -> Exception:
         if self.forked:
             return ForkedProcessError(
                 f"{function} failed: CUDA was initialised before this process was forked",
@@ -99,7 +99,7 @@ class CheckedCalls:
 
     # -- by the address, with Python's lock kept
 
-    def _status(self, function: str, version: int, *numbers: int) -> int | None:
+    def status(self, function: str, version: int, *numbers: int) -> int | None:
         """Call a short C function by its address; its status, or None where there is no address.
 
         The bindings give Python's lock up around each call. Where other threads are busy it is
@@ -108,23 +108,23 @@ class CheckedCalls:
         address = self._address(function, version)
         return invoke(address, *numbers) if address else None
 
-    def _out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
+    def out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
         """The same for a function that changes what its first argument points to; that value."""
         address = self._address(function, version)
         if not address:
             return None
         status, value = invoke_out(address, value, *numbers)
         if status:
-            raise self._error(function, status)
+            raise self.error(function, status)
         return value
 
     def _found(self, function: str, version: int) -> int:
         """Return the address of a function that is to be called by it; 0 for none."""
         return 0 if invoke is None else self.address(function, version) or 0
 
-    def _called(self, function: str, version: int, *numbers: int) -> bool:
+    def called(self, function: str, version: int, *numbers: int) -> bool:
         """Whether the function was called by its address; raises where it was, and failed."""
-        status = self._status(function, version, *numbers)
+        status = self.status(function, version, *numbers)
         if status:
-            raise self._error(function, status)
+            raise self.error(function, status)
         return status is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 
 from dask_devctx.driver import statuses
-from dask_devctx.driver.checked import CheckedCalls
+from dask_devctx.driver.checked import Checked
 
 # CUDA's own handles for the streams that need no making.
 LEGACY_STREAM = 1
@@ -21,8 +21,20 @@ _DISABLE_TIMING = 2
 _RELAXED_CAPTURE = 2
 
 
-class WorkCalls(CheckedCalls):
-    """Checked calls about work; most of them are about the current context's."""
+class WorkCalls:
+    """Checked calls about work; most of them are about the current context's.
+
+    Parameters
+    ----------
+    checked
+        One driver's functions.
+    """
+
+    def __init__(self, checked: Checked) -> None:
+        self.driver = checked.driver
+        self.types = checked.types
+        self._value, self._error = checked.value, checked.error
+        self._status, self._out, self._called = checked.status, checked.out, checked.called
 
     # -- events: points in the work that a device was given
 

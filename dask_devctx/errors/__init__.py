@@ -1,11 +1,7 @@
-"""The exceptions that this package raises.
+"""The exceptions that this package raises."""
 
-Every error keeps what it reports as attributes and hands all of them to ``super().__init__``, so
-that it survives pickling on its way from a worker to a client.
-"""
-
+from dask_devctx.errors.base import DevctxError
 from dask_devctx.errors.devices import (
-    DevctxError,
     DeviceMemoryError,
     DeviceMismatchError,
     DeviceNotFoundError,

@@ -1,24 +1,11 @@
-"""The root of the tree, and the exceptions of devices, contexts and scopes."""
+"""The exceptions of devices, contexts and scopes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-
-class DevctxError(Exception):
-    """Base class of every error that this package raises."""
-
-    def __repr__(self) -> str:
-        # dask logs a failed task's error by its repr, and a notebook shows it so: let that be what
-        # a person can read, with what to do about it.
-        said = ". ".join([str(self), *getattr(self, "__notes__", ())])
-        return f"{type(self).__name__}({said!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Made again from its arguments: what rebuilds an exception without calling its class, as
-        # dask does, fails for one that is a MemoryError as well.
-        return type(self), self.args, self.__dict__
+from dask_devctx.errors.base import DevctxError
 
 
 class DriverError(DevctxError):
@@ -36,12 +23,10 @@ class DriverError(DevctxError):
         The driver's own description of the status, or "".
     """
 
-    def __init__(self, function: str, status: str, code: int, description: str = "") -> None:
-        super().__init__(function, status, code, description)
-        self.function = function
-        self.status = status
-        self.code = code
-        self.description = description
+    function: str
+    status: str
+    code: int
+    description: str = ""
 
     def __str__(self) -> str:
         detail = f": {self.description}" if self.description else ""
@@ -63,10 +48,8 @@ class DriverUnavailableError(DevctxError):
         What to do about it.
     """
 
-    def __init__(self, reason: str, remedy: str) -> None:
-        super().__init__(reason, remedy)
-        self.reason = reason
-        self.remedy = remedy
+    reason: str
+    remedy: str
 
     def __str__(self) -> str:
         return f"{self.reason.rstrip('.')}. {self.remedy}"
@@ -91,21 +74,17 @@ class DeviceNotFoundError(DevctxError, LookupError):
         What to do about it, or "".
     """
 
-    def __init__(
-        self,
-        requested: object,
-        available: Sequence[str] = (),
-        visible_devices: str | None = None,
-        hint: str = "",
-    ) -> None:
+    requested: object
+    available: Sequence[str] = ()
+    visible_devices: str | None = None
+    hint: str = ""
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
         # The request may be any object, of a class that the other end does not have.
-        requested = requested if type(requested) in (int, str) else repr(requested)
-        available = tuple(available)
-        super().__init__(requested, available, visible_devices, hint)
-        self.requested = requested
-        self.available = available
-        self.visible_devices = visible_devices
-        self.hint = hint
+        requested = fields["requested"]
+        fields["requested"] = requested if type(requested) in (int, str) else repr(requested)
+        fields["available"] = tuple(fields["available"])
 
     def __str__(self) -> str:
         have = ", ".join(self.available) or "none"
@@ -127,10 +106,8 @@ class VisibleDevicesError(DevctxError):
         What does not fit, and what to do about it.
     """
 
-    def __init__(self, value: str | None, reason: str) -> None:
-        super().__init__(value, reason)
-        self.value = value
-        self.reason = reason
+    value: str | None
+    reason: str
 
     def __str__(self) -> str:
         seen = "not set" if self.value is None else repr(self.value)
@@ -148,11 +125,13 @@ class DeviceScopeError(DevctxError):
         What happened, and what to do about it.
     """
 
-    def __init__(self, scope: object, reason: str) -> None:
-        scope = scope if isinstance(scope, str) else repr(scope)
-        super().__init__(scope, reason)
-        self.scope = scope
-        self.reason = reason
+    scope: object
+    reason: str
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
+        scope = fields["scope"]
+        fields["scope"] = scope if isinstance(scope, str) else repr(scope)
 
     def __str__(self) -> str:
         return f"the scope of {self.scope} {self.reason}"
@@ -171,12 +150,14 @@ class DeviceMismatchError(DevctxError, ValueError):
         Where it was used.
     """
 
-    def __init__(self, value: object, device: object, current: object) -> None:
-        value, device, current = str(value), str(device), str(current)
-        super().__init__(value, device, current)
-        self.value = value
-        self.device = device
-        self.current = current
+    value: object
+    device: object
+    current: object
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
+        for name, value in fields.items():
+            fields[name] = str(value)
 
     def __str__(self) -> str:
         return (

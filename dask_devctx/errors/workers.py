@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from dask_devctx.errors.devices import DevctxError
+from dask_devctx.errors.base import DevctxError
 
 
 class LockDirectoryError(DevctxError):
@@ -18,10 +19,8 @@ class LockDirectoryError(DevctxError):
         What is wrong with it.
     """
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
+    path: str
+    reason: str
 
     def __str__(self) -> str:
         return (
@@ -43,13 +42,14 @@ class DevicesInUseError(DevctxError):
         Who holds each of the others, by the device's description.
     """
 
-    def __init__(self, wanted: int, free: Sequence[str], holders: Mapping[str, str]) -> None:
-        free = tuple(free)
-        holders = dict(holders)
-        super().__init__(wanted, free, holders)
-        self.wanted = wanted
-        self.free = free
-        self.holders = holders
+    wanted: int
+    free: Sequence[str]
+    holders: Mapping[str, str]
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
+        fields["free"] = tuple(fields["free"])
+        fields["holders"] = dict(fields["holders"])
 
     def __str__(self) -> str:
         total = len(self.free) + len(self.holders)
@@ -97,27 +97,18 @@ class DeviceFailedError(DevctxError):
     The exception that the task itself raised, if it did, is its ``__cause__``.
     """
 
-    def __init__(
-        self,
-        device: str,
-        uuid: str,
-        status: str,
-        code: int,
-        suspects: Sequence[str] = (),
-        synchronized: bool = False,
-        lost: bool = False,
-        watched: bool = False,
-    ) -> None:
-        suspects = tuple(suspects)
-        super().__init__(device, uuid, status, code, suspects, synchronized, lost, watched)
-        self.device = device
-        self.uuid = uuid
-        self.status = status
-        self.code = code
-        self.suspects = suspects
-        self.synchronized = synchronized
-        self.lost = lost
-        self.watched = watched
+    device: str
+    uuid: str
+    status: str
+    code: int
+    suspects: Sequence[str] = ()
+    synchronized: bool = False
+    lost: bool = False
+    watched: bool = False
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
+        fields["suspects"] = tuple(fields["suspects"])
 
     def __str__(self) -> str:
         lost = (
@@ -189,36 +180,18 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     The library's own exception is its ``__cause__``.
     """
 
-    def __init__(
-        self,
-        device: str,
-        uuid: str,
-        requested_nbytes: int | None = None,
-        free_nbytes: int | None = None,
-        total_nbytes: int | None = None,
-        holders: Sequence[tuple[int, int | None]] = (),
-        replicas_nbytes: int = 0,
-        attempts: int = 1,
-    ) -> None:
-        holders = tuple(holders)
-        super().__init__(
-            device,
-            uuid,
-            requested_nbytes,
-            free_nbytes,
-            total_nbytes,
-            holders,
-            replicas_nbytes,
-            attempts,
-        )
-        self.device = device
-        self.uuid = uuid
-        self.requested_nbytes = requested_nbytes
-        self.free_nbytes = free_nbytes
-        self.total_nbytes = total_nbytes
-        self.holders = holders
-        self.replicas_nbytes = replicas_nbytes
-        self.attempts = attempts
+    device: str
+    uuid: str
+    requested_nbytes: int | None = None
+    free_nbytes: int | None = None
+    total_nbytes: int | None = None
+    holders: Sequence[tuple[int, int | None]] = ()
+    replicas_nbytes: int = 0
+    attempts: int = 1
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
+        fields["holders"] = tuple(fields["holders"])
 
     def __str__(self) -> str:
         asked = f"{_gib(self.requested_nbytes)} asked for" if self.requested_nbytes else ""

@@ -26,7 +26,7 @@ class Event:
 
     def __init__(self, device: Device) -> None:
         self._handle = 0
-        self._calls = device._backend.calls
+        self._calls = device._backend.calls.work
         self._handle = self._calls.event_create()
 
     def __del__(self) -> None:

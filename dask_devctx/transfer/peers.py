@@ -79,7 +79,7 @@ def copy_bytes(
     """
     if not nbytes:
         return
-    calls = device._backend.calls
+    calls = device._backend.calls.work
     own = device.primary_context.handle
     way = stream
     if stream == LEGACY_STREAM:
@@ -99,7 +99,7 @@ def _copy_stream(device: Device) -> int:
         known = streams.get(context.handle)
         identity = device._backend.calls.context_id(context.handle)
         if known is None or known[0] != identity:  # a primary context can die and come again
-            known = streams[context.handle] = identity, device._backend.calls.stream_create()
+            known = streams[context.handle] = identity, device._backend.calls.work.stream_create()
     return known[1]
 
 

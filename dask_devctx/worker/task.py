@@ -123,7 +123,7 @@ def _elsewhere(
 ) -> Callable[[Any], Any]:
     """Return the task to run in the process that unpickles it."""
     backend = driver.current_backend()
-    if not asked_for and backend is not None and backend.calls.forked:
+    if not asked_for and backend is not None and backend.calls.checked.forked:
         _warn_forked()
         return task
     return DeviceTask(task, device, asked_for=asked_for)

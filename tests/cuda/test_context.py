@@ -12,6 +12,7 @@ from contextlib import closing
 import pytest
 from cuda.bindings import driver as types
 
+import dask_devctx
 from dask_devctx import (
     CacheConfig,
     Context,
@@ -19,7 +20,6 @@ from dask_devctx import (
     Device,
     Limit,
     PrimaryContext,
-    SharedMemoryConfig,
     StreamPriorityRange,
     driver,
 )
@@ -138,7 +138,6 @@ def test_flags_are_the_drivers():
     [
         (Limit, types.CUlimit, "CU_LIMIT_"),
         (CacheConfig, types.CUfunc_cache, "CU_FUNC_CACHE_"),
-        (SharedMemoryConfig, types.CUsharedconfig, "CU_SHARED_MEM_CONFIG_"),
     ],
 )
 def test_enumerations_are_the_drivers(ours, theirs, prefix):
@@ -223,7 +222,7 @@ def test_close(backend):
 def test_close_frees_its_memory(machine):
     own = Context(1)
     with own:
-        driver.backend().calls.allocate(2**30)
+        driver.backend().calls.work.allocate(2**30)
     assert Device(1).memory_info.free == 15 * 2**30
     own.close()
     assert Device(1).memory_info.free == 16 * 2**30
@@ -492,7 +491,7 @@ def test_released_primary_can_be_restored(machine):
         Device(1).primary_context.release()
     assert Device.current() is Device(1)
     with Device(1):
-        assert driver.backend().calls.memory_info()
+        assert driver.backend().calls.work.memory_info()
     driver.backend().calls.set_current(0)
 
 
@@ -576,13 +575,9 @@ def test_cache_config(own, config):
     assert current() == 0
 
 
-def test_shared_memory_config(own):
-    with pytest.warns(DeprecationWarning, match="shared_memory_config is deprecated") as caught:
-        own.shared_memory_config = SharedMemoryConfig.EIGHT_BYTE_BANK_SIZE
-        config = own.shared_memory_config
-    assert config is SharedMemoryConfig.FOUR_BYTE_BANK_SIZE
-    assert {warning.filename for warning in caught} == {__file__}
-    assert current() == 0
+def test_what_cuda_deprecates_is_left_out(own):
+    assert not {name for name in dir(own) if "shared_memory" in name}
+    assert not {name for name in dask_devctx.__all__ if "SharedMemory" in name}
 
 
 def test_stream_priority_range(own):

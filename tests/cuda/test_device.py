@@ -238,10 +238,10 @@ def test_peers(machine):
 def test_memory_info_follows_allocations(machine):
     calls = driver.backend().driver()
     with Device(1):
-        pointer = calls.allocate(3 * GIB)
+        pointer = calls.work.allocate(3 * GIB)
         assert Device(1).memory_info == (13 * GIB, 16 * GIB)
         assert Device(0).memory_info.free == 16 * GIB
-        calls.free(pointer)
+        calls.work.free(pointer)
 
 
 def caller_states(backend):
@@ -367,5 +367,5 @@ def test_synchronized_notes_what_it_found_on_the_bodys_own(machine):
 def test_synchronized_on_both_drivers(backend):
     with Device(0).synchronized() as device:
         assert Device.current() is device
-        backend.calls.free(backend.calls.allocate(1 << 20))
+        backend.calls.work.free(backend.calls.work.allocate(1 << 20))
     assert Device.current() is None

@@ -350,7 +350,7 @@ def test_scopes_hold_on_to_nothing(machine: SimulatedMachine) -> None:
         machine.faults.inject("cuCtxSetCurrent", ILLEGAL)
         with pytest.raises(DriverError), probe:
             pass
-        machine.faults._planned.clear()
+        machine.faults.clear()
     gc.collect()
     assert _held(probe) == before
     assert abs(sys.getrefcount(False) - falses) < 2000

@@ -473,7 +473,7 @@ class Interrupting:
 
 
 # No exception comes out of a C function: where scopes call by address, nothing interrupts them.
-in_python = pytest.mark.parametrize("machine", ["simulated"], indirect=True)
+in_python = pytest.mark.parametrize("simulation", ["simulated"], indirect=True)
 
 
 @in_python

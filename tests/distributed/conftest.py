@@ -9,27 +9,17 @@ import dask
 import pytest
 from distributed import utils_test
 
-from dask_devctx import driver
 from dask_devctx.driver.simulated import SimulatedMachine
 
 
-@pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
-    """Four simulated devices, in this process and, with the same UUIDs, in those it starts."""
-    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "4")
-    machine = SimulatedMachine(4)
-    with driver.use(machine.backend()):
-        yield machine
-        handle = machine.driver.cuCtxGetCurrent()[1]
-        assert handle is None or int(handle) == 0, "a context was left current"
+@pytest.fixture
+def simulation() -> str:
+    return "simulated"
 
 
 @pytest.fixture(autouse=True)
-def validate() -> Iterator[None]:
-    with dask.config.set(
-        {"distributed.worker.validate": True, "distributed.scheduler.validate": True}
-    ):
-        yield
+def on_simulated_devices(machine: SimulatedMachine, validate: None) -> None:
+    """All tests here run so."""
 
 
 @pytest.fixture(autouse=True)

@@ -68,3 +68,8 @@ def contexts_left(worker: Worker) -> dict[str, int]:
         for future in [executor.submit(probe) for _ in range(threads)]:
             future.result(30)
     return left
+
+
+def device_threads() -> list[str]:
+    """The names of this process's threads that are some device's."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("devctx-cuda")]

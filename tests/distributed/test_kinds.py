@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -31,7 +32,7 @@ from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
 from dask_devctx import Device
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import current_context, here, with_plugin
+from tests.distributed.devices import current_context, device_threads, here, with_plugin
 
 seen: list[Any] = []
 
@@ -627,5 +628,6 @@ async def test_two_thousand_mixed_tasks(client: Any, scheduler: Any, worker: Any
             assigned.append(saw)
     assert set(assigned) == {0, 1, 2, 3}
     plugin = worker.plugins["devctx"]
-    assert {len(pool._threads) for pool in plugin.extension.pools.values()} == {2}
+    threads = Counter(name.split("-")[1] for name in device_threads())
+    assert threads == {f"cuda:{n}": 2 for n in range(4)}
     assert not plugin.extension.placement.placed

@@ -19,7 +19,7 @@ from dask_devctx import DeviceNotFoundError, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.worker.task import DeviceTask
-from tests.distributed.devices import current_context, here, with_plugin
+from tests.distributed.devices import current_context, device_threads, here, with_plugin
 
 
 def state_of(worker: Worker) -> Any:
@@ -30,10 +30,6 @@ def state_of(worker: Worker) -> Any:
         type(worker.state.actors),
         {key: (type(ts.run_spec), ts.annotations) for key, ts in worker.state.tasks.items()},
     )
-
-
-def device_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("devctx-cuda")]
 
 
 def blocks(name: str) -> int | None:

@@ -70,6 +70,20 @@ class Found(NamedTuple):
     copies: Collection[Device] = ()
 
 
+class Shown:
+    """A policy that keeps the candidates that it was shown."""
+
+    def __call__(self, candidates: Sequence[Candidate]) -> Candidate:
+        self.candidates = [*candidates]
+        return start_soonest(candidates)
+
+    def by(self, placement: Placement) -> dict[Device, Candidate]:
+        """Return what a placement with this policy says of its devices now."""
+        placement.place("another", "another", "auto")
+        placement.remove("another")
+        return {one.device: one for one in self.candidates}
+
+
 @pytest.fixture
 def make() -> Callable[..., Placement]:
     def make(per: int = 1, policy: Any = start_soonest) -> Placement:
@@ -100,13 +114,14 @@ def test_durations_by_prefix(make: Callable[..., Placement]) -> None:
 
 
 def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Placement]) -> None:
-    placement = make()
+    shown = Shown()
+    placement = make(policy=shown)
     placement.record_duration("known", 1.0)
     for key in range(5):
         placement.place(key, "new", 0)
     placement.place("known", "known", 1)
-    new, known = (placement._busy_s(placement._loads[Device(n)]) for n in (0, 1))
-    assert new > known / 2
+    found = shown.by(placement)
+    assert found[Device(0)].busy_s > found[Device(1)].busy_s / 2
 
 
 def test_inputs_draw_a_task_to_them(make: Callable[..., Placement]) -> None:
@@ -187,13 +202,14 @@ def test_a_device_of_another_worker(make: Callable[..., Placement]) -> None:
 def test_what_was_guessed_is_corrected_when_it_is_measured(
     make: Callable[..., Placement],
 ) -> None:
-    placement = make()
+    shown = Shown()
+    placement = make(policy=shown)
     for key in range(8):
         placement.place(key, "new", "auto")
     placement.place("other", "other", 1)
     first = placement.remove(0)
     placement.record_duration("new", 0.001)
-    busy = {load.device: placement._busy_s(load) for load in placement._loads.values()}
+    busy = {device: one.busy_s for device, one in shown.by(placement).items()}
     assert busy.pop(first) == pytest.approx(0.001)
     assert busy.pop(Device(1)) > 0.05
     assert [*busy.values()] == pytest.approx([0.002] * 2)
@@ -201,7 +217,8 @@ def test_what_was_guessed_is_corrected_when_it_is_measured(
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from([None, "auto", 0, 1, 2, 3]))))
 def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) -> None:
-    placement = Placement(devices(), 2, start_soonest)
+    shown = Shown()
+    placement = Placement(devices(), 2, shown)
     placement.record_duration("f", 0.1)
     there: dict[int, Device] = {}
     for key, wanted in steps:
@@ -213,13 +230,14 @@ def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) ->
             if wanted == "auto" and key in there:
                 assert device is there[key]  # a task that is counted stays
             there[key] = device
-    for device, load in placement._loads.items():
-        keys = {key for key, at in there.items() if at is device}
-        assert set(load.prefixes) == keys
-        assert placement._busy_s(load) == pytest.approx(0.1 * len(keys))
+    assert placement.placed == there
+    for device, found in shown.by(placement).items():
+        count = list(there.values()).count(device)
+        assert found.queued == count
+        assert found.busy_s == pytest.approx(0.1 * count / 2)  # two run at a time
     for key in there:
         placement.remove(key)
-    assert all(load.counts == {} for load in placement._loads.values())
+    assert {(one.queued, one.busy_s) for one in shown.by(placement).values()} == {(0, 0.0)}
 
 
 def _tenth(i: int) -> int | None:

@@ -47,7 +47,6 @@ def nothing_current(kind):
             d.cuMemAlloc(10),
             d.cuCtxGetLimit(types.CUlimit.CU_LIMIT_STACK_SIZE),
             d.cuCtxGetCacheConfig(),
-            d.cuCtxGetSharedMemConfig(),
             d.cuCtxGetStreamPriorityRange(),
             d.cuCtxGetApiVersion(null),
             d.cuCtxGetId(null),
@@ -413,17 +412,13 @@ def limits_of_this_architecture(kind):
         assert names(d.cuCtxSetLimit(limit, value)) == ["NOT_PERMITTED"]
 
 
-def cache_and_shared_memory(kind):
+def cache_config(kind):
     d = make(kind)
     ok(d.cuInit(0))
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     for config in types.CUfunc_cache:
         ok(d.cuCtxSetCacheConfig(config))
         assert ok(d.cuCtxGetCacheConfig()) == config
-    four = types.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
-    for number in (0, 1, 2):
-        ok(d.cuCtxSetSharedMemConfig(types.CUsharedconfig(number)))
-        assert ok(d.cuCtxGetSharedMemConfig()) == four
 
 
 # -- memory
@@ -552,7 +547,7 @@ CONTRACT = [
     current_is_per_thread,
     limits,
     limits_of_this_architecture,
-    cache_and_shared_memory,
+    cache_config,
     memory,
     memory_goes_with_its_context,
     peer_access_to_itself,

@@ -10,46 +10,46 @@ from dask_devctx.errors import DeviceMemoryError, DriverError
 
 @pytest.mark.parametrize("stream", [0, LEGACY_STREAM, PER_THREAD_STREAM])
 def test_an_event_of_an_idle_stream_is_done(calls, stream):
-    event = calls.event_create()
-    assert calls.event_done(event)  # also before it means anything
-    calls.event_record(event, stream)
-    calls.stream_wait(stream, event)
+    event = calls.work.event_create()
+    assert calls.work.event_done(event)  # also before it means anything
+    calls.work.event_record(event, stream)
+    calls.work.stream_wait(stream, event)
     calls.synchronize()
-    assert calls.event_done(event)
-    calls.event_destroy(event)
+    assert calls.work.event_done(event)
+    calls.work.event_destroy(event)
 
 
 def test_an_event_of_a_context(calls):
-    event = calls.event_create()
-    assert calls.event_record_context(event, calls.contexts[0])
+    event = calls.work.event_create()
+    assert calls.work.event_record_context(event, calls.contexts[0])
     calls.synchronize()
-    assert calls.event_done(event)
+    assert calls.work.event_done(event)
 
 
 def test_another_contexts_stream_waits_for_an_event(calls):
-    event = calls.event_create()
-    calls.event_record(event, LEGACY_STREAM)
+    event = calls.work.event_create()
+    calls.work.event_record(event, LEGACY_STREAM)
     calls.set_current(calls.contexts[1])
-    calls.stream_wait(LEGACY_STREAM, event)
+    calls.work.stream_wait(LEGACY_STREAM, event)
     calls.synchronize()
 
 
 def test_an_event_is_recorded_in_its_own_context_only(calls):
-    event = calls.event_create()
+    event = calls.work.event_create()
     with pytest.raises(DriverError, match="INVALID_HANDLE"):
-        calls.event_record_context(event, calls.contexts[1])
+        calls.work.event_record_context(event, calls.contexts[1])
     calls.set_current(calls.contexts[1])
     with pytest.raises(DriverError, match="INVALID_HANDLE"):
-        calls.event_record(event, LEGACY_STREAM)
+        calls.work.event_record(event, LEGACY_STREAM)
 
 
 def test_without_a_context_there_is_no_event(calls):
     calls.set_current(0)
     with pytest.raises(DriverError, match="INVALID_CONTEXT"):
-        calls.event_create()
+        calls.work.event_create()
 
 
 def test_memory_that_runs_out_has_its_own_error(calls):
     with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
-        calls.allocate(2**50)
-    calls.free(calls.allocate(8))
+        calls.work.allocate(2**50)
+    calls.work.free(calls.work.allocate(8))

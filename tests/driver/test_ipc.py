@@ -36,17 +36,21 @@ def refusal(call, *arguments):
 def exporter(kind, offset=0):
     """Export memory, then do what is asked on standard input."""
     calls = calls_of(kind)
-    pointer = calls.allocate(4 * 2**20)
-    calls.copy_from_host(pointer, b"exported")
-    print(calls.ipc_export(pointer + offset).hex(), flush=True)
+    pointer = calls.work.allocate(4 * 2**20)
+    calls.work.copy_from_host(pointer, b"exported")
+    print(calls.work.ipc_export(pointer + offset).hex(), flush=True)
     for line in sys.stdin:
         if line == "read\n":
-            print(calls.copy_to_host(pointer, 8).hex(), flush=True)
+            print(calls.work.copy_to_host(pointer, 8).hex(), flush=True)
         if line == "free\n":
-            calls.free(pointer)
+            calls.work.free(pointer)
             print("freed", flush=True)
+        if line == "replace\n":
+            calls.work.free(pointer)
+            pointer = calls.work.allocate(4 * 2**20)
+            print(calls.work.ipc_export(pointer).hex(), flush=True)
         if line == "export\n":
-            print(calls.ipc_export(pointer).hex(), flush=True)
+            print(calls.work.ipc_export(pointer).hex(), flush=True)
 
 
 class Peer:
@@ -72,14 +76,14 @@ class Peer:
 def both_see_one_memory(kind):
     with Peer(kind) as peer:
         calls = calls_of(kind)
-        pointer = calls.ipc_open(peer.handle)
-        assert calls.address_range(pointer) == (pointer, 4 * 2**20)
-        assert calls.copy_to_host(pointer, 8) == b"exported"
-        calls.copy_from_host(pointer, b"imported")
+        pointer = calls.work.ipc_open(peer.handle)
+        assert calls.work.address_range(pointer) == (pointer, 4 * 2**20)
+        assert calls.work.copy_to_host(pointer, 8) == b"exported"
+        calls.work.copy_from_host(pointer, b"imported")
         calls.synchronize()
         assert bytes.fromhex(peer.ask("read")) == b"imported"
-        calls.ipc_close(pointer)
-        assert refusal(calls.copy_to_host, pointer, 8) == "INVALID_VALUE"
+        calls.work.ipc_close(pointer)
+        assert refusal(calls.work.copy_to_host, pointer, 8) == "INVALID_VALUE"
         assert bytes.fromhex(peer.ask("read")) == b"imported"  # closing changes nothing there
 
 
@@ -90,47 +94,47 @@ def another_device_copies_it(kind):
             print("skip: no two devices that reach each other")
             return
         calls = calls_of(kind, 1)
-        target, stream = calls.allocate(4 * 2**20), calls.stream_create()
-        pointer = calls.ipc_open(peer.handle)
-        calls.copy(target, pointer, 4 * 2**20, stream)
-        calls.stream_synchronize(stream)
-        assert calls.copy_to_host(target, 8) == b"exported"
-        calls.ipc_close(pointer)
+        target, stream = calls.work.allocate(4 * 2**20), calls.work.stream_create()
+        pointer = calls.work.ipc_open(peer.handle)
+        calls.work.copy(target, pointer, 4 * 2**20, stream)
+        calls.work.stream_synchronize(stream)
+        assert calls.work.copy_to_host(target, 8) == b"exported"
+        calls.work.ipc_close(pointer)
 
 
 def a_handle_is_of_the_whole_allocation(kind):
     with Peer(kind, 2 * 2**20 + 16) as peer:
         calls = calls_of(kind)
-        pointer = calls.ipc_open(peer.handle)
-        assert calls.copy_to_host(pointer, 8) == b"exported"
-        calls.ipc_close(pointer)
+        pointer = calls.work.ipc_open(peer.handle)
+        assert calls.work.copy_to_host(pointer, 8) == b"exported"
+        calls.work.ipc_close(pointer)
 
 
 def exported_twice_it_is_one(kind):
     with Peer(kind) as peer:
         again = bytes.fromhex(peer.ask("export"))
         calls = calls_of(kind)
-        pointer = calls.ipc_open(peer.handle)
-        assert calls.ipc_open(again) == pointer
-        calls.ipc_close(pointer)
-        assert calls.copy_to_host(pointer, 8) == b"exported"  # open as often as it was opened
-        calls.ipc_close(pointer)
-        assert refusal(calls.ipc_close, pointer) == "INVALID_VALUE"
+        pointer = calls.work.ipc_open(peer.handle)
+        assert calls.work.ipc_open(again) == pointer
+        calls.work.ipc_close(pointer)
+        assert calls.work.copy_to_host(pointer, 8) == b"exported"  # open as often as it was opened
+        calls.work.ipc_close(pointer)
+        assert refusal(calls.work.ipc_close, pointer) == "INVALID_VALUE"
 
 
 def the_exporter_itself_opens_nothing(kind):
     # https://github.com/openucx/ucx/pull/11603: "invalid device context"
     calls = calls_of(kind)
-    pointer = calls.allocate(4 * 2**20)
-    assert refusal(calls.ipc_open, calls.ipc_export(pointer)) == "INVALID_CONTEXT"
-    calls.copy_from_host(pointer, b"works on")
+    pointer = calls.work.allocate(4 * 2**20)
+    assert refusal(calls.work.ipc_open, calls.work.ipc_export(pointer)) == "INVALID_CONTEXT"
+    calls.work.copy_from_host(pointer, b"works on")
 
 
 def a_freed_export(kind):
     with Peer(kind) as peer:
         calls = calls_of(kind)
         assert peer.ask("free") == "freed"
-        assert refusal(calls.ipc_open, peer.handle) == "INVALID_VALUE"  # measured
+        assert refusal(calls.work.ipc_open, peer.handle) == "INVALID_VALUE"  # measured
         calls.synchronize()
 
 
@@ -139,7 +143,7 @@ def an_exporter_that_is_gone(kind):
         calls = calls_of(kind)
         peer.process.kill()
         peer.process.wait()
-        assert refusal(calls.ipc_open, peer.handle) == "INVALID_VALUE"
+        assert refusal(calls.work.ipc_open, peer.handle) == "INVALID_VALUE"
         calls.synchronize()
 
 
@@ -147,57 +151,57 @@ def an_exporter_that_is_killed_while_it_is_read(kind):
     # measured: the importer's copies succeed, and closing works
     with Peer(kind) as peer:
         calls = calls_of(kind)
-        pointer, target = calls.ipc_open(peer.handle), calls.allocate(4 * 2**20)
+        pointer, target = calls.work.ipc_open(peer.handle), calls.work.allocate(4 * 2**20)
         for number in range(40):
             if number == 20:
                 peer.process.kill()
                 peer.process.wait()
-            calls.copy(target, pointer, 4 * 2**20, 0)
+            calls.work.copy(target, pointer, 4 * 2**20, 0)
         calls.synchronize()
-        assert calls.copy_to_host(target, 8) == b"exported"
-        calls.ipc_close(pointer)
+        assert calls.work.copy_to_host(target, 8) == b"exported"
+        calls.work.ipc_close(pointer)
         calls.synchronize()
 
 
 def what_is_no_handle(kind):
     calls = calls_of(kind)
-    assert refusal(calls.ipc_open, bytes(64)) == "INVALID_VALUE"
+    assert refusal(calls.work.ipc_open, bytes(64)) == "INVALID_VALUE"
 
 
 def what_was_opened_is_neither_freed_nor_exported(kind):
     with Peer(kind) as peer:
         calls = calls_of(kind)
-        pointer = calls.ipc_open(peer.handle)
-        assert refusal(calls.free, pointer) == "INVALID_VALUE"
-        assert refusal(calls.ipc_export, pointer) == "INVALID_VALUE"
-        calls.ipc_close(pointer)
+        pointer = calls.work.ipc_open(peer.handle)
+        assert refusal(calls.work.free, pointer) == "INVALID_VALUE"
+        assert refusal(calls.work.ipc_export, pointer) == "INVALID_VALUE"
+        calls.work.ipc_close(pointer)
 
 
 def what_was_allocated_is_not_closed(kind):
     calls = calls_of(kind)
-    assert refusal(calls.ipc_close, calls.allocate(4 * 2**20)) == "INVALID_VALUE"
+    assert refusal(calls.work.ipc_close, calls.work.allocate(4 * 2**20)) == "INVALID_VALUE"
 
 
 def one_context_of_a_device_opens_a_processs_memory(kind):
     # "may only be opened by one CUcontext per CUdevice per other process"
     with Peer(kind) as peer:
         calls = calls_of(kind)
-        pointer = calls.ipc_open(peer.handle)
+        pointer = calls.work.ipc_open(peer.handle)
         own = calls.create(0, 0)
-        assert refusal(calls.ipc_open, peer.handle) == "ALREADY_MAPPED"
+        assert refusal(calls.work.ipc_open, peer.handle) == "ALREADY_MAPPED"
         calls.destroy(own)
         calls.set_current(calls.primary_retain(0))
-        calls.ipc_close(pointer)
+        calls.work.ipc_close(pointer)
 
 
 def opened_memory_goes_with_its_context(kind):
     with Peer(kind) as peer:
         calls = calls_of(kind)
         own = calls.create(0, 0)
-        pointer = calls.ipc_open(peer.handle)
+        pointer = calls.work.ipc_open(peer.handle)
         calls.destroy(own)
         calls.set_current(calls.primary_retain(0))
-        assert refusal(calls.copy_to_host, pointer, 8) == "INVALID_VALUE"
+        assert refusal(calls.work.copy_to_host, pointer, 8) == "INVALID_VALUE"
         assert bytes.fromhex(peer.ask("read")) == b"exported"
 
 
@@ -232,15 +236,15 @@ def test_contract(clause, kind, child):
 def of_another_machine(kind):
     with Peer(kind) as peer:
         machine = make_machine(host="another")
-        assert refusal(machine.ipc_open, peer.handle) == "INVALID_VALUE"
+        assert refusal(machine.work.ipc_open, peer.handle) == "INVALID_VALUE"
 
 
 def between_devices_that_do_not_reach_each_other(kind):
     with Peer(kind) as peer:
         machine = make_machine(peers=frozenset())
-        assert refusal(machine.ipc_open, peer.handle) == "SUCCESS"  # the same device
+        assert refusal(machine.work.ipc_open, peer.handle) == "SUCCESS"  # the same device
         machine.set_current(machine.primary_retain(1))
-        assert refusal(machine.ipc_open, peer.handle) == "PEER_ACCESS_UNSUPPORTED"
+        assert refusal(machine.work.ipc_open, peer.handle) == "PEER_ACCESS_UNSUPPORTED"
 
 
 def an_instance(kind):
@@ -248,8 +252,8 @@ def an_instance(kind):
     with Peer(kind) as peer:
         instances = ("MIG-00000000-0000-0000-0000-000000000001",)
         machine = make_machine(mig=instances)
-        assert refusal(machine.ipc_export, machine.allocate(8)) == "NOT_SUPPORTED"
-        assert refusal(machine.ipc_open, peer.handle) == "NOT_SUPPORTED"
+        assert refusal(machine.work.ipc_export, machine.work.allocate(8)) == "NOT_SUPPORTED"
+        assert refusal(machine.work.ipc_open, peer.handle) == "NOT_SUPPORTED"
 
 
 def faults_reach_it(kind):
@@ -257,39 +261,89 @@ def faults_reach_it(kind):
         machine = make_machine()
         refused = types.CUresult.CUDA_ERROR_MAP_FAILED
         machine.machine.faults.inject("cuIpcOpenMemHandle", refused)
-        assert refusal(machine.ipc_open, peer.handle) == "MAP_FAILED"
-        pointer = machine.ipc_open(peer.handle)
+        assert refusal(machine.work.ipc_open, peer.handle) == "MAP_FAILED"
+        pointer = machine.work.ipc_open(peer.handle)
         machine.machine.faults.poison(types.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
         for call, *arguments in (
-            (machine.ipc_open, peer.handle),
-            (machine.ipc_close, pointer),
-            (machine.copy, pointer, pointer + 8, 8, 0),
-            (machine.copy_to_host, pointer, 8),
-            (machine.copy_from_host, pointer, b"8 bytes."),
-            (machine.stream_create,),
-            (machine.stream_synchronize, 0),
+            (machine.work.ipc_open, peer.handle),
+            (machine.work.ipc_close, pointer),
+            (machine.work.copy, pointer, pointer + 8, 8, 0),
+            (machine.work.copy_to_host, pointer, 8),
+            (machine.work.copy_from_host, pointer, b"8 bytes."),
+            (machine.work.stream_create,),
+            (machine.work.stream_synchronize, 0),
         ):
             assert refusal(call, *arguments) == "ILLEGAL_ADDRESS", call
 
 
-def nothing_is_left_behind(kind):
-    def shared():
-        return set(os.listdir("/dev/shm"))
-
-    before = shared()
+def an_export_of_whose_place_another_one_took(kind):
     with Peer(kind) as peer:
-        calls = calls_of(kind)
-        calls.ipc_open(peer.handle)
-        peer.process.kill()
-        peer.process.wait()
-    assert shared() == before
-    pointers = [calls.allocate(4096) for _ in range(3)]
+        calls = make_machine()
+        old = calls.work.ipc_open(peer.handle)
+        new = bytes.fromhex(peer.ask("replace"))  # which has the same file descriptor
+        assert refusal(calls.work.ipc_open, new) == "SUCCESS"
+        calls.work.ipc_close(old)
+        assert refusal(calls.work.ipc_open, peer.handle) == "INVALID_VALUE"
+
+
+def a_freed_export_that_is_still_read(kind):
+    # "undefined behavior": none of it is what was there
+    with Peer(kind) as peer:
+        calls = make_machine()
+        pointer = calls.work.ipc_open(peer.handle)
+        peer.ask("free")
+        assert calls.work.copy_to_host(pointer, 8) != b"exported"
+
+
+def an_array_goes_from_process_to_process(kind):
+    import numpy as np
+
+    from dask_devctx import Device
+    from dask_devctx.simulated_array import SimulatedArray
+
+    peer = start(array_exporter)
+    handle = bytes.fromhex(peer.stdout.readline())
+    with Device(1) as device:
+        calls = device._backend.calls
+        x = SimulatedArray._empty((100, 200), "f4", "F")
+        pointer = calls.work.ipc_open(handle)
+        calls.work.copy(x._pointer, pointer + 512, x.nbytes, 0)
+        calls.work.stream_synchronize(0)
+        calls.work.ipc_close(pointer)
+    peer.communicate()
+    assert (x.get() == np.arange(20_000, dtype="f4").reshape(100, 200)).all()
+
+
+def array_exporter():
+    import numpy as np
+
+    from dask_devctx import Device
+    from dask_devctx.simulated_array import SimulatedArray
+
+    with Device(0) as device:
+        x = SimulatedArray.asarray(np.arange(20_000, dtype="f4").reshape(100, 200), order="F")
+        calls = device._backend.calls
+        staging = calls.work.allocate(2**20)
+        calls.work.copy(staging + 512, x._pointer, x.nbytes, 0)
+        calls.work.stream_synchronize(0)
+        print(calls.work.ipc_export(staging).hex(), flush=True)
+        sys.stdin.read()
+
+
+def freed_memory_leaves_no_open_file(kind):
+    machine = make_machine()
+    before = len(os.listdir("/proc/self/fd"))
+    pointers = [machine.work.allocate(4096) for _ in range(3)]
     for pointer in pointers:
-        calls.copy_from_host(pointer, b"some")
-    open_files = len(os.listdir("/proc/self/fd"))
+        machine.work.copy_from_host(pointer, b"some")
+        machine.work.ipc_export(pointer)
+    own = machine.create(0, 0)
+    machine.work.copy_from_host(machine.work.allocate(4096), b"some")
+    assert len(os.listdir("/proc/self/fd")) > before
+    machine.destroy(own)
     for pointer in pointers:
-        calls.free(pointer)
-    assert len(os.listdir("/proc/self/fd")) <= open_files - len(pointers)
+        machine.work.free(pointer)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def make_machine(host="test", peers=None, mig=None):
@@ -317,10 +371,13 @@ def make_machine(host="test", peers=None, mig=None):
         between_devices_that_do_not_reach_each_other,
         an_instance,
         faults_reach_it,
-        nothing_is_left_behind,
+        an_export_of_whose_place_another_one_took,
+        a_freed_export_that_is_still_read,
+        an_array_goes_from_process_to_process,
+        freed_memory_leaves_no_open_file,
     ],
     ids=lambda clause: clause.__name__,
 )
 def test_simulated(clause, child):
     assert hasattr(os, "memfd_create")
-    child(clause, "simulated", beside=(*BESIDE, make_machine))
+    child(clause, "simulated", beside=(*BESIDE, make_machine, array_exporter))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -9,25 +10,19 @@ import threading
 import time
 from collections.abc import Iterator
 
-import dask
 import pytest
 
-from dask_devctx import driver
-from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.driver.simulated import SimulatedMachine
 
 
+@pytest.fixture
+def simulation() -> str:
+    return "simulated"
+
+
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
-    """Four simulated devices, in this process and, with the same UUIDs, in those it starts."""
-    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "4")
-    machine = SimulatedMachine(4)
-    settings = {"distributed.worker.validate": True, "distributed.scheduler.validate": True}
-    with driver.use(machine.backend()), dask.config.set(settings):
-        yield machine
-        assert not open_scopes(), "a scope was left open"
-        handle = machine.driver.cuCtxGetCurrent()[1]
-        assert handle is None or int(handle) == 0, "a context was left current"
+def on_simulated_devices(machine: SimulatedMachine, validate: None) -> None:
+    """All tests here run so."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +39,16 @@ def no_device_thread_and_no_file_left(machine: SimulatedMachine) -> Iterator[Non
     while len(_open_files()) > len(files) + 8 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(_open_files()) <= len(files) + 8, sorted(set(_open_files()) - set(files))
+
+
+@pytest.fixture
+def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    """This thread's event loop, as a worker's thread has one: here it does not run."""
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield loop
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 def _device_threads() -> list[str]:

@@ -10,7 +10,7 @@ import dask
 import pytest
 from distributed import Client
 
-from dask_devctx import Device, LocalDeviceCluster
+from dask_devctx import Device, LocalDeviceCluster, driver
 
 
 @pytest.fixture
@@ -33,9 +33,8 @@ async def leave_in_a_coroutine(which: int) -> int | None:
 
 
 def leave_nothing_current() -> None:
-    device = Device.current()
-    assert device is not None
-    device._backend.calls.set_current(0)
+    assert Device.current() is not None
+    driver.backend().calls.set_current(0)
 
 
 def current() -> int | None:

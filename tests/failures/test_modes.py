@@ -23,6 +23,7 @@ from dask_devctx import (
 )
 from dask_devctx.cuda.discovery import inventory
 from dask_devctx.driver import statuses
+from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 
 
@@ -38,10 +39,10 @@ def test_statuses_are_the_drivers() -> None:
 
 @pytest.mark.parametrize("code", sorted(statuses.STICKY))
 def test_every_sticky_status_is_found_by_the_probe(code: int, machine: SimulatedMachine) -> None:
-    with Device(0) as device:
+    with Device(0):
         machine.faults.poison(CUresult(code))
         with pytest.raises(DriverError) as caught:
-            device._backend.calls.probe()
+            driver.backend().calls.work.probe()
     assert statuses.failed(caught.value.code)
 
 
@@ -160,21 +161,17 @@ class _Lacking:
 
 
 def test_a_driver_older_than_the_bindings(machine: SimulatedMachine) -> None:
-    backend = machine.backend()
-    backend.calls.driver = _Lacking(machine.driver, "cuDevicePrimaryCtxRetain")  # type: ignore[assignment]
-    with driver.use(backend):
+    old = _Lacking(machine.driver, "cuDevicePrimaryCtxRetain")
+    with driver.use(Backend(old, machine.nvml, machine)):
         with pytest.raises(DriverUnavailableError, match=r"CUDA 13\.0") as caught, Device(0):
             pass
         assert "cuda-bindings" in caught.value.remedy
 
 
 def test_no_driver_at_all(machine: SimulatedMachine) -> None:
-    backend = machine.backend()
-    backend.nvml.error = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
-    backend.calls.driver = _Lacking(  # type: ignore[assignment]
-        machine.driver, "cuInit", "cuDriverGetVersion", "cuCtxGetCurrent"
-    )
-    with driver.use(backend):
+    machine.nvml.error = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+    none = _Lacking(machine.driver, "cuInit", "cuDriverGetVersion", "cuCtxGetCurrent")
+    with driver.use(Backend(none, machine.nvml, machine)):
         with pytest.raises(DriverUnavailableError) as caught:
             devices()
         assert driver.SIMULATED_DEVICES_VARIABLE in caught.value.remedy

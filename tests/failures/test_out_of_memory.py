@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from distributed import Client
 
-from dask_devctx import Device, DeviceOutOfMemoryError, DevicePlugin, LocalDeviceCluster
+from dask_devctx import (
+    Device,
+    DeviceOutOfMemoryError,
+    DevicePlugin,
+    LocalDeviceCluster,
+    driver,
+)
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
@@ -125,7 +131,7 @@ def run_out_of_memory(times: int) -> int:
     assert current is not None
     runs.append(current.device_id)
     if len(runs) <= times:
-        current._backend.calls.allocate(2**50)
+        driver.backend().calls.work.allocate(2**50)
     return current.device_id
 
 

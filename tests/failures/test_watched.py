@@ -192,7 +192,7 @@ Guarded = tuple[Guard, list[Failure]]
 
 
 @pytest.fixture
-def guarded() -> Iterator[Guarded]:
+def guarded(event_loop: asyncio.AbstractEventLoop) -> Iterator[Guarded]:
     failures: list[Failure] = []
     guard = Guard(devices(), synchronize=False, oom_retries=0, on_failure=failures.append)
     yield guard, failures

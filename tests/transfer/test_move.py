@@ -33,7 +33,7 @@ def x(machine):
     with Device(0):
         array = SimulatedArray.asarray(np.asfortranarray(np.arange(6.0).reshape(2, 3)))
     yield array
-    machine.faults._planned.clear()
+    machine.faults.clear()
     assert release_held() == 0, "something is still held"
 
 

@@ -29,7 +29,7 @@ def array(device=0, n=1000):
 @pytest.fixture
 def replicas(machine):
     yield Replicas(limit=0.5)
-    machine.faults._planned.clear()
+    machine.faults.clear()
     assert release_held() == 0, "something is still held"
 
 

@@ -1,401 +1,247 @@
-"""The CUDA driver for simulated GPUs."""
+"""The CUDA driver for simulated GPUs: what works, in the contexts that are there."""
 
 from __future__ import annotations
 
-import itertools
+import ctypes
 import os
-import threading
-import uuid
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.simulated.faults import WORKING_CALLS, Faults
+from dask_devctx.driver.simulated.contexts import SimulatedContexts
+from dask_devctx.driver.simulated.faults import Faults
 from dask_devctx.driver.simulated.function import OK, Status, function
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
-from dask_devctx.driver.simulated.work import SimulatedWork
-from dask_devctx.driver.visible import PhysicalDevice, visible_devices
+from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 
-_SCHEDULING_FLAGS = (0, 1, 2, 4)
-_KNOWN_FLAGS = int(types.CUctx_flags.CU_CTX_FLAGS_MASK)
-_READ_ONLY_LIMITS = (types.CUlimit.CU_LIMIT_SHMEM_SIZE, types.CUlimit.CU_LIMIT_CIG_ENABLED)
-_LIMIT_STEPS = {
-    types.CUlimit.CU_LIMIT_STACK_SIZE: 16,
-    types.CUlimit.CU_LIMIT_PRINTF_FIFO_SIZE: 256,
-    types.CUlimit.CU_LIMIT_MALLOC_HEAP_SIZE: 65_536,
-    types.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE: 3_932_160,
-}
+_DEFAULT_STREAMS = (0, 1, 2)
+_UNKNOWN = object()
+_HANDLE_NBYTES = 64
 
 
-class SimulatedCrashError(BaseException):
-    """The real driver would have ended the process here (a segmentation fault)."""
-
-
-class _Thread(threading.local):
-    """What the driver keeps for each thread: above all its stack of contexts."""
-
-    def __init__(self) -> None:
-        self.stack: list[Context] = []
-        self.capture_mode = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
-
-
-class SimulatedDriver(SimulatedWork):
-    """``cuda.bindings.driver`` for simulated GPUs."""
+class SimulatedDriver(SimulatedContexts):
+    """``cuda.bindings.driver`` for simulated GPUs, which have done their work when it is given."""
 
     def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
-        super().__init__()
-        self._gpus = gpus
-        self._faults = faults
-        self._thread = _Thread()
-        self._lock = threading.RLock()
-        self._pid: int | None = None
-        self._visible: list[tuple[SimulatedGPU, str]] = []
-        self._contexts: dict[int, Context] = {}
-        self._handles = itertools.count(0x7000_0000, 0x100)
-        self._ids = itertools.count(1)
+        super().__init__(gpus, faults)
+        self._memory = Memory()
+        self._events: dict[int, Context] = {}
+        self._streams: dict[int, Context] = {}
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
+    def _end(self, context: Context) -> None:
+        super()._end(context)
+        self._memory.end(context)
 
-    def _lost(self, function: str) -> Any:
-        """What a call that needs the current context's GPU answers where that fell off the bus."""
-        context = self._current()
-        if function in WORKING_CALLS and context is not None and context.gpu.lost:
-            return Status.CUDA_ERROR_UNKNOWN
-        return None
-
-    # -- the process
-
-    @function(0, needs_init=False)
-    def cuInit(self, flags: int) -> tuple[Any, ...]:
-        with self._lock:
-            if self._pid is not None:
-                return (OK if self._pid == os.getpid() else Status.CUDA_ERROR_NOT_INITIALIZED,)
-            physical = [
-                PhysicalDevice(gpu.uuid, gpu.mig or (), gpu.mig is not None)
-                for gpu in self._gpus
-                if not gpu.lost
-            ]
-            seen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
-            if not seen.uuids:
-                twice = seen.stopped_at is not None and "twice" in seen.reason
-                return (Status.CUDA_ERROR_INVALID_DEVICE if twice else Status.CUDA_ERROR_NO_DEVICE,)
-            owner = {g.uuid: g for g in self._gpus}
-            owner |= {mig: g for g in self._gpus for mig in g.mig or ()}
-            self._visible = [(owner[name], name) for name in seen.uuids]
-            self._pid = os.getpid()
-            return (OK,)
-
-    @function(1, needs_init=False)
-    def cuDriverGetVersion(self) -> tuple[Any, ...]:
-        return OK, 13000
-
-    @function(1, needs_init=False)
-    def cuGetErrorString(self, status: Any) -> tuple[Any, ...]:
-        words = status.name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
-        return OK, words.encode()
-
-    # -- devices
+    # -- events: they are reached when they are recorded
 
     @function(1)
-    def cuDeviceGetCount(self) -> tuple[Any, ...]:
-        return OK, len(self._visible)
-
-    @function(1)
-    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
-        if not 0 <= ordinal < len(self._visible):
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        return OK, types.CUdevice(ordinal)
-
-    def _gpu(self, device: Any) -> SimulatedGPU | None:
-        ordinal = int(device)
-        return self._visible[ordinal][0] if 0 <= ordinal < len(self._visible) else None
-
-    @function(1)
-    def cuDeviceGetUuid(self, device: Any) -> tuple[Any, ...]:
-        if self._gpu(device) is None:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        raw = uuid.UUID(self._visible[int(device)][1].partition("-")[2]).bytes
-        return OK, SimpleNamespace(bytes=raw)
-
-    @function(1)
-    def cuDeviceGetName(self, length: int, device: Any) -> tuple[Any, ...]:
-        return self._of_gpu(device, lambda gpu: gpu.name.encode()[: length - 1] + b"\0")
-
-    @function(1)
-    def cuDeviceGetPCIBusId(self, length: int, device: Any) -> tuple[Any, ...]:
-        return self._of_gpu(device, lambda gpu: gpu.pci_bus_id.encode()[: length - 1] + b"\0")
-
-    @function(1)
-    def cuDeviceTotalMem(self, device: Any) -> tuple[Any, ...]:
-        return self._of_gpu(device, lambda gpu: gpu.total_memory)
-
-    @function(1)
-    def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> tuple[Any, ...]:
-        kind = types.CUdevice_attribute
-        which = [
-            kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
-            kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-        ]
-        if attribute not in which:
-            raise AttributeError(f"the simulated driver has no {attribute}")
-        return self._of_gpu(device, lambda gpu: gpu.compute_capability[which.index(attribute)])
-
-    @function(1)
-    def cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> tuple[Any, ...]:
-        other = self._gpu(peer)
-        if other is None:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        return self._of_gpu(device, lambda gpu: int(self._reaches(gpu, other)))
-
-    @staticmethod
-    def _reaches(gpu: SimulatedGPU, other: SimulatedGPU) -> bool:
-        return gpu is not other and (gpu.peers is None or other.index in gpu.peers)
-
-    def _of_gpu(self, device: Any, get: Callable[[SimulatedGPU], Any]) -> tuple[Any, ...]:
-        gpu = self._gpu(device)
-        return (Status.CUDA_ERROR_INVALID_DEVICE,) if gpu is None else (OK, get(gpu))
-
-    # -- primary contexts
-
-    @function(1)
-    def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
-        with self._lock:
-            gpu = self._gpu(device)
-            if gpu is None:
-                return (Status.CUDA_ERROR_INVALID_DEVICE,)
-            if gpu.lost or gpu.compute_mode != "default":
-                return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
-            if gpu.primary is None:
-                gpu.primary = self._new_context(gpu, int(device), gpu.primary_flags, True)
-            elif not gpu.primary.alive:  # the same handle comes to life again
-                gpu.primary.revive(next(self._ids))
-            gpu.primary_retained += 1
-            return OK, types.CUcontext(gpu.primary.handle)
-
-    @function(0)
-    def cuDevicePrimaryCtxRelease(self, device: Any) -> tuple[Any, ...]:
-        with self._lock:
-            gpu = self._gpu(device)
-            if gpu is None:
-                return (Status.CUDA_ERROR_INVALID_DEVICE,)
-            if gpu.primary is None or not gpu.primary_retained:
-                return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-            gpu.primary_retained -= 1
-            if not gpu.primary_retained:
-                self._end(gpu.primary)
-                gpu.primary_flags = 0
-            return (OK,)
-
-    @function(2)
-    def cuDevicePrimaryCtxGetState(self, device: Any) -> tuple[Any, ...]:
-        gpu = self._gpu(device)
-        if gpu is None:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        return OK, gpu.primary_flags, int(gpu.primary is not None and gpu.primary.alive)
-
-    @function(0)
-    def cuDevicePrimaryCtxSetFlags(self, device: Any, flags: int) -> tuple[Any, ...]:
-        gpu = self._gpu(device)
-        if gpu is None:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        if not _valid_flags(flags):
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        gpu.primary_flags = flags
-        if gpu.primary is not None:
-            gpu.primary.flags = flags
-        return (OK,)
-
-    # -- contexts
-
-    def _new_context(
-        self, gpu: SimulatedGPU, ordinal: int, flags: int, is_primary: bool
-    ) -> Context:
-        context = Context(next(self._handles), next(self._ids), gpu, ordinal, flags, is_primary)
-        self._contexts[context.handle] = context
-        return context
-
-    @function(1)
-    def cuCtxCreate(self, params: Any, flags: int, device: Any) -> tuple[Any, ...]:
-        if params is not None:
-            raise AttributeError("the simulated driver has no context parameters")
-        with self._lock:
-            gpu = self._gpu(device)
-            if gpu is None:
-                return (Status.CUDA_ERROR_INVALID_DEVICE,)
-            if not _valid_flags(flags):
-                return (Status.CUDA_ERROR_INVALID_VALUE,)
-            if gpu.lost or gpu.compute_mode != "default":
-                return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
-            context = self._new_context(gpu, int(device), flags, False)
-            self._thread.stack.append(context)
-            return OK, types.CUcontext(context.handle)
-
-    @function(0)
-    def cuCtxDestroy(self, context: Any) -> tuple[Any, ...]:
-        with self._lock:
-            if not int(context):
-                return (Status.CUDA_ERROR_INVALID_VALUE,)
-            found = self._known(context)
-            if found.is_primary:
-                return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-            if not found.alive:
-                return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
-            self._end(found)
-            if self._current() is found:  # other threads keep it as a dead current context
-                self._thread.stack.pop()
-            return (OK,)
-
-    def _known(self, context: Any) -> Context:
-        found = self._contexts.get(int(context))
-        if found is None:
-            raise SimulatedCrashError(f"{context} was never a context")
-        return found
-
-    def _current(self) -> Context | None:
-        return self._thread.stack[-1] if self._thread.stack else None
-
-    @function(1)
-    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
-        context = self._current()
-        return OK, types.CUcontext(context.handle if context else 0)
-
-    @function(0)
-    def cuCtxSetCurrent(self, context: Any) -> tuple[Any, ...]:
-        stack = self._thread.stack
-        if not int(context):
-            del stack[-1:]
-            return (OK,)
-        found = self._known(context)
-        if not found.alive and not found.is_primary:
-            raise SimulatedCrashError(f"{context} was destroyed and is made current")
-        stack[-1:] = [found]
-        return (OK,)
-
-    @function(0)
-    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
-        if not int(context):
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        self._thread.stack.append(self._known(context))
-        return (OK,)
-
-    @function(1)
-    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
-        if not self._thread.stack:
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return OK, types.CUcontext(self._thread.stack.pop().handle)
-
-    @function(1)
-    def cuCtxGetId(self, context: Any) -> tuple[Any, ...]:
-        found = self._known(context) if int(context) else self._current()
-        return self._of_context(found, lambda ctx: ctx.id)
-
-    @function(1)
-    def cuCtxGetApiVersion(self, context: Any) -> tuple[Any, ...]:
-        found = self._known(context) if int(context) else self._current()
-        if found is not None and not found.alive and int(context):
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return self._of_context(found, lambda ctx: 3020)
-
-    # -- the current context
-
-    @staticmethod
-    def _of_context(context: Context | None, get: Callable[[Context], Any]) -> tuple[Any, ...]:
-        if context is None:
-            return Status.CUDA_ERROR_INVALID_CONTEXT, None
-        if not context.alive:
-            return Status.CUDA_ERROR_CONTEXT_IS_DESTROYED, None
-        return OK, get(context)
-
-    def _of_current(self, get: Callable[[Context], Any]) -> tuple[Any, ...]:
-        return self._of_context(self._current(), get)
-
-    @function(1)
-    def cuCtxGetDevice(self) -> tuple[Any, ...]:
-        context = self._current()
-        if context is None:
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return OK, types.CUdevice(context.ordinal)  # a dead context still says it
-
-    @function(1)
-    def cuCtxGetFlags(self) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: ctx.flags)
-
-    @function(0)
-    def cuCtxSetFlags(self, flags: int) -> tuple[Any, ...]:
-        if not _valid_flags(flags):
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        return self._of_current(lambda ctx: setattr(ctx, "flags", flags))[:1]
-
-    @function(1)
-    def cuCtxGetLimit(self, limit: Any) -> tuple[Any, ...]:
-        status, limits = self._of_current(lambda ctx: ctx.limits)
+    def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
+        status, context = self._of_current(lambda ctx: ctx)
         if status != OK:
             return (status,)
-        if limit == types.CUlimit.CU_LIMIT_MAX:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        if limit not in limits:
-            return (Status.CUDA_ERROR_UNSUPPORTED_LIMIT,)
-        return OK, limits[limit]
+        event = types.CUevent(next(self._handles))
+        self._events[int(event)] = context
+        return OK, event
 
     @function(0)
-    def cuCtxSetLimit(self, limit: Any, value: int) -> tuple[Any, ...]:
-        status, limits = self._of_current(lambda ctx: ctx.limits)
-        if status != OK:
-            return (status,)
-        if limit == types.CUlimit.CU_LIMIT_MAX:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        if limit not in limits:
-            return (Status.CUDA_ERROR_UNSUPPORTED_LIMIT,)
-        if limit in _READ_ONLY_LIMITS:
-            return (Status.CUDA_ERROR_NOT_PERMITTED,)
-        if limit == types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY and not 0 <= value <= 128:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        step = _LIMIT_STEPS.get(limit, 1)
-        limits[limit] = -(-value // step) * step  # the driver rounds up
-        return (OK,)
-
-    @function(1)
-    def cuCtxGetCacheConfig(self) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: ctx.cache_config)
+    def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
+        found = self._events.pop(int(event), None)
+        return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
 
     @function(0)
-    def cuCtxSetCacheConfig(self, config: Any) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: setattr(ctx, "cache_config", config))[:1]
-
-    @function(1)
-    def cuCtxGetSharedMemConfig(self) -> tuple[Any, ...]:
-        four_bytes = types.CUsharedconfig.CU_SHARED_MEM_CONFIG_FOUR_BYTE_BANK_SIZE
-        return self._of_current(lambda ctx: four_bytes)
-
-    @function(0)
-    def cuCtxSetSharedMemConfig(self, config: Any) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: None)[:1]  # accepted, and without effect
-
-    @function(2)
-    def cuCtxGetStreamPriorityRange(self) -> tuple[Any, ...]:
-        status, _ = self._of_current(lambda ctx: None)
-        return (OK, 0, -5) if status == OK else (status,)
-
-    @function(0)
-    def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: None)[:1]
-
-    @function(0)
-    def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> tuple[Any, ...]:
+    def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
         status, current = self._of_current(lambda ctx: ctx)
-        if status != OK or not int(context):
-            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        peer = self._known(context)
-        if not self._reaches(current.gpu, peer.gpu):
-            return (Status.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,)
-        if peer.id in current.peers:
-            return (Status.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,)
-        current.peers.add(peer.id)
+        if status != OK:
+            return (status,)
+        same = self._events.get(int(event)) is current and self._on(stream) in (None, current)
+        return (OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @function(0)
+    def cuCtxRecordEvent(self, context: Any, event: Any) -> tuple[Any, ...]:
+        same = self._events.get(int(event)) is self._known(context)
+        return (OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @function(0)
+    def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
+        known = int(event) in self._events
+        return (OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @function(0)
+    def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
+        known = int(event) in self._events and self._on(stream) is not _UNKNOWN
+        status = self._of_current(lambda ctx: None)[0]
+        if status != OK:
+            return (status,)
+        return (OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    # -- streams: each has done what it was given
+
+    def _on(self, stream: Any) -> Any:
+        """Whose stream it is; None for the default ones, which every context has."""
+        return None if int(stream) in _DEFAULT_STREAMS else self._streams.get(int(stream), _UNKNOWN)
+
+    @function(1)
+    def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
+        status, context = self._of_current(lambda ctx: ctx)
+        if status != OK:
+            return (status,)
+        if int(flags) not in (0, 1):
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        stream = types.CUstream(next(self._handles))
+        self._streams[int(stream)] = context
+        return OK, stream
+
+    @function(0)
+    def cuStreamDestroy(self, stream: Any) -> tuple[Any, ...]:
+        found = self._streams.pop(int(stream), None)
+        return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @function(0)
+    def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
+        return self._given(stream, lambda ctx: True)
+
+    def _given(self, stream: Any, work: Callable[[Context], bool]) -> tuple[Any, ...]:
+        """Do work that a stream is given; False of it means that an argument was wrong."""
+        status, current = self._of_current(lambda ctx: ctx)
+        if status != OK:
+            return (status,)
+        if self._on(stream) is _UNKNOWN:
+            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+        return (OK if work(current) else Status.CUDA_ERROR_INVALID_VALUE,)
+
+    @function(1)
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
+        before, self._thread.capture_mode = self._thread.capture_mode, mode
+        return OK, before
+
+    # -- memory
+
+    @function(2)
+    def cuMemGetInfo(self) -> tuple[Any, ...]:
+        status, gpu = self._of_current(lambda ctx: ctx.gpu)
+        if status != OK:
+            return (status,)
+        return OK, gpu.total_memory - gpu.used_memory, gpu.total_memory
+
+    @function(1)
+    def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
+        status, context = self._of_current(lambda ctx: ctx)
+        if status != OK:
+            return (status,)
+        if nbytes == 0:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        base = self._memory.allocate(context, nbytes)
+        if base is None:
+            return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
+        return OK, types.CUdeviceptr(base)
+
+    @function(0)
+    def cuMemFree(self, pointer: Any) -> tuple[Any, ...]:
+        current = self._current()
+        if current is not None and not current.alive:
+            return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
+        freed = not int(pointer) or self._memory.free(int(pointer))
+        return (OK if freed else Status.CUDA_ERROR_INVALID_VALUE,)
+
+    @function(2)
+    def cuMemGetAddressRange(self, pointer: Any) -> tuple[Any, ...]:
+        status, block = self._of_current(lambda ctx: self._memory.find(int(pointer)))
+        if status != OK:
+            return (status,)
+        if block is None:
+            return (Status.CUDA_ERROR_NOT_FOUND,)
+        return OK, types.CUdeviceptr(block.base), block.nbytes
+
+    def block(self, pointer: int) -> Block | None:
+        """Return the allocation with this address. No CUDA function: for a simulated library."""
+        return self._memory.find(pointer)
+
+    # -- copies, which are done when the call returns
+
+    @function(0)
+    def cuMemcpyAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> tuple[Any, ...]:
+        return self._given(stream, lambda ctx: self._copy(target, source, nbytes))
+
+    @function(0)
+    def cuMemcpyPeerAsync(
+        self, target: Any, context: Any, source: Any, of: Any, nbytes: int, stream: Any
+    ) -> tuple[Any, ...]:
+        for each in (context, of):
+            if not int(each):
+                return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+            status, _ = self._of_context(self._known(each), lambda ctx: None)
+            if status != OK:
+                return (status,)
+        return self._given(stream, lambda ctx: self._copy(target, source, nbytes))
+
+    def _copy(self, target: Any, source: Any, nbytes: int) -> bool:
+        return not nbytes or self._memory.copy(int(target), int(source), nbytes)
+
+    @function(0)
+    def cuMemcpyDtoH(self, host: int, source: Any, nbytes: int) -> tuple[Any, ...]:
+        return self._with_host(
+            source, nbytes, lambda address: ctypes.memmove(host, address, nbytes)
+        )
+
+    @function(0)
+    def cuMemcpyHtoD(self, target: Any, host: int, nbytes: int) -> tuple[Any, ...]:
+        return self._with_host(
+            target, nbytes, lambda address: ctypes.memmove(address, host, nbytes)
+        )
+
+    def _with_host(
+        self, pointer: Any, nbytes: int, move: Callable[[int], object]
+    ) -> tuple[Any, ...]:
+        status, block = self._of_current(lambda ctx: self._memory.find(int(pointer), nbytes))
+        if status != OK:
+            return (status,)
+        if nbytes and block is None:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        if nbytes:
+            move(block.host_address(int(pointer)))
         return (OK,)
 
+    # -- memory between processes
 
-def _valid_flags(flags: int) -> bool:
-    return flags & 0x7 in _SCHEDULING_FLAGS and not flags & ~_KNOWN_FLAGS
+    @function(1)
+    def cuIpcGetMemHandle(self, pointer: Any) -> tuple[Any, ...]:
+        status, context = self._of_current(lambda ctx: ctx)
+        if status != OK:
+            return (status,)
+        if self._is_instance(context):
+            return (Status.CUDA_ERROR_NOT_SUPPORTED,)
+        block = self._memory.find(int(pointer))
+        exported = None if block is None or block.opened else block.export()
+        if exported is None:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        handle = types.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), exported.pack(), _HANDLE_NBYTES)
+        return OK, handle
+
+    @function(1)
+    def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
+        status, context = self._of_current(lambda ctx: ctx)
+        if status != OK:
+            return (status,)
+        exported = Handle.unpack(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES))
+        gpu = next((gpu for gpu in self._gpus if exported and exported.is_of(gpu)), None)
+        if flags != 1 or exported is None or gpu is None:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        if self._is_instance(context):
+            return (Status.CUDA_ERROR_NOT_SUPPORTED,)
+        if exported.pid == os.getpid():
+            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+        if gpu is not context.gpu and not self._reaches(context.gpu, gpu):
+            return (Status.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,)
+        return self._memory.open(exported, context)
+
+    @function(0)
+    def cuIpcCloseMemHandle(self, pointer: Any) -> tuple[Any, ...]:
+        status, closed = self._of_current(lambda ctx: self._memory.close(int(pointer)))
+        if status != OK:
+            return (status,)
+        return (OK if closed else Status.CUDA_ERROR_INVALID_VALUE,)
+
+    def _is_instance(self, context: Context) -> bool:
+        return self._visible[context.ordinal][1].startswith("MIG-")

@@ -119,6 +119,11 @@ class Faults:
         self._sticky_at = time.monotonic() + after_s
         self._sticky = status
 
+    def clear(self) -> None:
+        """Let everything work again; how often functions were called is still known."""
+        self._planned.clear()
+        self._sticky = None
+
     def of_call(self, function: str, args: tuple[Any, ...]) -> Any:
         """Return the ``CUresult`` that this call is to fail with, or None."""
         self.calls[function] += 1

@@ -15,7 +15,6 @@ import secrets
 import struct
 import threading
 import uuid
-from bisect import bisect_left, bisect_right
 from typing import Any, NamedTuple
 
 from cuda.bindings.driver import CUdeviceptr
@@ -92,7 +91,7 @@ class Block:
         self.opened: Handle | None = None
         self.uses = 1  # how often it was opened
         self.alive = True  # until it is freed, or its context ends
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is collected meanwhile may be this
         self._fd = -1
         self._token = b""
         self._exported = False
@@ -160,7 +159,6 @@ class Memory:
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}
-        self._bases: list[int] = []  # ascending
         self._next = _FIRST_ADDRESS
         self._lock = threading.RLock()
 
@@ -176,7 +174,6 @@ class Memory:
         block = Block(context, self._next, nbytes, contents)
         self._next += (-(-nbytes // _PAGE) + 1) * _PAGE
         self._blocks[block.base] = block
-        self._bases.append(block.base)
         return block
 
     def free(self, base: int) -> bool:
@@ -190,7 +187,6 @@ class Memory:
 
     def _remove(self, block: Block) -> None:
         del self._blocks[block.base]
-        del self._bases[bisect_left(self._bases, block.base)]
         if not block.opened:
             block.context.gpu.used_memory -= block.nbytes
         block.release()
@@ -198,17 +194,21 @@ class Memory:
     def end(self, context: Context) -> None:
         """Give back all that a context has."""
         with self._lock:
-            for block in list(self._blocks.values()):
+            for block in self._all():
                 if block.context is context:
                     self._remove(block)
 
     def find(self, address: int, nbytes: int = 1) -> Block | None:
         """Return the block that has all of these bytes."""
-        with self._lock:
-            index = bisect_right(self._bases, address) - 1
-            block = self._blocks[self._bases[index]] if index >= 0 else None
-        inside = block is not None and address + nbytes <= block.base + block.nbytes
-        return block if inside else None
+        beginning = self._blocks.get(address)
+        for block in [beginning] if beginning else self._all():
+            if block.base <= address < block.base + block.nbytes:
+                return block if address + nbytes <= block.base + block.nbytes else None
+        return None
+
+    def _all(self) -> list[Block]:
+        # A list: the garbage collector may free some of them between any two steps.
+        return list(self._blocks.values())
 
     def copy(self, target: int, source: int, nbytes: int) -> bool:
         """Copy between blocks; False where either has not all of these bytes."""
@@ -223,7 +223,7 @@ class Memory:
     def open(self, handle: Handle, context: Context) -> tuple[Any, ...]:
         """Map another process's memory for a context: the status, and where it is."""
         with self._lock:
-            for block in self._blocks.values():
+            for block in self._all():
                 if block.opened == handle and block.context is context:
                     block.uses += 1
                     return OK, CUdeviceptr(block.base)

@@ -46,7 +46,7 @@ class Checkup:
             The device failed.
         """
         if self._suspects.marked(device):
-            calls = device._backend.calls
+            calls = device._backend.calls.work
             with RelaxedCapture(calls):
                 self._suspects.look(device, calls, mark=False)
 
@@ -71,14 +71,14 @@ class Checkup:
         if calls.current() != device._handle:
             self._note_left_behind(key, device)
             calls.set_current(device._handle)  # with none current, the probe sees nothing
-        with RelaxedCapture(calls):
+        with RelaxedCapture(calls.work):
             if wait:
                 ended = self._suspects.count(device)
                 calls.synchronize()
                 self._suspects.idle(device, ended)
             else:
-                self._suspects.look(device, calls, mark=True)
-            calls.probe()
+                self._suspects.look(device, calls.work, mark=True)
+            calls.work.probe()
 
     def between(self) -> None:
         """Look at the devices while no task asks: those whose work is long done are no suspects.
@@ -86,8 +86,8 @@ class Checkup:
         A device that failed meanwhile is left to the next task, which errs with it.
         """
         for device in self._suspects.left():
-            with suppress(DevctxError), device, RelaxedCapture(device._backend.calls):
-                self._suspects.look(device, device._backend.calls, mark=True)
+            with suppress(DevctxError), device, RelaxedCapture(device._backend.calls.work):
+                self._suspects.look(device, device._backend.calls.work, mark=True)
 
     def _note_left_behind(self, key: Hashable, device: Device) -> None:
         self.left_behind[device] += 1

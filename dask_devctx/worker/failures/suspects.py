@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.driver.calls import Calls
+from dask_devctx.driver.work import WorkCalls
 from dask_devctx.errors import DevctxError, DriverError
 
 logger = logging.getLogger(__name__)
@@ -91,13 +91,13 @@ class Suspects:
         work = self._work.get(device)
         return work is not None and work.marked is not None
 
-    def look(self, device: Device, calls: Calls, *, mark: bool) -> None:
+    def look(self, device: Device, calls: WorkCalls, *, mark: bool) -> None:
         """Ask how far the device is, without waiting; on a thread where it is current.
 
         Parameters
         ----------
         device, calls
-            The device, and the calls of its driver.
+            The device, and its driver's calls about work.
         mark
             Also mark what it has been given by now, to be asked for next time.
 
@@ -146,7 +146,7 @@ class Suspects:
         for device, work in works.items():
             if work.event:
                 with contextlib.suppress(DevctxError):
-                    device._backend.calls.event_destroy(work.event)
+                    device._backend.calls.work.event_destroy(work.event)
 
     def idle(self, device: Device, ended: int) -> None:
         """Clear the first ``ended`` tasks of a device: it was waited for since."""

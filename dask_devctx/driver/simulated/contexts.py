@@ -1,0 +1,290 @@
+"""The CUDA driver's contexts, for simulated GPUs."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuda.bindings import driver as types
+
+from dask_devctx.driver.simulated.devices import SimulatedDevices
+from dask_devctx.driver.simulated.faults import WORKING_CALLS, Faults
+from dask_devctx.driver.simulated.function import OK, Status, function
+from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
+
+_SCHEDULING_FLAGS = (0, 1, 2, 4)
+_KNOWN_FLAGS = int(types.CUctx_flags.CU_CTX_FLAGS_MASK)
+_READ_ONLY_LIMITS = (types.CUlimit.CU_LIMIT_SHMEM_SIZE, types.CUlimit.CU_LIMIT_CIG_ENABLED)
+_LIMIT_STEPS = {
+    types.CUlimit.CU_LIMIT_STACK_SIZE: 16,
+    types.CUlimit.CU_LIMIT_PRINTF_FIFO_SIZE: 256,
+    types.CUlimit.CU_LIMIT_MALLOC_HEAP_SIZE: 65_536,
+    types.CUlimit.CU_LIMIT_PERSISTING_L2_CACHE_SIZE: 3_932_160,
+}
+
+
+class SimulatedCrashError(BaseException):
+    """The real driver would have ended the process here (a segmentation fault)."""
+
+
+class _Thread(threading.local):
+    """What the driver keeps for each thread: above all its stack of contexts."""
+
+    def __init__(self) -> None:
+        self.stack: list[Context] = []
+        self.capture_mode = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+
+
+class SimulatedContexts(SimulatedDevices):
+    """What ``cuda.bindings.driver`` says of devices and contexts, of which one is current."""
+
+    def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
+        super().__init__(gpus, faults)
+        self._thread = _Thread()
+        self._contexts: dict[int, Context] = {}
+        self._handles = itertools.count(0x7000_0000, 0x100)
+        self._ids = itertools.count(1)
+
+    def _lost(self, function: str) -> Any:
+        context = self._current()
+        if function in WORKING_CALLS and context is not None and context.gpu.lost:
+            return Status.CUDA_ERROR_UNKNOWN
+        return None
+
+    # -- primary contexts
+
+    @function(1)
+    def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
+        with self._lock:
+            gpu = self._gpu(device)
+            if gpu is None:
+                return (Status.CUDA_ERROR_INVALID_DEVICE,)
+            if gpu.lost or gpu.compute_mode != "default":
+                return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
+            if gpu.primary is None:
+                gpu.primary = self._new_context(gpu, int(device), gpu.primary_flags, True)
+            elif not gpu.primary.alive:  # the same handle comes to life again
+                gpu.primary.revive(next(self._ids))
+            gpu.primary_retained += 1
+            return OK, types.CUcontext(gpu.primary.handle)
+
+    @function(0)
+    def cuDevicePrimaryCtxRelease(self, device: Any) -> tuple[Any, ...]:
+        with self._lock:
+            gpu = self._gpu(device)
+            if gpu is None:
+                return (Status.CUDA_ERROR_INVALID_DEVICE,)
+            if gpu.primary is None or not gpu.primary_retained:
+                return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+            gpu.primary_retained -= 1
+            if not gpu.primary_retained:
+                self._end(gpu.primary)
+                gpu.primary_flags = 0
+            return (OK,)
+
+    @function(2)
+    def cuDevicePrimaryCtxGetState(self, device: Any) -> tuple[Any, ...]:
+        gpu = self._gpu(device)
+        if gpu is None:
+            return (Status.CUDA_ERROR_INVALID_DEVICE,)
+        return OK, gpu.primary_flags, int(gpu.primary is not None and gpu.primary.alive)
+
+    @function(0)
+    def cuDevicePrimaryCtxSetFlags(self, device: Any, flags: int) -> tuple[Any, ...]:
+        gpu = self._gpu(device)
+        if gpu is None:
+            return (Status.CUDA_ERROR_INVALID_DEVICE,)
+        if not _valid_flags(flags):
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        gpu.primary_flags = flags
+        if gpu.primary is not None:
+            gpu.primary.flags = flags
+        return (OK,)
+
+    # -- contexts
+
+    def _new_context(
+        self, gpu: SimulatedGPU, ordinal: int, flags: int, is_primary: bool
+    ) -> Context:
+        context = Context(next(self._handles), next(self._ids), gpu, ordinal, flags, is_primary)
+        self._contexts[context.handle] = context
+        return context
+
+    @function(1)
+    def cuCtxCreate(self, params: Any, flags: int, device: Any) -> tuple[Any, ...]:
+        if params is not None:
+            raise AttributeError("the simulated driver has no context parameters")
+        with self._lock:
+            gpu = self._gpu(device)
+            if gpu is None:
+                return (Status.CUDA_ERROR_INVALID_DEVICE,)
+            if not _valid_flags(flags):
+                return (Status.CUDA_ERROR_INVALID_VALUE,)
+            if gpu.lost or gpu.compute_mode != "default":
+                return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
+            context = self._new_context(gpu, int(device), flags, False)
+            self._thread.stack.append(context)
+            return OK, types.CUcontext(context.handle)
+
+    @function(0)
+    def cuCtxDestroy(self, context: Any) -> tuple[Any, ...]:
+        with self._lock:
+            if not int(context):
+                return (Status.CUDA_ERROR_INVALID_VALUE,)
+            found = self._known(context)
+            if found.is_primary:
+                return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+            if not found.alive:
+                return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
+            self._end(found)
+            if self._current() is found:  # other threads keep it as a dead current context
+                self._thread.stack.pop()
+            return (OK,)
+
+    def _end(self, context: Context) -> None:
+        context.alive = False
+
+    def _known(self, context: Any) -> Context:
+        found = self._contexts.get(int(context))
+        if found is None:
+            raise SimulatedCrashError(f"{context} was never a context")
+        return found
+
+    def _current(self) -> Context | None:
+        return self._thread.stack[-1] if self._thread.stack else None
+
+    @function(1)
+    def cuCtxGetCurrent(self) -> tuple[Any, ...]:
+        context = self._current()
+        return OK, types.CUcontext(context.handle if context else 0)
+
+    @function(0)
+    def cuCtxSetCurrent(self, context: Any) -> tuple[Any, ...]:
+        stack = self._thread.stack
+        if not int(context):
+            del stack[-1:]
+            return (OK,)
+        found = self._known(context)
+        if not found.alive and not found.is_primary:
+            raise SimulatedCrashError(f"{context} was destroyed and is made current")
+        stack[-1:] = [found]
+        return (OK,)
+
+    @function(0)
+    def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
+        if not int(context):
+            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+        self._thread.stack.append(self._known(context))
+        return (OK,)
+
+    @function(1)
+    def cuCtxPopCurrent(self) -> tuple[Any, ...]:
+        if not self._thread.stack:
+            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+        return OK, types.CUcontext(self._thread.stack.pop().handle)
+
+    @function(1)
+    def cuCtxGetId(self, context: Any) -> tuple[Any, ...]:
+        found = self._known(context) if int(context) else self._current()
+        return self._of_context(found, lambda ctx: ctx.id)
+
+    @function(1)
+    def cuCtxGetApiVersion(self, context: Any) -> tuple[Any, ...]:
+        found = self._known(context) if int(context) else self._current()
+        if found is not None and not found.alive and int(context):
+            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+        return self._of_context(found, lambda ctx: 3020)
+
+    # -- the current context
+
+    @staticmethod
+    def _of_context(context: Context | None, get: Callable[[Context], Any]) -> tuple[Any, ...]:
+        if context is None:
+            return Status.CUDA_ERROR_INVALID_CONTEXT, None
+        if not context.alive:
+            return Status.CUDA_ERROR_CONTEXT_IS_DESTROYED, None
+        return OK, get(context)
+
+    def _of_current(self, get: Callable[[Context], Any]) -> tuple[Any, ...]:
+        return self._of_context(self._current(), get)
+
+    @function(1)
+    def cuCtxGetDevice(self) -> tuple[Any, ...]:
+        context = self._current()
+        if context is None:
+            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+        return OK, types.CUdevice(context.ordinal)  # a dead context still says it
+
+    @function(1)
+    def cuCtxGetFlags(self) -> tuple[Any, ...]:
+        return self._of_current(lambda ctx: ctx.flags)
+
+    @function(0)
+    def cuCtxSetFlags(self, flags: int) -> tuple[Any, ...]:
+        if not _valid_flags(flags):
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        return self._of_current(lambda ctx: setattr(ctx, "flags", flags))[:1]
+
+    @function(1)
+    def cuCtxGetLimit(self, limit: Any) -> tuple[Any, ...]:
+        status, limits = self._of_current(lambda ctx: ctx.limits)
+        if status != OK:
+            return (status,)
+        if limit == types.CUlimit.CU_LIMIT_MAX:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        if limit not in limits:
+            return (Status.CUDA_ERROR_UNSUPPORTED_LIMIT,)
+        return OK, limits[limit]
+
+    @function(0)
+    def cuCtxSetLimit(self, limit: Any, value: int) -> tuple[Any, ...]:
+        status, limits = self._of_current(lambda ctx: ctx.limits)
+        if status != OK:
+            return (status,)
+        if limit == types.CUlimit.CU_LIMIT_MAX:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        if limit not in limits:
+            return (Status.CUDA_ERROR_UNSUPPORTED_LIMIT,)
+        if limit in _READ_ONLY_LIMITS:
+            return (Status.CUDA_ERROR_NOT_PERMITTED,)
+        if limit == types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY and not 0 <= value <= 128:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        step = _LIMIT_STEPS.get(limit, 1)
+        limits[limit] = -(-value // step) * step  # the driver rounds up
+        return (OK,)
+
+    @function(1)
+    def cuCtxGetCacheConfig(self) -> tuple[Any, ...]:
+        return self._of_current(lambda ctx: ctx.cache_config)
+
+    @function(0)
+    def cuCtxSetCacheConfig(self, config: Any) -> tuple[Any, ...]:
+        return self._of_current(lambda ctx: setattr(ctx, "cache_config", config))[:1]
+
+    @function(2)
+    def cuCtxGetStreamPriorityRange(self) -> tuple[Any, ...]:
+        status, _ = self._of_current(lambda ctx: None)
+        return (OK, 0, -5) if status == OK else (status,)
+
+    @function(0)
+    def cuCtxSynchronize(self) -> tuple[Any, ...]:
+        return self._of_current(lambda ctx: None)[:1]
+
+    @function(0)
+    def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> tuple[Any, ...]:
+        status, current = self._of_current(lambda ctx: ctx)
+        if status != OK or not int(context):
+            return (Status.CUDA_ERROR_INVALID_CONTEXT,)
+        peer = self._known(context)
+        if not self._reaches(current.gpu, peer.gpu):
+            return (Status.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,)
+        if peer.id in current.peers:
+            return (Status.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED,)
+        current.peers.add(peer.id)
+        return (OK,)
+
+
+def _valid_flags(flags: int) -> bool:
+    return flags & 0x7 in _SCHEDULING_FLAGS and not flags & ~_KNOWN_FLAGS

@@ -1,0 +1,127 @@
+"""The CUDA driver's process and devices, for simulated GPUs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from cuda.bindings import driver as types
+
+from dask_devctx.driver.simulated.faults import Faults
+from dask_devctx.driver.simulated.function import OK, Status, function
+from dask_devctx.driver.simulated.gpu import SimulatedGPU
+from dask_devctx.driver.visible import PhysicalDevice, visible_devices
+
+
+class SimulatedDevices:
+    """What ``cuda.bindings.driver`` says of devices, without a context."""
+
+    def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
+        self._gpus = gpus
+        self._faults = faults
+        self._lock = threading.RLock()
+        self._pid: int | None = None
+        self._visible: list[tuple[SimulatedGPU, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
+
+    def _lost(self, function: str) -> Any:
+        """What a call answers whose GPU fell off the bus."""
+        return None
+
+    # -- the process
+
+    @function(0, needs_init=False)
+    def cuInit(self, flags: int) -> tuple[Any, ...]:
+        with self._lock:
+            if self._pid is not None:
+                return (OK if self._pid == os.getpid() else Status.CUDA_ERROR_NOT_INITIALIZED,)
+            physical = [
+                PhysicalDevice(gpu.uuid, gpu.mig or (), gpu.mig is not None)
+                for gpu in self._gpus
+                if not gpu.lost
+            ]
+            seen = visible_devices(os.environ.get("CUDA_VISIBLE_DEVICES"), physical)
+            if not seen.uuids:
+                twice = seen.stopped_at is not None and "twice" in seen.reason
+                return (Status.CUDA_ERROR_INVALID_DEVICE if twice else Status.CUDA_ERROR_NO_DEVICE,)
+            owner = {g.uuid: g for g in self._gpus}
+            owner |= {mig: g for g in self._gpus for mig in g.mig or ()}
+            self._visible = [(owner[name], name) for name in seen.uuids]
+            self._pid = os.getpid()
+            return (OK,)
+
+    @function(1, needs_init=False)
+    def cuDriverGetVersion(self) -> tuple[Any, ...]:
+        return OK, 13000
+
+    @function(1, needs_init=False)
+    def cuGetErrorString(self, status: Any) -> tuple[Any, ...]:
+        words = status.name.removeprefix("CUDA_ERROR_").replace("_", " ").lower()
+        return OK, words.encode()
+
+    # -- devices
+
+    @function(1)
+    def cuDeviceGetCount(self) -> tuple[Any, ...]:
+        return OK, len(self._visible)
+
+    @function(1)
+    def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
+        if not 0 <= ordinal < len(self._visible):
+            return (Status.CUDA_ERROR_INVALID_DEVICE,)
+        return OK, types.CUdevice(ordinal)
+
+    def _gpu(self, device: Any) -> SimulatedGPU | None:
+        ordinal = int(device)
+        return self._visible[ordinal][0] if 0 <= ordinal < len(self._visible) else None
+
+    @function(1)
+    def cuDeviceGetUuid(self, device: Any) -> tuple[Any, ...]:
+        if self._gpu(device) is None:
+            return (Status.CUDA_ERROR_INVALID_DEVICE,)
+        raw = uuid.UUID(self._visible[int(device)][1].partition("-")[2]).bytes
+        return OK, SimpleNamespace(bytes=raw)
+
+    @function(1)
+    def cuDeviceGetName(self, length: int, device: Any) -> tuple[Any, ...]:
+        return self._of_gpu(device, lambda gpu: gpu.name.encode()[: length - 1] + b"\0")
+
+    @function(1)
+    def cuDeviceGetPCIBusId(self, length: int, device: Any) -> tuple[Any, ...]:
+        return self._of_gpu(device, lambda gpu: gpu.pci_bus_id.encode()[: length - 1] + b"\0")
+
+    @function(1)
+    def cuDeviceTotalMem(self, device: Any) -> tuple[Any, ...]:
+        return self._of_gpu(device, lambda gpu: gpu.total_memory)
+
+    @function(1)
+    def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> tuple[Any, ...]:
+        kind = types.CUdevice_attribute
+        which = [
+            kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+        ]
+        if attribute not in which:
+            raise AttributeError(f"the simulated driver has no {attribute}")
+        return self._of_gpu(device, lambda gpu: gpu.compute_capability[which.index(attribute)])
+
+    @function(1)
+    def cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> tuple[Any, ...]:
+        other = self._gpu(peer)
+        if other is None:
+            return (Status.CUDA_ERROR_INVALID_DEVICE,)
+        return self._of_gpu(device, lambda gpu: int(self._reaches(gpu, other)))
+
+    @staticmethod
+    def _reaches(gpu: SimulatedGPU, other: SimulatedGPU) -> bool:
+        return gpu is not other and (gpu.peers is None or other.index in gpu.peers)
+
+    def _of_gpu(self, device: Any, get: Callable[[SimulatedGPU], Any]) -> tuple[Any, ...]:
+        gpu = self._gpu(device)
+        return (Status.CUDA_ERROR_INVALID_DEVICE,) if gpu is None else (OK, get(gpu))

@@ -1,0 +1,57 @@
+"""The root of the tree of errors, and how an error keeps its fields."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, dataclass_transform
+
+
+@dataclass_transform(eq_default=False)
+class DevctxError(Exception):
+    """Base class of every error that this package raises.
+
+    Notes
+    -----
+    The annotations in the body of a subclass are its fields and, in this order, its parameters; a
+    value beside an annotation is the default. Each field becomes an attribute and an argument of
+    ``Exception``, so that the error survives pickling on its way from a worker to a client.
+    """
+
+    # Not a dataclass: importing that module takes half as long as importing this package.
+    _fields: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._fields = tuple(dict.fromkeys((*cls._fields, *cls.__annotations__)))
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        cls = type(self)
+        if names := cls._fields:
+            defaults = {name: getattr(cls, name) for name in names if hasattr(cls, name)}
+            positional = dict(zip(names, args, strict=False))
+            given = defaults | positional | named
+            twice = positional.keys() & named.keys()
+            if len(args) > len(names) or twice or given.keys() != set(names):
+                by_name = ", ".join(named) or "nothing"
+                raise TypeError(
+                    f"{cls.__name__} takes {', '.join(names)}; got {len(args)} positional "
+                    f"arguments, and by name {by_name}"
+                )
+            self._convert(given)
+            args = tuple(given[name] for name in names)
+            vars(self).update(zip(names, args, strict=True))
+        super().__init__(*args)
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
+        """Replace values that could not be changed back after a journey, or not travel at all."""
+
+    def __repr__(self) -> str:
+        # dask logs a failed task's error by its repr, and a notebook shows it so: let that be what
+        # a person can read, with what to do about it.
+        said = ". ".join([str(self), *getattr(self, "__notes__", ())])
+        return f"{type(self).__name__}({said!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made again from its arguments: what rebuilds an exception without calling its class, as
+        # dask does, fails for one that is a MemoryError as well.
+        return type(self), self.args, self.__dict__

@@ -1,0 +1,68 @@
+"""Faults that are injected, and taken back."""
+
+from __future__ import annotations
+
+import pytest
+from cuda.bindings.driver import CUresult
+
+from dask_devctx import Device
+from dask_devctx.errors import DriverError
+
+ILLEGAL = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
+
+
+def test_what_is_cleared_works_again(machine):
+    with Device(0):
+        machine.faults.inject("cuMemAlloc", CUresult.CUDA_ERROR_OUT_OF_MEMORY, times=99)
+        machine.faults.poison(ILLEGAL)
+        with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+            Device(0).sync()
+        asked = machine.faults.calls["cuCtxSynchronize"]
+        machine.faults.clear()
+        Device(0).sync()
+        Device(0)._backend.calls.work.allocate(10)
+        assert machine.faults.calls["cuCtxSynchronize"] == asked + 1
+
+
+@pytest.mark.parametrize("function", ["cuIpcGetMemHandle", "cuMemcpyAsync", "cuStreamSynchronize"])
+def test_one_call_of_many_fails(machine, function):
+    calls = Device(0)._backend.calls
+    with Device(0):
+        pointer = calls.work.allocate(16)
+        use = {
+            "cuIpcGetMemHandle": lambda: calls.work.ipc_export(pointer),
+            "cuMemcpyAsync": lambda: calls.work.copy(pointer, pointer + 8, 8, 0),
+            "cuStreamSynchronize": lambda: calls.work.stream_synchronize(0),
+        }[function]
+        machine.faults.inject(function, CUresult.CUDA_ERROR_UNKNOWN)
+        with pytest.raises(DriverError, match=f"{function} failed with CUDA_ERROR_UNKNOWN"):
+            use()
+        use()
+
+
+def test_a_device_that_fell_off_the_bus_copies_nothing(machine):
+    calls = Device(0)._backend.calls
+    with Device(0):
+        pointer = calls.work.allocate(16)
+        machine.gpus[0].lost = True
+        with pytest.raises(DriverError, match="CUDA_ERROR_UNKNOWN"):
+            calls.work.copy_to_host(pointer, 4)
+        machine.gpus[0].lost = False
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(lambda calls, pointer: calls.synchronize(), id="context"),
+        pytest.param(lambda calls, pointer: calls.work.stream_synchronize(0), id="stream"),
+        pytest.param(lambda calls, pointer: calls.work.copy_to_host(pointer, 4), id="copy"),
+    ],
+)
+def test_who_waits_for_the_kernel_that_breaks_it_is_told(machine, wait):
+    calls = Device(0)._backend.calls
+    with Device(0):
+        pointer = calls.work.allocate(16)
+        machine.faults.poison(ILLEGAL, after_s=0.05)
+        calls.work.copy(pointer, pointer + 8, 8, 0)  # the kernel still runs
+        with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
+            wait(calls, pointer)

@@ -1,0 +1,103 @@
+"""The layout's rules: few entries at the top, small modules, rooms that need only what they say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "dask_devctx"
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+AT_THE_TOP = 16
+LINES = 340
+# One idea each, of which no part can stand alone.
+LONGER = {
+    "cuda/context.py": 410,
+    "cuda/device.py": 440,
+    "driver/simulated/contexts.py": 400,
+    "simulated_array.py": 480,
+    "transfer/protocols.py": 450,
+    "worker/extension.py": 360,
+}
+# What a module is called that has no idea of its own.
+NO_IDEA = {"common", "helpers", "misc", "tools", "util", "utils"}
+
+
+def test_few_entries_at_the_top() -> None:
+    entries = {
+        path.name
+        for path in PACKAGE.iterdir()
+        if path.suffix in {"", ".py"} and path.name != "__pycache__"
+    }
+    assert len(entries) <= AT_THE_TOP, sorted(entries)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_is_small_and_has_an_idea(module: str) -> None:
+    lines = len((PACKAGE / module).read_text().splitlines())
+    assert lines <= LONGER.get(module, LINES), f"{module} has {lines} lines: split it by ideas"
+    assert not NO_IDEA & {Path(part).stem for part in Path(module).parts}
+
+
+def imported(*names: str) -> set[str]:
+    """Return the top-level packages that a process has loaded once it has imported these."""
+    program = f"import sys, {', '.join(names)}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+def modules_of(*rooms: str) -> list[str]:
+    """The modules in these folders, by their names."""
+    names = (f"dask_devctx/{m.removesuffix('.py')}".replace("/", ".") for m in MODULES)
+    wanted = tuple(f"dask_devctx.{room}." for room in rooms)
+    return [name.removesuffix(".__init__") for name in names if name.startswith(wanted)]
+
+
+def test_the_package_itself_needs_no_dask() -> None:
+    assert not {"dask", "distributed", "numpy", "yaml"} & imported("dask_devctx")
+
+
+def test_driver_cuda_and_errors_need_no_dask() -> None:
+    names = modules_of("driver", "cuda", "errors")
+    assert {"dask_devctx.driver", "dask_devctx.cuda.scope", "dask_devctx.errors"} <= {*names}
+    assert not {"dask", "distributed"} & imported(*names)
+
+
+def test_the_scheduler_loads_no_cuda() -> None:
+    assert "cuda" not in imported(*modules_of("scheduler"))
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [
+        "imports point one way",
+        "driver, cuda and errors need no dask",
+        "transfer needs no distributed",
+        "the scheduler uses no CUDA",
+        "the client does not reach into a worker",
+    ],
+)
+def test_what_make_lint_checks(contract: str) -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    contracts = {one["name"]: one for one in config["tool"]["importlinter"]["contracts"]}
+    assert contracts[contract]["type"] in {"layers", "forbidden"}
+    assert "lint-imports" in (ROOT / "Makefile").read_text()
+
+
+def test_every_room_is_in_the_layers() -> None:
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (layers,) = (
+        one["layers"]
+        for one in config["tool"]["importlinter"]["contracts"]
+        if one["type"] == "layers"
+    )
+    named = {name.strip() for layer in layers for name in layer.split("|")}
+    rooms = {f"dask_devctx.{Path(module).parts[0].removesuffix('.py')}" for module in MODULES}
+    assert named == rooms - {"dask_devctx.__init__"}
