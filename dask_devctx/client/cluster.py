@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from distributed.core import Status
-from distributed.protocol.pickle import dumps
 
 from dask_devctx.config import options
 from dask_devctx.config.options import LOOK_AHEAD
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.cluster import WatchedCluster
+from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -169,11 +169,8 @@ class LocalDeviceCluster(WatchedCluster):
     # -- as it is told
 
     async def _scheduler_runs(self) -> None:
-        await self.scheduler.register_scheduler_plugin(self._routing, idempotent=False)
-        # There are no workers yet. Each is given the plugin while it joins.
-        await self.scheduler.register_worker_plugin(
-            None, dumps(self._plugin), name=self._plugin.name, idempotent=False
-        )
+        await add_plugin(self.scheduler, self._routing)
+        await add_worker_plugin(self.scheduler, self._plugin)
 
     def _has_closed(self) -> None:
         if self._made_plugin:

@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
-from distributed import Scheduler
+from distributed import Scheduler, SchedulerPlugin, WorkerPlugin
 from distributed.metrics import time
+from distributed.protocol.pickle import dumps
+
+
+async def add_plugin(scheduler: Scheduler, plugin: SchedulerPlugin) -> None:
+    """Give a scheduler of this process a plugin, in the place of one of its name."""
+    await scheduler.register_scheduler_plugin(plugin, idempotent=False)
+
+
+async def add_worker_plugin(scheduler: Scheduler, plugin: WorkerPlugin) -> None:
+    """Give a plugin to all workers of a scheduler of this process, now and while they join."""
+    await scheduler.register_worker_plugin(None, dumps(plugin), name=plugin.name, idempotent=False)
 
 
 def answer(scheduler: Scheduler, handlers: Mapping[str, Callable[..., Any]]) -> None:

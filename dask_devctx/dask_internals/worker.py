@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
 from distributed.core import error_message
+from distributed.spill import SpillBuffer
 from distributed.utils import thread_state
 from zict import Buffer
 
@@ -163,6 +164,12 @@ def _stimulus() -> str:
 
 
 # -- what it holds
+
+
+def in_memory(worker: Worker) -> Mapping[Hashable, Any]:
+    """Return the values that a worker has in memory, by key; those on disk are not among them."""
+    data: Mapping[Hashable, Any] = worker.data
+    return data.memory if isinstance(data, SpillBuffer) else data
 
 
 @contextmanager

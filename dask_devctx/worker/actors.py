@@ -22,7 +22,7 @@ _POLL_S = 0.01
 _ON_ITS_WAY_S = 0.2
 
 # By the state of the task that made the actor: an actor keeps its device while it lives, also when
-# the plugin is registered anew.
+# the plugin is registered again.
 _devices: weakref.WeakKeyDictionary[Any, Device] = weakref.WeakKeyDictionary()
 
 

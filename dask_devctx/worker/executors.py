@@ -13,12 +13,15 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from dask_devctx.dask_internals.threads import Priority, TaskThreadPoolExecutor
+from distributed import Status, Worker
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.threads import Priority, TaskThreadPoolExecutor, sending_tasks_on
 
 # Of a call that is no task's, such as that with which a thread comes back to its pool.
 _FIRST: tuple[float, ...] = (float("-inf"),)
@@ -86,6 +89,48 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
             return fn(*args, **kwargs)
 
         return near
+
+
+@contextmanager
+def device_threads(
+    worker: Worker, devices: Sequence[Device], threads: int
+) -> Iterator[dict[Device, DeviceThreadPoolExecutor]]:
+    """While it is open, a worker has threads for each device, and sends their tasks there.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    devices
+        Its devices.
+    threads
+        How many tasks run on a device at a time.
+
+    Yields
+    ------
+    dict
+        Each device's threads.
+    """
+    pools = {
+        device: DeviceThreadPoolExecutor(
+            f"devctx-{device}", threads, near_cpus(device.info.cpu_affinity)
+        )
+        for device in devices
+    }
+
+    def end(name: str, pool: DeviceThreadPoolExecutor) -> None:
+        # A worker that is closing empties and ends its executors itself, and waits for them.
+        if worker.status is not Status.closing:
+            worker.executors.pop(name, None)
+            pool.shutdown(wait=False)
+
+    with ExitStack() as steps:
+        if pools:
+            steps.enter_context(sending_tasks_on(worker.executors["default"]))
+        for device, pool in pools.items():
+            steps.callback(end, f"devctx:{device}", pool)
+            worker.executors[f"devctx:{device}"] = pool
+        yield pools
 
 
 def _shut_down() -> RuntimeError:

@@ -15,14 +15,12 @@ from dask_devctx.config import options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
-from dask_devctx.dask_internals.tasks import about_to_begin
-from dask_devctx.dask_internals.threads import sending_tasks_on
-from dask_devctx.dask_internals.worker import metric
+from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker import comms, leases, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
-from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus
+from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures import Charge, Failure, Guard, GuardedTask, marks
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.host_memory import counting_host_memory
@@ -138,13 +136,7 @@ class DeviceExtension:
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
-            self.pools = {
-                device: DeviceThreadPoolExecutor(
-                    f"devctx-{device}", tasks_per_device, near_cpus(device.info.cpu_affinity)
-                )
-                for device in used
-            }
-            steps.enter_context(self._threads())
+            self.pools = steps.enter_context(device_threads(worker, used, tasks_per_device))
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.guard, move_inputs=move_inputs)
             )
@@ -181,28 +173,10 @@ class DeviceExtension:
         return placement
 
     @contextmanager
-    def _threads(self) -> Iterator[None]:
-        """While it is open, the worker has its devices' threads, and sends their tasks there."""
-        executors = self._worker.executors
-        with ExitStack() as steps:
-            if self.pools:
-                steps.enter_context(sending_tasks_on(executors["default"]))
-            for device, pool in self.pools.items():
-                steps.callback(self._end_threads, f"devctx:{device}", pool)
-                executors[f"devctx:{device}"] = pool
-            yield
-
-    def _end_threads(self, name: str, pool: DeviceThreadPoolExecutor) -> None:
-        # A worker that is closing empties and ends its executors itself, and waits for them.
-        if self._worker.status is not Status.closing:
-            self._worker.executors.pop(name, None)
-            pool.shutdown(wait=False)
-
-    @contextmanager
     def _tasks_in_hand(self) -> Iterator[None]:
         """While it is open, tasks that have not begun are taken to their devices."""
         try:
-            for ts in about_to_begin(self._worker):
+            for ts in tasks.about_to_begin(self._worker):
                 self._pin(ts)
             yield
         finally:
@@ -217,7 +191,7 @@ class DeviceExtension:
         return {**self.record.report(), "transfers": transfers}
 
     def transition(self, key: Hashable, start: str, finish: str) -> None:
-        """Pin a task that is about to be executed; stop counting one that is done."""
+        """Take a task that is about to run to its device; stop counting one that is done."""
         ts = self._tasks.get(key)
         # A task that was cancelled and asked for again comes back to "executing" without a
         # transition to it, so what counts is the state and not `finish`.
@@ -268,7 +242,7 @@ class DeviceExtension:
         if is_watched(annotations):
             charge = charge._replace(watched=True, is_coroutine=bool(ts.run_spec.is_coro))
         theirs = bool(annotations) and "executor" in annotations  # the user's own threads
-        pinned = DeviceTask(
+        stand_in = DeviceTask(
             ts.run_spec,
             device,
             executor=None if theirs else self.pools[device],
@@ -277,15 +251,15 @@ class DeviceExtension:
             inputs=self.inputs,
             call=GuardedTask(self.guard, charge),
         )
-        tasks.replace(ts, pinned)
+        tasks.replace(ts, stand_in)
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
             # One that is asked for again while it runs may have lost its inputs meanwhile.
-            pinned.lifetimes = {
+            stand_in.lifetimes = {
                 dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
             }
             if inputs and self.placement.has_queue(device):
-                self.inputs.start_moving(inputs, pinned.lifetimes, device)
+                self.inputs.start_moving(inputs, stand_in.lifetimes, device)
         self._advice.give()
 
     def _done(self, key: Hashable, ts: Any) -> None:
@@ -295,7 +269,7 @@ class DeviceExtension:
         run = self.record.left(device, ts)
         if run is not None and run.start is not None and run.stop is not None:
             self.placement.record_duration(run.prefix, run.stop - run.start)
-        # Of one that came to nothing, or was to be computed anew meanwhile, nothing is known.
+        # Nothing is known of one that came to nothing, or is to be computed again.
         if ts is not None and ts.state == "memory":
             self._arrived(key, ts)
 
@@ -322,7 +296,7 @@ class DeviceExtension:
         )
 
     def _written(self, key: Hashable, value: object) -> None:
-        """Called when dask is about to write a value to disk, be it as soon as it was made."""
+        """Called when dask is about to write a value to disk, which may be one just made."""
         ts = self._tasks.get(key)
         made = None if ts is None else _work_of(ts)
         if made is not None:
@@ -335,8 +309,7 @@ class DeviceExtension:
 
     def _inputs(self, ts: Any) -> list[Input]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""
-        data = self._worker.data
-        data = getattr(data, "memory", data)
+        data = in_memory(self._worker)
         keys = [dep.key for dep in ts.dependencies if dep.key in data]
         return [Input(key, data[key], self.inputs) for key in keys]
 
@@ -351,9 +324,9 @@ def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator
 def _urgency(ts: Any) -> tuple[Any, ...]:
     """Return a task's place among those that wait for its device; the least goes first.
 
-    It is dask's own priority, but what the user gave alike, those go first that use up an input
-    which no other task waits for: their device has less to hold when they are done. Else a device
-    fills up with what many tasks make before the first of it is used.
+    It is dask's own priority; but among those of one priority of the user's, those go first that
+    use up an input which no other task waits for: their device has less to hold when they are done.
+    Else a device fills up with what many tasks make before the first of it is used.
     """
     by_user, *others = ts.priority
     for dep in ts.dependencies:

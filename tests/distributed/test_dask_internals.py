@@ -214,6 +214,8 @@ PRIVATE = frozenset(
         "thread_state",
         "transitions",
         "worker_restrictions",
+        "register_worker_plugin",
+        "SpillBuffer",
         "worker_spec",
     }
 )
@@ -225,11 +227,6 @@ MODULES = (
     "distributed.worker_state_machine",
     "zict",
 )
-# Ours of the same name.
-OWN = {
-    ("client/report.py", "_close"),
-    ("worker/extension.py", "_threads"),
-}
 # Of a task's state only these are written, and only through the door.
 WRITTEN = frozenset({"run_spec", "annotations", "worker_restrictions", "host_restrictions"})
 
@@ -264,7 +261,7 @@ def test_no_other_module_uses_them(path: Path) -> None:
         if isinstance(node, ast.ImportFrom) and "dask_internals" in (node.module or "")
         for alias in node.names
     }
-    found = {use for use in uses(path) if use not in from_the_door and (name, use) not in OWN}
+    found = {use for use in uses(path) if use not in from_the_door}
     assert not found, f"{name} uses {found}; let dask_internals do it"
 
 
@@ -447,6 +444,7 @@ async def test_what_a_worker_spills(client: Any, scheduler: Any, worker: Any) ->
     ):
         worker.data.update(a=b"a" * 5000, free=b"f" * 5000, b=b"b" * 5000)
         assert written == ["a"]
+        assert set(of_workers.in_memory(worker)) == {"free", "b"}
         assert worker.data["a"] == b"a" * 5000
     assert read_back == ["a"]
     assert written == ["a", "free", "b"]  # the least recently used until there is room

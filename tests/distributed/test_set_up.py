@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import dask
 import pytest
-from distributed import Event, Worker
+from distributed import Event, Worker, get_worker
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import DevicePlugin, devices
@@ -175,8 +178,6 @@ async def test_only_the_task_itself_is_sent_to_its_devices_threads(
         loop = asyncio.get_running_loop()
         return (await loop.run_in_executor(dask_worker.executor, where))[1]
 
-    from distributed import get_worker
-
     await client.register_plugin(DevicePlugin())
     here_and_there = await client.submit(lambda: inside(get_worker()))
     assert here_and_there[0] == "devctx" != here_and_there[1]
@@ -205,3 +206,16 @@ async def test_two_workers_that_share_an_executor(client: Any, scheduler: Any) -
         assert await client.submit(where, workers=["first"], pure=False) == (None, "Dask")
         await second.plugin_remove(name="devctx")
         await async_poll_for(lambda: not changes().keys() - {"tasks"}, timeout=10)
+
+
+@gen_cluster(client=True, nthreads=[], timeout=60)
+async def test_a_worker_whose_own_executor_is_of_processes(client: Any, scheduler: Any) -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
+        async with Worker(scheduler.address, nthreads=2, executor=processes):
+            await client.register_plugin(DevicePlugin())
+            with dask.annotate(device=2):
+                assert await client.submit(where) == (2, "devctx")
+            with dask.annotate(device=None):
+                assert await client.submit(os.getpid, pure=False) != os.getpid()
+            await client.unregister_worker_plugin("devctx")
+            assert await client.submit(os.getpid, pure=False) != os.getpid()

@@ -56,7 +56,7 @@ async def end_failed_worker(
     is worse than none, and any call may hang.
 
     Where the scheduler could not be told an error, the worker leaves it unexpected. Then dask
-    counts, and lets no task run for ever that ends its worker each time.
+    counts, and ends the turns of a task that ends its worker each time.
     """
     error = failure.error
     logger.error("%s", error)
