@@ -61,6 +61,6 @@ def answer() -> None:
         for uuid in sys.argv[1:]:
             with Device(uuid) as device:
                 calls = device._backend.calls
-                calls.ipc_export(calls.allocate(_NBYTES))
+                calls.work.ipc_export(calls.work.allocate(_NBYTES))
     except DevctxError as error:
         sys.exit(str(error))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dask_devctx.errors.devices import DevctxError
+from dask_devctx.errors.base import DevctxError
 
 # The oldest and the newest release of dask and distributed that the tests were run with.
 TESTED_DASK: Final = ("2025.4.0", "2026.8.0")

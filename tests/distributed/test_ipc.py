@@ -141,7 +141,7 @@ class Frame:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.device = Device.current()
-        self.pointer = driver.backend().calls.allocate(nbytes)
+        self.pointer = driver.backend().calls.work.allocate(nbytes)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -179,13 +179,13 @@ def _allocate(nbytes: int, detail: Any, device: Device) -> Any:
 
 def _table() -> Table:
     frame = Frame(6)
-    driver.backend().calls.copy_from_host(frame.pointer, b"abcdef")
+    driver.backend().calls.work.copy_from_host(frame.pointer, b"abcdef")
     return Table(frame, ["x", "y"])
 
 
 def _told(table: Table) -> Any:
     frame = table.frame
-    content = driver.backend().calls.copy_to_host(frame.pointer, frame.nbytes)
+    content = driver.backend().calls.work.copy_to_host(frame.pointer, frame.nbytes)
     return table.names, content, frame.device is Device.current()
 
 
@@ -363,13 +363,13 @@ def _fill(dask_worker: Worker) -> None:
     (device,) = dask_worker.plugins["devctx"].worker_devices
     with device:
         free = device.memory_info.free
-        _held.append(driver.backend().calls.allocate(free - 4 * 2**20))
+        _held.append(driver.backend().calls.work.allocate(free - 4 * 2**20))
 
 
 def _empty(dask_worker: Worker) -> None:
     (device,) = dask_worker.plugins["devctx"].worker_devices
     with device:
-        driver.backend().calls.free(_held.pop())
+        driver.backend().calls.work.free(_held.pop())
 
 
 def test_staging_memory_goes_back_when_no_other_worker_has_it_open() -> None:

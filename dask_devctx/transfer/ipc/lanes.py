@@ -27,7 +27,7 @@ class Lane:
         self.device = device
         self._calls = device._backend.calls
         self._context = self._calls.context_id(device.primary_context.handle)
-        self._stream = self._calls.stream_create()
+        self._stream = self._calls.work.stream_create()
         self._reached = Event(device)
 
     @property
@@ -47,7 +47,7 @@ class Lane:
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy between two addresses."""
-        self._calls.copy(target, source, nbytes, self._stream)
+        self._calls.work.copy(target, source, nbytes, self._stream)
 
     def mark(self) -> None:
         """Note that all copies were given, so that :meth:`done` can tell."""
@@ -66,7 +66,7 @@ class Lane:
 
     def wait(self) -> None:
         """Wait until all that it was given is done."""
-        self._calls.stream_synchronize(self._stream)
+        self._calls.work.stream_synchronize(self._stream)
 
 
 _free: weakref.WeakKeyDictionary[Backend, dict[Device, list[Lane]]] = weakref.WeakKeyDictionary()

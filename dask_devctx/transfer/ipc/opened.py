@@ -73,7 +73,7 @@ class OpenedBuffers:
         with self._lock:
             found = self._opened.get(name)
             if found is None:
-                pointer = device._backend.calls.ipc_open(handle)
+                pointer = device._backend.calls.work.ipc_open(handle)
                 found = self._opened[name] = Opened(device, pointer)
             found.readers += 1
         return found
@@ -114,4 +114,4 @@ class OpenedBuffers:
 def _close(opened: Opened) -> None:
     # Where the process' CUDA is broken, what it has open goes with it.
     with suppress(DevctxError), opened.device:
-        opened.device._backend.calls.ipc_close(opened.pointer)
+        opened.device._backend.calls.work.ipc_close(opened.pointer)

@@ -166,7 +166,7 @@ class Staging:
         """Give retired buffers back to the device: no process may have them open."""
         for buffer in buffers:
             with self.device:
-                self._calls.free(buffer.pointer)
+                self._calls.work.free(buffer.pointer)
             with self._lock:
                 self._nbytes -= buffer.nbytes
 
@@ -178,15 +178,15 @@ class Staging:
             return None
         with self.device:
             try:
-                pointer = self._calls.allocate(wanted)
+                pointer = self._calls.work.allocate(wanted)
             except DriverError as error:
                 if error.code == statuses.OUT_OF_MEMORY:
                     return None
                 raise
             try:
-                handle = self._calls.ipc_export(pointer)
+                handle = self._calls.work.ipc_export(pointer)
             except BaseException:
-                self._calls.free(pointer)
+                self._calls.work.free(pointer)
                 raise
         buffer = Buffer(next(_numbers), pointer, wanted, handle)
         self._buffers.append(buffer)

@@ -284,7 +284,7 @@ def has_failed(device: Device, error: DriverError) -> bool:
         return False
     try:
         with device:
-            device._backend.calls.probe()
+            device._backend.calls.work.probe()
     except DevctxError:
         return True
     return False

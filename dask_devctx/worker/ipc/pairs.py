@@ -153,7 +153,7 @@ class Pairs:
                 opened = self._opened.begin(said["token"], number, handle, device)
                 try:
                     there = opened.pointer + offset
-                    found = device._backend.calls.copy_to_host(there, nbytes)
+                    found = device._backend.calls.work.copy_to_host(there, nbytes)
                 finally:
                     self._opened.end(opened)
         except DevctxError as error:
@@ -209,7 +209,7 @@ class Pairs:
         if shown is not None:
             try:
                 with self._staging.device as device:
-                    device._backend.calls.copy_from_host(shown.pointer, content)
+                    device._backend.calls.work.copy_from_host(shown.pointer, content)
             except BaseException:
                 self._staging.give([shown])
                 raise

@@ -97,7 +97,7 @@ def test_a_transfer_is_staged_piece_by_piece(machine: SimulatedMachine, limit: i
         buffer = sending._staged[index].buffer
         assert number == buffer.number
         with device:
-            found += device._backend.calls.copy_to_host(buffer.pointer + offset, nbytes)
+            found += device._backend.calls.work.copy_to_host(buffer.pointer + offset, nbytes)
         sending.was_read(index)
         assert staging.in_use <= 2 * (sending.piece + 256)
     sending.close()
