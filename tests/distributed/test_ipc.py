@@ -125,8 +125,10 @@ def test_many_keys_of_one_message(pair: Pair) -> None:
 
 def test_a_report_has_a_row_for_each_pair_and_way(pair: Pair) -> None:
     assert peers.send(pair[0], peers.array, peers.last, pair[1]) == (1.0, True)
-    rows = report(pair[0]).transfers
-    uuids = [Device(0).uuid, Device(1).uuid]
+    seen = report(pair[0])
+    rows = seen.transfers
+    by_worker = {device.worker: device.uuid for device in seen.devices}
+    uuids = [by_worker[worker] for worker in pair[1]]
     found = [row for row in rows if [row.source, row.destination, row.way] == [*uuids, "ipc"]]
     assert len(found) == 1
     assert found[0].worker == pair[1][1]
