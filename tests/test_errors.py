@@ -132,6 +132,13 @@ CASES = [
         "there is no driver. Install it",
     ),
     (
+        errors.OneDeviceOnlyError("cuDF", "cuda:0", "cuda:1"),
+        {"library": "cuDF", "device": "cuda:0", "other": "cuda:1"},
+        "cuDF uses one device in a process, here cuda:0, and was to use cuda:1. Start a worker for "
+        "each device: LocalDeviceCluster(), n_workers= the number of devices, or "
+        "devctx.devices-per-worker: 1",
+    ),
+    (
         errors.ForkedProcessError("forked", "Use 'spawn'"),
         {"reason": "forked", "remedy": "Use 'spawn'"},
         "forked. Use 'spawn'",

@@ -114,7 +114,7 @@ class Move:
             if isinstance(why, DevctxError) or (why is not None and is_out_of_memory(why)):
                 raise why from None  # the device's, and not the type's
             kind, reason = error.kind.__qualname__, str(error.reason)
-            raise ValueNotMovableError(kind, self.device, reason) from error.__cause__
+            raise ValueNotMovableError(kind, str(self.device), reason) from error.__cause__
 
     # -- the parts
 
