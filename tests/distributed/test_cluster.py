@@ -245,6 +245,8 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "policy": min,
         "synchronize": True,
         "oom_retries": 3,
+        "ipc": False,
+        "ipc_staging": 2**20,
     }
     assert given.keys() == set(OPTION_NAMES)
     with LocalDeviceCluster(n_workers=2, **given, **QUIET) as cluster:
@@ -276,7 +278,7 @@ def test_arguments_of_the_workers_reach_them() -> None:
             super().__init__(*args, **kwargs)
 
     given: dict[str, Any] = {"worker_class": Mine, "colour": "red", "resources": {"A": 1}}
-    with LocalDeviceCluster(dashboard_address=":0", **given) as cluster:
+    with LocalDeviceCluster(n_workers=1, dashboard_address=":0", **given) as cluster:
         (worker,) = cluster.workers.values()
         assert (worker.colour, worker.state.total_resources) == ("red", {"A": 1})
 

@@ -174,7 +174,7 @@ def test_a_worker_that_joins_in_vain_leaves(lock_directory: Path) -> None:
 def test_the_configuration_stands_in() -> None:
     with dask.config.set({"devctx.devices-per-worker": 3}):
         assert DevicePlugin().options.devices_per_worker == 3
-        assert DevicePlugin(devices_per_worker=1).devices_per_worker == 1
+        assert DevicePlugin(devices_per_worker=1).options.devices_per_worker == 1
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])

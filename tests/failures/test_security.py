@@ -1,4 +1,4 @@
-"""The plugin adds no port, and no way in but what the scheduler is told about devices."""
+"""The plugin adds no port, and no way in but messages about devices and about their memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def listening() -> set[tuple[str, int]]:
     return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
 
 
-def test_no_port_is_added_and_the_scheduler_is_only_told_of_devices() -> None:
+def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() -> None:
     with (
         LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
@@ -23,13 +23,14 @@ def test_no_port_is_added_and_the_scheduler_is_only_told_of_devices() -> None:
         servers = [worker, cluster.scheduler]
         ports = listening()
         before = [(set(s.handlers), set(s.stream_handlers)) for s in servers]
-        (on_scheduler, streams) = before[1]
+        (on_worker, its_streams), (on_scheduler, streams) = before
         told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW}, streams)
+        ipc = {f"devctx_ipc_{op}" for op in ("agree", "close", "hello", "next")}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3
         assert listening() == ports
         assert [(set(s.handlers), set(s.stream_handlers)) for s in servers] == [
-            before[0],
+            (on_worker | ipc, its_streams),
             told,
         ]
         client.unregister_worker_plugin("devctx")
