@@ -43,11 +43,11 @@ class DevctxError(Exception):
 
     @staticmethod
     def _convert(fields: dict[str, Any]) -> None:
-        """Replace values that could not be changed back after a journey, or not travel at all."""
+        """Replace values that cannot be pickled, or that the receiver could not unpickle."""
 
     def __repr__(self) -> str:
-        # dask logs a failed task's error by its repr, and a notebook shows it so: let that be what
-        # a person can read, with what to do about it.
+        # dask logs the repr of a failed task's error, and a notebook shows it. So the repr is a
+        # readable message with the remedy.
         said = ". ".join([str(self), *getattr(self, "__notes__", ())])
         return f"{type(self).__name__}({said!r})"
 

@@ -38,7 +38,7 @@ class DeviceMemoryError(DriverError, MemoryError):
 
 
 class DriverUnavailableError(DevctxError):
-    """There is no CUDA driver to talk to, or none that this process may talk to.
+    """There is no CUDA driver, or this process cannot use it.
 
     Parameters
     ----------
@@ -60,14 +60,14 @@ class ForkedProcessError(DriverUnavailableError):
 
 
 class DeviceNotFoundError(DevctxError, LookupError):
-    """A device was asked for that this process does not have.
+    """This process does not have the device that was asked for.
 
     Parameters
     ----------
     requested
-        What was asked for, as it was given.
+        The request, as it was given.
     available
-        A description of each device that there is, in CUDA's order.
+        A description of each available device, in CUDA's order.
     visible_devices
         The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
     hint
@@ -81,7 +81,7 @@ class DeviceNotFoundError(DevctxError, LookupError):
 
     @staticmethod
     def _convert(fields: dict[str, Any]) -> None:
-        # The request may be any object, of a class that the other end does not have.
+        # The request may be any object; the receiver of a pickle may not have its class.
         requested = fields["requested"]
         fields["requested"] = requested if type(requested) in (int, str) else repr(requested)
         fields["available"] = tuple(fields["available"])
@@ -96,7 +96,7 @@ class DeviceNotFoundError(DevctxError, LookupError):
 
 
 class VisibleDevicesError(DevctxError):
-    """What ``CUDA_VISIBLE_DEVICES`` shows and what the driver has do not fit together.
+    """``CUDA_VISIBLE_DEVICES`` and the devices of the driver do not fit together.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class VisibleDevicesError(DevctxError):
 
 
 class DeviceScopeError(DevctxError):
-    """A device scope was left in a way that cannot restore what was before it.
+    """A device scope ended and could not restore the context that was current before it.
 
     Parameters
     ----------
@@ -143,11 +143,11 @@ class DeviceMismatchError(DevctxError, ValueError):
     Parameters
     ----------
     value
-        What it is.
+        A description of the value.
     device
-        Where it lives.
+        The device where it lives.
     current
-        Where it was used.
+        The device where it was used.
     """
 
     value: object
@@ -161,7 +161,7 @@ class DeviceMismatchError(DevctxError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"{self.value} lives on {self.device} and cannot be used on {self.current}. Take it "
-            f"there with to_device(value, {self.current!r}), or compute where it is, inside "
+            f"{self.value} lives on {self.device} and cannot be used on {self.current}. Copy it "
+            f"there with to_device(value, {self.current!r}), or use it on its own device, inside "
             f"'with Device({self.device!r}):'"
         )
