@@ -1,4 +1,4 @@
-"""What ran where on a whole cluster, as a table."""
+"""A table of the tasks that ran on the devices of a cluster."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ReportedTask:
     key
         Its key.
     prefix
-        What tasks of its kind are called.
+        The name that it shares with tasks of its kind.
     uuid
         The device's UUID.
     device_id
         The device's ordinal in the worker's process.
     start, stop
-        When it ran, in seconds since the epoch by the scheduler's clock; None where it failed
-        before it could run.
+        The times of its run, in seconds since the epoch by the scheduler's clock; None for a task
+        that failed before it could run.
     outcome
         ``"memory"`` or ``"error"``.
     """
@@ -48,7 +48,7 @@ class ReportedTask:
 
 @dataclass(frozen=True)
 class ReportedRefusal:
-    """One task that failed before it had a device, such as one that nobody has.
+    """One task that failed before it had a device, for example because no worker has that device.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class ReportedRefusal:
     key
         Its key.
     prefix
-        What tasks of its kind are called.
+        The name that it shares with tasks of its kind.
     reason
         The error, in words.
     """
@@ -70,7 +70,7 @@ class ReportedRefusal:
 
 @dataclass(frozen=True)
 class ReportedDevice:
-    """One device of one worker, as its metrics say."""
+    """One device of one worker, from the worker's metrics."""
 
     worker: str
     device_id: int
@@ -96,11 +96,11 @@ class Report(list[ReportedTask]):
     devices
         A row for each device of each worker.
     refused
-        The tasks that failed before they could run, as they got no device.
+        The tasks that failed before they could run, because they got no device.
     workers
         Whether each worker runs the plugin, by its address.
     silent
-        Why a worker did not answer, by its address: it is not in the others then.
+        The reason why a worker did not answer, by its address. The other attributes lack it.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Report(list[ReportedTask]):
         self.silent = dict(silent or {})
 
     def __repr__(self) -> str:
-        return str(self)  # thousands of tasks, one by one, tell nobody anything
+        return str(self)  # a list of thousands of tasks is unreadable
 
     def __str__(self) -> str:
-        """Return a line for each device and each kind of task on it, then what is amiss."""
+        """Return a line for each device and each kind of task on it, then the problems."""
         rows: list[Sequence[object]] = []
         for device in self.devices:
             memory = f"{nbytes_text(device.memory_free)} of {nbytes_text(device.memory_total)} free"
@@ -158,7 +158,7 @@ class Report(list[ReportedTask]):
 
 
 def report(client: Client) -> Any:
-    """Return what ran where.
+    """Return the tasks that ran on each device of a cluster.
 
     Parameters
     ----------
@@ -192,7 +192,7 @@ async def _report(client: Client) -> Report:
     refused: list[ReportedRefusal] = []
     workers: dict[str, bool] = {}
     silent: dict[str, str] = {}
-    # One that is being restarted, or has another version of this package, must not hide the others.
+    # A worker that restarts, or has another version of this package, must not hide the others.
     answers = await client.run(_of_worker, on_error="return")
     for worker, answer in sorted(answers.items()):
         if isinstance(answer, BaseException):

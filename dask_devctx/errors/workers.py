@@ -113,8 +113,8 @@ class DeviceFailedError(DevctxError):
 
     def __str__(self) -> str:
         lost = (
-            ". The device is gone: it fell off the bus. Reset it or restart the machine (dmesg tells "
-            "why)"
+            ". The device is gone: it fell off the bus. Reset it, or restart the machine (dmesg "
+            "tells why)"
             if self.lost
             else ""
         )

@@ -1,4 +1,4 @@
-"""Keeping ``device`` annotations on the client: what dask would lose on the way to the scheduler.
+"""Keeps ``device`` annotations that dask would lose on the way from client to scheduler.
 
 dask resolves a collection's optimizer on the client, from its configuration, and runs it on the
 scheduler. :func:`keep_annotations` sets the optimizers of :mod:`dask_devctx.graph.optimize` there,
@@ -31,17 +31,18 @@ def keep_annotations() -> None:
 
     Notes
     -----
-    Sets dask's configuration ``array_optimize``, ``bag_optimize`` and ``delayed_optimize``, unless
-    they are set: an optimizer of your own stays, and has to keep annotations itself. Making a
-    :class:`~dask_devctx.DevicePlugin` does this; a client of a cluster that has the plugin from
-    elsewhere calls it.
+    Sets dask's configuration ``array_optimize``, ``bag_optimize`` and ``delayed_optimize`` where
+    they are not set. Your own optimizer stays, and has to keep annotations itself. The constructor
+    of :class:`~dask_devctx.DevicePlugin` calls this function. Call it yourself on a client that
+    makes no plugin, because the cluster has it from somewhere else.
 
-    The optimizers act on graphs with a ``device`` annotation alone. The scheduler need not have
-    this package. ``compute(optimize_graph=False)`` keeps annotations by itself, except that the
-    scheduler then drops ``device=None``: write ``device="none"``.
+    The optimizers act only on graphs with a ``device`` annotation. The scheduler does not need this
+    package. ``compute(optimize_graph=False)`` keeps annotations too, but the scheduler then drops
+    ``device=None``: write ``device="none"``.
 
-    ``dask.dataframe`` keeps no annotation given where a frame is made. Frames made under one after
-    this was called warn, if ``dask.dataframe`` was imported before; else dask warns itself, once.
+    ``dask.dataframe`` drops annotations that are given where a frame is made. If it was imported
+    before this call, each frame that is made under an annotation warns. Otherwise dask itself
+    warns, once.
     """
     for key, function in _OPTIMIZERS.items():
         if key not in dask.config.config:
@@ -58,8 +59,8 @@ class Optimizer(str):
 
     Notes
     -----
-    Clusters over SSH and the like send the whole configuration as JSON. There it is an empty
-    string, which dask takes for no optimizer. Pickled, it is the function by value.
+    Clusters over SSH, among others, send the whole configuration as JSON. In JSON this object is an
+    empty string, which dask takes for no optimizer. In a pickle it is the function by value.
     """
 
     __slots__ = ("function",)
@@ -86,8 +87,8 @@ _registering = threading.Lock()
 
 @functools.cache
 def _by_value(function: Callable[..., Any]) -> bytes:
-    # The configuration is pickled for each process that is started, and nannies start theirs on
-    # threads of their own.
+    # dask pickles the configuration for each process that it starts, and each nanny does so on its
+    # own thread.
     with _registering:
         cloudpickle.register_pickle_by_value(optimize)
         try:

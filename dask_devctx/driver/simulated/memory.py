@@ -227,8 +227,8 @@ class Memory:
                 if block.opened == handle and block.context is context:
                     block.uses += 1
                     return OK, CUdeviceptr(block.base)
-                # The memory that one process has on a GPU can be open in another process in one context
-                # per GPU, not in two.
+                # Memory that one process has on a GPU can be open in one context per GPU of another
+                # process, not in two.
                 if block.opened and block.context.gpu is context.gpu:
                     theirs = block.opened.pid, block.opened.gpu
                     if theirs == (handle.pid, handle.gpu) and block.context is not context:
