@@ -43,7 +43,7 @@ def cases(size: Size) -> Iterator[Case]:
 
 
 def _beside_dask_cuda(n_devices: int, tasks: int, size: Size) -> Iterator[Case]:
-    """The same tasks on whole clusters, each as it comes."""
+    """The same tasks on whole clusters with their default settings."""
     peers, missing = field.dask_cuda(_MODULE, n_devices)
     ours = Entry("ours", f"{_MODULE}:ours", (field.library(), n_devices, None), {"role": "ours"})
     with started([ours, *peers]) as (hosts, failed):

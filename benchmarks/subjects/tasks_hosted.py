@@ -1,4 +1,4 @@
-"""Tasks that do nothing, on a cluster that may be given the plugin and have it taken away."""
+"""Tasks that do nothing, on a cluster that can have the plugin registered or removed."""
 
 from __future__ import annotations
 
