@@ -1,4 +1,4 @@
-"""Strange input by the million: only documented answers come back, and only documented errors.
+"""Gives millions of strange inputs; only documented answers and errors may come back.
 
 Run as ``make fuzz``. Pieces of right input, numbers at their limits, other scripts' digits, white
 space and plain noise are put together at random and given to what reads ``CUDA_VISIBLE_DEVICES``,
