@@ -6,7 +6,7 @@ import sysconfig
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
-# The free-threaded builds of Python have no stable ABI: they use the scope in Python.
+# The free-threaded builds of Python have no stable ABI: theirs is built for one version.
 stable_abi = not sysconfig.get_config_var("Py_GIL_DISABLED")
 
 
@@ -29,11 +29,10 @@ setup(
             "dask_devctx.driver._scope",
             ["csrc/scope.c"],
             depends=["csrc/native.h", "csrc/stack.h"],
-            py_limited_api=True,
+            define_macros=[("Py_LIMITED_API", "0x030B0000")] if stable_abi else [],
+            py_limited_api=stable_abi,
             optional=True,  # without a compiler the same is done in Python
         )
-    ]
-    if stable_abi
-    else [],
+    ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}} if stable_abi else {},
 )

@@ -7,14 +7,19 @@
 
 #include <stdint.h>
 
-#ifdef _WIN32
-#define DRIVER_CALL __stdcall
+/* Where the GIL is there it is the lock: nothing below runs Python while it holds one. */
+#ifdef Py_GIL_DISABLED
+#define WITH_LOCK(owner) PyMutex_Lock(&(owner)->mutex)
+#define END_LOCK(owner) PyMutex_Unlock(&(owner)->mutex)
+#define MUTEX PyMutex mutex;
 #else
-#define DRIVER_CALL
+#define WITH_LOCK(owner) (void)(owner)
+#define END_LOCK(owner) (void)(owner)
+#define MUTEX
 #endif
 
-typedef int(DRIVER_CALL *get_current_function)(void **);
-typedef int(DRIVER_CALL *set_current_function)(void *);
+typedef int (*get_current_function)(void **);
+typedef int (*set_current_function)(void *);
 
 static PyTypeObject *native_type; /* borrowed: the module owns it, and nobody unloads a module */
 
@@ -24,10 +29,12 @@ typedef struct {
     set_current_function set_current;
     uintptr_t *lasting; /* a few: one for each GPU that is used, and 0 */
     Py_ssize_t count, room;
+    MUTEX /* of the three above */
 } Native;
 
+/* The place of a handle, or -1. The caller holds the lock. */
 static Py_ssize_t
-native_find(Native *self, uintptr_t handle)
+native_place(Native *self, uintptr_t handle)
 {
     for (Py_ssize_t i = 0; i < self->count; i++)
         if (self->lasting[i] == handle)
@@ -36,22 +43,41 @@ native_find(Native *self, uintptr_t handle)
 }
 
 static int
-native_insert(Native *self, uintptr_t handle)
+native_has(Native *self, uintptr_t handle)
 {
-    if (native_find(self, handle) >= 0)
+    WITH_LOCK(self);
+    int found = native_place(self, handle) >= 0;
+    END_LOCK(self);
+    return found;
+}
+
+/* The caller holds the lock; -1 where there is no memory. */
+static int
+native_append(Native *self, uintptr_t handle)
+{
+    if (native_place(self, handle) >= 0)
         return 0;
     if (self->count == self->room) {
         Py_ssize_t room = self->room ? 2 * self->room : 16;
         uintptr_t *wider = PyMem_Realloc(self->lasting, (size_t)room * sizeof *wider);
-        if (wider == NULL) {
-            PyErr_NoMemory();
+        if (wider == NULL)
             return -1;
-        }
         self->lasting = wider;
         self->room = room;
     }
     self->lasting[self->count++] = handle;
     return 0;
+}
+
+static int
+native_insert(Native *self, uintptr_t handle)
+{
+    WITH_LOCK(self);
+    int failed = native_append(self, handle);
+    END_LOCK(self);
+    if (failed)
+        PyErr_NoMemory();
+    return failed;
 }
 
 static int
@@ -111,9 +137,11 @@ native_discard(Native *self, PyObject *number)
     uintptr_t handle;
     if (as_handle(number, &handle) < 0)
         return NULL;
-    Py_ssize_t i = native_find(self, handle);
+    WITH_LOCK(self);
+    Py_ssize_t i = native_place(self, handle);
     if (i >= 0)
         self->lasting[i] = self->lasting[--self->count];
+    END_LOCK(self);
     Py_RETURN_NONE;
 }
 
@@ -123,7 +151,7 @@ native_contains(Native *self, PyObject *number)
     uintptr_t handle;
     if (as_handle(number, &handle) < 0)
         return -1;
-    return native_find(self, handle) >= 0;
+    return native_has(self, handle);
 }
 
 static PyMethodDef native_methods[] = {

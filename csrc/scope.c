@@ -1,4 +1,4 @@
-/* The device scope's fast path: what dask_devctx/scope.py does, for the ordinary case.
+/* The device scope's fast path: what dask_devctx/cuda/scope.py does, for the ordinary case.
  *
  * A scope is three calls to the driver: which context is current, make another one current, make
  * the first one current again. Each takes tens of nanoseconds, and Python's bindings for them take
@@ -12,10 +12,12 @@
  * The calls take less than a microsecond, so the GIL is kept: giving it up and taking it again
  * costs more than they do. It also keeps Python's signal handlers out: between "made current" and
  * "remembered" there is nowhere for a KeyboardInterrupt to arrive.
+ *
+ * Python without a GIL: a thread's Stack is its own; the handles that last have a lock; a scope's
+ * Native is set once, under the scope's critical section.
  */
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <structmember.h>
 
@@ -24,6 +26,14 @@
 
 #include "native.h"
 #include "stack.h"
+
+#ifdef Py_GIL_DISABLED
+#define BEGIN_ALONE(scope) Py_BEGIN_CRITICAL_SECTION(scope)
+#define END_ALONE() Py_END_CRITICAL_SECTION()
+#else
+#define BEGIN_ALONE(scope) {
+#define END_ALONE() }
+#endif
 
 /* What is asked of Python objects. */
 static PyObject *name_native, *name_calls, *name_context_id, *name_bind, *name_enter, *name_exit,
@@ -101,12 +111,13 @@ scope_prepare(ScopeBase *self)
         if (native == NULL)
             return -1;
         if (Py_IS_TYPE(native, native_type)) {
-            Py_XDECREF((PyObject *)self->native); /* Python ran, and may have been here in between */
-            self->native = (Native *)native;
+            BEGIN_ALONE(self);
+            /* Python ran, or another thread: what was set in between stays. */
+            if (self->native == NULL)
+                self->native = (Native *)Py_NewRef(native);
+            END_ALONE();
         }
-        else {
-            Py_DECREF(native);
-        }
+        Py_DECREF(native);
     }
     return self->handle && self->native != NULL;
 }
@@ -192,14 +203,16 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
     if (stack == NULL || stack_reserve(stack) < 0)
         return NULL;
 
-    Native *native = self->native;
+    Native *native = self->native; /* only until Python runs, which may let go of it */
+    get_current_function get_current = native->get_current;
+    set_current_function set_current = native->set_current;
     void *current = NULL;
-    int status = native->get_current(&current);
+    int status = get_current(&current);
     if (status)
         return scope_raise(self, name_current_error, status);
     uintptr_t previous = (uintptr_t)current;
     PyObject *identity = NULL;
-    if (previous && native_find(native, previous) < 0) {
+    if (previous && !native_has(native, previous)) {
         identity = scope_ask(self, name_context_id, PyLong_FromVoidPtr((void *)previous));
         /* Python ran, and may have left the stack fuller than it was. */
         if (identity == NULL || stack_reserve(stack) < 0) {
@@ -207,7 +220,7 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
             return NULL;
         }
     }
-    status = native->set_current((void *)(uintptr_t)self->handle);
+    status = set_current((void *)(uintptr_t)self->handle);
     if (status)
         return scope_refused(self, status, previous, identity);
     stack->entries[stack->count++] = (Entry){Py_NewRef((PyObject *)self), previous, identity};
@@ -220,16 +233,18 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
 static int
 restore(Native *native, uintptr_t previous, PyObject **failed)
 {
+    get_current_function get_current = native->get_current;
+    set_current_function set_current = native->set_current;
     *failed = name_set_current_error;
-    int status = native->set_current((void *)previous);
+    int status = set_current((void *)previous);
     while (!status && !previous) {
         void *current = NULL;
         *failed = name_current_error;
-        status = native->get_current(&current);
+        status = get_current(&current);
         if (status || current == NULL)
             break;
         *failed = name_set_current_error;
-        status = native->set_current(NULL);
+        status = set_current(NULL);
     }
     return status;
 }
@@ -332,7 +347,7 @@ invoke_arguments(PyObject *const *args, Py_ssize_t nargs, Py_ssize_t before, uin
     return 0;
 }
 
-typedef int(DRIVER_CALL *any_function)(uintptr_t, uintptr_t, uintptr_t, uintptr_t);
+typedef int (*any_function)(uintptr_t, uintptr_t, uintptr_t, uintptr_t);
 
 static PyObject *
 module_invoke(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
@@ -365,26 +380,21 @@ static PyMethodDef module_methods[] = {
     {NULL},
 };
 
-/* Initialised in one phase: an interpreter beside the main one refuses it, and does without. */
-static PyModuleDef module_definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "dask_devctx.driver._scope",
-    .m_doc = "The device scope's fast path.",
-    .m_size = -1,
-    .m_methods = module_methods,
-};
-
 static PyTypeObject *
 add_type(PyObject *module, const char *name, PyType_Spec *spec)
 {
     PyObject *type = PyType_FromSpec(spec);
-    if (type != NULL && PyModule_AddObjectRef(module, name, type) < 0)
-        Py_CLEAR(type);
-    return (PyTypeObject *)type;
+    if (type == NULL)
+        return NULL;
+    int failed = PyModule_AddObjectRef(module, name, type);
+    Py_DECREF(type);
+    return failed ? NULL : (PyTypeObject *)type;
 }
 
-PyMODINIT_FUNC
-PyInit__scope(void)
+/* What is static here is of one module: an interpreter beside the first one does without, in Python,
+ * as where this was not built. So does whoever imports it a second time. */
+static int
+module_exec(PyObject *module)
 {
     static struct {
         PyObject **where;
@@ -402,15 +412,43 @@ PyInit__scope(void)
         {&name_current_error, "current_error"},
         {&name_set_current_error, "set_current_error"},
     };
+    if (stack_key != NULL) {
+        PyErr_SetString(PyExc_ImportError,
+                        "dask_devctx.driver._scope can be loaded once in a process");
+        return -1;
+    }
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if ((*names[i].where = PyUnicode_InternFromString(names[i].text)) == NULL)
-            return NULL;
-    PyObject *module = PyModule_Create(&module_definition);
-    if (module == NULL)
-        return NULL;
+            return -1;
     native_type = add_type(module, "Native", &native_spec);
     stack_type = add_type(module, "Stack", &stack_spec);
-    if (native_type == NULL || stack_type == NULL || add_type(module, "ScopeBase", &scope_spec) == NULL)
-        Py_CLEAR(module);
-    return module;
+    if (native_type == NULL || stack_type == NULL)
+        return -1;
+    return add_type(module, "ScopeBase", &scope_spec) == NULL ? -1 : 0;
+}
+
+static PyModuleDef_Slot module_slots[] = {
+    {Py_mod_exec, module_exec},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_MULTIPLE_INTERPRETERS_NOT_SUPPORTED},
+#endif
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
+
+static PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "dask_devctx.driver._scope",
+    .m_doc = "The device scope's fast path.",
+    .m_size = 0,
+    .m_methods = module_methods,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC
+PyInit__scope(void)
+{
+    return PyModuleDef_Init(&module_definition);
 }

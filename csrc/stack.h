@@ -101,7 +101,9 @@ entry_from(PyObject *item, Entry *entry)
     PyObject *identity = PyTuple_GetItem(item, 2);
     if (as_handle(PyTuple_GetItem(item, 1), &entry->previous) < 0)
         return -1;
-    int matters = PyObject_IsTrue(identity) || identity == Py_None;
+    int matters = identity == Py_None ? 1 : PyObject_IsTrue(identity);
+    if (matters < 0)
+        return -1;
     entry->identity = matters ? Py_NewRef(identity) : NULL;
     entry->scope = Py_NewRef(PyTuple_GetItem(item, 0));
     return 0;

@@ -7,7 +7,8 @@ distributed and touches no driver. The distributed half is imported on first use
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dask_devctx.cuda.context import CacheConfig, Context, StreamPriorityRange
+from dask_devctx.cuda.any_context import CacheConfig, StreamPriorityRange
+from dask_devctx.cuda.context import Context
 from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.flags import ContextFlags
 from dask_devctx.cuda.limits import Limit
@@ -26,6 +27,8 @@ from dask_devctx.errors import (
     DriverUnavailableError,
     ForkedProcessError,
     LockDirectoryError,
+    UnsupportedDaskError,
+    ValueNotMovableError,
     VisibleDevicesError,
 )
 
@@ -62,6 +65,8 @@ __all__ = [
     "LockDirectoryError",
     "PrimaryContext",
     "StreamPriorityRange",
+    "UnsupportedDaskError",
+    "ValueNotMovableError",
     "VisibleDevicesError",
     "device_of",
     "devices",

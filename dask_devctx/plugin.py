@@ -1,60 +1,50 @@
-"""The worker plugin: what it is told, and what dask calls."""
+"""The worker plugin: its options, and the hooks that dask calls."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
 
 from dask_devctx import config
-from dask_devctx.annotations import Unannotated
-from dask_devctx.config import options
+from dask_devctx.config.options import (
+    OPTION_NAMES,
+    Options,
+    documents_options,
+    refuse_unknown,
+    remembered_tasks,
+    takes_only,
+)
 from dask_devctx.cuda.device import Device
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.interpreter import switch_interval
-from dask_devctx.worker.policy import Policy, start_soonest
 
 
+@documents_options
 class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     """Run each task of a worker on the GPU that it was assigned.
 
     Parameters
     ----------
-    devices
-        The devices that the worker uses, each anything that :class:`~dask_devctx.Device` accepts;
-        all that it sees by default.
-    devices_per_worker
-        How many of them the worker takes for itself alone: workers of one machine and user that
-        are given this share the devices out without overlap. None for all, shared with anybody.
-    tasks_per_device
-        How many tasks run on a device at a time. Tasks that wait for each other must all have a
-        place: see docs/deployment.md.
-    unannotated
-        ``"assign"`` gives a task without a ``device`` annotation a device; ``"leave"`` leaves it on
-        dask's own threads without one.
-    move_inputs
-        Whether a task's inputs that live on another device are copied to its own before it runs.
-    replica_limit
-        How much of each device's memory such copies may take, as a fraction.
-    policy
-        Chooses the device of a task that names none, given one
-        :class:`~dask_devctx.Candidate` per device: see docs/placement.md.
-    synchronize
-        Wait for the device before a task counts as done, so that work which fails is the fault of
-        the task that gave it.
-    oom_retries
-        How often a task that ran out of a device's memory is tried again, after room was made.
+    {options}
 
     Raises
     ------
     TypeError
-        ``devices`` is not a sequence.
+        ``devices`` is not a sequence, or there is no option of a name that is given.
+    UnsupportedDaskError
+        The installed dask or distributed lacks a name that this package uses.
     ValueError
-        An argument, or the configuration that stands in for it, is out of range.
+        An option, or the configuration that stands in for it, is out of range.
+
+    Attributes
+    ----------
+    options
+        All options, as :class:`~dask_devctx.config.options.Options`.
 
     Notes
     -----
@@ -81,32 +71,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     # What it has set up on its worker.
     extension: DeviceExtension | None = None
 
-    def __init__(
-        self,
-        *,
-        devices: Sequence[object] | None = None,
-        devices_per_worker: int | None = None,
-        tasks_per_device: int | None = None,
-        unannotated: Unannotated | None = None,
-        move_inputs: bool | None = None,
-        replica_limit: float | None = None,
-        policy: Policy = start_soonest,
-        synchronize: bool | None = None,
-        oom_retries: int | None = None,
-    ) -> None:
-        keep_annotations()
-        serialization.register()  # of this process, for what it scatters
+    @takes_only(Options)
+    def __init__(self, **given: Any) -> None:
+        refuse_unknown(given, OPTION_NAMES, "DevicePlugin")
+        self.annotations_kept = keep_annotations()
+        serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
-        self.devices = options.devices(devices)
-        self.devices_per_worker = options.count("devices-per-worker", devices_per_worker)
-        self.tasks_per_device = options.count("tasks-per-device", tasks_per_device)
-        self.unannotated = options.choice("unannotated", unannotated, ("assign", "leave"))
-        self.move_inputs = options.choice("move-inputs", move_inputs, (True, False))
-        self.replica_limit = options.fraction("replica-limit", replica_limit)
-        self.policy = policy
-        self.synchronize = options.choice("synchronize", synchronize, (True, False))
-        self.oom_retries = options.count("oom-retries", oom_retries, least=0)
-        options.count("history", least=0)
+        self.options = Options(**given)
+        remembered_tasks()  # this and the next are read by each worker, and refused here
         switch_interval()
 
     @property
@@ -115,7 +87,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         return () if self.extension is None else self.extension.placement.devices
 
     def report(self) -> dict[str, list[dict[str, Any]]] | None:
-        """Return what ran where on its worker, as plain data; None where it is not set up.
+        """Return the worker's tasks and their devices, as plain data; None where it is not set up.
 
         To be called on the worker's event loop.
         """
@@ -132,8 +104,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             The worker does not have the devices. It goes on without, unless they are others':
             tasks that ask for a device fail on it with the same error, and all others run as they
             did. dask keeps the plugin; a note on the error says how to get out.
+        UnsupportedDaskError
+            The worker's dask or distributed lacks a name that this package uses.
         ValueError
             The worker has another plugin of this kind, by another name.
+
+        Notes
+        -----
+        Where it raises, but for the first case, the worker is as it was.
         """
         for name, other in worker.plugins.items():
             if isinstance(other, DevicePlugin) and other is not self:
@@ -149,18 +127,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
             await own.setup(worker)
             return
-        self.extension = DeviceExtension(
-            worker,
-            devices=self.devices,
-            devices_per_worker=self.devices_per_worker,
-            tasks_per_device=self.tasks_per_device,
-            unannotated=self.unannotated,
-            move_inputs=self.move_inputs,
-            replica_limit=self.replica_limit,
-            policy=self.policy,
-            synchronize=self.synchronize,
-            oom_retries=self.oom_retries,
-        )
+        self.extension = DeviceExtension(worker, self.options)
         failure = self.extension.failure
         if failure is None:
             await registration.announce(worker, self.extension.placement.devices)
@@ -169,13 +136,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             raise failure  # dask tells the client, and keeps the plugin
 
     async def teardown(self, worker: Worker) -> None:
-        """Leave the worker as it was before :meth:`setup`; what runs, runs on to its end."""
+        """Leave the worker as it was before :meth:`setup`; running tasks run on to their end."""
         # Nothing is awaited in here: dask calls no hook of a plugin that it is about to replace,
-        # and what begins in between would run on no device, or on another's.
+        # and a task that begins in between would run on no device, or on another plugin's.
         if self.extension is not None:
             self.extension.close()
             self.extension = None
             registration.withdraw(worker)
+        self.annotations_kept.close()  # where it was made in this process
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Follow each task of the worker from state to state."""

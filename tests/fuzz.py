@@ -2,20 +2,25 @@
 
 Run as ``make fuzz``. Pieces of right input, numbers at their limits, other scripts' digits, white
 space and plain noise are put together at random and given to what reads ``CUDA_VISIBLE_DEVICES``,
-the ``device`` annotation and the configuration.
+the ``device`` annotation, the configuration, and what workers tell the scheduler.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import functools
+import logging
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import dask
+from distributed.core import coerce_to_address
 
 from dask_devctx import DevicePlugin, driver
 from dask_devctx.annotations import requested_device
@@ -23,6 +28,9 @@ from dask_devctx.cuda.discovery import DeviceInfo, Inventory
 from dask_devctx.cuda.naming import find
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 from dask_devctx.errors import DeviceNotFoundError, DriverUnavailableError
+from dask_devctx.scheduler import routing, suspects
+from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.routing import DeviceRouting
 
 MIG = tuple(f"MIG-00000000-0000-0000-0000-00000000000{n}" for n in range(2))
 UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]
@@ -130,14 +138,14 @@ def fuzz_configuration(chance: random.Random) -> str:
     }
     with dask.config.set(settings):
         try:
-            plugin = DevicePlugin()
+            options = DevicePlugin().options
         except ValueError as error:
             right = "must be" in str(error) or "is a fraction" in str(error)
             return "refused" if right else "refused in other words"
-    assert plugin.tasks_per_device >= 1
-    assert plugin.oom_retries >= 0
-    assert plugin.devices_per_worker is None or plugin.devices_per_worker >= 1
-    assert 0 <= plugin.replica_limit <= 1
+    assert options.tasks_per_device >= 1
+    assert options.oom_retries >= 0
+    assert options.devices_per_worker is None or options.devices_per_worker >= 1
+    assert 0 <= options.replica_limit <= 1
     return "accepted"
 
 
@@ -152,6 +160,88 @@ def fuzz_simulated_devices(chance: random.Random) -> str:
     return "accepted"
 
 
+HEALTHY, OTHER = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
+
+
+@functools.cache
+def scheduler() -> tuple[Any, DeviceRouting]:
+    """A scheduler with two workers, of which one stays as it is, and its routing."""
+    logging.getLogger(routing.__name__).setLevel(logging.ERROR)
+    logging.getLogger(suspects.__name__).setLevel(logging.ERROR)
+    made = SimpleNamespace(
+        workers={address: SimpleNamespace(name=address) for address in (HEALTHY, OTHER)},
+        tasks={},
+        handlers={},
+        loop=SimpleNamespace(call_later=lambda *_: None),
+        coerce_address=coerce_to_address,
+    )
+    plugin = DeviceRouting()
+    asyncio.run(plugin.start(made))
+    seen = [{"device_id": 0, "uuid": UUIDS[3]}]
+    assert made.handlers[ANNOUNCE](address=HEALTHY, seen=seen, used=[UUIDS[3]]) == "OK"
+    return made, plugin
+
+
+def message(chance: random.Random) -> dict[str, Any]:
+    """Return a right message with some of it replaced."""
+
+    def or_else(value: Any, likely: float = 0.9) -> Any:
+        return value if chance.random() < likely else anything(chance)
+
+    count = chance.randint(0, 3)
+    device = {"pci_bus_id": "0000:01:00.0"}
+    seen = [
+        or_else({**device, "device_id": or_else(n), "uuid": or_else(UUIDS[n])})
+        for n in range(count)
+    ]
+    whole = {
+        "address": or_else(chance.choice([OTHER, OTHER, "tcp://10.0.0.3:1"])),
+        "seen": or_else(seen),
+        "used": or_else([or_else(uuid) for uuid in UUIDS[: chance.randint(0, count)]]),
+        "kind": or_else(chance.choice(["DevicesInUseError", "LockDirectoryError"])),
+        "arguments": or_else(chance.choice([[1, ["cuda:0"], {}], ["/tmp", "is none"], [2]])),
+        chance.choice(["more", text(chance)]): anything(chance),
+    }
+    return {name: value for name, value in whole.items() if chance.random() < 0.95}
+
+
+def fuzz_messages_to_the_scheduler(chance: random.Random) -> str:
+    made, plugin = scheduler()
+    op = chance.choice([ANNOUNCE, ANNOUNCE, WITHDRAW, REFUSE])
+    answer = made.handlers[op](**message(chance))
+    assert answer == "OK" or answer.startswith("refused: "), answer
+    ts = SimpleNamespace(
+        key="key", annotations={"device": UUIDS[3]}, run_spec=None, actor=False, state="released",
+        worker_restrictions=None, host_restrictions=None, loose_restrictions=False, priority=(0,),
+    )  # fmt: skip
+    made.tasks["key"] = ts
+    plugin.update_graph(made, tasks=["key"], annotations={"device": {"key": UUIDS[3]}})
+    plugin.transition("key", "released", "forgotten")
+    assert HEALTHY in ts.worker_restrictions
+    return "refused" if answer != "OK" else "accepted"
+
+
+def fuzz_events_of_failures(chance: random.Random) -> str:
+    made, _ = scheduler()
+    made.tasks = {"key": SimpleNamespace(annotations=None)}
+    keys = [chance.choice(["key", anything(chance)]) for _ in range(3)]
+    suspects.mark(
+        made,
+        chance.choice(["devctx", anything(chance)]),
+        chance.choice(
+            [
+                {
+                    "action": chance.choice(["device-failed", anything(chance)]),
+                    "suspects": chance.choice([keys, anything(chance)]),
+                    "worker": chance.choice([OTHER, anything(chance)]),
+                },
+                anything(chance),
+            ]
+        ),
+    )
+    return "marked" if made.tasks["key"].annotations else "left"
+
+
 TARGETS: list[Callable[[random.Random], str]] = [
     fuzz_visible_devices,
     fuzz_visible_devices,
@@ -160,6 +250,8 @@ TARGETS: list[Callable[[random.Random], str]] = [
     fuzz_annotations,
     fuzz_configuration,
     fuzz_simulated_devices,
+    fuzz_messages_to_the_scheduler,
+    fuzz_events_of_failures,
 ]
 
 

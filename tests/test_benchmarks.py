@@ -30,7 +30,9 @@ from tests.addressed import addressed
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("names", [["scope", "import"], ["tasks", "startup", "transfer"], ["jobs"]])
+@pytest.mark.parametrize(
+    "names", [["scope", "import", "scale"], ["tasks", "startup", "transfer"], ["jobs"]]
+)
 def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--tiny", "-o", str(tmp_path), *names],
@@ -62,7 +64,8 @@ def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str
 
 
 def test_every_subject_is_run_by_a_test() -> None:
-    assert set(subjects.NAMES) == {"scope", "import", "tasks", "startup", "transfer", "jobs"}
+    every = {"scope", "import", "tasks", "scale", "startup", "transfer", "jobs"}
+    assert set(subjects.NAMES) == every
 
 
 def test_peers_that_are_absent_are_named(tmp_path: Path) -> None:

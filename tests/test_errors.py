@@ -48,6 +48,18 @@ CASES = [
         "directory with the configuration devctx.lock-directory",
     ),
     (
+        errors.UnsupportedDaskError("distributed.worker.X", "2030.1.0", "2030.1.1", "0.1.0"),
+        {
+            "name": "distributed.worker.X",
+            "dask": "2030.1.0",
+            "distributed": "2030.1.1",
+            "dask_devctx": "0.1.0",
+        },
+        "dask-devctx 0.1.0 uses distributed.worker.X, which is not in dask 2030.1.0 and "
+        "distributed 2030.1.1. Nothing was changed. Install a newer dask-devctx, or a dask and "
+        "distributed that this one was tested with: 2025.4.0 to 2026.8.0",
+    ),
+    (
         errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
         {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
         "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "

@@ -17,10 +17,10 @@ AT_THE_TOP = 16
 LINES = 340
 # One idea each, of which no part can stand alone.
 LONGER = {
-    "cuda/context.py": 410,
     "cuda/device.py": 440,
     "driver/simulated/contexts.py": 400,
-    "simulated_array.py": 480,
+    "simulated_array.py": 500,
+    "transfer/move.py": 360,
     "transfer/protocols.py": 450,
     "worker/extension.py": 360,
 }

@@ -12,6 +12,7 @@ _MODULES = {
     "scope": "scope",
     "import": "imports",
     "tasks": "tasks",
+    "scale": "scale",
     "startup": "startup",
     "transfer": "transfer",
     "jobs": "jobs",

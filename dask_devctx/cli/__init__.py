@@ -11,6 +11,7 @@ import click
 # The configuration comes first, because it decides which devices are simulated.
 from dask_devctx import config
 from dask_devctx.client.tables import aligned, nbytes_text
+from dask_devctx.config.options import Options
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.inspection import Machine, inspect_machine
 
@@ -29,9 +30,18 @@ def info(context: click.Context, as_json: bool) -> None:
     The command creates no CUDA context. Its exit status is 1 if no GPU can be used.
     """
     machine = inspect_machine()
-    machine = replace(machine, problems=(*machine.problems, *config.unknown_keys()))
+    machine = replace(machine, problems=(*machine.problems, *_problems_of_the_configuration()))
     click.echo(json.dumps(_as_json(machine), indent=2) if as_json else _as_text(machine))
     context.exit(0 if machine.usable else 1)
+
+
+def _problems_of_the_configuration() -> list[str]:
+    found = config.unknown_keys()
+    try:
+        Options()
+    except (TypeError, ValueError) as error:
+        found.append(str(error))
+    return found
 
 
 def _as_text(machine: Machine) -> str:

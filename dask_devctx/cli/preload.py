@@ -9,6 +9,7 @@ from types import TracebackType
 
 from distributed import Scheduler, Worker, WorkerPlugin
 
+from dask_devctx.dask_internals.worker import set_up_at_start
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.worker import registration
@@ -43,8 +44,7 @@ async def dask_setup(server: object) -> None:
             plugin = DevicePlugin()
         except Exception as error:
             plugin = _Failing(error)
-        # What dask sets up right after the preloads; what fails there, fails the worker's start.
-        server._pending_plugins = (*server._pending_plugins, plugin)
+        set_up_at_start(server, plugin)
     else:
         raise TypeError(
             "dask_devctx is preloaded by workers and schedulers (distributed.worker.preload, "

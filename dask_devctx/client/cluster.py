@@ -5,50 +5,52 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import types
 import warnings
-from collections.abc import Generator, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-from distributed import LocalCluster
+from distributed import LocalCluster, Nanny, Worker
 from distributed.core import Status
-from distributed.deploy.spec import SpecCluster
-from distributed.protocol.pickle import dumps
 
-from dask_devctx.config import options
-from dask_devctx.config.options import LOOK_AHEAD
+from dask_devctx.config.options import (
+    LOOK_AHEAD,
+    OPTION_NAMES,
+    documents_options,
+    refuse_unknown,
+    takes_also,
+)
 from dask_devctx.cuda.device import named_devices
+from dask_devctx.dask_internals.cluster import WatchedCluster
+from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
-# What who comes from dask-cuda writes, and dask's servers would refuse in a worker's log.
+# Arguments of dask-cuda's cluster, which users who come from there may still write.
 _DASK_CUDAS = frozenset(
     {"CUDA_VISIBLE_DEVICES", "device_memory_limit", "jit_unspill", "rmm_async"}
     | {"rmm_managed_memory", "rmm_maximum_pool_size", "rmm_pool_size", "enable_cudf_spill"}
 )
 
 
-class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
+@documents_options
+class LocalDeviceCluster(WatchedCluster):
     """A ``LocalCluster`` with :class:`~dask_devctx.DevicePlugin` and numbers that suit GPUs.
 
     Parameters
     ----------
     n_workers
         How many worker processes. Several share the devices out evenly, each has its own.
-    devices
-        The devices to use; all that this process sees by default.
-    devices_per_worker
-        How many each worker has for itself. Workers that are added later take what is free.
-    tasks_per_device
-        How many tasks run on a device at a time.
+    {options}
     threads_per_worker
         How many tasks dask lets a worker have at a time, and threads of dask's own for those
         without a device. By default 8 for each that its devices run at a time, so that a queue for
         one device does not keep another waiting; fewer, and fewer results are held at a time.
     plugin
-        The plugin itself, instead of ``devices``, ``devices_per_worker`` and ``tasks_per_device``.
+        The plugin itself, instead of its options.
     **kwargs
-        What ``LocalCluster`` takes.
+        What ``LocalCluster`` takes, and its workers.
 
     Raises
     ------
@@ -59,7 +61,8 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     DriverUnavailableError
         The machine has no GPU that can be found and none is simulated.
     TypeError
-        ``plugin`` is given together with what it replaces, or an argument that only it takes.
+        There is no argument of a name that is given, or ``plugin`` is given together with its
+        options.
     ValueError
         There are fewer devices than the workers need; on scaling up, too.
 
@@ -73,52 +76,40 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
     0
     """
 
+    @takes_also
     def __init__(
         self,
         n_workers: int = 1,
         *,
-        devices: Sequence[object] | None = None,
-        devices_per_worker: int | None = None,
-        tasks_per_device: int | None = None,
         threads_per_worker: int | None = None,
         plugin: DevicePlugin | None = None,
         **kwargs: Any,
     ) -> None:
-        theirs = sorted(kwargs.keys() & _DASK_CUDAS)
-        if theirs:
-            raise TypeError(
-                f"{', '.join(theirs)}: of LocalCUDACluster. Its devices are devices=[...] here; "
-                "what stands in for the others is in docs/from-dask-cuda.md"
-            )
-        for_plugin = sorted(kwargs.keys() & inspect.signature(DevicePlugin).parameters.keys())
-        if for_plugin:
-            example = ", ".join(f"{name}={kwargs[name]!r}" for name in for_plugin)
-            raise TypeError(f"{', '.join(for_plugin)}: give plugin=DevicePlugin({example})")
+        given = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
+        _refuse_unknown(kwargs, type(self))
+        own: dict[str, Any] = {}
+        self._made_plugin = plugin is None
         if plugin is None:
-            named = options.devices(devices)
-            used = named_devices(named)
-            count = options.count("devices-per-worker", devices_per_worker)
-            if count is None and n_workers > 1:
-                count = _even_share(len(used), n_workers)
-            plugin = DevicePlugin(
-                # by UUID: a worker may see them in another order
-                devices=None if named is None else [device.uuid for device in used],
-                devices_per_worker=count,
-                tasks_per_device=tasks_per_device,
-            )
-        elif (devices, devices_per_worker, tasks_per_device) != (None, None, None):
-            raise TypeError("give either a plugin, or what it is made of")
+            plugin = DevicePlugin(**given)
+            used = named_devices(plugin.options.devices)
+            if plugin.options.devices is not None:  # a worker may see them in another order
+                own["devices"] = [device.uuid for device in used]
+        elif any(value is not None for value in given.values()):
+            raise TypeError(f"give either a plugin, or its options ({', '.join(given)})")
         else:
-            used = named_devices(plugin.devices)
-            if plugin.devices_per_worker is None and n_workers > 1:
-                plugin = copy.copy(plugin)
-                plugin.devices_per_worker = _even_share(len(used), n_workers)
+            used = named_devices(plugin.options.devices)
+        if plugin.options.devices_per_worker is None and n_workers > 1:
+            own["devices_per_worker"] = _even_share(len(used), n_workers)
+        if own:
+            plugin = copy.copy(plugin)
+            plugin.options = replace(plugin.options, **own)
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)
         self._check_enough(n_workers)
         if threads_per_worker is None:
-            running = (plugin.devices_per_worker or len(used)) * plugin.tasks_per_device
+            per_worker = plugin.options.devices_per_worker or len(used)
+            running = per_worker * plugin.options.tasks_per_device
             threads_per_worker = LOOK_AHEAD * max(running, 1)
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
 
@@ -138,12 +129,12 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
         if kwargs.get("maximum", math.inf) < math.inf:
             self._check_enough(kwargs["maximum"])
         if not {"maximum", "maximum_cores"} & kwargs.keys():
-            per_worker = self._plugin.devices_per_worker or self._n_devices
+            per_worker = self._plugin.options.devices_per_worker or self._n_devices
             kwargs["maximum"] = self._n_devices // max(per_worker, 1)
         return super().adapt(*args, **kwargs)
 
     def _check_enough(self, n_workers: int) -> None:
-        per_worker = self._plugin.devices_per_worker
+        per_worker = self._plugin.options.devices_per_worker
         if per_worker is None:
             if n_workers > 1:
                 warnings.warn(
@@ -158,61 +149,53 @@ class LocalDeviceCluster(LocalCluster):  # type: ignore[misc]
                 "devices_per_worker"
             )
 
-    def _update_worker_status(self, op: str, msg: Any) -> None:
-        # Some time after a worker was lost, dask closes the nanny if no worker of its name is there
-        # at that moment: also where it had come back and was lost again just now. A nanny that runs
-        # starts another worker by itself; it is left to do so.
-        if op == "remove":
-            self._forget_refused()
-            if msg not in self.scheduler_info["workers"]:
-                return  # dask has asked the scheduler anew meanwhile, and would stop to listen here
-            name = self.scheduler_info["workers"][msg]["name"]
-            if getattr(self.workers.get(name), "status", None) == Status.running:
-                super(SpecCluster, self)._update_worker_status(op, msg)
-                return
-        super()._update_worker_status(op, msg)
+    # -- as it is told
 
-    def _forget_refused(self) -> None:
+    async def _scheduler_runs(self) -> None:
+        await add_plugin(self.scheduler, self._routing)
+        await add_worker_plugin(self.scheduler, self._plugin)
+
+    def _has_closed(self) -> None:
+        if self._made_plugin:
+            self._plugin.annotations_kept.close()
+
+    def _worker_left(self) -> None:
         """Let scaling start others in the place of workers that could not use their devices."""
         there = {worker.name for worker in self.scheduler.workers.values()}
         for name in self._routing.refused.keys() - there:
-            if self.worker_spec.pop(name, None):
-                self._i += 1  # and by another name: dask knows this one still
+            self._forget(name)
 
-    async def _start(self) -> None:
-        await super()._start()
-        await self.scheduler.register_scheduler_plugin(self._routing, idempotent=False)
-        # There are no workers yet. Each is given the plugin while it joins.
-        await self.scheduler.register_worker_plugin(
-            None, dumps(self._plugin), name=self._plugin.name, idempotent=False
-        )
-
-    async def _correct_state_internal(self) -> None:
+    @contextmanager
+    def _scaling(self) -> Iterator[None]:
         refused = self._routing.refused  # workers that could not use their devices, and left
         earlier = set(refused)
-        await super()._correct_state_internal()
+        yield
         for name in earlier:
             refused.pop(name, None)
         if self.status in (Status.created, Status.starting, Status.running):
             for error in refused.values():
                 raise error
 
-    def __await__(self) -> Generator[Any, Any, Self]:
-        return self._start_or_close().__await__()
 
-    async def _start_or_close(self) -> Self:
-        starting = self.status is Status.created  # a client waits for one that runs, too
-        try:
-            return await self._start_all()
-        except BaseException:
-            if starting:
-                await self._close()  # dask leaves the scheduler and the other workers running
-            raise
-
-    @types.coroutine
-    def _start_all(self) -> Generator[Any, Any, Self]:
-        started: Self = yield from super().__await__()
-        return started
+def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
+    theirs = sorted(given.keys() & _DASK_CUDAS)
+    if theirs:
+        raise TypeError(
+            f"{', '.join(theirs)}: of LocalCUDACluster. Its devices are devices=[...] here; "
+            "for the others see docs/from-dask-cuda.md"
+        )
+    # LocalCluster hands the arguments that it does not know on to its workers.
+    worker_class = given.get("worker_class")
+    classes = [*owner.__mro__[: owner.__mro__.index(LocalCluster) + 1], *Nanny.__mro__]
+    classes += [*Worker.__mro__, *(worker_class.__mro__ if isinstance(worker_class, type) else ())]
+    known = [
+        name
+        for cls in classes
+        if inspect.isfunction(init := vars(cls).get("__init__"))
+        for name, parameter in inspect.signature(init).parameters.items()
+        if parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    refuse_unknown(given, known, owner.__name__)
 
 
 def _even_share(n_devices: int, n_workers: int) -> int:

@@ -1,9 +1,18 @@
-"""What the plugin is told: by arguments, else by the configuration; checked where it is made."""
+"""The options of the plugin: one field for each, checked in one place.
+
+A new option is a field of :class:`Options` with its paragraph, a key in ``devctx.yaml`` and in
+``devctx-schema.yaml``, and a row in ``docs/configuration.md``. The plugin, the cluster and the
+command line take it from here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final
+import difflib
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
 from dask_devctx import config
 
@@ -12,87 +21,222 @@ from dask_devctx import config
 # are used.
 LOOK_AHEAD: Final = 8
 
+# The line of a class's docstring that the paragraphs of all options take the place of.
+_PLACE: Final = "{options}"
 
-def count(key: str, given: object = None, *, least: int = 1) -> Any:
-    """Return a whole number; None where neither the argument nor the configuration has one.
-
-    Parameters
-    ----------
-    key
-        The configuration's key.
-    given
-        The argument of the same name; None where it was not given.
-    least
-        The least number that will do.
-
-    Raises
-    ------
-    ValueError
-        It is something else.
-    """
-    value = config.get(key, given)
-    if value is None and config.defaults["devctx"][key] is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise _refused(key, f"a whole number, {least} or more", value)
-    return value
+# Given an option's name and its value, return that as it is kept, or raise.
+_Check = Callable[[str, Any], object]
 
 
-def choice(key: str, given: object, choices: Sequence[object]) -> Any:
-    """Return one of some values.
+def _whole_number(least: int) -> _Check:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise _refused(name, f"a whole number, {least} or more", value)
+        return value
 
-    Raises
-    ------
-    ValueError
-        It is none of them.
-    """
-    value = config.get(key, given)
-    # 1 and 0 equal True and False, and are not meant
-    if not any(type(value) is type(one) and value == one for one in choices):
-        raise _refused(key, " or ".join(map(repr, choices)), value)
-    return value
+    return check
 
 
-def fraction(key: str, given: object = None) -> float:
-    """Return a part of a device's memory, from 0 to 1.
+def _one_of(*choices: object) -> _Check:
+    def check(name: str, value: Any) -> object:
+        # 1 and 0 equal True and False, and are not meant
+        if not any(type(value) is type(one) and value == one for one in choices):
+            raise _refused(name, " or ".join(map(repr, choices)), value)
+        return value
 
-    Raises
-    ------
-    ValueError
-        It is something else.
-    """
-    value = config.get(key, given)
+    return check
+
+
+def _fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise _refused(key, "a fraction of a device's memory between 0 and 1", value)
+        raise _refused(name, "a fraction of a device's memory between 0 and 1", value)
     return float(value)
 
 
-def devices(given: object) -> Sequence[object] | None:
-    """Return the devices that are named; None for all.
+def _devices(name: str, value: Any) -> tuple[object, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{name} is a list, got {value!r}. Write devices=[0, 1] or devices=['GPU-8f3a'], in "
+            "the environment DASK_DEVCTX__DEVICES='[0, 1]' or "
+            """DASK_DEVCTX__DEVICES='["GPU-8f3a"]'"""
+        )
+    devices = tuple(value)
+    if not devices:
+        raise ValueError(f"{name} is empty. Leave it out for all devices that the worker sees")
+    return devices
+
+
+def _function(name: str, value: Any) -> object:
+    if not callable(value):
+        raise TypeError(f"{name} is a function of the candidates that returns one, got {value!r}")
+    return value
+
+
+def _refused(name: str, expected: str, value: object) -> ValueError:
+    return ValueError(
+        f"{name} must be {expected}, got {value!r} (in the configuration devctx.{_key(name)})"
+    )
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _option(check: _Check, *, configured: bool = True) -> Any:
+    """Return a field that is not given by default; ``configured``: then the configuration's."""
+    return field(default=None, metadata={"check": check, "configured": configured})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of the plugin, checked; those not given are as the configuration has them.
+
+    Parameters
+    ----------
+    devices
+        The devices that a worker uses, each anything that :class:`~dask_devctx.Device` accepts;
+        all that it sees by default.
+    devices_per_worker
+        How many of them each worker takes for itself alone: workers of one machine and user that
+        are given this share the devices out without overlap. None for all, shared with anybody.
+    tasks_per_device
+        How many tasks run on a device at a time. Tasks that wait for each other must all have a
+        place: see docs/deployment.md.
+    unannotated
+        ``"assign"`` gives a task without a ``device`` annotation a device; ``"leave"`` leaves it on
+        dask's own threads without one.
+    move_inputs
+        Whether a task's inputs that live on another device are copied to its own before it runs.
+    replica_limit
+        How much of each device's memory such copies may take, as a fraction.
+    policy
+        Chooses the device of a task that names none, given one :class:`~dask_devctx.Candidate` per
+        device: see docs/placement.md. By default the task goes where it starts soonest.
+    synchronize
+        Wait for the device before a task counts as done, so that work which fails is the fault of
+        the task that gave it.
+    oom_retries
+        How often a task that ran out of a device's memory is tried again, after room was made.
 
     Raises
     ------
     TypeError
-        They are no sequence.
+        ``devices`` is not a sequence, or ``policy`` not a function.
     ValueError
-        There are none.
+        An option, or the configuration that stands in for it, is out of range.
     """
-    wanted = config.get("devices", given)
-    if wanted is None:
-        return None
-    if isinstance(wanted, str | bytes) or not isinstance(wanted, Iterable):
-        raise TypeError(
-            f"devices is a list, got {wanted!r}. Write devices=[0, 1] or devices=['GPU-8f3a'], in "
-            "the environment DASK_DEVCTX__DEVICES='[0, 1]' or "
-            """DASK_DEVCTX__DEVICES='["GPU-8f3a"]'"""
-        )
-    if isinstance(wanted, Collection) and not len(wanted):
-        raise ValueError("devices is empty. Leave it out for all devices that the worker sees")
-    return wanted  # type: ignore[return-value]
 
-
-def _refused(key: str, expected: str, value: object) -> ValueError:
-    name = key.replace("-", "_")
-    return ValueError(
-        f"{name} must be {expected}, got {value!r} (in the configuration devctx.{key})"
+    devices: Sequence[object] | None = _option(_devices)
+    devices_per_worker: int | None = _option(_whole_number(1))
+    tasks_per_device: int = _option(_whole_number(1))
+    unannotated: Literal["assign", "leave"] = _option(_one_of("assign", "leave"))
+    move_inputs: bool = _option(_one_of(True, False))
+    replica_limit: float = _option(_fraction)
+    policy: Callable[[Sequence[Any]], Any] | None = _option(  # noqa: RUF009 - makes a field
+        _function, configured=False
     )
+    synchronize: bool = _option(_one_of(True, False))
+    oom_retries: int = _option(_whole_number(0))
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value, default = getattr(self, one.name), None
+            if one.metadata["configured"]:
+                value = config.get(_key(one.name), value)
+                default = config.defaults["devctx"][_key(one.name)]
+            if value is not None or default is not None:
+                value = one.metadata["check"](one.name, value)
+            object.__setattr__(self, one.name, value)
+
+
+OPTION_NAMES: Final = tuple(one.name for one in fields(Options))
+# The keys of the configuration that stand in for options.
+CONFIGURED: Final = tuple(_key(one.name) for one in fields(Options) if one.metadata["configured"])
+
+
+def remembered_tasks() -> int:
+    """Return how many tasks a worker remembers, by the configuration of its own process.
+
+    Raises
+    ------
+    ValueError
+        It is no whole number.
+    """
+    count: Any = _whole_number(0)("history", config.get("history"))
+    return int(count)
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], owner: str) -> None:
+    """Refuse keyword arguments that nobody takes.
+
+    Parameters
+    ----------
+    given
+        Their names.
+    known
+        All names that there are.
+    owner
+        The name of the class that was given them.
+
+    Raises
+    ------
+    TypeError
+        One is not known; the nearest that is, is named.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"Did you mean {near[0]}?" if near else f"help({owner}) lists those that it has"
+            raise TypeError(f"{owner} has no option {name!r}. {meant}")
+
+
+# -- constructors that take them as keyword arguments
+
+P = ParamSpec("P")
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def takes_only(
+    options: Callable[P, Options],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Decorate a constructor whose keyword arguments are the options, for help and editors."""
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        _sign(init, others=False)
+        return init
+
+    return decorate
+
+
+def takes_also(init: Init) -> Init:
+    """Decorate a constructor that takes the options and other keyword arguments."""
+    _sign(init, others=True)
+    return init
+
+
+def _sign(init: Any, *, others: bool) -> None:
+    signature = inspect.signature(init)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    taken = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=str(one.type).removesuffix(" | None") + " | None",
+        )
+        for one in fields(Options)
+    ]
+    parameters = itertools.chain(own, taken, rest if others else ())
+    init.__signature__ = signature.replace(parameters=list(parameters))
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def documents_options(cls: Class) -> Class:
+    """Decorate a class whose docstring lists the options, each with its own paragraph."""
+    if cls.__doc__ and Options.__doc__:  # python -OO leaves none
+        text = inspect.cleandoc(Options.__doc__).split("----------\n", 1)[1].split("\n\nRaises")[0]
+        cls.__doc__ = cls.__doc__.replace(_PLACE, text.replace("\n", "\n    "))
+    return cls

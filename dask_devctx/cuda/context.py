@@ -1,53 +1,37 @@
-"""CUDA contexts as objects: those that this process owns, and those that it borrows."""
+"""Contexts that this process makes and owns, and those that it borrows."""
 
 from __future__ import annotations
 
-import enum
+import functools
+import sys
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import NamedTuple, NoReturn, ParamSpec, Self, TypeVar
+from abc import ABCMeta
+from collections.abc import Iterable
+from typing import Literal, overload
 
 from dask_devctx import driver
+from dask_devctx.cuda.any_context import AnyContext
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.flags import ContextFlags, joined
-from dask_devctx.cuda.limits import Limits
-from dask_devctx.cuda.scope import Scope
-from dask_devctx.cuda.suspending import call
+from dask_devctx.cuda.flags import ContextFlags, joined, written
+from dask_devctx.cuda.primary import PrimaryContext
+from dask_devctx.cuda.temporary import Temporary
 from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.process_lock import ProcessLock
-from dask_devctx.errors import DeviceScopeError
+from dask_devctx.errors import DevctxError, DeviceScopeError
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class CacheConfig(enum.IntEnum):
-    """Whether kernels prefer first-level cache or shared memory: ``CUfunc_cache``."""
-
-    PREFER_NONE = 0
-    PREFER_SHARED = 1
-    PREFER_L1 = 2
-    PREFER_EQUAL = 3
+Flags = ContextFlags | Iterable[ContextFlags]
 
 
-class StreamPriorityRange(NamedTuple):
-    """The priorities that streams can have; the greater priority is the smaller number."""
-
-    least: int
-    greatest: int
-
-
-class Context(Scope):
+class Context(AnyContext[Device], metaclass=ABCMeta):
     """A CUDA context that this object owns, or borrows.
 
     Parameters
     ----------
     device
         What :class:`~dask_devctx.Device` accepts.
-    flags
-        Any of :class:`ContextFlags`.
+    more, flags
+        Any of :class:`ContextFlags`: each a flag, or an iterable of flags.
 
     Raises
     ------
@@ -63,10 +47,12 @@ class Context(Scope):
     ``Context(device)`` makes a context of its own, beside the primary one that CUDA's libraries
     use, and owns it: :meth:`close` destroys it, and nothing else does. An owner that is collected
     unclosed warns, and leaves the context, which may be current on some thread, to the end of the
-    process. ``Context.current()`` borrows; ``device.primary_context`` is shared.
+    process. ``Context.temporary(device)`` makes, enters and closes one. ``Context.current()``
+    borrows; ``device.primary_context`` is shared, and an instance of this class, too.
 
-    Making one leaves the thread's current context as it was, as does every property. A copy of the
-    object is the object itself, as for ``Device``; it cannot be pickled.
+    Making one leaves the thread's current context as it was, as does every property. Where making
+    it fails or is interrupted half-way, it is destroyed. A copy of the object is the object itself,
+    as for ``Device``; it cannot be pickled.
 
     References
     ----------
@@ -74,43 +60,93 @@ class Context(Scope):
 
     Examples
     --------
-    >>> from contextlib import closing
-    >>> with closing(Context(1, ContextFlags.SCHED_BLOCKING_SYNC)) as own, own:
+    >>> with Context.temporary(1, flags=ContextFlags.SCHED_BLOCKING_SYNC) as own:
     ...     Context.current() is own, Device.current().device_id
     (True, 1)
     """
 
-    __slots__ = ("_device", "_identity", "_owned")
+    __slots__ = ("_owned",)
 
-    _device: Device
-    _identity: int | None  # which context the handle meant when it was taken
     _owned: bool
 
-    def __init__(self, device: object, *flags: ContextFlags) -> None:
+    def __init__(self, device: object, *more: Flags, flags: Flags = ()) -> None:
         self._owned = False  # until it is made
         if isinstance(device, ContextFlags):  # a number, which would name some device
-            raise TypeError(f"a context needs its device before its flags: Context(0, {device!s})")
-        wanted = joined(flags)
+            raise TypeError(
+                f"a context needs its device before its flags: Context(0, {written(device)})"
+            )
+        wanted = joined([more, flags])
         self._device = Device(device)
         self._backend = self._device._backend
         calls = self._backend.driver()
-        self._handle = calls.create(self._device._ordinal(), wanted)
-        self._owned = True
-        calls.set_current(0)  # making it also put it on the driver's stack: this takes it off
-        self._identity = calls.context_id(self._handle)
-        if self._identity is not None:
-            _owners(self._backend)[self._identity] = self
+        before, handle = calls.current(), 0
+        try:
+            handle = calls.create(self._device._ordinal(), wanted)
+            calls.set_current(0)  # making it also put it on the driver's stack: this takes it off
+            self._identity = calls.context_id(handle)
+            self._handle = handle
+            self._owned = True
+            if self._identity is not None:
+                _owners(self._backend)[self._identity] = self
+        except BaseException as error:
+            self._owned = False
+            self._handle = 0
+            _unmake(self._backend, handle, before, error)
+            raise
 
     @classmethod
-    def current(cls) -> Context | None:
+    def temporary(cls, device: object, *more: Flags, flags: Flags = ()) -> Temporary[Context]:
+        """Return a scope that makes a context and enters it, and leaves it and closes it.
+
+        Parameters
+        ----------
+        device, more, flags
+            As ``Context`` takes them. They are looked at when the scope is entered.
+
+        Notes
+        -----
+        Each ``with`` makes a context of its own, which it gives to its block.
+
+        Examples
+        --------
+        >>> with Context.temporary(1) as own:
+        ...     own.is_current
+        True
+        >>> own.handle
+        0
+        """
+        make = functools.partial(cls, device, *more, flags=flags)
+        return Temporary(make, f"Context.temporary({device!r})")
+
+    @overload
+    @classmethod
+    def current(
+        cls, *, required: Literal[False] = False
+    ) -> Context | PrimaryContext[Device] | None: ...
+    @overload
+    @classmethod
+    def current(cls, *, required: Literal[True]) -> Context | PrimaryContext[Device]: ...
+
+    @classmethod
+    def current(cls, *, required: bool = False) -> Context | PrimaryContext[Device] | None:
         """Return the context that is current on this thread, borrowed, or None.
+
+        Parameters
+        ----------
+        required
+            Raise where none is current, instead of returning None.
 
         Returns
         -------
-        Context or None
+        Context, PrimaryContext or None
             The owner itself where it is a context of ours, the device's ``primary_context`` where
             it is primary, else an object that borrows it and never destroys it. None where none is
             current, as on a machine without a driver.
+
+        Raises
+        ------
+        DevctxError
+            None is current, and one is required.
 
         References
         ----------
@@ -119,6 +155,11 @@ class Context(Scope):
         backend = driver.backend()
         handle = backend.current_context()
         if not handle:
+            if required:
+                raise DevctxError(
+                    "no context is current on this thread. Enter one, with 'with Device(n):', or "
+                    "ask for the one that you mean: Device(n).primary_context"
+                )
             return None
         calls = backend.driver()
         identity = calls.context_id(handle)
@@ -126,7 +167,7 @@ class Context(Scope):
         if owner is not None:
             return owner
         device = Device._of_current_context(backend)
-        if is_primary(backend, device, handle):
+        if device.primary_context.has_handle(handle):
             return device.primary_context
         return cls._borrowed(backend, device, handle, identity)
 
@@ -145,10 +186,6 @@ class Context(Scope):
     def _bind(self) -> int:
         raise DeviceScopeError(self, "cannot be entered: this context was closed")
 
-    def __enter__(self) -> Self:
-        self._check_alive()
-        return super().__enter__()
-
     def _check_alive(self) -> None:
         if not self._handle:
             self._bind()
@@ -163,7 +200,7 @@ class Context(Scope):
         return f"<Context {state} on {self._device!r}, {kind}>"
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Context):
+        if not isinstance(other, AnyContext):
             return NotImplemented
         if self._identity is None:  # it was dead when it was borrowed, and nothing tells it apart
             return self is other
@@ -172,21 +209,13 @@ class Context(Scope):
     def __hash__(self) -> int:
         return hash(self._identity)  # for life: the handle goes when it is closed
 
-    def __copy__(self) -> Self:
-        return self  # a copy would own the context, too, and destroy it a second time
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} cannot be pickled: a context is one process' alone. Send its device, and "
-            "make or ask for a context there"
-        )
-
     def __del__(self) -> None:
-        if getattr(self, "_owned", False) and self._handle:
-            warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2, source=self)
+        if getattr(self, "_owned", False) and self._handle and not sys.is_finalizing():
+            import logging  # not with the module, which is there before most programs log
+
+            said = f"{self!r} was never closed: it lives, with its memory, until the process ends"
+            logging.getLogger(__name__).warning("%s. Use 'with Context.temporary(...)'", said)
+            warnings.warn(said, ResourceWarning, stacklevel=2, source=self)
 
     def close(self) -> None:
         """Destroy the context that this object owns; closing twice does nothing.
@@ -196,40 +225,46 @@ class Context(Scope):
         DeviceScopeError
             It is borrowed or primary, and not this object's to destroy.
         DriverError
-            The driver refuses; the object counts as closed all the same.
+            The driver refuses. Where the context is alive all the same, ``close()`` can be tried
+            again, and the context be used until then.
 
         Notes
         -----
         A scope that was entered while it was current cannot restore it any more: it raises
         ``DeviceScopeError`` on leaving, and leaves its thread without a current context. Other
-        threads on which it is current must make another one current.
+        threads on which it is current must make another one current. Its memory is freed: arrays
+        that were made in it must not be used any more.
 
         References
         ----------
         ``cuCtxDestroy``.
         """
         if not self._owned:
-            why = "cannot be closed: the context belongs to somebody else"
-            why += "; release() gives up our hold of it" if self.is_primary else ""
-            raise DeviceScopeError(self, why)
+            super().close()
         with _closing:
-            handle, self._handle = self._handle, 0
-        if handle:
-            if self._identity is not None:
-                self._backend.destroyed.add(self._identity)
-            self._backend.calls.destroy(handle)
+            if self._handle:
+                self._destroy()
 
-    # -- what it is
+    def _destroy(self) -> None:
+        calls = self._backend.calls
+        # Before the call: until it is known that the context is alive, nobody makes it current.
+        if self._identity is not None:
+            self._backend.destroyed.add(self._identity)
+        gone = False
+        try:
+            calls.destroy(self._handle)
+            gone = True
+        finally:
+            if gone or not self._still_lives():  # refused, or interrupted on either side
+                self._handle = 0
+            elif self._identity is not None:
+                self._backend.destroyed.discard(self._identity)
 
-    @property
-    def device(self) -> Device:
-        """The device that it is on."""
-        return self._device
-
-    @property
-    def handle(self) -> int:
-        """The driver's handle, a ``CUcontext``; 0 once it is closed."""
-        return self._handle
+    def _still_lives(self) -> bool:
+        try:
+            return self._backend.calls.context_id(self._handle) == self._identity
+        except DevctxError:  # a driver that answers nothing any more has not destroyed it
+            return True
 
     @property
     def is_current(self) -> bool:
@@ -241,111 +276,10 @@ class Context(Scope):
     @property
     def is_primary(self) -> bool:
         """Whether it is its device's primary context."""
-        return bool(self._handle) and is_primary(self._backend, self._device, self._handle)
+        return bool(self._handle) and self._device.primary_context.has_handle(self._handle)
 
-    @property
-    def api_version(self) -> int:
-        """The version of the driver API that it was made with, such as 3020.
 
-        References
-        ----------
-        ``cuCtxGetApiVersion``.
-        """
-        return self.run(lambda: self._calls.api_version(self._handle))
-
-    @property
-    def flags(self) -> ContextFlags:
-        """What it was made with, and what was set since.
-
-        Raises
-        ------
-        TypeError, ValueError
-            On setting: what making a context with them raises.
-
-        References
-        ----------
-        ``cuCtxGetFlags``, ``cuCtxSetFlags``.
-        """
-        return ContextFlags(self.run(self._calls.flags))
-
-    @flags.setter
-    def flags(self, value: ContextFlags) -> None:
-        self.run(self._calls.set_flags, joined([value]))
-
-    @property
-    def limits(self) -> Limits:
-        """Its limits, which can be read and set by name: ``context.limits[Limit.STACK_SIZE]``."""
-        return Limits(self)
-
-    @property
-    def cache_config(self) -> CacheConfig:
-        """Whether its kernels prefer cache or shared memory.
-
-        References
-        ----------
-        ``cuCtxGetCacheConfig``, ``cuCtxSetCacheConfig``.
-        """
-        return CacheConfig(self.run(self._calls.cache_config))
-
-    @cache_config.setter
-    def cache_config(self, value: CacheConfig) -> None:
-        self.run(self._calls.set_cache_config, CacheConfig(value))
-
-    @property
-    def stream_priority_range(self) -> StreamPriorityRange:
-        """The priorities that its streams can have.
-
-        References
-        ----------
-        ``cuCtxGetStreamPriorityRange``.
-        """
-        return StreamPriorityRange(*self.run(self._calls.stream_priority_range))
-
-    @property
-    def _calls(self) -> Calls:
-        return self._backend.driver()
-
-    # -- what it does
-
-    def set_current(self) -> None:
-        """Make it current on this thread, for good: nothing is restored.
-
-        Raises
-        ------
-        DeviceScopeError
-            It was closed or destroyed.
-
-        References
-        ----------
-        ``cuCtxSetCurrent``.
-        """
-        self._check_alive()
-        self._calls.set_current(self._handle)
-
-    def synchronize(self) -> None:
-        """Wait until it has done all work that it was given; the current context stays.
-
-        Raises
-        ------
-        DriverError
-            That work failed.
-
-        References
-        ----------
-        ``cuCtxSynchronize``.
-        """
-        self.run(self._calls.synchronize)
-
-    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, run inside the context's scope.
-
-        Notes
-        -----
-        Of a coroutine or generator function this is a coroutine or generator that enters the scope
-        at each resume and leaves it at each suspend.
-        """
-        result: T = call(self, fn, *args, **kwargs)
-        return result
+Context.register(PrimaryContext)
 
 
 _Owners = weakref.WeakValueDictionary[int, "Context"]
@@ -358,14 +292,18 @@ def _owners(backend: Backend) -> _Owners:
     return _owned.setdefault(backend, weakref.WeakValueDictionary())
 
 
-def is_primary(backend: Backend, device: Device, handle: int) -> bool:
-    if device._handle:
-        return device._handle == handle
-    calls = backend.driver()
-    ordinal = device._ordinal()
-    if not calls.primary_state(ordinal)[1]:
-        return False
-    try:  # somebody else holds it: its handle is only told to those who retain it too
-        return calls.primary_retain(ordinal) == handle
-    finally:
-        calls.primary_release(ordinal)
+def _unmake(backend: Backend, handle: int, before: int, error: BaseException) -> None:
+    """Destroy a context whose making failed half-way; ``handle`` is 0 where nobody was told it.
+
+    It is current where it was not taken off the driver's stack, and destroying it does that.
+    """
+    calls = backend.calls
+    try:
+        current = calls.current()
+        made = handle or (current if current != before else 0)
+        if made:
+            calls.destroy(made)
+    except DevctxError as refused:
+        error.add_note(f"The context that was made half-way could not be destroyed: {refused}")
+        if calls.current() != before:
+            calls.set_current(0)

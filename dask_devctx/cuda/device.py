@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Self, TypeVar, final
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, ParamSpec, Self, TypeVar, final
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery, naming
 from dask_devctx.cuda.discovery import DeviceInfo
-from dask_devctx.cuda.scope import Scope, raise_or_note
+from dask_devctx.cuda.primary import PrimaryContext
+from dask_devctx.cuda.scope import Scope, leave_nothing_current
 from dask_devctx.cuda.suspending import call
+from dask_devctx.cuda.synchronized import Synchronized
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
-from dask_devctx.errors import DevctxError
-
-if TYPE_CHECKING:
-    from dask_devctx.cuda.primary import PrimaryContext
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,7 +82,7 @@ class Device(Scope):
 
     _uuid: str
     _info: DeviceInfo | None
-    _primary: PrimaryContext | None
+    _primary: PrimaryContext[Device] | None
 
     def __new__(cls, which: object = None) -> Self:
         if type(which) is int:  # what is asked most, and made in every `with Device(1):`
@@ -171,6 +168,10 @@ class Device(Scope):
     def __str__(self) -> str:
         return f"cuda:{self.device_id}"
 
+    def __index__(self) -> int:
+        """The ordinal, for functions of other libraries that take a device's number."""
+        return self.device_id
+
     # -- what it is
 
     @property
@@ -248,10 +249,8 @@ class Device(Scope):
         return MemoryInfo(*found)
 
     @property
-    def primary_context(self) -> PrimaryContext:
+    def primary_context(self) -> PrimaryContext[Device]:
         """The context that all libraries of this process share on it; not created by asking."""
-        from dask_devctx.cuda.primary import PrimaryContext
-
         with _lock:
             if self._primary is None:
                 self._primary = PrimaryContext._of(self)
@@ -295,12 +294,16 @@ class Device(Scope):
                 self._backend.calls.primary_release(ordinal)
 
     def set_current(self) -> None:
-        """Make it current on this thread, for good: nothing is restored.
+        """Make it current on this thread until something else changes that.
 
         Raises
         ------
         DriverError
             The driver refuses.
+
+        Notes
+        -----
+        A scope that is open on the thread restores on leaving what was current before it.
 
         References
         ----------
@@ -309,19 +312,37 @@ class Device(Scope):
         handle = self._handle or self._bind()
         self._backend.calls.set_current(handle)
 
-    def unset_current(self) -> None:
-        """Undo :meth:`set_current`: leave nothing current, where this is what is current.
+    @staticmethod
+    def unset_current() -> None:
+        """Leave nothing current on this thread, whoever made current what is.
 
         Raises
         ------
         DriverError
             The driver refuses.
-        """
-        calls = self._backend.calls
-        if self._handle and calls.current() == self._handle:
-            calls.set_current(0)
 
-    def sync(self) -> None:
+        Notes
+        -----
+        The driver keeps a stack of contexts for each thread, and the top one is current. Where
+        another library has pushed contexts and not popped them, all of them are taken off: a pop of
+        that library finds the stack empty and fails with ``CUDA_ERROR_INVALID_CONTEXT``. A scope
+        that is open on the thread restores on leaving what was current before it. Initialises and
+        destroys nothing.
+
+        References
+        ----------
+        ``cuCtxSetCurrent``, with no context, as often as one is current.
+
+        Examples
+        --------
+        >>> Device(1).set_current()
+        >>> Device.unset_current()
+        >>> Device.current() is None
+        True
+        """
+        leave_nothing_current()
+
+    def synchronize(self) -> None:
         """Wait until its primary context has done all work that it was given.
 
         Raises
@@ -341,9 +362,16 @@ class Device(Scope):
             with self:
                 self._backend.calls.synchronize()
 
-    @contextmanager
-    def synchronized(self) -> Iterator[Device]:
-        """Return a scope that waits for the device's work before it restores.
+    sync = synchronize
+
+    def synchronized(self) -> Synchronized[Self]:
+        """Return a scope of the device that waits for the device's work before it restores.
+
+        Returns
+        -------
+        Synchronized
+            As reusable and reentrant as the device itself, and a decorator: see
+            :class:`~dask_devctx.cuda.synchronized.Synchronized`.
 
         Raises
         ------
@@ -356,16 +384,7 @@ class Device(Scope):
         >>> with Device(0).synchronized() as device:
         ...     pass  # everything started in here is done when the block has been left
         """
-        with self:
-            try:
-                yield self
-            except BaseException as body:
-                try:
-                    self.sync()
-                except DevctxError as error:
-                    raise_or_note(error, body)
-                raise
-            self.sync()
+        return Synchronized(self)
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return ``fn(*args, **kwargs)``, run inside the device's scope.
@@ -373,7 +392,9 @@ class Device(Scope):
         Notes
         -----
         Of a coroutine or generator function this is a coroutine or generator that enters the scope
-        at each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`.
+        at each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`. Where
+        the context that was current before cannot be restored, the error has what the function
+        returned as its attribute ``result``.
         """
         result: T = call(self, fn, *args, **kwargs)
         return result

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import functools
+import operator
 from collections.abc import Iterable
 
 
@@ -24,16 +26,15 @@ class ContextFlags(enum.IntFlag):
 _SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
 
 
-def joined(flags: Iterable[ContextFlags]) -> int:
-    """Return the flags as one number that the driver takes."""
-    wanted = 0
-    for flag in flags:
-        if isinstance(flag, bool) or not isinstance(flag, int):
-            raise TypeError(
-                "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
-                f"{flag!r} of type {type(flag).__name__}"
-            )
-        wanted |= int(flag)
+def written(flags: ContextFlags) -> str:
+    """Return the flags as they are written in code."""
+    names = [one.name for one in ContextFlags if one & flags] or [ContextFlags.SCHED_AUTO.name]
+    return " | ".join(f"ContextFlags.{name}" for name in names)
+
+
+def joined(flags: ContextFlags | Iterable[object]) -> int:
+    """Return a flag, or those that an iterable has, as one number that the driver takes."""
+    wanted = _number(flags)
     unknown = wanted & ~sum(map(int, ContextFlags))
     if unknown:
         names = ", ".join(f"{one.name} ({one:#x})" for one in ContextFlags.__members__.values())
@@ -48,3 +49,14 @@ def joined(flags: Iterable[ContextFlags]) -> int:
             "SCHED_BLOCKING_SYNC, or none for SCHED_AUTO"
         )
     return wanted
+
+
+def _number(flags: object) -> int:
+    if isinstance(flags, int) and not isinstance(flags, bool):
+        return int(flags)
+    if isinstance(flags, Iterable) and not isinstance(flags, str):
+        return functools.reduce(operator.or_, map(_number, flags), 0)
+    raise TypeError(
+        "a context's flags are ContextFlags, such as ContextFlags.SCHED_SPIN; got "
+        f"{flags!r} of type {type(flags).__name__}"
+    )

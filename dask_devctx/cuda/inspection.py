@@ -1,4 +1,4 @@
-"""What a person wants to know of the machine's devices, found without creating a context."""
+"""A report on the machine's devices for a person, found without creating a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the devices of this machine: plain data."""
+"""The devices of this machine, as plain data."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class DeviceInfo(NamedTuple):
-    """One device, as found. What could not be found out is None.
+    """One device, as found. A field that could not be found out is None.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What is limited in a context: stacks, heaps, launches."""
+"""The limits of a context: stacks, heaps, launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_devctx.errors import DriverError
 
 
 class Limit(enum.IntEnum):
-    """What can be limited in a context: the driver's ``CUlimit``; bytes unless it says else."""
+    """A limit of a context: the driver's ``CUlimit``; in bytes where nothing else is said."""
 
     STACK_SIZE = 0
     PRINTF_FIFO_SIZE = 1
@@ -62,9 +62,10 @@ class Limits(Mapping[Limit, int]):
         return int(self._context.run(self._context._calls.limit, _known(limit)))
 
     def __setitem__(self, limit: Limit, value: int) -> None:
-        if not isinstance(value, SupportsIndex) or not 0 <= operator.index(value) <= _MOST:
+        number = -1 if isinstance(value, bool) or not isinstance(value, SupportsIndex) else value
+        if not 0 <= operator.index(number) <= _MOST:
             raise ValueError(f"a limit is a whole number, 0 or more, got {value!r}")
-        self._context.run(self._context._calls.set_limit, _known(limit), operator.index(value))
+        self._context.run(self._context._calls.set_limit, _known(limit), operator.index(number))
 
     def get(self, limit: Limit, default: Any = None) -> Any:
         """Return a limit, or ``default`` where the device does not have it."""

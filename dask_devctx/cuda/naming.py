@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 from dask_devctx.cuda.inventory import DeviceInfo, Inventory
 from dask_devctx.errors import DeviceNotFoundError
@@ -14,12 +14,12 @@ ACCEPTED = (
     'an ordinal (1, "1", "cuda:1"), a UUID or a unique prefix of one ("GPU-…", "MIG-…"), a PCI '
     "bus id, a Device, or a device object of torch, CuPy, Numba, JAX or cuda.core"
 )
-# What an annotation may say too: any device, and none. The scheduler drops a layer's annotation
+# An annotation may also say "any device" and "none". The scheduler drops a layer's annotation
 # that is None; "none" says the same and arrives.
 AUTO: Final = "auto"
 NO_DEVICE: Final = "none"
 
-# What torch calls the device that is current.
+# torch's names of the device that is current.
 CURRENT: Final = frozenset({"cuda", "gpu"})
 
 # Where Device is, which a scheduler need not import to read names.
@@ -30,6 +30,53 @@ _PCI_BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f][0-9a-f-]*", re.IGNORECASE)
 # Without what it is a UUID of, as torch's properties and cuda.core write it; whole ones only.
 _BARE_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+
+
+class Name(NamedTuple):
+    """A device's name as read, whatever machine it is looked for on.
+
+    Parameters
+    ----------
+    kind
+        ``"ordinal"``, ``"uuid"``, ``"pci"`` (a PCI bus id), ``"current"`` or, where it is none of
+        these, ``"unknown"``.
+    value
+        The ordinal; the UUID or a prefix of it in lower case, as :func:`uuid_names` has it; the PCI
+        bus id; of an unknown name, why it names no device.
+    """
+
+    kind: Literal["ordinal", "uuid", "pci", "current", "unknown"]
+    value: int | str = ""
+
+
+def read(which: object) -> Name:
+    """Return what a name says; two names are equal that mean the same device.
+
+    Parameters
+    ----------
+    which
+        What :class:`~dask_devctx.Device` accepts.
+
+    Raises
+    ------
+    TypeError
+        It is no way to name a device.
+    """
+    if isinstance(which, str):
+        return _read_text(which)
+    # Asked of the object, which may be a proxy: Numba hands its devices out as such.
+    module = str(which.__class__.__module__)
+    if module == _OURS:
+        return Name("uuid", which.uuid.lower())  # type: ignore[attr-defined]
+    foreign = _FOREIGN.get(module.partition(".")[0])
+    if foreign is not None:
+        return _read_foreign(which, foreign)
+    if isinstance(which, bool):
+        raise _not_a_name(which)
+    try:
+        return Name("ordinal", operator.index(which))  # type: ignore[arg-type]
+    except TypeError:
+        raise _not_a_name(which) from None
 
 
 def find(which: object, inventory: Inventory) -> DeviceInfo | None:
@@ -49,22 +96,35 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
     TypeError
         It is no way to name a device.
     """
-    if isinstance(which, str):
-        return _by_name(which, inventory)
-    # Asked of the object, which may be a proxy: Numba hands its devices out as such.
-    module = str(which.__class__.__module__)
-    if module == _OURS:
-        return _by_uuid(which.uuid, inventory)  # type: ignore[attr-defined]
-    foreign = _FOREIGN.get(module.partition(".")[0])
-    if foreign is not None:
-        return _by_foreign(which, foreign, inventory)
-    if isinstance(which, bool):
-        raise _not_a_name(which)
-    try:
-        ordinal = operator.index(which)  # type: ignore[arg-type]
-    except TypeError:
-        raise _not_a_name(which) from None
-    return _by_ordinal(ordinal, which, inventory)
+    name = read(which)
+    if name.kind == "current":
+        return None
+    found = among(name, inventory)
+    if len(found) == 1:
+        return found[0]
+    raise not_found(which, inventory, _why_not(name, found, inventory))
+
+
+def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:
+    """Return the devices that a name that was read may mean: one, none, or several."""
+    kind, value, devices = name.kind, name.value, inventory.devices
+    if kind == "ordinal":
+        assert isinstance(value, int)
+        return (devices[value],) if 0 <= value < len(devices) else ()
+    if kind == "uuid":
+        assert isinstance(value, str)
+        return tuple(info for info in devices if _has_prefix(info, value))
+    if kind == "pci":
+        return tuple(info for info in devices if info.pci_bus_id == value)[:1]
+    return ()
+
+
+def uuid_names(uuid: str) -> Iterator[str]:
+    """Yield the values that a :class:`Name` of kind ``"uuid"`` may have that fits a UUID."""
+    uuid = uuid.lower()
+    yield uuid[len("GPU-") :]
+    for end in range(len("GPU-") + 1, len(uuid) + 1):
+        yield uuid[:end]
 
 
 def not_found(which: object, inventory: Inventory, hint: str = "") -> DeviceNotFoundError:
@@ -79,63 +139,51 @@ def _not_a_name(which: object) -> TypeError:
     return TypeError(f"a device is {ACCEPTED}; got {which!r} of type {type(which).__name__}")
 
 
-def _by_ordinal(ordinal: int, which: object, inventory: Inventory) -> DeviceInfo:
-    if 0 <= ordinal < len(inventory.devices):
-        return inventory.devices[ordinal]
-    count = len(inventory.devices)
-    hint = f"Ordinals go from 0 to {count - 1}" if count else "CUDA shows this process no device"
-    raise not_found(which, inventory, hint)
-
-
-def _by_name(name: str, inventory: Inventory) -> DeviceInfo | None:
-    if name in CURRENT:
-        return None
-    if match := _ORDINAL.fullmatch(name):
-        return _by_ordinal(int(match[1]), name, inventory)
-    if _UUID.fullmatch(name) or _BARE_UUID.fullmatch(name):
-        return _by_uuid(name, inventory)
-    if match := _PCI_BUS_ID.fullmatch(name):
-        wanted = f"{int(match[1] or '0', 16):04x}:{match[2].lower()}"
-        for info in inventory.devices:
-            if info.pci_bus_id == wanted:
-                return info
-        raise not_found(name, inventory, "No visible device has this PCI bus id")
-    hint = f"A device is {ACCEPTED}"
-    if name in (AUTO, NO_DEVICE):
-        hint = f"{name!r} is for annotations alone: dask.annotate(device={name!r}). {hint}"
-    raise not_found(name, inventory, hint)
-
-
-def _by_uuid(name: str, inventory: Inventory) -> DeviceInfo:
-    wanted = name.lower()
-    start = 0 if wanted.startswith(("gpu-", "mig-")) else len("GPU-")
-
-    def matches(devices: tuple[DeviceInfo, ...]) -> list[DeviceInfo]:
-        return [info for info in devices if info.uuid.lower().startswith(wanted, start)]
-
-    found = matches(inventory.devices)
-    if len(found) == 1:
-        return found[0]
+def _why_not(name: Name, found: Sequence[DeviceInfo], inventory: Inventory) -> str:
+    if name.kind == "ordinal":
+        count = len(inventory.devices)
+        return (
+            f"Ordinals go from 0 to {count - 1}" if count else "CUDA shows this process no device"
+        )
+    if name.kind == "pci":
+        return "No visible device has this PCI bus id"
+    if name.kind == "unknown":
+        return str(name.value)
     if found:
-        raise not_found(name, inventory, f"{len(found)} devices have this prefix: add digits")
-    hint = (
-        "This machine has it, and CUDA_VISIBLE_DEVICES hides it from this process"
-        if matches(inventory.hidden)
-        else "No device of this machine has this UUID"
-    )
-    raise not_found(name, inventory, hint)
+        return f"{len(found)} devices have this prefix: add digits"
+    if any(_has_prefix(info, str(name.value)) for info in inventory.hidden):
+        return "This machine has it, and CUDA_VISIBLE_DEVICES hides it from this process"
+    return "No device of this machine has this UUID"
 
 
-def _by_foreign(
-    which: object, ordinal_of: Callable[[Any], int | None], inventory: Inventory
-) -> DeviceInfo | None:
+def _has_prefix(info: DeviceInfo, value: str) -> bool:
+    start = 0 if value.startswith(("gpu-", "mig-")) else len("GPU-")
+    return info.uuid.lower().startswith(value, start)
+
+
+def _read_text(text: str) -> Name:
+    if _UUID.fullmatch(text) or _BARE_UUID.fullmatch(text):
+        return Name("uuid", text.lower())
+    if text in CURRENT:
+        return Name("current")
+    if match := _ORDINAL.fullmatch(text):
+        return Name("ordinal", int(match[1]))
+    if match := _PCI_BUS_ID.fullmatch(text):
+        return Name("pci", f"{int(match[1] or '0', 16):04x}:{match[2].lower()}")
+    hint = f"A device is {ACCEPTED}"
+    if text in (AUTO, NO_DEVICE):
+        hint = f"{text!r} is for annotations alone: dask.annotate(device={text!r}). {hint}"
+    return Name("unknown", hint)
+
+
+def _read_foreign(which: object, ordinal_of: Callable[[Any], int | None]) -> Name:
     try:
         ordinal = ordinal_of(which)
     except (AttributeError, TypeError):
         raise _not_a_name(which) from None
     except LookupError:
-        raise not_found(which, inventory, "It is not a CUDA device") from None
-    return None if ordinal is None else _by_ordinal(ordinal, which, inventory)
+        return Name("unknown", "It is not a CUDA device")
+    return Name("current") if ordinal is None else Name("ordinal", ordinal)
 
 
 def _torch_ordinal(device: Any) -> int | None:

@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from dask_devctx.cuda.context import Context, is_primary
-from dask_devctx.cuda.device import Device
+from typing import Any, Protocol, TypeVar
+
+from dask_devctx.cuda.any_context import AnyContext
 from dask_devctx.cuda.flags import ContextFlags, joined
-from dask_devctx.cuda.scope import open_scopes
+from dask_devctx.cuda.scope import Scope, open_scopes
+from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DeviceScopeError
 
 
-class PrimaryContext(Context):
+class HasPrimaryContext(Protocol):
+    """A device, as far as its primary context needs it."""
+
+    _backend: Backend
+    _handle: int
+
+    def _ordinal(self) -> int: ...
+    def _bind(self) -> int: ...
+    def _unbind(self) -> None: ...
+
+
+D = TypeVar("D", bound=HasPrimaryContext)
+
+
+class PrimaryContext(AnyContext[D]):
     """The context of a device that all libraries of this process share.
 
     Parameters
     ----------
     device
-        What :class:`~dask_devctx.Device` accepts.
+        A ``Device``.
 
     Notes
     -----
-    ``PrimaryContext(1)`` is ``Device(1).primary_context``: one object per device. Asking for it
+    ``PrimaryContext(device)`` is ``device.primary_context``: one object per device. Asking for it
     creates nothing; the first scope of the device or of this object retains it, once per process.
+    It is an instance of ``Context``, too.
 
     References
     ----------
@@ -30,20 +47,22 @@ class PrimaryContext(Context):
 
     __slots__ = ()
 
-    def __new__(cls, device: object) -> PrimaryContext:
-        return Device(device).primary_context
-
-    def __init__(self, device: object) -> None:
-        """Nothing is left to do: the object may have been in use for long."""
+    def __new__(cls, device: Any) -> PrimaryContext[Any]:
+        if isinstance(device, Scope) and hasattr(device, "primary_context"):
+            found: PrimaryContext[Any] = device.primary_context
+            return found
+        raise TypeError(
+            f"a primary context is a Device's: got {device!r} of type {type(device).__name__}. "
+            "Write Device(...).primary_context"
+        )
 
     @classmethod
-    def _of(cls, device: Device) -> PrimaryContext:
-        self = object.__new__(cls)
+    def _of(cls, device: D) -> PrimaryContext[D]:
+        self: PrimaryContext[D] = object.__new__(cls)
         self._device = device
         self._backend = device._backend
         self._handle = 0
         self._identity = None
-        self._owned = False
         return self
 
     def _bind(self) -> int:
@@ -71,7 +90,19 @@ class PrimaryContext(Context):
     def is_current(self) -> bool:
         """Whether it is current on this thread."""
         current = self._backend.current_context()
-        return bool(current) and is_primary(self._backend, self._device, current)
+        return bool(current) and self.has_handle(current)
+
+    def has_handle(self, handle: int) -> bool:
+        """Return whether a context's handle is that of this one; creates nothing."""
+        if self._device._handle:
+            return self._device._handle == handle
+        ordinal = self._device._ordinal()
+        if not self._calls.primary_state(ordinal)[1]:
+            return False
+        try:  # another library holds it: its handle is only told to those who retain it too
+            return self._calls.primary_retain(ordinal) == handle
+        finally:
+            self._calls.primary_release(ordinal)
 
     @property
     def is_primary(self) -> bool:
@@ -90,7 +121,7 @@ class PrimaryContext(Context):
 
     @flags.setter
     def flags(self, value: ContextFlags) -> None:
-        self._calls.primary_set_flags(self._device._ordinal(), joined([value]))
+        self._calls.primary_set_flags(self._device._ordinal(), joined(value))
 
     def release(self) -> None:
         """Give back this process's hold of it; it is destroyed when no library holds it either.
@@ -104,7 +135,8 @@ class PrimaryContext(Context):
         -----
         The next scope retains it again. No other thread may have a scope of it open.
         """
-        if self._device in open_scopes() or self in open_scopes():
+        ours: tuple[object, ...] = (self, self._device)
+        if any(scope in ours for scope in open_scopes()):
             raise DeviceScopeError(self, "cannot be released while a scope of it is open")
         self._handle = 0
         self._device._unbind()

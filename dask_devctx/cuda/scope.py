@@ -15,11 +15,13 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, NoReturn, Self
 
+from dask_devctx import driver
 from dask_devctx.errors import DevctxError, DeviceScopeError
 
 if TYPE_CHECKING:
     from dask_devctx.driver._scope import Stack
     from dask_devctx.driver.backends import Backend
+    from dask_devctx.driver.calls import Calls
 
 try:
     from dask_devctx.driver._scope import ScopeBase, stack
@@ -33,7 +35,7 @@ def open_scopes() -> tuple[Scope, ...]:
 
 
 class Scope(ScopeBase):
-    """What can be entered with ``with``: the base of ``Device`` and ``Context``.
+    """A scope that ``with`` enters: the base of ``Device`` and of contexts.
 
     Reentrant and reusable, from any thread: what one thread enters is that thread's alone.
     """
@@ -45,6 +47,14 @@ class Scope(ScopeBase):
 
     def _bind(self) -> int:
         """Return the handle of the context to make current, and keep it in ``_handle``."""
+        raise NotImplementedError
+
+    def set_current(self) -> None:
+        """Make it current on this thread until something else changes that."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Wait for the work that was given to what this makes current."""
         raise NotImplementedError
 
     def _enter(self) -> Self:
@@ -110,30 +120,19 @@ class Scope(ScopeBase):
     def _restore(self, previous: int, identity: int | None) -> None:
         calls = self._backend.calls
         if previous == 0:
-            self._clear()
+            _empty(self._backend.calls)
             return
         if identity == 0 or self._lives(previous, identity):
             calls.set_current(previous)
             return
         # Made current, it would end the process: the driver does not look whether it lives.
-        self._clear()
+        _empty(self._backend.calls)
         when = "before this scope was entered" if identity is None else "in the meantime"
         raise DeviceScopeError(
             self,
             f"cannot restore the context 0x{previous:x}, which was destroyed {when}; this thread "
             "has no current context now. Close a context after the scopes inside it",
         )
-
-    def _clear(self) -> None:
-        """Leave this thread without a current context, whatever the body pushed and did not pop.
-
-        The driver has nothing current where its stack of contexts is empty, and setting none takes
-        one context off it.
-        """
-        calls = self._backend.calls
-        calls.set_current(0)
-        while calls.current():
-            calls.set_current(0)
 
     def _lives(self, handle: int, identity: int | None) -> bool:
         """Whether a handle still means the context with this number."""
@@ -161,6 +160,23 @@ class Scope(ScopeBase):
             f"was left on the thread {threading.current_thread().name!r}, which did not enter it. "
             "Leave a scope on the thread that entered it; nothing was changed",
         )
+
+
+def leave_nothing_current() -> None:
+    """Leave nothing current on this thread, whoever made it so and however deep it is."""
+    backend = driver.backend()
+    if backend.current_context():
+        _empty(backend.calls)
+
+
+def _empty(calls: Calls) -> None:
+    """Take all contexts off the driver's stack of this thread: those that were pushed, too.
+
+    The driver has nothing current where that stack is empty, and setting none takes one off it.
+    """
+    calls.set_current(0)
+    while calls.current():
+        calls.set_current(0)
 
 
 def raise_or_note(error: Exception, body: BaseException | None) -> None:

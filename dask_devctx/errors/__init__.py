@@ -9,8 +9,10 @@ from dask_devctx.errors.devices import (
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
+    ValueNotMovableError,
     VisibleDevicesError,
 )
+from dask_devctx.errors.versions import UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,
@@ -31,6 +33,8 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "UnsupportedDaskError",
+    "ValueNotMovableError",
     "VisibleDevicesError",
 ]
 

@@ -165,3 +165,31 @@ class DeviceMismatchError(DevctxError, ValueError):
             f"there with to_device(value, {self.current!r}), or use it on its own device, inside "
             f"'with Device({self.device!r}):'"
         )
+
+
+class ValueNotMovableError(DevctxError, TypeError):
+    """A value holds arrays of another device, and cannot be made again around copies of them.
+
+    Parameters
+    ----------
+    kind
+        The type that cannot.
+    device
+        Where the value was to be taken.
+    reason
+        Why it cannot.
+    """
+
+    def __init__(self, kind: str, device: object, reason: str) -> None:
+        device = str(device)
+        super().__init__(kind, device, reason)
+        self.kind = kind
+        self.device = device
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"a {self.kind} that holds arrays of another device cannot be taken to {self.device}: "
+            f"{self.reason}. Register functions that do it, with device_of.register({self.kind}) "
+            f"and to_device.register({self.kind}), or run the task on the device where it lives"
+        )

@@ -8,15 +8,17 @@ where the user has set none.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import warnings
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import cloudpickle
 import dask
 
+from dask_devctx.dask_internals import check
+from dask_devctx.dask_internals.graphs import before_each_frame
 from dask_devctx.graph import optimize
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -26,8 +28,58 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-def keep_annotations() -> None:
+class Kept:
+    """Annotations of this process survive until this is closed; a context manager, too.
+
+    Of several, the last that is closed restores dask's own ways. One that was sent to another
+    process closes nothing there.
+    """
+
+    def __init__(self) -> None:
+        self._open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        return Kept, ()
+
+    def close(self) -> None:
+        """Need it no more; the second time does nothing."""
+        with _State.lock:
+            if self._open:
+                self._open = False
+                _State.users -= 1
+                if not _State.users:
+                    _State.frames.close()
+                    _State.frames_warn = False
+                    _restore_optimizers()
+
+
+class _State:
+    """What this process has changed of dask, and for how many."""
+
+    lock = threading.Lock()
+    users = 0
+    frames = ExitStack()
+    frames_warn = False
+
+
+def keep_annotations() -> Kept:
     """Make ``device`` annotations of this process' collections survive.
+
+    Returns
+    -------
+    Kept
+        Its ``close`` undoes this. Who never calls that keeps annotations as long as the process.
+
+    Raises
+    ------
+    UnsupportedDaskError
+        The installed dask lacks a name that this package uses. Nothing was changed.
 
     Notes
     -----
@@ -44,14 +96,30 @@ def keep_annotations() -> None:
     before this call, each frame that is made under an annotation warns. Otherwise dask itself
     warns, once.
     """
+    check()
+    kept = Kept()
+    with _State.lock:
+        if not _State.frames_warn:
+            _State.frames_warn = _State.frames.enter_context(before_each_frame(_warn_of_loss))
+        _set_optimizers()
+        _State.users += 1
+        kept._open = True
+    return kept
+
+
+def _set_optimizers() -> None:
     for key, function in _OPTIMIZERS.items():
         if key not in dask.config.config:
             dask.config.update_defaults({key: Optimizer(function)})
         elif dask.config.config[key] == "":  # one that came through JSON
             dask.config.set({key: Optimizer(function)})
-    frames = sys.modules.get("dask.dataframe.dask_expr._collection")
-    if frames is not None:
-        _warn_of_loss(frames.FrameBase)
+
+
+def _restore_optimizers() -> None:
+    for values in (dask.config.config, *dask.config.defaults):
+        for key in _OPTIMIZERS:
+            if isinstance(values.get(key), Optimizer):
+                del values[key]
 
 
 class Optimizer(str):
@@ -98,23 +166,14 @@ def _by_value(function: Callable[..., Any]) -> bytes:
     return pickled
 
 
-def _warn_of_loss(frame_base: Any) -> None:
-    """Make frames warn that are made under a ``device`` annotation: dask has no place for it."""
-    init = frame_base.__init__
-    if hasattr(init, "__wrapped__"):
-        return
-
-    @functools.wraps(init)
-    def warning(self: Any, *args: Any, **kwargs: Any) -> None:
-        device = dask.get_annotations().get("device", _warn_of_loss)
-        if device is not _warn_of_loss:
-            warnings.warn(
-                f"dask.dataframe drops the annotation device={device!r} of frames that are made "
-                "under it, and heeds that under which compute() or persist() is called: annotate "
-                "there, with a function of the key where partitions are to differ, or use "
-                "map_partitions(on_device(...)(function))",
-                stacklevel=2,
-            )
-        init(self, *args, **kwargs)
-
-    frame_base.__init__ = warning
+def _warn_of_loss() -> None:
+    """Warn where a frame is made under a ``device`` annotation: dask has no place for it."""
+    device = dask.get_annotations().get("device", _warn_of_loss)
+    if device is not _warn_of_loss:
+        warnings.warn(
+            f"dask.dataframe drops the annotation device={device!r} of frames that are made "
+            "under it, and heeds that under which compute() or persist() is called: annotate "
+            "there, with a function of the key where partitions are to differ, or use "
+            "map_partitions(on_device(...)(function))",
+            stacklevel=3,
+        )

@@ -5,7 +5,7 @@ annotations with the layers. These functions give each set of tasks with equal a
 own optimizer. A graph without ``device`` annotations goes to dask unchanged.
 
 The functions run on the scheduler. They are sent there by value, so that a scheduler need not have
-this package; so they use nothing of it.
+this package; so they use nothing of it but names of dask's own functions.
 """
 
 from __future__ import annotations
@@ -14,11 +14,16 @@ from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
-from dask._task_spec import convert_legacy_graph
-from dask.blockwise import fuse_roots, optimize_blockwise
 from dask.core import flatten
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.highlevelgraph import HighLevelGraph
 from dask.utils import ensure_dict
+
+from dask_devctx.dask_internals.graphs import (
+    MaterializedLayer,
+    convert_legacy_graph,
+    fuse_roots,
+    optimize_blockwise,
+)
 
 Graph = Any  # a HighLevelGraph, or a mapping of tasks by key
 Annotations = dict[str, Any]

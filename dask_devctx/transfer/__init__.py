@@ -10,6 +10,7 @@ import importlib
 import threading
 
 from dask_devctx.transfer.events import Stamp, hold, release_held, stamp
+from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import to_device
 
@@ -21,6 +22,7 @@ __all__ = [
     "release_held",
     "stamp",
     "to_device",
+    "to_host",
 ]
 
 # By the first part of the name of the module that defines a type.
@@ -41,12 +43,12 @@ _lock = threading.RLock()
 
 def _register_lazily(toplevel: str, module: str) -> None:
     def register() -> None:
-        with _lock:  # once, for all three: not over what a user registered since
+        with _lock:  # once, for all four: not over what a user registered since
             if module not in _registered:
                 importlib.import_module(f"dask_devctx.transfer.libraries.{module}").register()
                 _registered.add(module)
 
-    for registry in (device_of, nbytes_by_device, to_device):
+    for registry in (device_of, nbytes_by_device, to_device, to_host):
         registry.register_lazy(toplevel, register)
 
 

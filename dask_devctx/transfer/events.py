@@ -55,22 +55,34 @@ class Stamp:
 
     Got from :func:`~dask_devctx.transfer.stamp`; handed to ``to_device`` as ``after``.
 
+    Attributes
+    ----------
+    places
+        The bytes on which devices of the values that it was taken for, None where of none.
+
     Notes
     -----
     Usable from any thread of the process, any number of times. Not pickled: it means nothing in
     another process.
     """
 
-    __slots__ = ("__weakref__", "_done", "_events")
+    __slots__ = ("__weakref__", "_done", "_events", "places")
 
-    def __init__(self, events: Mapping[Device, tuple[Event, ...]]) -> None:
+    def __init__(
+        self,
+        events: Mapping[Device, tuple[Event, ...]],
+        places: Mapping[Device, int] | None = None,
+    ) -> None:
         self._events = dict(events)
         self._done = False
+        self.places = places
 
     @classmethod
-    def of_devices(cls, devices: Iterable[Device]) -> Self:
+    def of_devices(
+        cls, devices: Iterable[Device], places: Mapping[Device, int] | None = None
+    ) -> Self:
         """All work of the devices, whichever stream and thread it was given by."""
-        return cls({device: _everything(device) for device in devices})
+        return cls({device: _everything(device) for device in devices}, places)
 
     @classmethod
     def of_streams(cls, devices: Iterable[Device]) -> Self:
@@ -172,8 +184,11 @@ def stamp(*values: object) -> Stamp | None:
     ----------
     ``cuCtxRecordEvent``, ``cuEventRecord``.
     """
-    devices = dict.fromkeys(device for value in values for device in nbytes_by_device(value))
-    return Stamp.of_devices(devices) if devices else None
+    places: dict[Device, int] = {}
+    for value in values:
+        for device, nbytes in nbytes_by_device(value).items():
+            places[device] = places.get(device, 0) + nbytes
+    return Stamp.of_devices(places, places) if places else None
 
 
 # -- what must live until some work is done

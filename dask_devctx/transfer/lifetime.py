@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from dask_devctx.cuda.device import Device
     from dask_devctx.transfer import Stamp
 
 
@@ -27,11 +30,14 @@ class Lifetime:
         whoever ends it and finds this unset has none to drop.
     ended
         Whether it was forgotten.
+    places
+        Its bytes on which devices, all of them counted; None where nobody has looked yet.
     """
 
-    __slots__ = ("after", "copied", "ended")
+    __slots__ = ("after", "copied", "ended", "places")
 
     def __init__(self, after: Stamp | None = None) -> None:
         self.after = after
         self.copied = False
         self.ended = False
+        self.places: Mapping[Device, int] | None = None if after is None else after.places

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.containers import BUILT_IN, Container, DataclassLike
+from dask_devctx.errors import ValueNotMovableError
+from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
+from dask_devctx.transfer.host import Host, cannot_be_copied, is_host, to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.peers import connect
+from dask_devctx.transfer.rebuild import Memo, Rebuild, UnmovableError
 from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -60,9 +62,6 @@ class Move:
         Whether the source's streams wait for the copies.
     read_only
         Whether copies are made read-only, where their library can.
-    omit
-        Parts of the ordering to leave out, so that a test can show that they are needed:
-        ``"before"``, ``"hold"``.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class Move:
         copy: bool = False,
         guard_source: bool = True,
         read_only: bool = False,
-        omit: frozenset[str] = frozenset(),
     ) -> None:
         self.device = device
         self.copy = copy
@@ -82,29 +80,41 @@ class Move:
         )
         self._guard_source = guard_source
         self._read_only = read_only
-        self._omit = omit
         self._sources: dict[Device, list[Stamp]] = {}
         self._read: list[Any] = []
-        self._changed = False
         self._waited_here = False
-        # By identity, with the value itself, so that no other can take its place in memory.
-        self._memo: dict[int, tuple[Any, Any]] = {}
-        self._open: dict[int, Any] = {}
+        self._memo: Memo = {}
 
     def run(self, value: Any) -> Any:
         """Return the value as it is on the device."""
         release_held(_LOOK_AT_MOST)
         before, _thread.move = _thread.move, self
         try:
-            moved = to_device.dispatched(value, self)
+            return self.take(value)
         finally:
             _thread.move = before
             self._finish()
-        return moved if self._changed else value
+
+    def take(self, value: Any) -> Any:
+        """Return a value as it is on the device, as a part of this move."""
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known[1]
+        found = walk.find(type(value))
+        if found is None:
+            return value
+        if found is walk.LEAF:
+            return self.leaf(value)
+        try:
+            with self.device:  # the reduced are made by their own code
+                return Rebuild(self.leaf, self._memo).run(value)
+        except UnmovableError as error:
+            kind, reason = error.kind.__qualname__, str(error.reason)
+            raise ValueNotMovableError(kind, self.device, reason) from error.__cause__
 
     # -- the parts
 
-    def leaf(self, value: Any, function: Callable[[Any, Device], Any]) -> Any:
+    def leaf(self, value: Any) -> Any:
         """Take there what is an array, or a type of somebody's."""
         known = self._memo.get(id(value))
         if known is not None:
@@ -117,8 +127,7 @@ class Move:
                 self.order(source)
             self._read.append(value)
             with self.device:
-                moved = function(value, self.device)
-            self._changed |= moved is not value
+                moved = to_device.function_of(type(value))(value, self.device)
             if self._read_only and moved is not value:
                 with suppress(AttributeError):  # most libraries cannot say it
                     moved.flags.writeable = False
@@ -129,30 +138,6 @@ class Move:
     def remember(self, value: Any, moved: Any) -> None:
         """Say what a value becomes before all of it is there: its parts may refer to it."""
         self._memo[id(value)] = value, moved
-
-    def container(self, value: Any, container: Container) -> Any:
-        """Take there what is in a container, which may hold itself."""
-        key = id(value)
-        known = self._memo.get(key)
-        if known is not None:
-            return known[1]
-        if key in self._open:  # inside itself
-            if self._open[key] is None:
-                self._open[key] = container.shell(value)
-            return self._open[key]
-        parts = container.parts(value)
-        if to_device.all_plain(parts):
-            return value
-        if container.can_hold_itself:
-            self._open[key] = None
-        moved = [to_device.dispatched(part, self) for part in parts]
-        shell = self._open.pop(key, None)
-        result = value
-        if shell is not None or any(map(operator.is_not, parts, moved)):
-            result = container.fill(
-                value, moved, container.shell(value) if shell is None else shell
-            )
-        return self._memo.setdefault(key, (value, result))[1]
 
     def order(self, source: Device, *, on_source: bool = False) -> None:
         """Let this thread's streams wait for the work that makes what is on ``source``.
@@ -165,14 +150,15 @@ class Move:
         if source not in self._sources:
             if source is not self.device:
                 connect(self.device, source)
-            self._sources[source] = [] if "before" in self._omit else self._work_of(source)
+            self._sources[source] = self.work_of(source)
             for stamp in self._sources[source]:
                 stamp.hold_back(self.device, of=source)
         if on_source:
             for stamp in self._sources[source]:
                 stamp.hold_back(source, of=source)
 
-    def _work_of(self, source: Device) -> list[Stamp]:
+    def work_of(self, source: Device) -> list[Stamp]:
+        """Return what the copy waits for on a source."""
         stamped = [stamp for stamp in self._after if source in stamp.devices]
         # Never stamped: whatever the source has been given until now.
         return stamped or [Stamp.of_devices([source])]
@@ -199,8 +185,45 @@ class Move:
             for source in self._sources:
                 if source is not self.device:
                     done.hold_back(source)
-        if "hold" not in self._omit:
-            hold(done, *self._read)
+        self.hold_sources(done)
+
+    def hold_sources(self, done: Stamp) -> None:
+        """Keep alive what is read, until it was."""
+        hold(done, *self._read)
+
+
+class HostMove(Move):
+    """One call of ``to_device`` to the host, and all those inside it.
+
+    Each copy is complete when its function returns: nothing is held, and no stream waits for it.
+    """
+
+    def __init__(self, after: After = None) -> None:
+        host: Any = Host()
+        super().__init__(host, after)
+
+    def leaf(self, value: Any) -> Any:
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known[1]
+        moved = value
+        places = nbytes_by_device(value)
+        if places:
+            place = next(iter(places))
+            copy = to_host.find(type(value))
+            if copy is None:
+                raise cannot_be_copied(value, place)
+            for source in places:
+                self.order(source)
+            with place:
+                moved = copy(value)
+        return self._memo.setdefault(id(value), (value, moved))[1]
+
+    def order(self, source: Device, *, on_source: bool = False) -> None:
+        if source not in self._sources:
+            self._sources[source] = self.work_of(source)
+            for stamp in self._sources[source]:
+                stamp.hold_back(source, of=source)
 
 
 class ToDevice(Registry):
@@ -208,17 +231,13 @@ class ToDevice(Registry):
 
     def __init__(self) -> None:
         super().__init__("to_device", _stay)
-        for kind, container in BUILT_IN.items():
-            self.register(kind, container)
 
-    def _look_up(self, kind: type) -> Any:
-        found = super()._look_up(kind)
-        if found is None and hasattr(kind, "__dataclass_fields__"):
-            self.register(kind, DataclassLike(kind))
-            return super()._look_up(kind)
-        if found is None and device_of.find(kind) is not None:
-            return _stay_unmoved
-        return found
+    def function_of(self, kind: type) -> Callable[[Any, Device], Any]:
+        """Return what takes values of a registered type to a device."""
+        found = self.find(kind)
+        if found is None:
+            return _stay if device_of.find(kind) is None else _stay_unmoved
+        return found  # type: ignore[no-any-return]
 
     def __call__(
         self,
@@ -234,11 +253,13 @@ class ToDevice(Registry):
         Parameters
         ----------
         value
-            Anything. What lives in host memory stays there. Lists, tuples, dictionaries, sets and
-            dataclasses are looked into; those in which nothing moves are returned themselves, the
-            others rebuilt around what stays. What is referenced twice is copied once.
+            Anything. What lives in host memory stays there. Containers and objects of Python
+            classes are looked into; those in which nothing moves are returned themselves, the
+            others made again around what stays. What is referenced twice is copied once. Nothing
+            is written to the value.
         device
-            What :class:`~dask_devctx.Device` accepts.
+            What :class:`~dask_devctx.Device` accepts, or ``"cpu"``: the host, where a CuPy array
+            becomes a NumPy array, a torch tensor one of the CPU.
         after
             Stamps of the work that makes the value; see :func:`stamp`. Without one for the
             device that the value is on, everything that device has been given so far.
@@ -259,6 +280,8 @@ class ToDevice(Registry):
         ------
         DeviceNotFoundError
             There is no such device.
+        ValueNotMovableError
+            It holds what has to move, and cannot be made again around it.
         DriverError
             The driver refuses.
         MemoryError
@@ -267,13 +290,14 @@ class ToDevice(Registry):
 
         Notes
         -----
-        Does not wait for any device. The copy is ordered after the work that makes the value and
-        before what this thread's current streams are given later; the source is kept alive until
-        it was read. The device current before is current after.
+        Does not wait for any device; to the host it waits for the copy. The copy is ordered after
+        the work that makes the value and before what this thread's current streams are given later;
+        the source is kept alive until it was read. The device current before is current after.
 
         A type is made known in two functions. That of ``to_device.register(T)`` is called for a
         value on another device with ``device`` current, the ordering done, and whatever the value
-        refers to kept alive; it may call ``to_device`` for its parts.
+        refers to kept alive; it may call ``to_device`` for its parts. For the host there is a third
+        function, that of ``to_host.register(T)``.
 
         Examples
         --------
@@ -295,28 +319,24 @@ class ToDevice(Registry):
         (True, True)
         >>> to_device(there, 1) is there
         True
+        >>> to_device(grid.cells, "cpu")
+        array([[0., 0.],
+               [0., 0.]])
         """
-        if self.is_plain(type(value)):
+        if walk.find(type(value)) is None:
             return value
-        device = Device(device)
         move = _thread.move
+        if is_host(device):
+            if isinstance(move, HostMove):
+                return move.take(value)  # type: ignore[no-any-return]
+            return HostMove(after).run(value)  # type: ignore[no-any-return]
+        device = Device(device)
         if move is not None and move.device is device:
-            return self.dispatched(value, move)  # type: ignore[no-any-return]
+            return move.take(value)  # type: ignore[no-any-return]
+        if not nbytes_by_device(value):
+            return value
         move = Move(device, after, copy=copy, guard_source=guard_source)
         return move.run(value)  # type: ignore[no-any-return]
-
-    def looks_into(self, value: object) -> bool:
-        """Return whether a value counts as what is in it, some of which may be elsewhere."""
-        return isinstance(self.find(type(value)), Container)
-
-    def dispatched(self, value: Any, move: Move) -> Any:
-        """Take a value there as a part of a move."""
-        found = self.find(type(value))
-        if found is None:
-            return value
-        if isinstance(found, Container):
-            return move.container(value, found)
-        return move.leaf(value, found)
 
 
 class _Thread(threading.local):

@@ -1,10 +1,9 @@
-"""A dispatch by type that knows what stays on the host, quickly."""
+"""A dispatch by type that remembers what it found, for types that nobody registered too."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from dask.utils import Dispatch
@@ -18,8 +17,9 @@ def _by_name(name: str) -> Registry:
 class Registry(Dispatch):  # type: ignore[misc]
     """``dask.utils.Dispatch`` with a function for all types that nobody registered."""
 
-    # What one registry finds may depend on another, so that all of them are looked up anew.
     _every: ClassVar[list[Registry]] = []
+    # What is found in one may depend on another, so that all of it is looked up again.
+    _caches: ClassVar[list[dict[type, Any]]] = []
 
     def __init__(self, name: str, default: Any) -> None:
         super().__init__(name)
@@ -27,7 +27,15 @@ class Registry(Dispatch):  # type: ignore[misc]
         self._default = default
         self._known: dict[type, Any] = {}
         self._every.append(self)
+        self._caches.append(self._known)
         self.register(object, default)
+
+    @classmethod
+    def remember(cls) -> dict[type, Any]:
+        """Return a dictionary by type that is emptied whenever somebody registers one."""
+        known: dict[type, Any] = {}
+        cls._caches.append(known)
+        return known
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return _by_name, (self._name,)  # each is one object in a process, as a function is
@@ -37,8 +45,8 @@ class Registry(Dispatch):  # type: ignore[misc]
         if func is None:
             return functools.partial(self.register, type)
         registered = super().register(type, func)
-        for registry in self._every:
-            registry._known.clear()
+        for known in self._caches:
+            known.clear()
         return registered
 
     def find(self, kind: type) -> Any:
@@ -54,10 +62,7 @@ class Registry(Dispatch):  # type: ignore[misc]
         found = self.dispatch(kind)
         return None if found is self._default else found
 
-    def is_plain(self, kind: type) -> bool:
-        """Return whether nobody registered the type."""
-        return self.find(kind) is None
-
-    def all_plain(self, values: Iterable[object]) -> bool:
-        """Return whether all ``values`` are of plain types: quick for many."""
-        return all(map(self.is_plain, set(map(type, values))))
+    @classmethod
+    def any_knows(cls, kind: type) -> bool:
+        """Return whether somebody registered the type with any registry."""
+        return any(registry.find(kind) is not None for registry in cls._every)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
-from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held, to_device
+from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held
 from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.transfer.move import After, Move
 
@@ -109,6 +109,7 @@ class Replicas:
         *,
         after: After = None,
         ahead: bool = False,
+        places: Mapping[Device, int] | None = None,
     ) -> Any:
         """Return a value as it is on a device: the copy that is there, or one made now.
 
@@ -126,6 +127,8 @@ class Replicas:
         ahead
             Whether this is for a task that will ask itself: that one is then not counted as one
             that was saved a copy.
+        places
+            The value's bytes on which devices, where the caller knows.
 
         Returns
         -------
@@ -140,15 +143,17 @@ class Replicas:
             waited for it try for themselves.
         """
         device = Device(device)
-        sources = nbytes_by_device(value)
+        sources = nbytes_by_device(value) if places is None else dict(places)
         here = sources.pop(device, None)
         if not sources:
             # Of most inputs this is all: a move that moves nothing takes twice as long to begin.
-            if here is not None and isinstance(after, Stamp) and not to_device.looks_into(value):
+            if here is not None:
                 release_held(1)
-                after.hold_back_unless_done(device, of=device)
-                return value
-            return to_device(value, device, after=after)
+                for stamp in (
+                    () if after is None else (after,) if isinstance(after, Stamp) else after
+                ):
+                    stamp.hold_back_unless_done(device, of=device)
+            return value
         while True:
             with self._lock:
                 entries = self._place(device).entries

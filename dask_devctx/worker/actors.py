@@ -5,25 +5,24 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import Counter
-from collections.abc import Collection, Hashable
-from contextlib import nullcontext, suppress
-from typing import Any
+from collections.abc import Callable, Collection, Hashable
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any, Self
 
 from distributed import Worker
-from distributed.utils import thread_state
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals import worker as internals
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
-from dask_devctx.worker.failures import Guard, GuardedMethod
-from dask_devctx.worker.failures.calls import Arguments, Bring
+from dask_devctx.worker.failures.monitor import Monitor
+from dask_devctx.worker.task import Arguments, Bring, DeviceMethod
 
-_HANDLERS = ("actor_execute", "actor_attribute")
 _POLL_S = 0.01
 # So long an error may be on its way to the caller of a method.
 _ON_ITS_WAY_S = 0.2
 
 # By the state of the task that made the actor: an actor keeps its device while it lives, also when
-# the plugin is registered anew.
+# the plugin is registered again.
 _devices: weakref.WeakKeyDictionary[Any, Device] = weakref.WeakKeyDictionary()
 
 
@@ -33,9 +32,9 @@ class DeviceActors(dict[Hashable, Any]):
     Parameters
     ----------
     worker
-        The worker, whose dictionary of actors this replaces until :meth:`restore`.
-    guard
-        Watches over what their methods do.
+        The worker, whose dictionary of actors this replaces while it is entered.
+    monitor
+        Monitors the calls of their methods.
     move_inputs
         Whether what a method is given is brought to its actor's device.
 
@@ -46,22 +45,29 @@ class DeviceActors(dict[Hashable, Any]):
     Everybody else is given the actor itself.
     """
 
-    def __init__(self, worker: Worker, guard: Guard, *, move_inputs: bool) -> None:
-        super().__init__(worker.state.actors)
+    def __init__(self, worker: Worker, monitor: Monitor, *, move_inputs: bool) -> None:
+        super().__init__(internals.actors_of(worker))
         self._worker = worker
-        self._guard = guard
+        self._monitor = monitor
         self._bring = _brought if move_inputs else None
-        self._handlers = {name: worker.handlers[name] for name in _HANDLERS}
         self._called: Hashable = None
         self._unanswered: Counter[Hashable] = Counter()
-        worker.state.actors = self
-        worker.handlers["actor_execute"] = self._execute
-        worker.handlers["actor_attribute"] = self._attribute
+        self._steps = ExitStack()
 
-    def restore(self) -> None:
+    def __enter__(self) -> Self:
+        with ExitStack() as steps:
+            for op, wrap in (
+                ("actor_execute", self._executing),
+                ("actor_attribute", self._reading),
+            ):
+                steps.enter_context(internals.wrapped_handler(self._worker, op, wrap))
+            steps.enter_context(internals.replaced_actors(self._worker, self))
+            self._steps = steps.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """Leave the worker as it was; calls that are under way end on their devices."""
-        self._worker.handlers.update(self._handlers)
-        self._worker.state.actors = dict(self)
+        self._steps.close()
 
     def live_on(self, ts: Any, device: Device) -> None:
         """Note the device of the actor that a task makes."""
@@ -76,41 +82,47 @@ class DeviceActors(dict[Hashable, Any]):
         actor = super().__getitem__(key)
         if self._called is not None and self._called == key:
             self._called = None
-        elif not getattr(thread_state, "actor", False):
+        elif not internals.in_an_actor():
             return actor
         device = self._device_of(key)
         if device is None:
             return actor
-        return _OnDevice(actor, device, key, self._guard, self._bring)
+        return _OnDevice(actor, device, key, self._monitor, self._bring)
 
     def _device_of(self, key: Hashable) -> Device | None:
         ts = self._worker.state.tasks.get(key)
         return None if ts is None else _devices.get(ts)
 
-    async def _execute(self, actor: Hashable = None, **kwargs: Any) -> Any:
-        self._called = actor  # it is looked up before anything else runs on this loop
-        self._unanswered[actor] += 1
-        failed = True
-        try:
-            answer = await self._handlers["actor_execute"](actor=actor, **kwargs)
-            failed = answer["status"] != "OK"
-        finally:
-            self._called = None
-            if failed:  # it is sent when this has returned
-                self._worker.loop.call_later(_ON_ITS_WAY_S, self._has_answered, actor)
-            else:
-                self._has_answered(actor)
-        return self._to_send(actor, answer)
+    def _executing(self, execute: Callable[..., Any]) -> Callable[..., Any]:
+        async def execute_on_device(actor: Hashable = None, **kwargs: Any) -> Any:
+            self._called = actor  # it is looked up before anything else runs on this loop
+            self._unanswered[actor] += 1
+            failed = True
+            try:
+                answer = await execute(actor=actor, **kwargs)
+                failed = answer["status"] != "OK"
+            finally:
+                self._called = None
+                if failed:  # it is sent when this has returned
+                    self._worker.loop.call_later(_ON_ITS_WAY_S, self._has_answered, actor)
+                else:
+                    self._has_answered(actor)
+            return self._to_send(actor, answer)
+
+        return execute_on_device
+
+    def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        def read_on_device(actor: Hashable = None, **kwargs: Any) -> Any:
+            with self._device_of(actor) or nullcontext():  # a property may compute
+                answer = read(actor=actor, **kwargs)
+            return self._to_send(actor, answer)
+
+        return read_on_device
 
     def _has_answered(self, actor: Hashable) -> None:
         self._unanswered[actor] -= 1
         if not self._unanswered[actor]:
             del self._unanswered[actor]
-
-    def _attribute(self, actor: Hashable = None, **kwargs: Any) -> Any:
-        with self._device_of(actor) or nullcontext():  # a property may compute
-            answer = self._handlers["actor_attribute"](actor=actor, **kwargs)
-        return self._to_send(actor, answer)
 
     def _to_send(self, key: Hashable, answer: dict[str, Any]) -> dict[str, Any]:
         """Return what an actor answers, to be read after the work that makes it."""
@@ -126,12 +138,12 @@ class _OnDevice:
     """An actor whose methods run on its device."""
 
     def __init__(
-        self, actor: Any, device: Device, key: Hashable, guard: Guard, bring: Bring | None
+        self, actor: Any, device: Device, key: Hashable, monitor: Monitor, bring: Bring | None
     ) -> None:
         self._actor = actor
         self._device = device
         self._key = key
-        self._guard = guard
+        self._monitor = monitor
         self._bring = bring
 
     def __getattr__(self, name: str) -> Any:
@@ -139,7 +151,7 @@ class _OnDevice:
             attribute = getattr(self._actor, name)
         if not callable(attribute):
             return attribute
-        return GuardedMethod(self._guard, self._key, self._device, attribute, self._bring)
+        return DeviceMethod(self._monitor, self._key, self._device, attribute, self._bring)
 
 
 def _brought(arguments: Arguments, device: Device) -> Arguments:

@@ -13,23 +13,22 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from contextvars import ContextVar
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
-from distributed.threadpoolexecutor import ThreadPoolExecutor
+from distributed import Status, Worker
 
-# The priority of the task that is about to be submitted in this context: dask's executors are
-# given a function, and not the task it is of.
-submitting: ContextVar[tuple[int, ...] | None] = ContextVar("submitting", default=None)
+from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.threads import Priority, TaskThreadPoolExecutor, sending_tasks_on
 
+# Of a call that is no task's, such as that with which a thread comes back to its pool.
 _FIRST: tuple[float, ...] = (float("-inf"),)
 _LAST: tuple[float, ...] = (float("inf"),)
 
 
-class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
+class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     """The threads that run a device's tasks.
 
     Parameters
@@ -43,8 +42,6 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
     Notes
     -----
-    dask takes an executor for one of threads by its class's name, which has to say
-    ``ThreadPoolExecutor``. It is a distributed one, so that ``secede`` and ``rejoin`` work in it.
     What was submitted before it was shut down still runs, and who has left it can still come back.
 
     A task that an event loop submits gives it a future of its own, and not one for threads that has
@@ -52,53 +49,92 @@ class DeviceThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     """
 
     def __init__(self, name: str, threads: int, cpus: frozenset[int] | None) -> None:
-        super().__init__(threads, thread_name_prefix=name)
-        self._work_queue = _ByPriority()
+        super().__init__(name, threads, _ByPriority())
         self._cpus = cpus
-        self._pinned = threading.local()
+        self._near = threading.local()
         self._outcomes = _Outcomes()
 
-    def submit(
-        self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any] | asyncio.Future[Any]:
-        priority = submitting.get()
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run a call before all tasks that wait."""
+        call = _Call(_FIRST, self._nearby(fn, args, kwargs), Future())
+        if not self.give(call):
+            # Else it is how a thread asks to come back: no task waits any more for its place.
+            if not self.let_back_in():
+                raise _shut_down()
+            call.future.set_result(None)
+        return call.future
 
+    def submit_task(
+        self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any] | asyncio.Future[Any]:
+        """Run a task of dask's; the least priority goes first."""
+        work: _Call | _LoopCall
+        near, urgency = self._nearby(fn, args, kwargs), priority or _FIRST
+        loop = asyncio._get_running_loop()
+        if loop is not None and self._outcomes.go_to(loop):
+            work = _LoopCall(urgency, near, loop.create_future(), self._outcomes)
+        else:
+            work = _Call(urgency, near, Future())
+        if not self.give(work):
+            raise _shut_down()
+        return work.future
+
+    def _nearby(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any]:
         def near() -> Any:
-            self._keep_to_cpus()
+            if self._cpus and not getattr(self._near, "done", False):
+                self._near.done = True
+                os.sched_setaffinity(0, self._cpus)  # of the calling thread
             return fn(*args, **kwargs)
 
-        near.priority = priority or _FIRST  # type: ignore[attr-defined]
-        loop = asyncio._get_running_loop() if priority else None
-        if loop is not None and self._outcomes.go_to(loop):
-            with self._shutdown_lock:
-                if not self._shutdown:
-                    task = _Task(near, loop.create_future(), self._outcomes)
-                    self._work_queue.put(task)
-                    self._adjust_thread_count()
-                    return task.future
-        try:
-            future: Future[Any] = super().submit(near)
-        except RuntimeError:  # it was shut down
-            if not self._let_back_in():
-                raise
-            future = Future()
-            future.set_result(None)
-        return future
+        return near
 
-    def _let_back_in(self) -> bool:
-        """Let the threads that wait to rejoin go on: no task waits any more for their place."""
-        with self._rejoin_lock:
-            waiting: list[tuple[threading.Thread, threading.Event]] = self._rejoin_list[:]
-            self._rejoin_list.clear()
-            for thread, event in waiting:
-                self._threads.add(thread)
-                event.set()
-        return bool(waiting)
 
-    def _keep_to_cpus(self) -> None:
-        if self._cpus and not getattr(self._pinned, "done", False):
-            self._pinned.done = True
-            os.sched_setaffinity(0, self._cpus)  # of the calling thread
+@contextmanager
+def device_threads(
+    worker: Worker, devices: Sequence[Device], threads: int
+) -> Iterator[dict[Device, DeviceThreadPoolExecutor]]:
+    """While it is open, a worker has threads for each device, and sends their tasks there.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    devices
+        Its devices.
+    threads
+        How many tasks run on a device at a time.
+
+    Yields
+    ------
+    dict
+        Each device's threads.
+    """
+    pools = {
+        device: DeviceThreadPoolExecutor(
+            f"devctx-{device}", threads, near_cpus(device.info.cpu_affinity)
+        )
+        for device in devices
+    }
+
+    def end(name: str, pool: DeviceThreadPoolExecutor) -> None:
+        # A worker that is closing empties and ends its executors itself, and waits for them.
+        if worker.status is not Status.closing:
+            worker.executors.pop(name, None)
+            pool.shutdown(wait=False)
+
+    with ExitStack() as steps:
+        if pools:
+            steps.enter_context(sending_tasks_on(worker.executors["default"]))
+        for device, pool in pools.items():
+            steps.callback(end, f"devctx:{device}", pool)
+            worker.executors[f"devctx:{device}"] = pool
+        yield pools
+
+
+def _shut_down() -> RuntimeError:
+    return RuntimeError("cannot schedule new futures after shutdown")
 
 
 def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
@@ -145,9 +181,28 @@ class _Outcomes:
                 future.set_exception(error)
 
 
-class _Task(NamedTuple):
-    """A task of an event loop, in the place of a work item."""
+class _Call(NamedTuple):
+    """A call whose outcome any thread may wait for."""
 
+    priority: tuple[float, ...]
+    fn: Callable[[], Any]
+    future: Future[Any]
+
+    def run(self) -> None:
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self.fn()
+        except BaseException as error:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class _LoopCall(NamedTuple):
+    """A call whose outcome an event loop waits for."""
+
+    priority: tuple[float, ...]
     fn: Callable[[], Any]
     future: asyncio.Future[Any]
     outcomes: _Outcomes
@@ -164,14 +219,14 @@ class _Task(NamedTuple):
 
 
 class _ByPriority(queue.Queue[Any]):
-    """A queue of work items; the least priority first, then the earliest."""
+    """A queue of calls; the least priority first, then the earliest."""
 
     def _init(self, maxsize: int) -> None:
         self.queue: Any = []
         self._counter = itertools.count()
 
     def _put(self, item: Any) -> None:
-        priority = _LAST if item is None else item.fn.priority
+        priority = _LAST if item is None else item.priority
         heapq.heappush(self.queue, (priority, next(self._counter), item))
 
     def _get(self) -> Any:

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from distributed import Status, Worker
 
 from dask_devctx import config
 from dask_devctx.annotations import Unannotated, is_watched, requested_device
-from dask_devctx.config import options
+from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
+from dask_devctx.dask_internals import check_worker, tasks
+from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
-from dask_devctx.worker import leases, serialization
+from dask_devctx.worker import comms, leases, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
-from dask_devctx.worker.arrivals import Arrivals
-from dask_devctx.worker.departures import Departures
-from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus
-from dask_devctx.worker.failures import Charge, Failure, Guard, GuardedTask, marks
+from dask_devctx.worker.executors import device_threads
+from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
+from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
-from dask_devctx.worker.host_memory import HostMemory
+from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Input, Inputs
-from dask_devctx.worker.interpreter import Interpreter, switch_interval
+from dask_devctx.worker.interpreter import set_for_devices, switch_interval
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
-from dask_devctx.worker.policy import Policy
+from dask_devctx.worker.policy import start_soonest
 from dask_devctx.worker.task import DeviceTask
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
@@ -41,8 +46,8 @@ class DeviceExtension:
     ----------
     worker
         The worker, on whose event loop this is called.
-    **options
-        As :class:`~dask_devctx.DevicePlugin` takes them.
+    options
+        The options of the plugin.
 
     Attributes
     ----------
@@ -54,106 +59,97 @@ class DeviceExtension:
     record
         What ran where.
     guard
-        Watches over the tasks.
+        Monitors the tasks.
     inputs
         Brings their inputs; None where they are left where they are.
     pools
-        The devices' threads, by the name of the executor.
+        The devices' threads.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        *,
-        devices: Sequence[object] | None,
-        devices_per_worker: int | None,
-        tasks_per_device: int,
-        unannotated: Unannotated,
-        move_inputs: bool,
-        replica_limit: float,
-        policy: Policy,
-        synchronize: bool,
-        oom_retries: int,
-    ) -> None:
+    def __init__(self, worker: Worker, options: Options) -> None:
         self._worker = worker
         self._tasks = worker.state.tasks  # looked into at every transition of every task
-        self._share = leases.Lease(())
         self.failure: Exception | None = None
-        self.placement: Placement | NoDevices
-        history, interval_s = 0, None
-        try:
-            history = options.count("history", least=0)
-            interval_s = switch_interval()
-            self._share = leases.acquire_for_worker(
-                devices,
-                devices_per_worker,
-                holder=f"worker {worker.name}",
-                directory=config.get("lock-directory"),
-            )
-            self.placement = Placement(self._share.devices, tasks_per_device, policy)
-            self._arrivals = Arrivals(worker, self.placement.devices)
-        except Exception as error:
-            self.failure = error
-            self._share.release()
-            self.placement = NoDevices(error)
-            self._arrivals = Arrivals(worker, ())
-        self._unannotated: Unannotated = "leave" if self.failure else unannotated
-        self.record = Record(self.placement.devices, tasks_per_device, history)
-        worker.metrics[Record.metric] = self.record.metrics
-        self.guard = Guard(
-            self.placement.devices,
-            synchronize=synchronize,
-            oom_retries=oom_retries,
-            on_failure=self._on_failure,
-            is_cancelled=partial(_is_cancelled, self._tasks),
-        )
-        worker.metrics[Guard.metric] = self.guard.metrics
         self.inputs: Inputs | None = None
-        if move_inputs:
-            self.inputs = Inputs(replica_limit)
-            self.guard.retries.drop_replicas = self.inputs.drop_replicas
-            self._departures = Departures(worker, self.inputs)
-            worker.metrics[Inputs.metric] = self.inputs.metrics
-        serialization.register()
-        self._host_memory = HostMemory(worker, written=self._written, read_back=self._read_back)
-        self._executor_names = {device: f"devctx:{device}" for device in self.placement.devices}
-        self.pools = {
-            name: DeviceThreadPoolExecutor(
-                f"devctx-{device}", tasks_per_device, near_cpus(device.info.cpu_affinity)
+        check_worker(worker)
+        with ExitStack() as steps:  # each undoes itself, also where a later one fails
+            history, interval_s = 0, None
+            try:
+                history = remembered_tasks()
+                interval_s = switch_interval()
+                self.placement: Placement | NoDevices = self._devices(steps, options)
+            except Exception as error:
+                self.failure = error
+                self.placement = NoDevices(error)
+            used = self.placement.devices
+            self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
+            self.record = Record(used, options.tasks_per_device, history)
+            steps.enter_context(metric(worker, Record.metric, self.record.metrics))
+            self.monitor = steps.enter_context(
+                _opened(
+                    Monitor,
+                    used,
+                    synchronize=options.synchronize,
+                    oom_retries=options.oom_retries,
+                    on_failure=self._on_failure,
+                    is_cancelled=partial(_is_cancelled, self._tasks),
+                )
             )
-            for device, name in self._executor_names.items()
-        }
-        worker.executors.update(self.pools)
-        self._actors = DeviceActors(worker, self.guard, move_inputs=move_inputs)
-        self._interpreter = Interpreter(worker, interval_s)
-        self._advice = Advice(worker, len(self.pools) * tasks_per_device)
-        for ts in self._tasks.values():
-            if ts.state == "executing" and ts.key not in worker.active_keys:  # about to begin
-                self._pin(ts)
+            steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
+            if options.move_inputs:
+                self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
+                self.monitor.retries.drop_replicas = self.inputs.drop_replicas
+                steps.enter_context(comms.leaving_after_its_work(worker, self.inputs))
+                steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
+            serialization.register()
+            steps.enter_context(
+                counting_host_memory(worker, written=self._written, read_back=self._read_back)
+            )
+            self.pools = steps.enter_context(device_threads(worker, used, options.tasks_per_device))
+            self._actors = steps.enter_context(
+                DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
+            )
+            steps.enter_context(set_for_devices(worker, interval_s))
+            self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
+            steps.enter_context(self._tasks_in_hand())
+            self._steps = steps.pop_all()
 
     def close(self) -> None:
         """Leave the worker as it was; what runs, runs on to its end."""
-        worker = self._worker
-        for metric in (Record.metric, Guard.metric, Inputs.metric):
-            worker.metrics.pop(metric, None)
-        self._arrivals.close()
-        self._host_memory.close()
-        self.guard.close()
-        if self.inputs is not None:
-            self._departures.close()
-            self.inputs.close()
-        self._actors.restore()
-        self._interpreter.close()
-        if worker.status is not Status.closing:  # else it empties and ends its executors itself
-            for ts in self._tasks.values():
-                self._unpin(ts)
-            for name, pool in self.pools.items():
-                del worker.executors[name]
-                pool.shutdown(wait=False)
-        self._share.release()
+        self._steps.close()
+
+    def _devices(self, steps: ExitStack, options: Options) -> Placement:
+        """Take the worker's devices: all that it is to have, or none."""
+        with ExitStack() as taking:
+            devices = taking.enter_context(
+                leases.leased_to_worker(
+                    options.devices,
+                    options.devices_per_worker,
+                    holder=f"worker {self._worker.name}",
+                    directory=config.get("lock-directory"),
+                )
+            )
+            placement = Placement(
+                devices, options.tasks_per_device, options.policy or start_soonest
+            )
+            taking.enter_context(comms.landing_on(self._worker, devices))
+            steps.push(taking.pop_all())
+        return placement
+
+    @contextmanager
+    def _tasks_in_hand(self) -> Iterator[None]:
+        """While it is open, tasks that have not begun are taken to their devices."""
+        try:
+            for ts in tasks.about_to_begin(self._worker):
+                self._pin(ts)
+            yield
+        finally:
+            if self._worker.status is not Status.closing:
+                for ts in self._tasks.values():
+                    tasks.restore(ts)
 
     def transition(self, key: Hashable, start: str, finish: str) -> None:
-        """Pin a task that is about to be executed; stop counting one that is done."""
+        """Take a task that is about to run to its device; stop counting one that is done."""
         ts = self._tasks.get(key)
         # A task that was cancelled and asked for again comes back to "executing" without a
         # transition to it, so what counts is the state and not `finish`.
@@ -162,7 +158,7 @@ class DeviceExtension:
                 self._pin(ts)
         elif key in self.placement.placed:
             if finish == "long-running":  # also of one that was cancelled, and stays so
-                self.guard.seceded(key)
+                self.monitor.seceded(key)
             if ts is None or ts.state not in _UNDER_WAY:
                 self._done(key, ts)
         elif start == "long-running" and ts is not None:
@@ -182,46 +178,39 @@ class DeviceExtension:
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # after it ran out of memory elsewhere, it is known where to
-                wanted = self.guard.retries.redirect(ts.key) or wanted
+                wanted = self.monitor.retries.redirect(ts.key) or wanted
             before = self.placement.placed.get(ts.key)  # where it was asked for again
             inputs = self._inputs(ts) if ts.dependencies else []
             device = self.placement.place(ts.key, ts.prefix, wanted, inputs)
             self.record.placed(ts, device, before)
         except Exception as error:  # raised here, dask would log it and run the task unpinned
             failure = error.with_traceback(None)  # where it was found says nothing to the user
-            ts.run_spec = DeviceTask(ts.run_spec, failure, ts.priority)
+            tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
-        if ts.key in self._worker.state.actors:
+        if tasks.makes_an_actor(self._worker, ts.key):
             self._actors.live_on(ts, device)
-        if not annotations or "executor" not in annotations:
-            ts.annotations = {**(annotations or {}), "executor": self._executor_names[device]}
-        charge = Charge(ts.key, movable=not asked_for)
-        if is_watched(annotations):
-            charge = charge._replace(watched=True, is_coroutine=bool(ts.run_spec.is_coro))
-        ts.run_spec = pinned = DeviceTask(
+        theirs = bool(annotations) and "executor" in annotations  # the user's own threads
+        stand_in = DeviceTask(
             ts.run_spec,
             device,
-            _urgency(ts),
+            executor=None if theirs else self.pools[device],
+            priority=_urgency(ts),
             asked_for=asked_for,
+            watched=is_watched(annotations),
             inputs=self.inputs,
-            call=GuardedTask(self.guard, charge),
+            monitor=self.monitor,
         )
+        tasks.replace(ts, stand_in)
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
             # One that is asked for again while it runs may have lost its inputs meanwhile.
-            pinned.lifetimes = {
+            stand_in.lifetimes = {
                 dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
             }
             if inputs and self.placement.has_queue(device):
-                self.inputs.start_moving(inputs, pinned.lifetimes, device)
+                self.inputs.start_moving(inputs, stand_in.lifetimes, device)
         self._advice.give()
-
-    def _unpin(self, ts: Any) -> None:
-        if isinstance(ts.run_spec, DeviceTask):
-            ts.run_spec = ts.run_spec.task
-        if ts.annotations and ts.annotations.get("executor") in self.pools:
-            ts.annotations = {k: v for k, v in ts.annotations.items() if k != "executor"}
 
     def _done(self, key: Hashable, ts: Any) -> None:
         device = self.placement.remove(key)
@@ -230,7 +219,7 @@ class DeviceExtension:
         run = self.record.left(device, ts)
         if run is not None and run.start is not None and run.stop is not None:
             self.placement.record_duration(run.prefix, run.stop - run.start)
-        # Of one that came to nothing, or was to be computed anew meanwhile, nothing is known.
+        # Nothing is known of one that came to nothing, or is to be computed again.
         if ts is not None and ts.state == "memory":
             self._arrived(key, ts)
 
@@ -251,13 +240,13 @@ class DeviceExtension:
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed."""
         refuse_data(self._worker)  # now: whoever is told may ask before the event loop has its turn
-        marks.tell(self._worker, str(failure.error), failure.suspects)
+        tell_scheduler(self._worker, failure)
         self._worker.loop.add_callback(
             end_failed_worker, self._worker, failure, self._actors.answered
         )
 
     def _written(self, key: Hashable, value: object) -> None:
-        """Called when dask is about to write a value to disk, be it as soon as it was made."""
+        """Called when dask is about to write a value to disk, which may be one just made."""
         ts = self._tasks.get(key)
         made = None if ts is None else _work_of(ts)
         if made is not None:
@@ -270,18 +259,24 @@ class DeviceExtension:
 
     def _inputs(self, ts: Any) -> list[Input]:
         """Return those inputs of a task that are in memory; what is on disk stays there."""
-        data = self._worker.data
-        data = getattr(data, "memory", data)
+        data = in_memory(self._worker)
         keys = [dep.key for dep in ts.dependencies if dep.key in data]
         return [Input(key, data[key], self.inputs) for key in keys]
+
+
+@contextmanager
+def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    """Make what is closed afterwards."""
+    with closing(kind(*args, **kwargs)) as made:  # type: ignore[type-var]
+        yield made
 
 
 def _urgency(ts: Any) -> tuple[Any, ...]:
     """Return a task's place among those that wait for its device; the least goes first.
 
-    It is dask's own priority, but what the user gave alike, those go first that use up an input
-    which no other task waits for: their device has less to hold when they are done. Else a device
-    fills up with what many tasks make before the first of it is used.
+    It is dask's own priority; but among those of one priority of the user's, those go first that
+    use up an input which no other task waits for: their device has less to hold when they are done.
+    Else a device fills up with what many tasks make before the first of it is used.
     """
     by_user, *others = ts.priority
     for dep in ts.dependencies:

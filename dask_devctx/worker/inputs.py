@@ -16,9 +16,11 @@ from tornado.ioloop import IOLoop, PeriodicCallback
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp
+from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp, walk
 from dask_devctx.transfer.lifetime import Lifetime
+from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.replicas import Replicas
+from dask_devctx.worker import arguments
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ Copies = list[tuple[Lifetime, Any]]
 _UNKNOWN = Lifetime()
 _UNKNOWN.ended = True
 # Of what is on no device.
-_ON_THE_HOST = Stamp({})
+_ON_THE_HOST = Stamp({}, {})
 
 
 class Input:
@@ -59,17 +61,24 @@ class Input:
 
     @property
     def nbytes(self) -> Mapping[Device, int]:
-        """How many bytes it has on which devices; empty for what is on the host.
+        """About how many bytes it has on which devices; empty for what is on the host.
 
         So is what cannot be told, as somebody's type raised: the task asks again when it is given
-        the value, and fails with that.
+        the value, and fails with that. A large value of which nobody knows is looked at in part,
+        for less than a millisecond: the task looks again.
         """
         if self._nbytes is None:
+            lifetime = None if self._inputs is None else self._inputs.lifetimes.get(self.key)
+            if lifetime is not None and lifetime.places is not None:
+                self._nbytes = lifetime.places
+                return self._nbytes
             try:
-                self._nbytes = nbytes_by_device(self.value)
+                self._nbytes, complete = nbytes_by_device.estimated(self.value)
             except Exception:
                 logger.debug("where %r is cannot be told", self.key, exc_info=True)
-                self._nbytes = {}
+                self._nbytes, complete = {}, False
+            if complete and lifetime is not None:
+                lifetime.places = self._nbytes
         return self._nbytes
 
     @property
@@ -107,6 +116,7 @@ class Inputs:
     metric: Final = "devctx-traffic"
 
     def __init__(self, limit: float) -> None:
+        arguments.register()
         self.replicas = Replicas(limit=limit)
         self.lifetimes: defaultdict[Hashable, Lifetime] = defaultdict(Lifetime)
         self._event_loop = threading.get_ident()
@@ -153,7 +163,7 @@ class Inputs:
         """Note that the value of a key comes from disk now: not of the work that was noted."""
         lifetime = self.lifetimes.get(key)
         if lifetime is not None:
-            lifetime.after = None
+            lifetime.after = lifetime.places = None
 
     def copies_of(self, key: Hashable) -> Collection[Device]:
         """Return the devices that have a copy of a key's value."""
@@ -211,8 +221,12 @@ class Inputs:
             try:
                 wanted = self._open and not lifetime.ended
                 if wanted and self.replicas.wants(lifetime, device, nbytes):
+                    if lifetime.places is None:
+                        lifetime.places = nbytes_by_device(one.value)
                     after = lifetime.after
-                    self.replicas.get(lifetime, one.value, device, after=after, ahead=True)
+                    self.replicas.get(
+                        lifetime, one.value, device, after=after, ahead=True, places=lifetime.places
+                    )
             except Exception:  # the task will try for itself, and fail with this if it must
                 logger.debug("%r was not brought to %s ahead", one.key, device, exc_info=True)
 
@@ -223,16 +237,40 @@ class Inputs:
         inputs, copies = {}, []
         for key, value in data.items():
             lifetime = lifetimes.get(key, _UNKNOWN)
+            places = lifetime.places
+            if places is None:
+                places = nbytes_by_device(value)
+                if lifetime is not _UNKNOWN:
+                    lifetime.places = places  # looked for once, also where there is nothing
+            if not places:
+                inputs[key] = value
+                continue
             # Of what arrived from elsewhere, or was there before, nobody knows the work.
             after = lifetime.after
             if after is None:
-                after = stamp(value) or _ON_THE_HOST
+                after = Stamp.of_devices(places)
                 if lifetime is not _UNKNOWN:
-                    lifetime.after = after  # looked for once, also where there is none
-            inputs[key] = here = self.replicas.get(lifetime, value, device, after=after)
+                    lifetime.after = after
+            inputs[key] = here = self.replicas.get(
+                lifetime, value, device, after=after, places=places
+            )
             if here is not value:
                 copies.append((lifetime, here))
         return inputs, copies
+
+    def bring_arguments(self, task: Any, device: Device) -> Any:
+        """Return a task with the arrays that it keeps itself on its device, given by value.
+
+        Parameters
+        ----------
+        task
+            dask's node of the graph. It is not changed: it may run again, on another device.
+        device
+            The task's device, which is current.
+        """
+        if arguments.may_hold_arrays(task) and nbytes_by_device.found_in(task).keys() - {device}:
+            return Move(device, guard_source=False).run(task)
+        return task
 
     def made(self, result: object, copies: Copies, device: Device) -> Stamp | None:
         """Note that a task has given all its work to its device.
@@ -240,9 +278,11 @@ class Inputs:
         Returns
         -------
         Stamp or None
-            Of the work that makes its result, where that is on a device: for :meth:`arrived`.
+            Of the work that makes its result, for :meth:`arrived`; None of a number or the like.
         """
         after = stamp(result)
+        if after is None and walk.find(type(result)) is not None:
+            after = _ON_THE_HOST  # nobody looks again
         if copies:
             # A result on the host says nothing of work that may not be done.
             known = after is not None and device in after.devices

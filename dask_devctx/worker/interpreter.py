@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx import config
+from dask_devctx.dask_internals.worker import has_nanny
 
 _LOOK_INTERVAL_MS = 1000
 
@@ -30,7 +33,16 @@ def switch_interval() -> float | None:
     return found
 
 
-class Interpreter:
+class _Interval:
+    """The process' switch interval: of several workers, the first sets and the last restores."""
+
+    workers = 0
+    before_s = 0.0
+    set_s = 0.0  # as Python rounds it
+
+
+@contextmanager
+def set_for_devices(worker: Worker, interval_s: float | None) -> Iterator[None]:
     """While it is open, a worker's Python is set for threads that drive GPUs.
 
     Parameters
@@ -52,38 +64,46 @@ class Interpreter:
     the worker has a nanny, since its process is the worker's alone then. Where memory runs out,
     nothing is left out any more.
 
-    Both belong to the process: of several workers in one, the first sets and the last restores.
+    Both belong to the process. What somebody else has set since stays.
     """
+    with ExitStack() as steps:
+        steps.enter_context(_switching_every(interval_s))
+        if config.get("gc-freeze") and has_nanny(worker):
+            steps.enter_context(_freezing_when_idle(worker))
+        yield
 
-    _open = 0
-    _interval_before = 0.0
-    _interval = 0.0  # as it was set, and as Python rounds it
 
-    def __init__(self, worker: Worker, interval_s: float | None) -> None:
-        self._worker = worker
-        self._modules = 0
-        self._looking: PeriodicCallback | None = None
-        if not Interpreter._open:
-            Interpreter._interval_before = sys.getswitchinterval()
-            if interval_s is not None:
-                sys.setswitchinterval(interval_s)
-            Interpreter._interval = sys.getswitchinterval()
-        Interpreter._open += 1
-        if config.get("gc-freeze") and worker.nanny:
-            self._looking = PeriodicCallback(self._freeze_when_idle, _LOOK_INTERVAL_MS)
-            self._looking.start()
+@contextmanager
+def _switching_every(interval_s: float | None) -> Iterator[None]:
+    if not _Interval.workers:
+        _Interval.before_s = sys.getswitchinterval()
+        if interval_s is not None:
+            sys.setswitchinterval(interval_s)
+        _Interval.set_s = sys.getswitchinterval()
+    _Interval.workers += 1
+    try:
+        yield
+    finally:
+        _Interval.workers -= 1
+        if not _Interval.workers and sys.getswitchinterval() == _Interval.set_s:
+            sys.setswitchinterval(_Interval.before_s)
 
-    def close(self) -> None:
-        """Set all back as it was, unless somebody else has set it since."""
-        if self._looking is not None:
-            self._looking.stop()
-            gc.unfreeze()
-        Interpreter._open -= 1
-        if not Interpreter._open and sys.getswitchinterval() == Interpreter._interval:
-            sys.setswitchinterval(Interpreter._interval_before)
 
-    def _freeze_when_idle(self) -> None:
-        if len(sys.modules) > self._modules and not self._worker.state.tasks:
-            self._modules = len(sys.modules)
+@contextmanager
+def _freezing_when_idle(worker: Worker) -> Iterator[None]:
+    modules = 0
+
+    def freeze_when_idle() -> None:
+        nonlocal modules
+        if len(sys.modules) > modules and not worker.state.tasks:
+            modules = len(sys.modules)
             gc.collect()
             gc.freeze()
+
+    looking = PeriodicCallback(freeze_when_idle, _LOOK_INTERVAL_MS)
+    looking.start()
+    try:
+        yield
+    finally:
+        looking.stop()
+        gc.unfreeze()

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
@@ -40,14 +41,15 @@ class Lease:
             lock.release()
 
 
-def acquire_for_worker(
+@contextmanager
+def leased_to_worker(
     wanted: Sequence[object] | None,
     count: int | None,
     *,
     holder: str,
     directory: str | os.PathLike[str] | None = None,
-) -> Lease:
-    """Take what a worker is to use.
+) -> Iterator[tuple[Device, ...]]:
+    """While it is open, a worker has its devices.
 
     Parameters
     ----------
@@ -58,6 +60,11 @@ def acquire_for_worker(
         How many of them it takes for itself; None for all, shared with anybody.
     holder, directory
         As :func:`acquire` has them.
+
+    Yields
+    ------
+    tuple of Device
+        The devices.
 
     Raises
     ------
@@ -75,8 +82,13 @@ def acquire_for_worker(
             "The worker sees no GPU: check CUDA_VISIBLE_DEVICES, or give it devices",
         )
     if count is None:
-        return Lease(found)
-    return acquire(found, count, holder=holder, directory=directory)
+        yield found
+        return
+    lease = acquire(found, count, holder=holder, directory=directory)
+    try:
+        yield lease.devices
+    finally:
+        lease.release()
 
 
 def acquire(
@@ -111,7 +123,7 @@ def acquire(
     Processes exclude each other that see the same directory: containers do where one directory of
     the host is mounted into all of them. Users do not exclude each other.
 
-    The devices are free again when the share is released or when the process has ended, however
+    The devices are free again when the lease is released or when the process has ended, however
     it ended. One at a time chooses, so that of two workers that want three of four devices one
     gets them.
     """

@@ -10,6 +10,7 @@ from typing import Any, Final
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.tasks import add_metadata
 
 # The key under which a task's metadata and a task's row name the device.
 METADATA: Final = "device"
@@ -113,7 +114,7 @@ class Record:
         if before is not None:
             self._tallies[before].under_way -= 1
         self._tallies[device].under_way += 1
-        ts.metadata[METADATA] = device.uuid
+        add_metadata(ts, METADATA, device.uuid)
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device, and fails with this error."""

@@ -15,8 +15,10 @@ from distributed.protocol.pickle import dumps
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.worker import is_joining
 from dask_devctx.errors import DevicesInUseError, LockDirectoryError
-from dask_devctx.scheduler.routing import ANNOUNCE, REFUSE, WITHDRAW, DeviceRouting
+from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.routing import DeviceRouting
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +112,7 @@ async def refuse(worker: Worker, error: Exception) -> None:
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start
         return
-    joining = not worker.periodic_callbacks["heartbeat"].is_running()
-    leaves = joining and isinstance(error, (DevicesInUseError, LockDirectoryError))
+    leaves = is_joining(worker) and isinstance(error, (DevicesInUseError, LockDirectoryError))
     if not leaves:
         error.add_note(_WAY_OUT.format(worker.name))
     async with _Turn(worker) as newest:

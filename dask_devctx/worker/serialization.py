@@ -16,6 +16,7 @@ from distributed.protocol import dask_deserialize, dask_serialize
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.serialization import register_instead
 
 Serialized = tuple[dict[str, Any], list[Any]]
 Serialize = Callable[[Any], Serialized]
@@ -42,14 +43,6 @@ def register() -> None:
             registry.register_lazy(library, with_it)
         if f"distributed.protocol.{library}" in sys.modules:  # then nobody asks for it any more
             with_it()
-
-
-def _instead(registry: Any, kind: type, serialize: Serialize) -> None:
-    """Register a function for a type and for those of its subclasses that had their base's."""
-    found = registry._lookup  # dispatching would call what registers lazily, which this is
-    theirs = found[kind]
-    for each in [each for each, known in found.items() if known is theirs]:
-        registry.register(each, serialize)
 
 
 @functools.cache
@@ -82,8 +75,8 @@ def _register_torch() -> None:
             raise NotImplementedError("torch pickles it: taken apart, it loses what it shares")
         return dask_object_with_dict_serializer.serialize(module)  # type: ignore[no-any-return]
 
-    _instead(dask_serialize, torch.Tensor, serialize_tensor)
-    _instead(dask_serialize, torch.nn.Module, serialize_module)
+    register_instead(dask_serialize, torch.Tensor, serialize_tensor)
+    register_instead(dask_serialize, torch.nn.Module, serialize_module)
 
 
 @functools.cache
@@ -105,5 +98,5 @@ def _register_numba() -> None:
         return serialize_array
 
     kind = cuda.devicearray.DeviceNDArray
-    _instead(dask_serialize, kind, of_any_layout(theirs.dask_serialize_numba_ndarray))
-    _instead(cuda_serialize, kind, of_any_layout(theirs.cuda_serialize_numba_ndarray))
+    register_instead(dask_serialize, kind, of_any_layout(theirs.dask_serialize_numba_ndarray))
+    register_instead(cuda_serialize, kind, of_any_layout(theirs.cuda_serialize_numba_ndarray))

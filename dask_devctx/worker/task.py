@@ -1,29 +1,45 @@
-"""One task of dask's on its device: what the worker calls in the task's place."""
+"""One call on its device: a task, or an actor's method, as the worker calls it.
+
+The way of each is the same: bring the inputs, call, and note the work that makes the result, all
+with the device current and inside a
+:class:`~dask_devctx.worker.failures.calls.MonitoredCall`, which says how it ends.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from distributed import Reschedule
+
 from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.executors import submitting
+from dask_devctx.cuda.on_device import DeviceFunction
+from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor
+from dask_devctx.worker.failures.calls import MonitoredCall, of_the_task
 
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
     from dask_devctx.transfer.lifetime import Lifetime
+    from dask_devctx.worker.failures.monitor import Monitor
     from dask_devctx.worker.inputs import Copies, Inputs
 
 logger = logging.getLogger(__name__)
 
 _NONE: Mapping[Hashable, Lifetime] = MappingProxyType({})
 
+# The positional and the named arguments of a method; and the function that takes them to a device.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Bring = Callable[[Arguments, Device], Arguments]
 
-class DeviceTask:
+
+class DeviceTask(TaskStandIn):
     """A task that enters its device, runs, and leaves it.
 
     Parameters
@@ -32,15 +48,18 @@ class DeviceTask:
         The task itself, a callable of its inputs' values by key.
     device
         Its device, or the error with which it is to fail.
+    executor
+        The device's threads; None leaves it on those that dask chose.
     priority
-        Dask's priority of it; the least runs first.
+        Its place among the tasks that wait for them; the least runs first.
     asked_for
         Whether somebody asked for this device; else any would have done.
+    watched
+        Whether it may have broken a device before.
     inputs
         Brings the inputs to the device; None leaves them where they are.
-    call
-        Calls it on the device; whatever watches over the task is in here, and watches over its
-        inputs' way too. It stays behind where the task is sent to another process.
+    monitor
+        Monitors the device; None only where the task is to fail.
 
     Attributes
     ----------
@@ -51,98 +70,115 @@ class DeviceTask:
 
     Notes
     -----
-    Stands in for dask's ``GraphNode`` while the worker executes it, and has its attributes. It can
-    be pickled, so that it runs in another process on a device of the same UUID there. In a process
-    forked after CUDA was initialised no device can be used: a task that asked for none runs there
-    without one, any other fails.
+    It can be pickled, so that it runs in another process on a device of the same UUID there, with
+    its inputs as they are and without a monitor. In a process forked after CUDA was initialised no
+    device can be used: a task that asked for none runs there without one, any other fails.
     """
 
-    __slots__ = ("asked_for", "call", "device", "inputs", "lifetimes", "made", "priority", "task")
+    __slots__ = ("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "watched")
 
     def __init__(
         self,
         task: Callable[[Any], Any],
         device: Device | Exception,
-        priority: tuple[int, ...] | None = None,
         *,
+        executor: TaskThreadPoolExecutor | None = None,
+        priority: tuple[int, ...] | None = None,
         asked_for: bool = True,
+        watched: bool = False,
         inputs: Inputs | None = None,
-        call: Callable[[Device, Callable[[Any], Any], Any], Any] = suspending.call,
+        monitor: Monitor | None = None,
     ) -> None:
-        self.call = call
+        super().__init__(task, executor, priority)
+        self.monitor = monitor
         self.inputs = inputs
         self.lifetimes = _NONE
         self.made: Stamp | None = None
-        self.task = task
         self.device = device
-        self.priority = priority
         self.asked_for = asked_for
+        self.watched = watched
 
     def __call__(self, data: Any = ()) -> Any:
-        device = self.device
+        device, monitor = self.device, self.monitor
+        task: Any = self.task
         if isinstance(device, Exception):
             raise device
-        return self.call(device, self.task if self.inputs is None else self._with_inputs, data)
+        assert monitor is not None
+        if monitor.is_cancelled(task.key):
+            raise Reschedule  # which comes to nothing, unless it was asked for again just now
+        call = MonitoredCall(
+            monitor, task.key, device, movable=not self.asked_for, watched=self.watched
+        )
+        if task.is_coro:
+            return self._await(call, device, data)
+        while call.unfinished:
+            with call:
+                result = self._run(device, data)
+        return suspending.within(device, result)
 
-    def _with_inputs(self, data: Any) -> Any:
-        """Call the task on its device, which is current, with what it needs brought there."""
-        inputs, device = self.inputs, self.device
-        assert inputs is not None
-        assert isinstance(device, Device)
-        brought, copies = inputs.bring(data, self.lifetimes, device) if data else (data, [])
-        if self.task.is_coro:  # type: ignore[attr-defined]
-            return self._awaited(brought, copies)
-        try:
-            result = self.task(brought)
-        except BaseException:
-            inputs.gave_up(copies, device)
-            raise
-        self.made = inputs.made(result, copies, device)
+    async def _await(self, call: MonitoredCall, device: Device, data: Any) -> Any:
+        while call.unfinished:
+            async with call:
+                result = await suspending.within(device, self._run_coroutine(device, data))
         return result
 
-    async def _awaited(self, brought: Any, copies: Copies) -> Any:
-        inputs, device = self.inputs, self.device
-        assert inputs is not None
-        assert isinstance(device, Device)
+    def _run(self, device: Device, data: Any) -> Any:
+        task, brought, copies = self._bring(device, data)
         try:
-            result = await self.task(brought)
+            result = task(brought)
         except BaseException:
-            inputs.gave_up(copies, device)
+            self._gave_up(device, copies)
             raise
-        self.made = inputs.made(result, copies, device)
+        self._returned(device, copies, result)
         return result
 
-    @property
-    def is_coro(self) -> bool:
-        """Whether the task is a coroutine function's.
+    async def _run_coroutine(self, device: Device, data: Any) -> Any:
+        task, brought, copies = self._bring(device, data)
+        try:
+            result = await task(brought)
+        except BaseException:
+            self._gave_up(device, copies)
+            raise
+        self._returned(device, copies, result)
+        return result
 
-        The worker asks this in the context in which it then submits the task to a pool, which is
-        how the pool learns of its priority.
-        """
-        submitting.set(self.priority)
-        return bool(self.task.is_coro)  # type: ignore[attr-defined]
+    def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
+        """Return the task and its inputs as they are on the device, and which are copies."""
+        if self.inputs is None:
+            return self.task, data, []
+        task = self.inputs.bring_arguments(self.task, device)
+        if not data:
+            return task, data, []
+        return task, *self.inputs.bring(data, self.lifetimes, device)
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.task, name)
+    def _gave_up(self, device: Device, copies: Copies) -> None:
+        if self.inputs is not None:
+            self.inputs.gave_up(copies, device)
 
-    def __repr__(self) -> str:
-        return repr(self.task)
+    def _returned(self, device: Device, copies: Copies, result: Any) -> None:
+        if self.inputs is not None:
+            self.made = self.inputs.made(result, copies, device)
 
     def __reduce__(self) -> Any:
-        return _elsewhere, (self.task, self.device, self.asked_for)
+        given = (_run_elsewhere, self.task, self.device, self.asked_for)
+        return functools.partial, given
 
 
-def _elsewhere(
-    task: Callable[[Any], Any], device: Device | Exception, asked_for: bool
-) -> Callable[[Any], Any]:
-    """Return the task to run in the process that unpickles it."""
+def _run_elsewhere(
+    task: Callable[[Any], Any], device: Device | Exception, asked_for: bool, data: Any = ()
+) -> Any:
+    """Return the result of a task, run in the process that unpickled it."""
+    if isinstance(device, Exception):
+        raise device
     backend = driver.current_backend()
     if not asked_for and backend is not None and backend.calls.checked.forked:
         _warn_forked()
-        return task
-    return DeviceTask(task, device, asked_for=asked_for)
+        return task(data)
+    try:
+        return suspending.call(device, task, data)
+    except BaseException as error:
+        error.__traceback__ = of_the_task(error)
+        raise
 
 
 @functools.cache
@@ -151,3 +187,58 @@ def _warn_forked() -> None:
         "This process was forked after CUDA was initialised and can use no device: tasks that ask "
         "for none run without one. Make the pool with multiprocessing's 'spawn' context"
     )
+
+
+class DeviceMethod(DeviceFunction[..., Any]):
+    """A method of an actor, on the actor's device.
+
+    Parameters
+    ----------
+    monitor
+        Monitors the device.
+    key
+        The actor's key.
+    device
+        Its device.
+    method
+        The method.
+    bring
+        Called inside the device's scope, returns the arguments that the method is given; None
+        leaves them where they are.
+    """
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        key: Hashable,
+        device: Device,
+        method: Callable[..., Any],
+        bring: Bring | None,
+    ) -> None:
+        super().__init__(device, method)
+        self._monitor = monitor
+        self._key = key
+        self._device = device
+        self._bring = bring
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        call = MonitoredCall(self._monitor, self._key, self._device, is_method=True)
+        if inspect.iscoroutinefunction(self.__wrapped__):
+            return self._await(call, args, kwargs)
+        with call:
+            result = self._run(args, kwargs)
+        return suspending.within(self._device, result)
+
+    async def _await(
+        self, call: MonitoredCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        async with call:
+            return await suspending.within(self._device, self._run_coroutine(args, kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._bring is not None:
+            args, kwargs = self._bring((args, kwargs), self._device)
+        return self.__wrapped__(*args, **kwargs)
+
+    async def _run_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return await self._run(args, kwargs)

@@ -23,7 +23,8 @@ from dask_devctx import (
     StreamPriorityRange,
     driver,
 )
-from dask_devctx.errors import DeviceScopeError, DriverError
+from dask_devctx.errors import DevctxError, DeviceNotFoundError, DeviceScopeError, DriverError
+from tests.addressed import AddressedDriver
 
 
 def current():
@@ -71,6 +72,42 @@ def test_making_one_leaves_the_current_context(backend):
 def test_flags(backend, flags):
     with closing(Context(0, *flags)) as own:
         assert own.flags == flags[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ((ContextFlags.SCHED_SPIN, ContextFlags.MAP_HOST), {}),
+        ((ContextFlags.SCHED_SPIN | ContextFlags.MAP_HOST,), {}),
+        (([ContextFlags.SCHED_SPIN, ContextFlags.MAP_HOST],), {}),
+        ((), {"flags": ContextFlags.SCHED_SPIN | ContextFlags.MAP_HOST}),
+        ((), {"flags": {ContextFlags.SCHED_SPIN, ContextFlags.MAP_HOST}}),
+        ((ContextFlags.SCHED_SPIN,), {"flags": [ContextFlags.MAP_HOST]}),
+    ],
+)
+def test_flags_are_given_in_any_way(machine, arguments):
+    positional, named = arguments
+    with closing(Context(0, *positional, **named)) as own:
+        assert own.flags == ContextFlags.SCHED_SPIN | ContextFlags.MAP_HOST
+        own.flags = (ContextFlags.SCHED_YIELD, ContextFlags.SYNC_MEMOPS)
+        assert own.flags == ContextFlags.SCHED_YIELD | ContextFlags.SYNC_MEMOPS
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (ContextFlags.SCHED_SPIN, "Context(0, ContextFlags.SCHED_SPIN)"),
+        (ContextFlags.SCHED_AUTO, "Context(0, ContextFlags.SCHED_AUTO)"),
+        (
+            ContextFlags.SCHED_SPIN | ContextFlags.MAP_HOST,
+            "Context(0, ContextFlags.SCHED_SPIN | ContextFlags.MAP_HOST)",
+        ),
+    ],
+)
+def test_flags_without_a_device_are_named(machine, flags, said):
+    with pytest.raises(TypeError) as caught:
+        Context(flags)
+    assert str(caught.value) == f"a context needs its device before its flags: {said}"
 
 
 def test_flags_are_joined(machine):
@@ -249,13 +286,175 @@ def test_closed_on_many_threads_at_once(machine):
     assert machine.faults.calls["cuCtxDestroy"] == 1
 
 
-def test_failing_close_counts_as_closed(machine):
+def test_close_that_is_refused_can_be_tried_again(machine):
     own = Context(0)
     machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
     with pytest.raises(DriverError, match="cuCtxDestroy failed"):
         own.close()
+    assert own.handle
+    with own:  # it lives, and works, until it is closed
+        assert own.is_current
     own.close()
     assert own.handle == 0
+    assert machine.faults.calls["cuCtxDestroy"] == 2
+    own.close()
+    assert machine.faults.calls["cuCtxDestroy"] == 2
+
+
+def test_close_that_is_interrupted_after_it_was_done(machine):
+    """The context is gone, and it is not touched again."""
+    own = Context(0)
+    own.set_current()
+    _after(machine, "cuCtxDestroy")
+    with pytest.raises(KeyboardInterrupt):
+        own.close()
+    assert own.handle == 0
+    own.close()
+    assert machine.faults.calls["cuCtxDestroy"] == 1
+    with pytest.raises(DeviceScopeError, match="this context was closed"):
+        own.set_current()
+    Device.unset_current()
+
+
+def test_a_restore_does_not_use_what_close_left_unknown(machine):
+    own = Context(0)
+    own.set_current()
+    Device(1).__enter__()
+    machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(DriverError):
+        own.close()
+    Device(1).__exit__(None, None, None)
+    assert own.is_current
+    own.close()
+
+
+# -- making one that fails half-way
+
+
+def _interrupt(*args):
+    raise KeyboardInterrupt
+
+
+def _after(machine, name):
+    """Let a driver's function do its work, once, and then be interrupted."""
+    plain = getattr(machine.driver, name)
+
+    def interrupted(*args):
+        delattr(machine.driver, name)
+        plain(*args)
+        raise KeyboardInterrupt
+
+    interrupted.__name__ = name
+    setattr(machine.driver, name, interrupted)
+
+
+@pytest.mark.parametrize("outer", [None, 1])
+@pytest.mark.parametrize("name", ["cuCtxCreate", "cuCtxSetCurrent", "cuCtxGetId"])
+@pytest.mark.parametrize("how", ["refused", "interrupted before", "interrupted after"])
+def test_making_one_that_fails_half_way_leaves_nothing(machine, outer, name, how):
+    by_address = name == "cuCtxGetId" and isinstance(machine.driver, AddressedDriver)
+    if by_address:  # an exception does not come through a C function
+        how = "refused"
+    if outer is not None:
+        Device(outer).set_current()
+    before = current()
+    driver.backend().driver()
+    if how == "refused":
+        machine.faults.inject(name, types.CUresult.CUDA_ERROR_UNKNOWN)
+    elif how == "interrupted before":
+        machine.faults.inject(name, types.CUresult.CUDA_SUCCESS, when=_interrupt)
+    else:
+        _after(machine, name)
+    with pytest.raises((DriverError, KeyboardInterrupt)):
+        Context(0)
+    machine.faults.clear()
+    assert current() == before
+    made = [one for one in machine.driver._contexts.values() if not one.is_primary]
+    assert [one.alive for one in made] in ([], [False])
+    gc.collect()  # what was never made warns of nothing
+    Device.unset_current()
+    assert current() == 0
+
+
+def test_a_context_that_cannot_be_unmade_is_a_note(machine):
+    driver.backend().driver()
+    machine.faults.inject("cuCtxSetCurrent", types.CUresult.CUDA_ERROR_UNKNOWN)
+    machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(DriverError, match="cuCtxSetCurrent") as caught:
+        Context(0)
+    assert "could not be destroyed: cuCtxDestroy failed" in caught.value.__notes__[0]
+    assert current() == 0
+
+
+# -- one for a block
+
+
+def test_temporary(backend):
+    with Context.temporary(0, flags=ContextFlags.SCHED_SPIN) as own:
+        assert own.is_current
+        assert own.flags == ContextFlags.SCHED_SPIN
+        assert Context.current() is own
+    assert own.handle == 0
+    assert current() == 0
+
+
+def test_temporary_is_reusable_and_reentrant(machine):
+    temporary = Context.temporary(1, ContextFlags.SCHED_YIELD)
+    with temporary as first, temporary as second:
+        assert first != second
+        assert second.is_current
+    with temporary as third:
+        seen = []
+
+        def work():
+            with temporary as own:
+                seen.append(own.is_current)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert seen == [True]
+        assert third.is_current
+    assert (first.handle, second.handle, third.handle) == (0, 0, 0)
+    with pytest.raises(DeviceScopeError, match=r"Context.temporary\(1\)"):
+        temporary.__exit__(None, None, None)
+
+
+def test_temporary_closes_when_the_body_raises(machine):
+    with pytest.raises(ZeroDivisionError), Context.temporary(0) as own:
+        1 / 0  # noqa: B018
+    assert own.handle == 0
+    assert current() == 0
+
+
+def test_temporary_closes_what_cannot_be_entered(machine):
+    driver.backend().driver()
+
+    def not_none(context):
+        return int(context) != 0
+
+    machine.faults.inject("cuCtxSetCurrent", types.CUresult.CUDA_ERROR_UNKNOWN, when=not_none)
+    with pytest.raises(DriverError, match="cuCtxSetCurrent"):
+        Context.temporary(0).__enter__()
+    assert machine.faults.calls["cuCtxDestroy"] == 1
+    assert current() == 0
+
+
+def test_temporary_that_cannot_be_closed(machine):
+    machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(DriverError, match="cuCtxDestroy"), Context.temporary(0) as own:
+        pass
+    own.close()
+    machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(ZeroDivisionError) as caught, Context.temporary(0) as own:
+        1 / 0  # noqa: B018
+    assert "cuCtxDestroy failed" in caught.value.__notes__[0]
+    own.close()
+
+
+def test_temporary_looks_at_its_device_when_it_is_entered(machine):
+    with pytest.raises(DeviceNotFoundError):
+        Context.temporary(9).__enter__()
 
 
 def test_equality_and_hash_last(machine):
@@ -271,12 +470,16 @@ def test_equality_and_hash_last(machine):
     assert known[other] == "other"
 
 
-def test_collected_unclosed(machine):
+def test_collected_unclosed(machine, caplog):
     own = Context(0)
     handle = own.handle
     with pytest.warns(ResourceWarning, match="was never closed"):
         del own
         gc.collect()
+    (record,) = caplog.records  # a ResourceWarning is hidden from most people: this one is not
+    assert (record.levelname, record.name) == ("WARNING", "dask_devctx.cuda.context")
+    assert "lives, with its memory, until the process ends" in record.getMessage()
+    assert "with Context.temporary" in record.getMessage()
     assert machine.faults.calls["cuCtxDestroy"] == 0  # it may be current on some thread
     driver.backend().calls.destroy(handle)
 
@@ -304,6 +507,14 @@ def test_current_is_none(backend):
     assert Context.current() is None
     backend.driver()
     assert Context.current() is None
+
+
+def test_current_that_is_required(backend):
+    with pytest.raises(DevctxError, match=r"no context is current on this thread\. Enter one"):
+        Context.current(required=True).limits  # noqa: B018
+    with Device(0):
+        assert Context.current(required=True) is Device(0).primary_context
+        assert Context.current(required=True).limits[Limit.STACK_SIZE] > 0
 
 
 def test_current_is_the_owner_itself(own):
@@ -382,6 +593,7 @@ def test_current_is_dead(backend):
 def test_primary(backend):
     primary = Device(0).primary_context
     assert isinstance(primary, PrimaryContext)
+    assert isinstance(primary, Context)
     assert primary is Device(0).primary_context
     assert primary.device is Device(0)
     assert primary.is_primary
@@ -401,11 +613,12 @@ def test_primary(backend):
 def test_primary_is_one_object_however_it_is_asked_for(machine):
     primary = Device(1).primary_context
     with primary:
-        assert PrimaryContext(1) is PrimaryContext("cuda:1") is PrimaryContext(Device(1)) is primary
+        assert PrimaryContext(Device(1)) is primary
         assert Context.current() is primary
-    with pytest.raises(TypeError, match="a device is an ordinal"):
-        PrimaryContext(1.5)
-    assert not PrimaryContext(2).is_active
+    for not_a_device in (1, 1.5, "cuda:1", primary):
+        with pytest.raises(TypeError, match=r"Write Device\(...\).primary_context"):
+            PrimaryContext(not_a_device)
+    assert not PrimaryContext(Device(2)).is_active
 
 
 def test_primary_is_one_object_for_all_threads(machine):
@@ -510,7 +723,7 @@ def test_limits(own):
     assert current() == 0
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "big", None, 2**64])
+@pytest.mark.parametrize("value", [-1, 1.5, "big", None, True, False, 2**64])
 def test_limits_are_whole_numbers(own, value):
     with pytest.raises(ValueError, match="a limit is a whole number, 0 or more, got"):
         own.limits[Limit.STACK_SIZE] = value

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import cloudpickle
 import pytest
 from cuda.bindings.driver import CUcontext, CUresult
 
-from dask_devctx import Device, devices, driver
+from dask_devctx import Context, Device, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceNotFoundError, DriverError
 
@@ -325,47 +327,27 @@ def test_sync_raises_what_the_work_failed_with(machine):
     )
 
 
-# -- synchronized
+def test_sync_and_synchronize_are_one(machine):
+    with Device(1), closing(Context(1)) as own:
+        for scope in (Device(1), Device(1).primary_context, own):
+            for wait in (scope.sync, scope.synchronize):
+                machine.faults.calls.clear()
+                wait()
+                assert machine.faults.calls["cuCtxSynchronize"] == 1
 
 
-def test_synchronized_waits_before_it_restores(machine):
-    calls = []
-
-    def waiting(*args):
-        calls.append(Device.current())
-        return False
-
-    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_SUCCESS, when=waiting)
-    with Device(0), Device(1).synchronized() as device:
-        assert device is Device(1) is Device.current()
-        assert calls == []
-    assert calls == [Device(1)]
+# -- a device as a number
 
 
-def test_synchronized_waits_when_the_body_raised(machine):
-    with pytest.raises(ZeroDivisionError), Device(1).synchronized():
-        1 / 0  # noqa: B018
-    assert machine.faults.calls["cuCtxSynchronize"] == 1
+def test_is_the_ordinal_where_a_number_is_needed(machine):
+    assert int(Device(2)) == operator.index(Device(2)) == 2
+    assert ["a", "b", "c"][Device(2)] == "c"
+    assert f"{Device(2).__index__()}" == "2"
+    assert Device(2) != 2  # it is no number: another UUID may have this ordinal elsewhere
+    assert Device(Device(2)) is Device(2)
 
 
-def test_synchronized_raises_what_it_found(machine):
-    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_ERROR_LAUNCH_FAILED)
-    with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED"), Device(1).synchronized():
-        pass
-    assert Device.current() is None
-
-
-def test_synchronized_notes_what_it_found_on_the_bodys_own(machine):
-    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_ERROR_LAUNCH_FAILED)
-    with pytest.raises(ZeroDivisionError) as caught, Device(1).synchronized():
-        1 / 0  # noqa: B018
-    (note,) = caught.value.__notes__
-    assert "CUDA_ERROR_LAUNCH_FAILED" in note
-    assert Device.current() is None
-
-
-def test_synchronized_on_both_drivers(backend):
-    with Device(0).synchronized() as device:
-        assert Device.current() is device
-        backend.calls.work.free(backend.calls.work.allocate(1 << 20))
-    assert Device.current() is None
+def test_an_ordinal_that_is_not_here(machine):
+    device = pickle.loads(pickle.dumps(Device(2)).replace(Device(2).uuid[4:].encode(), b"e" * 36))
+    with pytest.raises(DeviceNotFoundError):
+        int(device)

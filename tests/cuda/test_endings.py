@@ -7,15 +7,17 @@ import importlib
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from cuda.bindings import driver as types
 from cuda.bindings.driver import CUresult
 
-from dask_devctx import Device, driver
+from dask_devctx import Context, Device, driver
 from dask_devctx.cuda.scope import open_scopes
-from dask_devctx.errors import DeviceScopeError
+from dask_devctx.driver.backends import Backend
+from dask_devctx.errors import DeviceScopeError, DriverError
 
 
 def inside(device, log):
@@ -148,16 +150,90 @@ def test_the_entry_is_dropped_only_after_the_restore_was_tried(machine):
 # -- set_current, which has no end
 
 
-def test_unset_current_undoes_set_current_alone(machine):
+@pytest.mark.parametrize("unset", [Device.unset_current, Context.unset_current])
+def test_unset_current_leaves_nothing_current(backend, unset):
+    unset()  # before anything has used CUDA
+    assert not backend.initialised
+    Device(0).set_current()
+    unset()
+    assert backend.current_context() == 0
+    assert Device.current() is None
+    unset()  # where nothing is current
+    calls = backend.driver()
+    calls.set_current(calls.primary_retain(0))  # another library did
+    unset()
+    assert backend.current_context() == 0
+    calls.primary_release(0)
+    own = Context(0)
+    own.set_current()
+    unset()
+    assert backend.current_context() == 0
+    assert own.handle
+    own.set_current()  # it lives
+    unset()
+    own.close()
+
+
+def test_unset_current_of_an_object(machine):
+    with closing(Context(2)) as own:
+        for one in (Device(1), own, Device(3).primary_context):
+            own.set_current()
+            one.unset_current()
+            assert Device.current() is None
+    assert machine.gpus[3].primary is None  # nothing was created by it
+
+
+def test_unset_current_takes_off_what_others_pushed(backend):
+    """All of it: a pop of theirs finds the stack empty."""
+    theirs = Context(0)
+    Device(0).set_current()
+    for _ in range(2):
+        backend.calls.driver.cuCtxPushCurrent(types.CUcontext(theirs.handle))
+    Device.unset_current()
+    assert backend.current_context() == 0
+    status = backend.calls.driver.cuCtxPopCurrent()[0]
+    assert status == CUresult.CUDA_ERROR_INVALID_CONTEXT
+    theirs.close()
+
+
+def test_unset_current_inside_a_scope_lasts_until_its_end(machine):
+    Device(2).set_current()
+    with Device(1):
+        Device.unset_current()
+        assert Device.current() is None
+        with Device(3):
+            assert Device.current() is Device(3)
+        assert Device.current() is None
+    assert Device.current() is Device(2)
+    Device.unset_current()
+
+
+def test_unset_current_is_of_its_thread(machine):
     Device(1).set_current()
-    Device(2).unset_current()  # is not what is current
+    thread = threading.Thread(target=Device.unset_current)
+    thread.start()
+    thread.join()
     assert Device.current() is Device(1)
-    Device(1).unset_current()
-    assert Device.current() is None
-    Device(1).unset_current()
-    Device(3).unset_current()
-    assert Device.current() is None
-    assert machine.gpus[3].primary is None
+    Device.unset_current()
+
+
+def test_unset_current_without_a_driver():
+    class NoDriver:
+        def __getattr__(self, name):
+            raise RuntimeError("no libcuda.so.1")
+
+    with driver.use(Backend(NoDriver(), None)):
+        Device.unset_current()
+        assert Device.current() is None
+
+
+def test_unset_current_that_the_driver_refuses(machine):
+    Device(1).set_current()
+    machine.faults.inject("cuCtxSetCurrent", CUresult.CUDA_ERROR_UNKNOWN)
+    with pytest.raises(DriverError, match="cuCtxSetCurrent failed with CUDA_ERROR_UNKNOWN"):
+        Device.unset_current()
+    assert Device.current() is Device(1)
+    Device.unset_current()
 
 
 def test_set_current_is_of_its_thread(machine):

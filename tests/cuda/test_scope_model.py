@@ -1,4 +1,4 @@
-"""Random programs against a model: enters, exits, exceptions, other libraries, threads.
+"""Random programs against a model: enters, exits, waits, exceptions, other libraries, threads.
 
 The model knows nothing of the driver. It holds, for each thread, which context is current and what
 each open scope found; after each step the driver must agree with it, on every thread.
@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from importlib.util import find_spec
 
 import pytest
+from cuda.bindings.driver import CUcontext, CUresult
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
@@ -20,10 +21,12 @@ from dask_devctx import Device, driver
 from dask_devctx.cuda.context import Context
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DeviceScopeError
+from dask_devctx.errors import DeviceScopeError, DriverError
 from tests.addressed import addressed
 
 THREADS = 3
+# What the driver does on the way to a context of one's own.
+MAKING = ("cuCtxCreate", "cuCtxSetCurrent", "cuCtxGetId")
 threads = st.integers(0, THREADS - 1)
 ordinals = st.integers(0, 2)
 
@@ -80,15 +83,17 @@ class Scopes(RuleBasedStateMachine):
     def handle(self, scope):
         return scope.primary_context.handle if isinstance(scope, Device) else scope.handle
 
-    def enter(self, thread, scope):
-        self.workers[thread](scope.__enter__)
+    def enter(self, thread, scope, synchronized=False):
+        """Enter a scope, or the one of it that waits; both leave the same entry."""
+        entered = scope.synchronized() if synchronized else scope
+        assert self.workers[thread](entered.__enter__) is scope
         model = self.models[thread]
         model.entries.append((scope, model.current))
         model.current = scope
 
-    @rule(thread=threads, ordinal=ordinals)
-    def enter_device(self, thread, ordinal):
-        self.enter(thread, Device(ordinal))
+    @rule(thread=threads, ordinal=ordinals, synchronized=st.booleans())
+    def enter_device(self, thread, ordinal, synchronized):
+        self.enter(thread, Device(ordinal), synchronized)
 
     @rule(target=owned, ordinal=ordinals)
     def make_context(self, ordinal):
@@ -96,19 +101,36 @@ class Scopes(RuleBasedStateMachine):
         self.all_owned.append(context)
         return context
 
-    @rule(thread=threads, context=owned)
-    def enter_context(self, thread, context):
-        self.enter(thread, context)
+    @rule(thread=threads, ordinal=ordinals, function=st.sampled_from(MAKING))
+    def make_one_that_fails(self, thread, ordinal, function):
+        """Whichever call of it fails, the thread is as before and nothing is left alive."""
+        self.machine.faults.inject(function, CUresult.CUDA_ERROR_UNKNOWN)
+        alive = self.own_contexts_alive()
+        with pytest.raises(DriverError, match=f"{function} failed with CUDA_ERROR_UNKNOWN"):
+            self.workers[thread](lambda: Context(ordinal))
+        assert self.own_contexts_alive() == alive
+
+    def own_contexts_alive(self):
+        contexts = self.machine.driver._contexts.values()
+        return [one.id for one in contexts if one.alive and not one.is_primary]
+
+    @rule(thread=threads, context=owned, synchronized=st.booleans())
+    def enter_context(self, thread, context, synchronized):
+        self.enter(thread, context, synchronized)
 
     def alive(self, scope):
         return scope not in self.closed
 
-    def leave(self, thread, error):
-        """Leave the innermost scope, with or without an exception under way."""
+    def leave(self, thread, error, synchronized=False):
+        """Leave the innermost scope, with or without an exception under way.
+
+        Which of a device's scopes it is, its own or the one that waits, does not matter.
+        """
         model = self.models[thread]
         scope, found = model.entries.pop()
         kind = None if error is None else type(error)
-        leave = lambda: scope.__exit__(kind, error, None)  # noqa: E731
+        left = scope.synchronized() if synchronized and self.alive(scope) else scope
+        leave = lambda: left.__exit__(kind, error, None)  # noqa: E731
         if self.alive(found):
             assert self.workers[thread](leave) is False
             assert error is None or not hasattr(error, "__notes__")
@@ -122,10 +144,35 @@ class Scopes(RuleBasedStateMachine):
                 assert "destroyed" in error.__notes__[0]
             model.current = None
 
-    @rule(thread=threads, raising=st.booleans())
-    def exit(self, thread, raising):
+    @rule(thread=threads, raising=st.booleans(), synchronized=st.booleans())
+    def exit(self, thread, raising, synchronized):
         if self.models[thread].entries:
-            self.leave(thread, ValueError("body") if raising else None)
+            self.leave(thread, ValueError("body") if raising else None, synchronized)
+
+    @rule(thread=threads)
+    def exit_with_work_that_failed(self, thread):
+        """The wait raises, and what was current before is current again all the same."""
+        model = self.models[thread]
+        if not model.entries or not self.alive(model.entries[-1][0]):
+            return
+        scope, found = model.entries.pop()
+        self.machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_ERROR_LAUNCH_FAILED)
+        with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED") as caught:
+            self.workers[thread](lambda: scope.synchronized().__exit__(None, None, None))
+        assert hasattr(caught.value, "__notes__") != self.alive(found)
+        model.current = found if self.alive(found) else None
+
+    @rule(thread=threads)
+    def unset_current(self, thread):
+        self.workers[thread](Device.unset_current)
+        self.models[thread].current = None
+
+    @rule(thread=threads, context=owned)
+    def foreign_push_then_unset(self, thread, context):
+        push = lambda: self.machine.driver.cuCtxPushCurrent(CUcontext(context.handle))  # noqa: E731
+        self.workers[thread](push)
+        self.workers[thread](push)
+        self.unset_current(thread)
 
     @rule(thread=threads, place=st.integers(0, 5))
     def exit_out_of_order(self, thread, place):
@@ -165,12 +212,17 @@ class Scopes(RuleBasedStateMachine):
 
     @rule(thread=threads, ordinal=ordinals)
     def failing_enter(self, thread, ordinal):
-        from cuda.bindings.driver import CUresult
-
         Device(ordinal).primary_context.handle  # noqa: B018 - retained before
         self.machine.faults.inject("cuCtxSetCurrent", CUresult.CUDA_ERROR_UNKNOWN)
         with pytest.raises(Exception, match="CUDA_ERROR_UNKNOWN"):
             self.workers[thread](Device(ordinal).__enter__)
+
+    @rule(context=owned, thread=threads)
+    def close_that_is_refused(self, context, thread):
+        self.machine.faults.inject("cuCtxDestroy", CUresult.CUDA_ERROR_LAUNCH_FAILED)
+        with pytest.raises(DriverError, match="cuCtxDestroy"):
+            self.workers[thread](context.close)
+        assert context.handle
 
     @rule(context=consumes(owned), thread=threads)
     def close(self, context, thread):

@@ -155,6 +155,12 @@ def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver.SIMULATED_DEVICES_VARIABLE in result.stdout  # the remedy
 
 
+def test_an_option_that_is_out_of_range_is_a_problem() -> None:
+    with dask.config.set({"devctx.replica-limit": 3}):
+        found = as_json()
+    assert any("devctx.replica-limit" in problem for problem in found["problems"])
+
+
 def test_a_mistyped_key_is_a_problem() -> None:
     with dask.config.set({"devctx.simulated-device": 3}):
         found = as_json()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import dask
 import psutil
 import pytest
-from distributed import Client
+from distributed import Client, Worker
 
 from dask_devctx import (
     Device,
@@ -20,6 +21,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     devices,
 )
+from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.worker.leases import acquire
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
@@ -180,9 +182,51 @@ def test_scaling_where_a_worker_has_all_devices() -> None:
         assert cluster.adapt().maximum == 1  # no more than there is room for
 
 
-def test_arguments_of_the_plugin_alone_say_where_they_go() -> None:
-    with pytest.raises(TypeError, match=r"give plugin=DevicePlugin\(synchronize=True\)"):
-        LocalDeviceCluster(synchronize=True, **QUIET)
+def test_it_takes_every_option_of_the_plugin() -> None:
+    given: dict[str, Any] = {
+        "devices": [0, 2],
+        "devices_per_worker": 1,
+        "tasks_per_device": 2,
+        "unannotated": "leave",
+        "move_inputs": False,
+        "replica_limit": 0.5,
+        "policy": min,
+        "synchronize": True,
+        "oom_retries": 3,
+    }
+    assert given.keys() == set(OPTION_NAMES)
+    with LocalDeviceCluster(n_workers=2, **given, **QUIET) as cluster:
+        assert ordinals(cluster) == [[0], [2]]
+        for worker in cluster.workers.values():
+            options = dataclasses.asdict(worker.plugins["devctx"].options)
+            assert options == given | {"devices": tuple(Device(n).uuid for n in (0, 2))}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("task_per_device", "tasks_per_device"),
+        ("syncronize", "synchronize"),
+        ("memry_limit", "memory_limit"),
+        ("dashbord_address", "dashboard_address"),
+        ("death_timeouts", "death_timeout"),
+    ],
+)
+def test_a_mistyped_argument_is_named_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"no option '{name}'\. Did you mean {meant}\?"):
+        LocalDeviceCluster(**{name: 1})
+
+
+def test_arguments_of_the_workers_reach_them() -> None:
+    class Mine(Worker):  # type: ignore[misc]
+        def __init__(self, *args: Any, colour: str, **kwargs: Any) -> None:
+            self.colour = colour
+            super().__init__(*args, **kwargs)
+
+    given: dict[str, Any] = {"worker_class": Mine, "colour": "red", "resources": {"A": 1}}
+    with LocalDeviceCluster(dashboard_address=":0", **given) as cluster:
+        (worker,) = cluster.workers.values()
+        assert (worker.colour, worker.state.total_resources) == ("red", {"A": 1})
 
 
 def test_adapting() -> None:
@@ -267,10 +311,10 @@ def test_a_plugin_without_a_share_is_given_one() -> None:
         found = [worker.plugins["devctx"].worker_devices for worker in cluster.workers.values()]
     assert sorted(device.device_id for used in found for device in used) == [0, 1, 2, 3]
     assert [len(used) for used in found] == [2, 2]
-    assert plugin.devices_per_worker is None, "what was given is not changed"
+    assert plugin.options.devices_per_worker is None, "what was given is not changed"
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "rmm_pool_size"])
 def test_dask_cudas_arguments(name: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}: .*devices=.*from-dask-cuda"):
-        LocalDeviceCluster(**{name: "1"})  # type: ignore[arg-type]
+        LocalDeviceCluster(**{name: "1"})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -16,6 +19,7 @@ import pytest
 import yaml
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster, config
+from dask_devctx.config.options import CONFIGURED, OPTION_NAMES
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -56,6 +60,56 @@ def test_every_key_has_a_default_and_a_description() -> None:
 def test_the_schema_refuses(key: str, value: object) -> None:
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"devctx": {**config.defaults["devctx"], key: value}}, schema())
+
+
+# Those that are read where they are used, and not options of the plugin.
+READ_ELSEWHERE = {
+    "simulated-devices",
+    "lock-directory",
+    "missing-device-timeout",
+    "history",
+    "switch-interval",
+    "gc-freeze",
+}
+
+
+def test_every_key_is_an_option_or_read_elsewhere() -> None:
+    assert sorted({*CONFIGURED, *READ_ELSEWHERE}) == KEYS
+    assert not READ_ELSEWHERE & {*CONFIGURED}
+
+
+@pytest.mark.parametrize("cls", [DevicePlugin, LocalDeviceCluster])
+def test_the_signature_and_the_docstring_name_every_option(cls: type) -> None:
+    parameters = inspect.signature(cls).parameters
+    assert {*OPTION_NAMES} <= parameters.keys()
+    assert {parameters[name].kind for name in OPTION_NAMES} == {inspect.Parameter.KEYWORD_ONLY}
+    described = re.findall(r"^(\w+)$", inspect.getdoc(cls) or "", re.M)
+    assert [name for name in described if name in OPTION_NAMES] == [*OPTION_NAMES]
+
+
+def test_options_are_frozen_and_the_same_in_another_process() -> None:
+    with dask.config.set({"devctx.tasks-per-device": 5}):
+        plugin = DevicePlugin(devices=["GPU-12"], policy=max)
+    there = pickle.loads(pickle.dumps(plugin)).options
+    assert there == plugin.options
+    assert (there.tasks_per_device, there.devices, there.policy) == (5, ("GPU-12",), max)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        there.tasks_per_device = 6
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("task_per_device", "Did you mean tasks_per_device?"), ("colour", "help(DevicePlugin)")],
+)
+def test_an_argument_that_is_no_option_is_refused(name: str, said: str) -> None:
+    given: dict[str, Any] = {name: 1}
+    with pytest.raises(TypeError, match=f"no option '{name}'. {re.escape(said)}"):
+        DevicePlugin(**given)
+
+
+def test_a_policy_that_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"policy is a function of the candidates.*got 'fastest'"):
+        DevicePlugin(policy="fastest")  # type: ignore[arg-type]
 
 
 def documented() -> dict[str, tuple[str, str]]:
@@ -103,7 +157,7 @@ def test_variables_work(key: str, text: str, value: object) -> None:
 
 def test_a_file_works(tmp_path: Path) -> None:
     (tmp_path / "devctx.yaml").write_text("devctx:\n  tasks-per-device: 5\n")
-    code = "from dask_devctx import DevicePlugin; print(DevicePlugin().tasks_per_device)"
+    code = "from dask_devctx import DevicePlugin; print(DevicePlugin().options.tasks_per_device)"
     env = {**os.environ, "DASK_CONFIG": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout == "5\n", done.stderr
@@ -111,9 +165,10 @@ def test_a_file_works(tmp_path: Path) -> None:
 
 def test_an_argument_overrides_the_configuration() -> None:
     with dask.config.set({"devctx.tasks-per-device": 5, "devctx.devices": [1]}):
-        assert DevicePlugin().tasks_per_device == 5
-        assert DevicePlugin().devices == [1]
-        assert DevicePlugin(tasks_per_device=2, devices=[3]).tasks_per_device == 2
+        assert DevicePlugin().options.tasks_per_device == 5
+        assert DevicePlugin().options.devices == (1,)
+        given = DevicePlugin(tasks_per_device=2, devices=[3]).options
+        assert (given.tasks_per_device, given.devices) == (2, (3,))
 
 
 @pytest.mark.parametrize("devices", [1, "0,1", "GPU-8f3a"])

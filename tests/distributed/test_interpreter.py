@@ -6,6 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import dask
@@ -15,7 +16,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster
 from dask_devctx.cuda.out_of_memory import release_caches
-from dask_devctx.worker.interpreter import Interpreter
+from dask_devctx.worker.interpreter import set_for_devices
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2)
@@ -55,9 +56,10 @@ async def test_what_others_set_between_two_workers_stays(
 ) -> None:
     before = sys.getswitchinterval()
     try:
-        first = Interpreter(workers[0], 0.0001)
+        first, second = ExitStack(), ExitStack()
+        first.enter_context(set_for_devices(workers[0], 0.0001))
         sys.setswitchinterval(0.002)
-        second = Interpreter(workers[1], 0.0001)
+        second.enter_context(set_for_devices(workers[1], 0.0001))
         first.close()
         second.close()
         assert sys.getswitchinterval() == pytest.approx(0.002, rel=0.02)

@@ -27,10 +27,10 @@ from distributed import (
     wait,
     worker_client,
 )
-from distributed.utils_test import async_poll_for, wait_for_state
+from distributed.utils_test import async_poll_for, gen_cluster, wait_for_state
 from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
-from dask_devctx import Device
+from dask_devctx import Device, DevicePlugin, on_device
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import current_context, device_threads, here, with_plugin
 
@@ -166,14 +166,51 @@ async def divide_later(n: int) -> float:
     return 1 / n
 
 
-@pytest.mark.parametrize("function", [divide, divide_later])
-def test_the_traceback_of_a_failure_is_the_tasks(function: Any) -> None:
+@on_device(2)
+def divide_on_a_device(n: int) -> float:
+    return divide(n)
+
+
+@pytest.mark.parametrize("function", [divide, divide_later, divide_on_a_device])
+def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(function: Any) -> None:
     @with_plugin()
     async def body(client: Any, scheduler: Any, worker: Any) -> None:
         failed = client.submit(function, 0)
         frames = traceback.extract_tb(await failed.traceback())
-        assert frames[-1].name == function.__name__
-        assert [frame.name for frame in frames[:-1]] in ([], ["__call__"])
+        assert frames[0].name == function.__name__
+        with pytest.raises(ZeroDivisionError) as raised:
+            await failed
+        names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+        assert names[-len(frames) :] == [frame.name for frame in frames]
+        assert "__call__" not in names
+        assert "_await" not in names
+
+    body()
+
+
+class Dividing:
+    def divide(self, n: int) -> float:
+        return 1 / n
+
+    async def divide_later(self, n: int) -> float:
+        await asyncio.sleep(0)
+        return 1 / n
+
+
+@pytest.mark.parametrize("method", ["divide", "divide_later"])
+def test_the_traceback_of_an_actors_failure_is_as_dasks(method: str) -> None:
+    async def names(client: Any) -> list[str]:
+        actor = await client.submit(Dividing, actor=True, pure=False)
+        with pytest.raises(ZeroDivisionError) as raised:
+            await getattr(actor, method)(0)
+        return [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)])
+    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+        without = await names(client)
+        assert without[-1] == method
+        await client.register_plugin(DevicePlugin())
+        assert await names(client) == without
 
     body()
 

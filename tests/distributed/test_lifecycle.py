@@ -108,7 +108,7 @@ async def test_workers_that_join(client: Any, scheduler: Any, worker: Any) -> No
     async with Worker(scheduler.address, nthreads=8, name="late", validate=True) as late:
         with dask.annotate(device=2):
             assert await client.submit(here, workers=["late"]) == 2
-        assert set(late.plugins["devctx"].extension.pools) <= set(late.executors)
+        assert sum(name.startswith("devctx:") for name in late.executors) == 4
     assert not [name for name in device_threads() if "late" in name]
 
 
@@ -310,8 +310,8 @@ async def test_two_clients_that_register_at_once(client: Any, scheduler: Any, wo
         assert set(await client.gather(client.map(here, range(4), pure=False))) <= {
             device.device_id for device in devices
         }
-        (told,) = scheduler.plugins["devctx-routing"]._cluster.holdings.values()
-        assert told.used == {device.uuid for device in devices}
+        (told,) = scheduler.plugins["devctx-routing"].devices.values()
+        assert told == {device.uuid for device in devices}
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
     await async_poll_for(lambda: not device_threads(), timeout=10)
@@ -323,13 +323,13 @@ async def test_the_scheduler_knows_the_devices_while_the_plugin_is_replaced(
 ) -> None:
     """Else what names them then is sent to another worker, and fails there."""
     await client.register_plugin(DevicePlugin())
-    holdings = scheduler.plugins["devctx-routing"]._cluster.holdings
+    routing = scheduler.plugins["devctx-routing"]
     replacing = asyncio.create_task(worker.plugin_add(DevicePlugin()))
     while not replacing.done():
-        assert worker.address in holdings
+        assert worker.address in routing.devices
         await asyncio.sleep(0)
     await client.unregister_worker_plugin("devctx")
-    await async_poll_for(lambda: not holdings, timeout=10)
+    await async_poll_for(lambda: not routing.devices, timeout=10)
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)

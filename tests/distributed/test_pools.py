@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from distributed.threadpoolexecutor import rejoin, secede
 
-from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus, submitting
+from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus
 
 Priority = tuple[int, ...]
 
@@ -23,14 +23,6 @@ def pool() -> Iterator[DeviceThreadPoolExecutor]:
     pool.shutdown(wait=True, timeout=10)
 
 
-def submit(pool: DeviceThreadPoolExecutor, priority: Priority | None, fn: object) -> object:
-    token = submitting.set(priority)
-    try:
-        return pool.submit(fn)  # type: ignore[arg-type]
-    finally:
-        submitting.reset(token)
-
-
 def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
     began, go_on = threading.Event(), threading.Event()
 
@@ -39,14 +31,14 @@ def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
         go_on.wait(10)
 
     order: list[object] = []
-    futures = [submit(pool, (0,), block)]
+    futures = [pool.submit_task((0,), block)]
     assert began.wait(10)
     for name, priority in [("late", (5, 1)), ("b", (1, 2)), ("soon", (1, 1)), ("c", (1, 2))]:
-        futures.append(submit(pool, priority, lambda name=name: order.append(name)))
-    futures.append(submit(pool, None, lambda: order.append("of no task")))
+        futures.append(pool.submit_task(priority, order.append, name))
+    futures.append(pool.submit(order.append, "of no task"))
     go_on.set()
     for future in futures:
-        future.result(10)  # type: ignore[attr-defined]
+        future.result(10)  # type: ignore[call-arg]
     assert order == ["of no task", "soon", "b", "c", "late"]
 
 
@@ -122,11 +114,8 @@ def outcomes(pool: DeviceThreadPoolExecutor, count: int) -> list[object]:
         return number
 
     async def run() -> list[object]:
-        submitting.set((0,))
-        loop = asyncio.get_running_loop()
-        futures = [loop.run_in_executor(pool, task, number) for number in range(count)]
-        assert all(isinstance(future, asyncio.Future) for future in futures)
-        return await asyncio.gather(*futures, return_exceptions=True)
+        futures = [pool.submit_task((0,), task, number) for number in range(count)]
+        return await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
 
     return asyncio.run(run())
 
@@ -147,13 +136,13 @@ def test_one_that_is_cancelled_does_not_run(pool: DeviceThreadPoolExecutor) -> N
     ran: list[int] = []
 
     async def run() -> None:
-        submitting.set((0,))
-        loop = asyncio.get_running_loop()
-        first = loop.run_in_executor(pool, time.sleep, 0.1)
-        second = loop.run_in_executor(pool, ran.append, 2)
+        first, second = (
+            pool.submit_task((0,), time.sleep, 0.1),
+            pool.submit_task((0,), ran.append, 2),
+        )
         second.cancel()
-        await first
-        await loop.run_in_executor(pool, ran.append, 3)
+        await asyncio.wrap_future(first)
+        await asyncio.wrap_future(pool.submit_task((0,), ran.append, 3))
 
     asyncio.run(run())
     assert ran == [3]
@@ -163,8 +152,7 @@ def test_the_loop_is_gone_before_the_task_ends(pool: DeviceThreadPoolExecutor) -
     go_on = threading.Event()
 
     async def run() -> None:
-        submitting.set((0,))
-        asyncio.get_running_loop().run_in_executor(pool, go_on.wait, 10)
+        pool.submit_task((0,), go_on.wait, 10)
 
     asyncio.run(run())
     go_on.set()

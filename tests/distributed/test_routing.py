@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,12 @@ import dask
 import pytest
 from distributed import Client, Event, LocalCluster, Worker, get_worker
 
-from dask_devctx import Device, DeviceNotFoundError, DevicePlugin, DeviceRouting, LocalDeviceCluster
+from dask_devctx import (
+    Device,
+    DeviceNotFoundError,
+    DevicePlugin,
+    LocalDeviceCluster,
+)
 from dask_devctx.worker import registration
 
 
@@ -139,11 +144,13 @@ def test_a_worker_with_all_devices_restricts_nothing() -> None:
     with (
         LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
+        dask.annotate(device=2),
     ):
-        with dask.annotate(device=2):
-            future = client.submit(where, pure=False)
+        future = client.submit(where, pure=False)
         assert future.result() == Device(2).uuid
-        assert cluster.scheduler.tasks[future.key].worker_restrictions is None
+        ts = cluster.scheduler.tasks[future.key]
+        assert not ts.worker_restrictions
+        assert not ts.host_restrictions
 
 
 def test_the_users_restrictions_hold_as_well(client: Client, cluster: LocalDeviceCluster) -> None:
@@ -154,11 +161,37 @@ def test_the_users_restrictions_hold_as_well(client: Client, cluster: LocalDevic
     with dask.annotate(device=0, workers=[other.address]):
         future = client.submit(worker_and_device, pure=False)
     assert isinstance(future.exception(timeout=10), DeviceNotFoundError)
-    with dask.annotate(device=0):
-        future = client.submit(
-            worker_and_device, workers=[other.address], allow_other_workers=True, pure=False
-        )
-    assert isinstance(future.exception(timeout=10), DeviceNotFoundError)
+
+
+@pytest.mark.parametrize("name", [lambda device: device.uuid, lambda device: device.device_id])
+@pytest.mark.parametrize("by", ["address", "name", "host and address"])
+def test_a_preference_yields_to_the_device(
+    client: Client, cluster: LocalDeviceCluster, name: Any, by: str
+) -> None:
+    mine, other = holder(cluster, 0), holder(cluster, 3)
+    preferred = {
+        "address": [other.address],
+        "name": [other.name],
+        "host and address": ["no-such-host", other.address],
+    }[by]
+    submitted = {"workers": preferred, "allow_other_workers": True, "pure": False}
+    with dask.annotate(device=name(Device(0))):
+        future = client.submit(worker_and_device, **submitted)
+    assert future.result(timeout=10) == (mine.address, 0)
+    with dask.annotate(device=name(Device(3))):
+        futures = [client.submit(worker_and_device, **submitted) for _ in range(5)]
+    assert client.gather(futures) == [(other.address, 3)] * 5
+
+
+def test_a_preference_among_workers_that_have_the_device_holds(client: Client) -> None:
+    client.unregister_worker_plugin("devctx")
+    client.register_plugin(DevicePlugin())  # both have all devices now
+    for address in client.scheduler_info()["workers"]:
+        with dask.annotate(device=1):
+            future = client.submit(
+                worker_and_device, workers=[address], allow_other_workers=True, pure=False
+            )
+        assert future.result(timeout=10) == (address, 1)
 
 
 def test_a_task_that_waits_moves_when_a_worker_leaves(
@@ -241,10 +274,14 @@ async def join(cluster: LocalCluster, devices: list[int] | None = None) -> Worke
 
 def test_unregistering_lets_go(client: Client, cluster: LocalDeviceCluster) -> None:
     client.unregister_worker_plugin("devctx")
-    routing = cluster.scheduler.plugins["devctx-routing"]
-    until(client, finished=lambda: not routing._cluster.holdings)
-    with dask.annotate(device=3):
-        assert client.submit(sum, [1, 2], pure=False).result(timeout=10) == 3
+
+    def unrestricted() -> bool:
+        with dask.annotate(device=3):
+            future = client.submit(sum, [1, 2], pure=False)
+        assert future.result(timeout=10) == 3
+        return not cluster.scheduler.tasks[future.key].worker_restrictions
+
+    until(client, finished=unrestricted)
 
 
 def test_registering_on_a_live_cluster_brings_the_routing() -> None:
@@ -290,17 +327,101 @@ def test_tasks_that_are_there_already_are_led() -> None:
         assert future.result(timeout=10) == Device(3).uuid
 
 
-def test_errors_of_a_users_callable_reach_the_task(client: Client) -> None:
-    def broken(key: str) -> int:
-        if os.environ.get("DEVCTX_NEVER_SET"):
-            return 0
-        raise KeyError(key)
+class Answers:
+    """Names a device for a task, another one at each call, or raises."""
 
-    assert DeviceRouting.name == "devctx-routing"
-    with dask.annotate(device=broken):
-        future = client.submit(where, key="broken-key")
-    with pytest.raises(KeyError):
+    calls = 0
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = answers
+
+    def __call__(self, key: Any) -> Any:
+        answer = self.answers[Answers.calls % len(self.answers)]
+        Answers.calls += 1
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class OnlyHere(Exception):
+    """An error that cannot be sent: it is made of more than it says."""
+
+    def __init__(self, one: str, other: object) -> None:
+        super().__init__(one)
+        self.other = other
+
+
+def submit(client: Client, answers: Answers, fn: Any, **kwargs: Any) -> Any:
+    """Submit a task whose device a function names."""
+    Answers.calls = 0
+    # dask calls the annotation's function, and what that returns is ours to call
+    with dask.annotate(device=lambda key: answers):
+        return client.submit(fn, pure=False, **kwargs)
+
+
+def test_a_function_that_names_the_device_is_asked_once(client: Client) -> None:
+    for answers, device in ((Answers(0, 3), 0), (Answers(3, 0), 3)):
+        assert submit(client, answers, worker_and_device).result(timeout=10)[1] == device
+        assert Answers.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "message"),
+    [
+        (KeyError("no device"), KeyError, "no device"),
+        (OnlyHere("what it says", 1), RuntimeError, "OnlyHere: what it says"),
+        (threading.Lock(), TypeError, "'device' is an ordinal"),
+        (Answers(0), TypeError, "'device' is an ordinal"),
+        (1.5, TypeError, "'device' is an ordinal"),
+    ],
+)
+def test_errors_of_a_function_that_names_the_device_reach_the_task_once(
+    client: Client, answer: Any, error: type[Exception], message: str
+) -> None:
+    future = submit(client, Answers(answer), worker_and_device, key="broken-key")
+    with pytest.raises(error, match=message) as caught:
         future.result(timeout=10)
+    assert Answers.calls == 1
+    if isinstance(answer, Exception):
+        (note,) = caught.value.__notes__
+        assert "Answers that the annotation 'device' gives" in note
+        assert "the device of the task 'broken-key'" in note
+    assert client.submit(sum, [1, 2], pure=False).result(timeout=10) == 3  # all are well
+
+
+def test_without_the_schedulers_plugin_the_worker_asks() -> None:
+    with (
+        LocalCluster(
+            n_workers=1,
+            processes=False,
+            dashboard_address=":0",
+            scheduler_kwargs={"blocked_handlers": ["register_scheduler_plugin"]},
+        ) as lonely,
+        Client(lonely) as client,
+    ):
+        client.register_plugin(DevicePlugin())
+        assert "devctx-routing" not in lonely.scheduler.plugins
+        future = submit(client, Answers(3), worker_and_device)
+        assert future.result(timeout=10)[1] == 3
+        error = submit(client, Answers(KeyError("none")), worker_and_device).exception(timeout=10)
+        assert isinstance(error, KeyError)
+        assert "that the annotation 'device' gives" in error.__notes__[0]
+
+
+@pytest.mark.parametrize("name", ["devices", "gpu", "gpus", "cuda", "num_gpus", "Device"])
+def test_annotations_that_seem_to_name_a_device_are_told_of_once(
+    client: Client, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    for _ in range(3):
+        with caplog.at_level(logging.WARNING), dask.annotate(**{name: 1}):
+            assert client.submit(where, pure=False).result(timeout=10)
+    events = [event for _, event in client.get_events("devctx")]
+    (message,) = (e["message"] for e in events if e.get("action") == "annotation-mistaken")
+    assert f"the annotation {name!r} means nothing" in message
+    assert "dask.annotate(device=1)" in message
+    said = [record.name for record in caplog.records if record.getMessage() == message]
+    # once by the scheduler, and once by the worker's process
+    assert sorted(said) == ["dask_devctx.annotations", "dask_devctx.scheduler.routing"]
 
 
 def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:

@@ -1,4 +1,4 @@
-"""Simulated devices to break, and nothing that stays behind after a test."""
+"""Simulated devices to break, a monitor, and nothing that stays behind after a test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from dask_devctx import devices
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.failures.attribution import Failure
+from dask_devctx.worker.failures.monitor import Monitor
 
 
 @pytest.fixture
@@ -41,16 +44,6 @@ def no_device_thread_and_no_file_left(machine: SimulatedMachine) -> Iterator[Non
     assert len(_open_files()) <= len(files) + 8, sorted(set(_open_files()) - set(files))
 
 
-@pytest.fixture
-def event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """This thread's event loop, as a worker's thread has one: here it does not run."""
-    loop = asyncio.new_event_loop()
-    asyncio.set_event_loop(loop)
-    yield loop
-    asyncio.set_event_loop(None)
-    loop.close()
-
-
 def _device_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("devctx-")]
 
@@ -64,3 +57,19 @@ def _open_files() -> list[str]:
             if name.startswith("socket:") or (name[0] == "/" and not name.startswith("/dev/")):
                 found.append(name)
     return found
+
+
+Monitored = tuple[Monitor, list[Failure]]
+
+
+@pytest.fixture
+def monitored() -> Iterator[Monitored]:
+    failures: list[Failure] = []
+
+    async def monitor_on_a_loop() -> Monitor:
+        return Monitor(devices(), synchronize=False, oom_retries=0, on_failure=failures.append)
+
+    with asyncio.Runner() as runner:
+        monitor = runner.run(monitor_on_a_loop())
+        yield monitor, failures
+        monitor.close()

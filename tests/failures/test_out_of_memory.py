@@ -175,7 +175,7 @@ def test_room_is_made_on_the_device_first(client: Client, machine: SimulatedMach
         machine.gpus[device.device_id].used_memory -= 2**25
         return 2**25
 
-    worker.plugins["devctx"].extension.guard.retries.drop_replicas = drop_replicas
+    worker.plugins["devctx"].extension.monitor.retries.drop_replicas = drop_replicas
     with dask.annotate(device=3):
         assert client.submit(allocate, 2**21).result(timeout=20) == 3
     assert dropped == [Device(3)]

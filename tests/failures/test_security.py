@@ -6,7 +6,7 @@ import psutil
 from distributed import Client, LocalCluster
 
 from dask_devctx import DevicePlugin
-from dask_devctx.scheduler.routing import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
 
 
 def listening() -> set[tuple[str, int]]:

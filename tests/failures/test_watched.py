@@ -15,6 +15,7 @@ from typing import Any
 import dask
 import pytest
 from cuda.bindings.driver import CUresult
+from dask._task_spec import Task
 from distributed import Client, Future, Reschedule, get_worker, secede, wait, worker_client
 from distributed.utils_test import gen_cluster
 
@@ -23,13 +24,14 @@ from dask_devctx import (
     DeviceFailedError,
     DevicePlugin,
     LocalDeviceCluster,
-    devices,
     driver,
 )
 from dask_devctx.annotations import WATCHED
 from dask_devctx.scheduler import suspects
-from dask_devctx.worker.failures import Charge, Failure, Guard
+from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.quarantine import Watch
+from dask_devctx.worker.task import DeviceTask
+from tests.failures.conftest import Monitored
 
 ILLEGAL_ADDRESS = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
@@ -186,41 +188,44 @@ def test_restart_forgets_who_was_watched(client: Client) -> None:
 
 # -- in this process, where what happens when is known
 
-Guarded = tuple[Guard, list[Failure]]
+
+def run(
+    monitor: Monitor,
+    key: Hashable,
+    device: int,
+    fn: Callable[..., Any],
+    *args: object,
+    watched: bool = False,
+) -> Any:
+    task = DeviceTask(
+        Task(key, fn, *args), Device(device), asked_for=False, watched=watched, monitor=monitor
+    )
+    return task({})
 
 
-@pytest.fixture
-def guarded(event_loop: asyncio.AbstractEventLoop) -> Iterator[Guarded]:
-    failures: list[Failure] = []
-    guard = Guard(devices(), synchronize=False, oom_retries=0, on_failure=failures.append)
-    yield guard, failures
-    guard.close()
+def run_watched(monitor: Monitor, key: Hashable, device: int, fn: Any, *args: object) -> Any:
+    return run(monitor, key, device, fn, *args, watched=True)
 
 
-def watched(key: Hashable, *, is_coroutine: bool = False) -> Charge:
-    return Charge(key, movable=True, watched=True, is_coroutine=is_coroutine)
-
-
-def test_a_watched_task_that_is_well_is_waited_for_and_returns(guarded: Guarded) -> None:
-    guard, failures = guarded
+def test_a_watched_task_that_is_well_is_waited_for_and_returns(monitored: Monitored) -> None:
+    monitor, failures = monitored
     machine = driver.backend().machine
     assert machine is not None
-    assert guard.run(watched("one"), Device(0), str, 1) == "1"
+    assert run_watched(monitor, "one", 0, str, 1) == "1"
     assert machine.faults.calls["cuCtxSynchronize"] == 2  # before it and after it
 
     async def later(value: int) -> str:
         await asyncio.sleep(0)
         return str(value)
 
-    charge = watched(("two", 0), is_coroutine=True)
-    assert asyncio.run(guard.run(charge, Device(0), later, 2)) == "2"
+    assert asyncio.run(run_watched(monitor, ("two", 0), 0, later, 2)) == "2"
     assert machine.faults.calls["cuCtxSynchronize"] == 4
     assert not failures
-    assert not guard.blame.watch.running()
+    assert not monitor.watch.running()
 
 
-def test_who_notices_while_a_watched_task_runs_is_run_again(guarded: Guarded) -> None:
-    guard, failures = guarded
+def test_who_notices_while_a_watched_task_runs_is_run_again(monitored: Monitored) -> None:
+    monitor, failures = monitored
     broken, noticed = threading.Event(), threading.Event()
 
     def break_it(data: object) -> None:
@@ -229,10 +234,10 @@ def test_who_notices_while_a_watched_task_runs_is_run_again(guarded: Guarded) ->
         assert noticed.wait(10)
 
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(guard.run, watched("bad"), Device(0), break_it, None)
+        running = pool.submit(run_watched, monitor, "bad", 0, break_it, None)
         assert broken.wait(10)
         with pytest.raises(Reschedule):
-            guard.run(Charge("other", movable=True), Device(1), str, 1)
+            run(monitor, "other", 1, str, 1)
         noticed.set()
         error = running.exception(10)
     assert isinstance(error, DeviceFailedError)
@@ -242,28 +247,28 @@ def test_who_notices_while_a_watched_task_runs_is_run_again(guarded: Guarded) ->
     assert set(failure.suspects) == {"bad", "other"}
 
 
-def test_what_was_left_running_before_a_watched_task_is_not_its_fault(guarded: Guarded) -> None:
-    guard, failures = guarded
-    guard.run(Charge("left", movable=True), Device(0), lambda data: poison(0.1), None)
+def test_what_was_left_running_before_a_watched_task_is_not_its_fault(monitored: Monitored) -> None:
+    monitor, failures = monitored
+    run(monitor, "left", 0, poison, 0.1)
     with pytest.raises(Reschedule):
-        guard.run(watched("innocent"), Device(0), str, 1)
+        run_watched(monitor, "innocent", 0, str, 1)
     (failure,) = failures
     assert not failure.errors, "the other one is a suspect now, and is found when it is run again"
     assert set(failure.suspects) == {"innocent", "left"}
 
 
-def test_a_device_that_fails_with_nobody_there_costs_who_notices(guarded: Guarded) -> None:
-    guard, failures = guarded
+def test_a_device_that_fails_with_nobody_there_costs_who_notices(monitored: Monitored) -> None:
+    monitor, failures = monitored
     poison(0)
     with pytest.raises(DeviceFailedError):  # else it would be run again for ever
-        guard.run(watched("innocent"), Device(0), str, 1)
+        run_watched(monitor, "innocent", 0, str, 1)
     assert set(failures[0].errors) == {"innocent"}
 
 
 def test_a_device_that_is_gone_is_the_fault_of_no_watched_task_elsewhere(
-    guarded: Guarded,
+    monitored: Monitored,
 ) -> None:
-    guard, failures = guarded
+    monitor, failures = monitored
     machine = driver.backend().machine
     assert machine is not None
 
@@ -272,24 +277,24 @@ def test_a_device_that_is_gone_is_the_fault_of_no_watched_task_elsewhere(
             machine.gpus[1].lost = True
 
         with pytest.raises(DeviceFailedError) as caught:
-            guard.run(Charge("there", movable=True), Device(1), lose, None)
+            run(monitor, "there", 1, lose, None)
         assert caught.value.lost
         return "well"
 
-    assert guard.run(watched("innocent"), Device(0), lose_another, None) == "well"
+    assert run_watched(monitor, "innocent", 0, lose_another, None) == "well"
     assert set(failures[0].errors) == {"there"}
 
 
-def test_watched_tasks_run_one_at_a_time(guarded: Guarded) -> None:
-    guard, _ = guarded
+def test_watched_tasks_run_one_at_a_time(monitored: Monitored) -> None:
+    monitor, _ = monitored
     at_once: list[int] = []
 
     def count(seconds: float) -> None:
-        at_once.append(len(guard.blame.watch.running()))
+        at_once.append(len(monitor.watch.running()))
         time.sleep(seconds)
 
     with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(guard.run, watched(n), Device(n), count, 0.05) for n in range(4)]
+        calls = [pool.submit(run_watched, monitor, str(n), n, count, 0.05) for n in range(4)]
         for call in calls:
             call.result(10)
     assert at_once == [1, 1, 1, 1]
@@ -361,16 +366,21 @@ async def test_a_watched_task_that_secedes_when_it_was_cancelled_is_not_waited_f
 
 
 class _Scheduler:
-    """What of a scheduler is looked at: its tasks."""
+    """What of a scheduler is looked at: its tasks and workers."""
+
+    workers = frozenset({"tcp://w"})
 
     def __init__(self, *keys: Hashable) -> None:
         self.tasks = {key: SimpleNamespace(annotations=None) for key in keys}
 
 
-def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_changed() -> None:
+def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scheduler = _Scheduler("x", ("x", 0), "y")
     shared = scheduler.tasks["x"].annotations = {"device": 1}
-    event = {"action": "device-failed", "error": "…", "suspects": ["x", ("x", 0), "gone"]}
+    keys = ["x", ("x", 0), "gone"]
+    event = {"action": "device-failed", "error": "…", "suspects": keys, "worker": "tcp://w"}
     suspects.mark(scheduler, "devctx", event)
     assert scheduler.tasks["x"].annotations == {"device": 1, WATCHED: True}
     assert shared == {"device": 1}
@@ -379,4 +389,15 @@ def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_chan
     suspects.mark(scheduler, "another topic", {**event, "suspects": ["y"]})
     suspects.mark(scheduler, "devctx", {"level": "warning", "message": "…"})
     suspects.mark(scheduler, "devctx", "no event of ours")
+    for wrong in (
+        {**event, "suspects": ["y"], "worker": "tcp://another"},
+        {**event, "suspects": "y"},
+        {**event, "suspects": ["y"], "worker": ["tcp://w"]},
+        {**event, "suspects": {"y": 1}},
+        {**event, "suspects": ["y", []]},
+        {"action": "device-failed"},
+    ):
+        caplog.clear()
+        suspects.mark(scheduler, "devctx", wrong)
+        assert "device-failed was refused" in caplog.text
     assert scheduler.tasks["y"].annotations is None

@@ -179,22 +179,32 @@ def count_wrong(once, *, until_first=False):
     return wrong
 
 
+class MoveAtOnce(Move):
+    def work_of(self, source):
+        return []
+
+
+class MoveAndLetGo(Move):
+    def hold_sources(self, done):
+        pass
+
+
 @pytest.mark.parametrize("stamped", [True, False])
 def test_the_copy_waits_for_the_work_that_makes_its_source(scene, stamped):
     def produce():
         array = scene.make(slowly=True)
         return array, stamp(array) if stamped else None
 
-    def once(omit=frozenset()):
+    def once(kind=Move):
         scene.settle()
         array, made = producer.submit(produce).result()
         with scene.on(1):
-            moved = Move(Device(1), made, omit=omit, guard_source=False).run(array)
+            moved = kind(Device(1), made, guard_source=False).run(array)
         return scene.is_wrong(moved)
 
     with ThreadPoolExecutor(1) as producer:
         assert count_wrong(once) == 0
-        assert count_wrong(lambda: once(frozenset(["before"])), until_first=True), (
+        assert count_wrong(lambda: once(MoveAtOnce), until_first=True), (
             "left out, the event is not missed: this scene proves nothing"
         )
 
@@ -203,7 +213,7 @@ def test_a_source_that_is_freed_and_overwritten_at_once_was_read(scene):
     library = scene.library
     reused = 0
 
-    def once(omit=frozenset(), spins=1):
+    def once(kind=Move, spins=1):
         nonlocal reused
         scene.settle()
         array = scene.make()
@@ -211,7 +221,7 @@ def test_a_source_that_is_freed_and_overwritten_at_once_was_read(scene):
         with scene.on(1):
             for _ in range(spins):
                 library.spin()  # the copy is behind this
-            moved = Move(Device(1), omit=omit, guard_source=False).run(array)
+            moved = kind(Device(1), guard_source=False).run(array)
         del array
         with scene.on(0):
             other = library.empty()
@@ -223,7 +233,7 @@ def test_a_source_that_is_freed_and_overwritten_at_once_was_read(scene):
     assert reused == 0
     # A busy host may come too late to overwrite it: the copy waits longer each time.
     spins = itertools.cycle(2**n for n in range(9))
-    wrong = count_wrong(lambda: once(frozenset(["hold"]), next(spins)), until_first=True)
+    wrong = count_wrong(lambda: once(MoveAndLetGo, next(spins)), until_first=True)
     assert reused, "the library did not use the memory again: this scene proves nothing"
     assert wrong, "left out, holding the source is not missed: this scene proves nothing"
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import cupy
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.location import device_of
+from dask_devctx.transfer.host import to_host
+from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.peers import copy_bytes
 from dask_devctx.transfer.streams import cupy_stream
@@ -15,6 +17,17 @@ from dask_devctx.transfer.streams import cupy_stream
 
 def _device_of(array: Any) -> Device:
     return Device(array.data.device_id)
+
+
+def _bytes(array: Any) -> dict[Device, int]:
+    return {Device(array.data.device_id): array.nbytes}
+
+
+def _bytes_of_many(arrays: list[Any]) -> dict[Device, int]:
+    by_ordinal: defaultdict[int, int] = defaultdict(int)
+    for array in arrays:
+        by_ordinal[array.data.device_id] += array.nbytes
+    return {Device(ordinal): nbytes for ordinal, nbytes in by_ordinal.items()}
 
 
 def _to_device(array: Any, device: Device) -> Any:
@@ -37,6 +50,10 @@ def _to_device(array: Any, device: Device) -> Any:
     return moved
 
 
+def _to_host(array: Any) -> Any:
+    return array.get(order="A")  # Fortran's order stays
+
+
 def _is_dense(array: Any) -> bool:
     """Return whether its elements fill a stretch of memory in some order of the axes, forwards."""
     expected = array.itemsize
@@ -52,4 +69,7 @@ def _is_dense(array: Any) -> bool:
 def register() -> None:
     """Make CuPy's arrays known."""
     device_of.register(cupy.ndarray, _device_of)
+    nbytes_by_device.register(cupy.ndarray, _bytes)
+    nbytes_by_device.register_many(cupy.ndarray, _bytes_of_many)
     to_device.register(cupy.ndarray, _to_device)
+    to_host.register(cupy.ndarray, _to_host)

@@ -7,6 +7,7 @@ from typing import Any
 from cupyx.scipy import sparse
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import to_device
 
@@ -51,3 +52,4 @@ def register() -> None:
         device_of.register(kind, _device_of)
         nbytes_by_device.register(kind, _bytes)
         to_device.register(kind, _to_device)
+        to_host.register(kind, kind.get)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import nbytes_by_device
 from dask_devctx.transfer.move import to_device
 
@@ -39,3 +40,4 @@ def register() -> None:
     """Make JAX's arrays known."""
     nbytes_by_device.register(jax.Array, _bytes)
     to_device.register(jax.Array, _to_device)
+    to_host.register(jax.Array, jax.device_get)

@@ -8,6 +8,7 @@ from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.peers import copy_bytes
@@ -60,8 +61,14 @@ def _to_device(array: Any, device: Device) -> Any:
     return moved
 
 
+def _to_host(array: Any) -> Any:
+    with cuda.gpus[_device_of(array).device_id]:
+        return array.copy_to_host()
+
+
 def register() -> None:
     """Make Numba's device arrays known."""
     device_of.register(DeviceNDArray, _device_of)
     nbytes_by_device.register(DeviceNDArray, _bytes)
     to_device.register(DeviceNDArray, _to_device)
+    to_host.register(DeviceNDArray, _to_host)

@@ -1,4 +1,4 @@
-"""torch's tensors, parameters, modules and optimizers.
+"""torch's tensors, parameters, modules, optimizers and generators.
 
 A tensor's bytes are copied on the destination's current stream. torch's own ``to`` copies on the
 source's and makes it wait for the destination: a device that produces would be slowed down by the
@@ -8,15 +8,23 @@ one that consumes. Where a tensor has a history (``grad_fn``), ``to`` is what ke
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.peers import copy_bytes
+from dask_devctx.transfer.protocols import ObjectLike
 from dask_devctx.transfer.streams import torch_stream
+from dask_devctx.transfer.walk import register_protocol
 
 
 def _device_of(tensor: Any) -> Device | None:
@@ -31,7 +39,11 @@ def _tensor_bytes(tensor: Any) -> dict[Device, int]:
 
 
 def _stored(tensor: Any) -> tuple[Any, ...]:
-    """Return the tensors that hold a tensor's elements: of a sparse one it has no size itself."""
+    """Return the tensors that hold a tensor's elements: sparse and nested ones have no size."""
+    if is_lazy(tensor):
+        return ()
+    if tensor.is_nested:
+        return tensor.unbind()  # type: ignore[no-any-return]
     if tensor.layout is torch.sparse_coo:
         return tensor._indices(), tensor._values()
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -42,7 +54,12 @@ def _stored(tensor: Any) -> tuple[Any, ...]:
 
 
 def _tensor_to_device(tensor: Any, device: Device) -> Any:
-    ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    ordinary = (
+        type(tensor) is torch.Tensor
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+    )
     if tensor.grad_fn is not None or not ordinary or tensor.is_conj():
         moved = _by_torch(tensor, device)
     else:
@@ -50,6 +67,12 @@ def _tensor_to_device(tensor: Any, device: Device) -> Any:
         moved = _copied(plain, device) if _is_dense(plain) else _by_torch(plain, device)
         moved.requires_grad_(tensor.requires_grad)
     return moved
+
+
+def _tensor_to_host(tensor: Any) -> Any:
+    if tensor.grad_fn is not None:
+        return tensor.cpu()
+    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
 
 
 def _by_torch(tensor: Any, device: Device) -> Any:
@@ -90,15 +113,28 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _parameter_to_device(parameter: Any, device: Device) -> Any:
+    if is_lazy(parameter):
+        # It has no elements yet, and makes them on the device that it names.
+        where = torch.device("cuda", device.device_id)
+        return type(parameter)(parameter.requires_grad, device=where, dtype=parameter.dtype)
     moved = torch.nn.Parameter(
         _tensor_to_device(parameter.detach(), device), requires_grad=parameter.requires_grad
     )
+    moved.__dict__.update(vars(parameter))
     if parameter.grad is not None:
         moved.grad = to_device(parameter.grad, device)
     return moved
 
 
-# -- modules and optimizers are made anew around what moves: the source keeps its own
+def _parameter_to_host(parameter: Any) -> Any:
+    moved = torch.nn.Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
+    moved.__dict__.update(vars(parameter))
+    if parameter.grad is not None:
+        moved.grad = to_device(parameter.grad, "cpu")
+    return moved
+
+
+# -- modules, optimizers and schedulers are made again around what moves: the source keeps its own
 
 
 def module_tensors(module: Any) -> list[Any]:
@@ -109,33 +145,81 @@ def module_tensors(module: Any) -> list[Any]:
     return [*kind.parameters(module), *kind.buffers(module)]
 
 
-def _module_bytes(module: Any) -> dict[Device, int]:
+class _Owning(ObjectLike):
+    """Objects whose collections, of parameters, submodules and hooks, are theirs alone.
+
+    By their attributes, and not as they are pickled: that leaves out what an optimizer needs.
+    """
+
+    def __init__(self, kind: type) -> None:
+        super().__init__(kind)
+        self.by_reduce = self._ends_something = False
+
+    def fill(self, value: Any, made: Any, parts: list[Any], names: Sequence[Any]) -> None:
+        own = [copy.copy(part) if type(part) in _COLLECTIONS else part for part in parts]
+        super().fill(value, made, own, names)
+
+
+_COLLECTIONS = frozenset([dict, OrderedDict, set])
+
+
+class _Optimizer(_Owning):
+    def fill(self, value: Any, made: Any, parts: list[Any], names: Sequence[Any]) -> None:
+        super().fill(value, made, parts, names)
+        if hasattr(vars(made).get("step"), _TRACKED):
+            made.step = _tracked_step(made)
+
+
+# What an LR scheduler sets on the function that it puts in the place of an optimizer's step.
+_TRACKED = "_wrapped_by_lr_sched"
+
+
+def _tracked_step(optimizer: Any) -> Any:
+    """Return an optimizer's step that its scheduler can see, as the scheduler's own is of another.
+
+    References
+    ----------
+    ``torch.optim.lr_scheduler.LRScheduler``, which warns without it.
+    """
+    function, found = type(optimizer).step, weakref.ref(optimizer)
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        one = found()
+        assert one is not None
+        one._opt_called = True
+        return function(one, *args, **kwargs)
+
+    setattr(step, _TRACKED, True)
+    return step
+
+
+def _script_bytes(module: Any) -> dict[Device, int]:
     return nbytes_by_device(module_tensors(module))
 
 
-def _module_to_device(module: Any, device: Device) -> Any:
-    moved: Any = object.__new__(type(module))
-    current_move().remember(module, moved)  # a submodule may know its parent
-    for name, value in vars(module).items():
-        there = to_device(value, device)
-        # Parameters, submodules and hooks are kept in collections that each module owns.
-        moved.__dict__[name] = copy.copy(there) if name in _OWNED and there is value else there
-    return moved
+def _script_to_device(module: Any, device: Device) -> Any:
+    # It keeps its parameters in C++: copied there where they are, then moved by torch.
+    move = current_move()
+    for source in _script_bytes(module):
+        move.order(source, on_source=True)
+        with source:
+            module = copy.deepcopy(module)
+        move.keep(list(module_tensors(module)))
+    return module.to(torch.device("cuda", device.device_id))
 
 
-_OWNED = frozenset(
-    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, (dict, set))
-)
+# -- what has no elements that could be copied
 
 
-def _optimizer_bytes(optimizer: Any) -> dict[Device, int]:
-    return nbytes_by_device([optimizer.param_groups, optimizer.state])
+def _generator_device(generator: Any) -> Device | None:
+    where = generator.device
+    return Device(where.index) if where.type == "cuda" else None
 
 
-def _optimizer_to_device(optimizer: Any, device: Device) -> Any:
-    moved: Any = object.__new__(type(optimizer))
-    # As it is pickled: what a scheduler hung onto it stays behind.
-    moved.__setstate__(to_device(optimizer.__getstate__(), device))
+def _generator_to_device(generator: Any, device: Device) -> Any:
+    moved = torch.Generator(torch.device("cuda", device.device_id))
+    moved.set_state(generator.get_state())
     return moved
 
 
@@ -144,8 +228,12 @@ def register() -> None:
     device_of.register(torch.Tensor, _device_of)
     nbytes_by_device.register(torch.Tensor, _tensor_bytes)
     to_device.register(torch.Tensor, _tensor_to_device)
+    to_host.register(torch.Tensor, _tensor_to_host)
     to_device.register(torch.nn.Parameter, _parameter_to_device)
-    nbytes_by_device.register(torch.nn.Module, _module_bytes)
-    to_device.register(torch.nn.Module, _module_to_device)
-    nbytes_by_device.register(torch.optim.Optimizer, _optimizer_bytes)
-    to_device.register(torch.optim.Optimizer, _optimizer_to_device)
+    to_host.register(torch.nn.Parameter, _parameter_to_host)
+    register_protocol(torch.nn.Module, _Owning)
+    register_protocol(torch.optim.Optimizer, _Optimizer)
+    nbytes_by_device.register(torch.jit.ScriptModule, _script_bytes)
+    to_device.register(torch.jit.ScriptModule, _script_to_device)
+    device_of.register(torch.Generator, _generator_device)
+    to_device.register(torch.Generator, _generator_to_device)

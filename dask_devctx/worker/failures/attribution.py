@@ -1,19 +1,23 @@
-"""Who errs when a device failed, and who is run again."""
+"""Which tasks err when a device failed, and which are run again."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from distributed import Reschedule
+from distributed import Reschedule, Worker
 
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DeviceFailedError, DriverError
+from dask_devctx.scheduler.suspects import ACTION, TOPIC
 from dask_devctx.worker.failures.quarantine import Watch
 from dask_devctx.worker.failures.suspects import Suspect, Suspects
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,13 @@ class Blame:
             raise Reschedule
 
     def error_of(self, key: Hashable) -> DeviceFailedError | None:
-        """Return what a task errs with that is to blame, or None."""
+        """Return the error of a task that is to blame, or None."""
         return None if self.failure is None else self.failure.errors.get(key)
 
     def noticed(
         self, key: Hashable, device: Device, found: DriverError, *, began: bool = True
     ) -> DeviceFailedError | Reschedule:
-        """Return what a task is to raise that noticed a failure.
+        """Return the exception for a task that noticed a failure.
 
         Parameters
         ----------
@@ -102,7 +106,7 @@ class Blame:
         with self._lock:
             if self.failure is None:
                 failure = self._decided(Suspect(key, device), found, began)
-                self._on_failure(failure)  # first, so that whoever is run again is marked by then
+                self._on_failure(failure)  # first: tasks that run again are marked by then
                 self.failure = failure
         return self.failure.errors.get(key) or Reschedule()
 
@@ -144,3 +148,27 @@ class Blame:
             discovery.is_lost(device._backend, device.info),
             watched,
         )
+
+
+def tell_scheduler(worker: Worker, failure: Failure) -> None:
+    """Tell the scheduler which tasks may have broken a worker's devices; on any thread.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    failure
+        What happened. The scheduler marks its suspects, so that they are watched when they are run
+        again; its error is for the readers of the events of ``devctx``.
+
+    Notes
+    -----
+    An event goes the same way as the tasks' outcomes: if this is called before a task raises, the
+    mark is there before the task is run again. A scheduler that does not know this package keeps it
+    with its other events.
+    """
+    event = {"action": ACTION, "error": str(failure.error), "suspects": list(failure.suspects)}
+    try:
+        worker.log_event(TOPIC, event)
+    except Exception as error:  # the worker ends all the same
+        logger.warning("the scheduler was not told which tasks to watch: %r", error)

@@ -57,10 +57,10 @@ class Retries:
         with self._lock:
             return self._next_device.pop(key, None)
 
-    def make_room_or_raise(
+    def make_room(
         self, key: Hashable, movable: bool, device: Device, error: Exception
-    ) -> None:
-        """Return where the task is to be tried again here and now; else raise what is to be.
+    ) -> Exception | None:
+        """Make room for a task that ran out of memory, and return its exception.
 
         Parameters
         ----------
@@ -73,19 +73,17 @@ class Retries:
         error
             What it raised.
 
-        Raises
-        ------
-        DeviceOutOfMemoryError
-            It was tried often enough.
-        distributed.Reschedule
-            It is to be tried on another device.
-        Exception
-            ``error`` itself, where memory is not what it is about.
+        Returns
+        -------
+        Exception or None
+            None where it is to be tried again here and now. ``DeviceOutOfMemoryError`` where it was
+            tried often enough, ``distributed.Reschedule`` where it is to be tried on another
+            device, and ``error`` itself where that is not about memory.
         """
         if not is_out_of_memory(error):
             if not isinstance(error, Reschedule):
                 self.forget(key)
-            raise error
+            return error
         self.counted[device] += 1
         requested = requested_nbytes(error)
         replicas = self._make_room(device, error)
@@ -95,7 +93,7 @@ class Retries:
         if attempts > self._most:
             self.forget(key)
             free, total = _memory_info(device)
-            raise DeviceOutOfMemoryError(
+            failure = DeviceOutOfMemoryError(
                 str(device),
                 device.uuid,
                 requested,
@@ -104,16 +102,20 @@ class Retries:
                 discovery.processes(device._backend, device.info),
                 replicas,
                 attempts,
-            ) from portable(error)
+            )
+            failure.__cause__ = portable(error)
+            return failure
         best = self._most_free(device) if movable else device
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
-        if best is not device:
-            # By way of the scheduler, so that it runs on the other device's own threads and its
-            # inputs get there as any task's do.
-            with self._lock:
-                self._next_device[key] = best
-                _forget_the_oldest(self._next_device)
-            raise Reschedule
+        if best is device:
+            return None
+        # By way of the scheduler, so that it runs on the other device's own threads and its inputs
+        # get there as any task's do.
+        with self._lock:
+            self._next_device[key] = best
+            _forget_the_oldest(self._next_device)
+        elsewhere: Exception = Reschedule()
+        return elsewhere
 
     def _make_room(self, device: Device, error: Exception) -> int:
         dropped = self.drop_replicas(device)
@@ -131,8 +133,9 @@ class Retries:
 
     def forget(self, key: Hashable) -> None:
         """Count from the beginning when the task runs out of memory again."""
-        with self._lock:
-            self._tried.pop(key, None)
+        if self._tried:  # asked for each task
+            with self._lock:
+                self._tried.pop(key, None)
 
 
 def _forget_the_oldest(remembered: OrderedDict[Hashable, Any]) -> None:

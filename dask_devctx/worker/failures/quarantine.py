@@ -26,9 +26,9 @@ class Watch:
     A sticky error of one device is seen on all. So watched tasks run one after the other: when a
     device fails while one runs, it is that one. Tasks that are not watched run beside it as ever.
 
-    Nobody can wait for ever: a task that secedes from its thread, as one does that waits for
-    others, gives its turn away, and who waited for long enough goes on. Then several run at once,
-    and which of them it is cannot be told.
+    No task waits without end: a task that secedes from its thread, as one does that waits for
+    others, gives its turn away, and a task that waited for long enough goes on. Then several run at
+    once, and which of them it is cannot be told.
 
     Thread-safe. Nothing here blocks: it is called on threads and on the event loop.
     """
@@ -48,7 +48,7 @@ class Watch:
         key
             The task's key.
         check
-            Called again and again; what it raises ends the waiting.
+            Called again and again; an exception from it ends the waiting.
         """
         until = time.monotonic() + self._turn_s
         while True:

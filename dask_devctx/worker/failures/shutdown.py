@@ -6,14 +6,13 @@ import asyncio
 import logging
 import os
 import threading
-import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable
 from typing import Any
 
 from distributed import Worker
-from distributed.core import Status, error_message
+from distributed.core import Status
 
-from dask_devctx.errors import DeviceFailedError
+from dask_devctx.dask_internals import worker as internals
 from dask_devctx.worker.failures.attribution import Failure
 
 logger = logging.getLogger(__name__)
@@ -29,7 +28,7 @@ _EXIT_STATUS = 70  # EX_SOFTWARE: what the nanny's log says of the process
 
 def refuse_data(worker: Worker) -> None:
     """Hand on nothing that is in this process from now on; on any thread."""
-    worker.handlers["get_data"] = _refuse
+    internals.answer_for_good(worker, "get_data", _refuse)
 
 
 async def end_failed_worker(
@@ -57,35 +56,25 @@ async def end_failed_worker(
     is worse than none, and any call may hang.
 
     Where the scheduler could not be told an error, the worker leaves it unexpected. Then dask
-    counts, and lets no task run for ever that ends its worker each time.
+    counts, and ends the turns of a task that ends its worker each time.
     """
     error = failure.error
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it finds that it has memory enough.
     worker.status = Status.closing_gracefully
     refuse_data(worker)
-    # A worker that its scheduler removed is told to close, and closes its nanny too: this one is to
-    # start another.
-    nanny, worker.nanny = worker.nanny, None
-    worker.stream_handlers["close"] = _stay
-    worker.periodic_callbacks["heartbeat"].stop()
+    nanny = internals.leave_nanny(worker)
     if nanny:
         last_resort = threading.Timer(4 * _STEP_S, os._exit, [_EXIT_STATUS])
         last_resort.daemon = True
         last_resort.start()
     reported = await _bounded(_reported(worker, failure.errors), "see a task's error reported")
     if not reported:
-        _report(worker, failure.errors)
+        for key, task_error in failure.errors.items():
+            internals.report_error(worker, key, task_error)
         reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
     await _bounded(answered(failure.errors), "answer who called an actor")
-    await _bounded(
-        worker.scheduler.unregister(
-            address=worker.contact_address,
-            expected=reported,  # else each of its tasks counts as one that may have killed it
-            stimulus_id=f"devctx-device-failed-{time.time()}",
-        ),
-        "leave the scheduler",
-    )
+    await _bounded(internals.leave_scheduler(worker, expected=reported), "leave the scheduler")
     await asyncio.sleep(_REFUSING_S)
     if nanny:
         logger.error("the worker process exits; its nanny starts another")
@@ -100,30 +89,8 @@ async def end_failed_worker(
 
 async def _reported(worker: Worker, keys: Collection[Hashable]) -> None:
     """Wait until the scheduler has heard what became of some tasks."""
-    address = worker.contact_address
-    while True:
-        processing = await worker.scheduler.processing(workers=[address])
-        if not set(keys) & set(processing.get(address, ())):
-            return
+    while await internals.unsettled(worker, keys):
         await asyncio.sleep(_POLL_S)
-
-
-def _report(worker: Worker, errors: Mapping[Hashable, DeviceFailedError]) -> None:
-    """Tell the scheduler that tasks erred whose own threads are still at work."""
-    for key, error in errors.items():
-        ts = worker.state.tasks.get(key)
-        if ts is not None and ts.state in ("executing", "long-running"):
-            worker.batched_send(
-                {
-                    **error_message(error),
-                    "op": "task-erred",
-                    "key": key,
-                    "run_id": ts.run_id,
-                    "thread": None,
-                    "startstops": (),
-                    "stimulus_id": f"devctx-device-failed-{time.time()}",
-                }
-            )
 
 
 async def _bounded(step: Awaitable[Any], what: str) -> bool:
@@ -140,7 +107,3 @@ async def _refuse(comm: Any, **kwargs: Any) -> Any:
     """Answer whoever asks for data as a worker does that is gone."""
     comm.abort()
     return Status.dont_reply
-
-
-async def _stay(**kwargs: Any) -> None:
-    """Do not close by order: the end is under way."""

@@ -55,7 +55,7 @@ class Suspects:
     its start until its device was seen to have done all that it had been given when the task
     ended: by an event, which is recorded and looked at without waiting, or by waiting.
 
-    Thread-safe. A sticky error of one device is one of all: what is asked is the process.
+    Thread-safe. A sticky error of one device is one of all: the whole process is asked.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Suspects:
             self._running[suspect] = self._running.get(suspect, 0) + 1
 
     def ended(self, key: Hashable, device: Device) -> None:
-        """Count a task that returned: what it gave the device may still be running."""
+        """Count a task that returned: its work may still be running on the device."""
         suspect = Suspect(key, device)
         with self._lock:
             count = self._running.pop(suspect, 1) - 1
@@ -82,7 +82,7 @@ class Suspects:
             work.ended += 1
 
     def left(self) -> tuple[Device, ...]:
-        """Return the devices that were not seen to be done with what tasks gave them."""
+        """Return the devices that were not seen to be done with the tasks' work."""
         with self._lock:
             return tuple(device for device, work in self._work.items() if work.left)
 
@@ -99,7 +99,7 @@ class Suspects:
         device, calls
             The device, and its driver's calls about work.
         mark
-            Also mark what it has been given by now, to be asked for next time.
+            Also mark the work that it has by now, to be asked for next time.
 
         Raises
         ------

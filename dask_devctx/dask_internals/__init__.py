@@ -1,0 +1,168 @@
+"""The one door to what dask and distributed do not document.
+
+All other modules call plain functions and classes of this package, one module for each place:
+:mod:`~dask_devctx.dask_internals.tasks`, :mod:`~dask_devctx.dask_internals.threads`,
+:mod:`~dask_devctx.dask_internals.worker`, :mod:`~dask_devctx.dask_internals.scheduler`,
+:mod:`~dask_devctx.dask_internals.cluster`, :mod:`~dask_devctx.dask_internals.serialization` and
+:mod:`~dask_devctx.dask_internals.graphs`.
+
+A release of dask may rename any of it. :func:`check` looks for every name before anything is
+changed, so that such a release is refused with one clear error.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, Final
+
+from dask_devctx.errors import UnsupportedDaskError
+
+if TYPE_CHECKING:
+    from distributed import Scheduler, Worker
+
+# A module, a colon, and the way from there: attributes, [keys], and () for a call.
+NAMES: Final = (
+    "dask._task_spec:GraphNode.is_coro",
+    "dask._task_spec:convert_legacy_graph",
+    "dask.blockwise:fuse_roots",
+    "dask.blockwise:optimize_blockwise",
+    "dask.highlevelgraph:MaterializedLayer",
+    "distributed.worker_state_machine:TaskState.annotations",
+    "distributed.worker_state_machine:TaskState.metadata",
+    "distributed.worker_state_machine:TaskState.run_spec",
+    "distributed.utils:thread_state",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor._adjust_thread_count",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor()._rejoin_list",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor()._rejoin_lock",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown_lock",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
+    "distributed.spill:SpillBuffer.memory",
+    "distributed.worker:Worker.batched_send",
+    "distributed.scheduler:Scheduler.coerce_address",
+    "distributed.scheduler:Scheduler.coerce_hostname",
+    "distributed.scheduler:Scheduler.register_scheduler_plugin",
+    "distributed.scheduler:Scheduler.register_worker_plugin",
+    "distributed.scheduler:Scheduler.transitions",
+    "distributed.scheduler:TaskState.annotations",
+    "distributed.scheduler:TaskState.host_restrictions",
+    "distributed.scheduler:TaskState.loose_restrictions",
+    "distributed.scheduler:TaskState.worker_restrictions",
+    "distributed.deploy.spec:SpecCluster.__await__",
+    "distributed.deploy.spec:SpecCluster._close",
+    "distributed.deploy.spec:SpecCluster._correct_state_internal",
+    "distributed.deploy.spec:SpecCluster._new_worker_name",
+    "distributed.deploy.spec:SpecCluster._start",
+    "distributed.deploy.spec:SpecCluster._update_worker_status",
+    "distributed.deploy.cluster:Cluster._update_worker_status",
+    "distributed.protocol.serialize:dask_serialize._lookup",
+    "distributed.protocol.serialize:dask_deserialize._lookup",
+    "distributed.protocol.cuda:cuda_serialize._lookup",
+    "distributed.protocol.cuda:cuda_deserialize._lookup",
+)
+ON_A_WORKER: Final = (
+    "_pending_plugins",
+    "active_keys",
+    "executors[default]",
+    "executors[offload]",
+    "handlers[actor_attribute]",
+    "handlers[actor_execute]",
+    "handlers[get_data]",
+    "metrics",
+    "nanny",
+    "periodic_callbacks[heartbeat]",
+    "state.actors",
+    "stream_handlers[close]",
+)
+# Where a worker has a memory limit: its data is then a zict.Buffer.
+ON_SPILLING_DATA: Final = (
+    "fast.on_evict",
+    "fast.weight",
+    "slow_to_fast_callbacks",
+    "weight",
+)
+ON_A_SCHEDULER: Final = (
+    "handlers",
+    "handlers[processing]",
+    "handlers[unregister]",
+    "host_info",
+    "stream_handlers[task-erred]",
+)
+
+_STEP = re.compile(r"\.?(\w+)|\[([\w-]+)\]|(\(\))")
+
+
+@functools.cache
+def check() -> None:
+    """Find every name that no object has to be at hand for; the answer is kept for the process.
+
+    Raises
+    ------
+    UnsupportedDaskError
+        One is missing.
+    """
+    for name in NAMES:
+        module, _, way = name.partition(":")
+        try:
+            start: object = import_module(module)
+        except ImportError as error:
+            raise unsupported(name.replace(":", ".")) from error
+        _find(start, way, module)
+
+
+def check_worker(worker: Worker) -> None:
+    """Find every name that is used on a worker; raise as :func:`check` does."""
+    from zict import Buffer
+
+    check()
+    for way in ON_A_WORKER:
+        _find(worker, way, "distributed.Worker")
+    if isinstance(worker.data, Buffer):
+        for way in ON_SPILLING_DATA:
+            _find(worker.data, way, "distributed.Worker.data")
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Find every name that is used on a scheduler; raise as :func:`check` does."""
+    check()
+    for way in ON_A_SCHEDULER:
+        _find(scheduler, way, "distributed.Scheduler")
+
+
+def unsupported(name: str) -> UnsupportedDaskError:
+    """Return the error for a name that is missing."""
+    import dask
+    import distributed
+
+    try:
+        ours = version("dask-devctx")
+    except PackageNotFoundError:  # run from its sources
+        ours = "unknown"
+    return UnsupportedDaskError(name, dask.__version__, distributed.__version__, ours)
+
+
+def _find(found: Any, way: str, start: str) -> None:
+    for attribute, key, call in _STEP.findall(way):
+        try:
+            if isinstance(found, type) and attribute:
+                found = _of_a_class(found, attribute)
+            elif attribute:
+                found = getattr(found, attribute)
+            elif key:
+                found = found[key]
+            elif call:
+                found = found()
+        except (AttributeError, LookupError, TypeError) as error:
+            raise unsupported(f"{start}.{way}") from error
+
+
+def _of_a_class(kind: type, name: str) -> Any:
+    """Return what a class of dask's has from dask: the standard library's bases do not count."""
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] in ("dask", "distributed") and name in vars(base):
+            return getattr(kind, name)
+    raise AttributeError(name)

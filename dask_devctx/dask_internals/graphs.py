@@ -1,0 +1,83 @@
+"""dask's graphs, arrays and frames on the client. This module needs dask alone.
+
+The functions of dask that it names stay dask's own, so that they can be sent to a scheduler which
+does not have this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dask._task_spec import convert_legacy_graph
+from dask.blockwise import fuse_roots, optimize_blockwise
+from dask.highlevelgraph import MaterializedLayer
+
+from dask_devctx.dask_internals import unsupported
+
+__all__ = [
+    "MaterializedLayer",
+    "before_each_frame",
+    "convert_legacy_graph",
+    "count_elements_on_device",
+    "fuse_roots",
+    "optimize_blockwise",
+]
+
+_FRAMES = "dask.dataframe.dask_expr._collection"
+
+
+@contextmanager
+def before_each_frame(call: Callable[[], None]) -> Iterator[bool]:
+    """While it is open, a function is called before each frame is made.
+
+    Yields
+    ------
+    bool
+        Whether ``dask.dataframe`` was imported. Nothing is changed where it was not.
+    """
+    module = sys.modules.get(_FRAMES)
+    if module is None:
+        yield False
+        return
+    frame = getattr(module, "FrameBase", None)
+    if frame is None:
+        raise unsupported(f"{_FRAMES}.FrameBase")
+    init = frame.__init__
+
+    @functools.wraps(init)
+    def calling(self: Any, *args: Any, **kwargs: Any) -> None:
+        if opened:
+            call()
+        init(self, *args, **kwargs)
+
+    opened = True
+    frame.__init__ = calling
+    try:
+        yield True
+    finally:
+        opened = False
+        if frame.__init__ is calling:  # else somebody else's is around it
+            frame.__init__ = init
+
+
+def count_elements_on_device(kind: type) -> bool:
+    """Let dask.array, once it is imported, count a type's elements as an array of that type.
+
+    Returns
+    -------
+    bool
+        Whether it was imported.
+    """
+    if "dask.array.backends" not in sys.modules:
+        return False
+    from dask.array import backends, dispatch
+
+    for module, name in ((backends, "_numel_arraylike"), (dispatch, "numel_lookup")):
+        if not hasattr(module, name):
+            raise unsupported(f"{module.__name__}.{name}")
+    dispatch.numel_lookup.register(kind, backends._numel_arraylike)
+    return True

@@ -1,0 +1,121 @@
+"""dask's pools of threads: a queue of one's own, and tasks that are sent from one to another."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from distributed.threadpoolexecutor import ThreadPoolExecutor
+
+Priority = tuple[int, ...]
+
+
+class Work(Protocol):
+    """What a thread of a pool takes from its queue."""
+
+    def run(self) -> None:
+        """Do it, and raise nothing."""
+
+
+class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
+    """dask's pool of threads, with a queue of one's own.
+
+    Parameters
+    ----------
+    name
+        What the threads are called.
+    threads
+        How many there are.
+    work
+        The queue of :class:`Work`. None in it ends the threads.
+
+    Notes
+    -----
+    dask takes an executor for one of threads by its class's name, which has to say
+    ``ThreadPoolExecutor``. It is a distributed one, so that ``secede`` and ``rejoin`` work in it.
+    """
+
+    def __init__(self, name: str, threads: int, work: queue.Queue[Work | None]) -> None:
+        super().__init__(threads, thread_name_prefix=name)
+        self._work_queue = work
+
+    def submit_task(
+        self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any] | asyncio.Future[Any]:
+        """Run a task of dask's; the least priority goes first."""
+        raise NotImplementedError
+
+    def give(self, work: Work) -> bool:
+        """Queue work; return whether the pool takes any still."""
+        with self._shutdown_lock:
+            if self._shutdown:
+                return False
+            self._work_queue.put(work)
+            self._adjust_thread_count()
+            return True
+
+    def let_back_in(self) -> bool:
+        """Let the threads that wait to rejoin go on; return whether there were any."""
+        with self._rejoin_lock:
+            waiting: list[tuple[threading.Thread, threading.Event]] = self._rejoin_list[:]
+            self._rejoin_list.clear()
+            for thread, event in waiting:
+                self._threads.add(thread)
+                event.set()
+        return bool(waiting)
+
+
+# Where the next task of this context goes: an executor and a priority, taken out by whoever reads
+# it, since the task itself runs in a copy of this context.
+_next_task: ContextVar[list[tuple[TaskThreadPoolExecutor, Priority | None]] | None] = ContextVar(
+    "next_task", default=None
+)
+
+
+def send_next_task_to(executor: TaskThreadPoolExecutor, priority: Priority | None) -> None:
+    """Let the next task that this context submits run on other threads.
+
+    It concerns executors that :func:`sending_tasks_on` is open for.
+    """
+    _next_task.set([(executor, priority)])
+
+
+_opened: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()
+_opening = threading.Lock()
+
+
+@contextmanager
+def sending_tasks_on(executor: Executor) -> Iterator[None]:
+    """While it is open, an executor sends those tasks on that are meant for others.
+
+    Several workers may share the executor. The last one to leave restores it.
+    """
+    with _opening:
+        if executor not in _opened:
+            setattr(executor, "submit", partial(_submit, executor.submit))  # noqa: B010
+        _opened[executor] = _opened.get(executor, 0) + 1
+    try:
+        yield
+    finally:
+        with _opening:
+            _opened[executor] -= 1
+            if not _opened[executor]:
+                del _opened[executor], executor.submit
+
+
+def _submit(
+    here: Callable[..., Future[Any]], fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Future[Any] | asyncio.Future[Any]:
+    found = _next_task.get()
+    if not found:
+        return here(fn, *args, **kwargs)
+    executor, priority = found.pop()
+    return executor.submit_task(priority, fn, *args, **kwargs)

@@ -1,0 +1,217 @@
+"""A worker's own parts: its handlers, metrics, actors, nanny, streams, plugins and data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from distributed import Worker, WorkerPlugin
+from distributed.core import error_message
+from distributed.spill import SpillBuffer
+from distributed.utils import thread_state
+from zict import Buffer
+
+from dask_devctx.dask_internals import unsupported
+
+_MISSING = object()
+
+
+@contextmanager
+def _replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Iterator[None]:
+    """While it is open, a name has another value; whatever others put there since stays."""
+    before = entries.get(name, _MISSING)
+    entries[name] = value
+    try:
+        yield
+    finally:
+        if entries.get(name, _MISSING) == value:
+            if before is _MISSING:
+                del entries[name]
+            else:
+                entries[name] = before
+
+
+@contextmanager
+def wrapped_handler(
+    worker: Worker, op: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """While it is open, a worker answers a message by a function around its own.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    op
+        The message, such as ``"get_data"``.
+    wrap
+        Given the function that answers it now, returns the one that is to.
+    """
+    with _replaced(worker.handlers, op, wrap(worker.handlers[op])):
+        yield
+
+
+def answer_for_good(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
+    """Answer a message by another function from now on; on any thread."""
+    worker.handlers[op] = handler
+
+
+def metric(
+    worker: Worker, name: str, function: Callable[[Worker], object]
+) -> AbstractContextManager[None]:
+    """Return what adds to a worker's heartbeat while it is open."""
+    return _replaced(worker.metrics, name, function)
+
+
+# -- actors
+
+
+@contextmanager
+def replaced_actors(worker: Worker, actors: dict[Hashable, Any]) -> Iterator[None]:
+    """While it is open, a worker looks its actors up in another dictionary."""
+    worker.state.actors = actors
+    try:
+        yield
+    finally:
+        worker.state.actors = dict(actors)
+
+
+def actors_of(worker: Worker) -> dict[Hashable, Any]:
+    """Return a worker's actors by key."""
+    return worker.state.actors  # type: ignore[no-any-return]
+
+
+def in_an_actor() -> bool:
+    """Return whether this thread runs an actor's method."""
+    return bool(getattr(thread_state, "actor", False))
+
+
+# -- its start
+
+
+def set_up_at_start(worker: Worker, plugin: WorkerPlugin) -> None:
+    """Have a plugin set up while a worker starts; if that fails, the worker does not start."""
+    if not hasattr(worker, "_pending_plugins"):
+        raise unsupported("distributed.Worker._pending_plugins")
+    # What a preload raises itself, dask logs and goes on.
+    worker._pending_plugins = (*worker._pending_plugins, plugin)
+
+
+def is_joining(worker: Worker) -> bool:
+    """Return whether a worker has not joined its scheduler yet."""
+    return not worker.periodic_callbacks["heartbeat"].is_running()
+
+
+def has_nanny(worker: Worker) -> bool:
+    """Return whether a nanny started a worker, whose process is then the worker's alone."""
+    return bool(worker.nanny)
+
+
+# -- its end
+
+
+def leave_nanny(worker: Worker) -> str | None:
+    """Make a worker's end its own affair; return its nanny's address, if it has a nanny.
+
+    A worker that its scheduler removed is told to close, and closes its nanny too. After this it
+    does neither, and the nanny starts another.
+    """
+    nanny: str | None = worker.nanny
+    worker.nanny = None
+    worker.stream_handlers["close"] = _stay
+    worker.periodic_callbacks["heartbeat"].stop()
+    return nanny
+
+
+async def _stay(**kwargs: Any) -> None:
+    """Do not close by order: the end is under way."""
+
+
+async def unsettled(worker: Worker, keys: Collection[Hashable]) -> set[Hashable]:
+    """Return those tasks that the scheduler believes a worker still has to do."""
+    address = worker.contact_address
+    processing = await worker.scheduler.processing(workers=[address])
+    return set(keys) & set(processing.get(address, ()))
+
+
+def report_error(worker: Worker, key: Hashable, error: Exception) -> None:
+    """Tell the scheduler that a task erred whose own thread is still at work."""
+    ts = worker.state.tasks.get(key)
+    if ts is not None and ts.state in ("executing", "long-running"):
+        worker.batched_send(
+            {
+                **error_message(error),
+                "op": "task-erred",
+                "key": key,
+                "run_id": ts.run_id,
+                "thread": None,
+                "startstops": (),
+                "stimulus_id": _stimulus(),
+            }
+        )
+
+
+async def leave_scheduler(worker: Worker, *, expected: bool) -> None:
+    """Leave; if that was not expected, each task of the worker may count as one that killed it."""
+    await worker.scheduler.unregister(
+        address=worker.contact_address, expected=expected, stimulus_id=_stimulus()
+    )
+
+
+def _stimulus() -> str:
+    return f"devctx-device-failed-{time.time()}"
+
+
+# -- what it holds
+
+
+def in_memory(worker: Worker) -> Mapping[Hashable, Any]:
+    """Return the values that a worker has in memory, by key; those on disk are not among them."""
+    data: Mapping[Hashable, Any] = worker.data
+    return data.memory if isinstance(data, SpillBuffer) else data
+
+
+@contextmanager
+def spilling(
+    worker: Worker,
+    *,
+    weigh: Callable[[object, float], float],
+    written: Callable[[Hashable, object], None],
+    read_back: Callable[[Hashable, object], None],
+) -> Iterator[None]:
+    """While it is open, a worker that spills weighs what it holds in another way, and tells of it.
+
+    Parameters
+    ----------
+    worker
+        The worker. One without a memory limit spills nothing, and stays as it is.
+    weigh
+        Given a value and dask's count of its bytes, returns the bytes that count.
+    written
+        Called with a key and its value whenever dask is about to write it to disk.
+    read_back
+        Called with a key and its value whenever dask has read it from disk.
+
+    References
+    ----------
+    ``zict.Buffer``: its ``weight`` and ``slow_to_fast_callbacks``; ``zict.LRU``: its ``on_evict``.
+    """
+    data = worker.data
+    if not isinstance(data, Buffer):
+        yield
+        return
+    by_dask = data.weight
+
+    def weight(key: Hashable, value: object) -> float:
+        return weigh(value, by_dask(key, value))
+
+    data.weight = data.fast.weight = weight
+    data.fast.on_evict.insert(0, written)  # the next one writes it
+    data.slow_to_fast_callbacks.append(read_back)
+    try:
+        yield
+    finally:
+        data.fast.on_evict.remove(written)
+        data.slow_to_fast_callbacks.remove(read_back)
+        data.weight = data.fast.weight = by_dask

@@ -1,0 +1,105 @@
+"""What workers tell the scheduler, and how it is checked: nothing is believed unread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from dask_devctx.cuda.inventory import DeviceInfo, Inventory
+from dask_devctx.errors import DevicesInUseError, LockDirectoryError
+from dask_devctx.scheduler.holdings import Holdings
+
+# What workers call on the scheduler.
+ANNOUNCE: Final = "devctx_announce"
+WITHDRAW: Final = "devctx_withdraw"
+REFUSE: Final = "devctx_refuse"
+
+# More devices than any machine has, and longer than any name of one.
+_DEVICES_LIMIT = 1024
+_TEXT_LIMIT = 256
+
+# Why a worker leaves that could not take its devices.
+_REFUSALS: Mapping[str, Callable[..., Exception]] = {
+    kind.__name__: kind for kind in (DevicesInUseError, LockDirectoryError)
+}
+
+
+class MalformedError(ValueError):
+    """A worker's message does not say what it should; the text says what is wrong with it."""
+
+
+def read_address(message: Mapping[str, Any]) -> str:
+    """Return the worker's address as it gave it."""
+    return _text(message.get("address"), "address")
+
+
+def read_holdings(message: Mapping[str, Any]) -> Holdings:
+    """Return what an announcement says of a worker's devices.
+
+    Notes
+    -----
+    Fields of a device that are not known here are left out: workers may be of another version.
+    """
+    seen = _items(message.get("seen"), "seen")
+    devices = tuple(_device(ordinal, fields) for ordinal, fields in enumerate(seen))
+    uuids = {info.uuid for info in devices}
+    if len(uuids) < len(devices):
+        raise MalformedError("'seen' has a UUID twice")
+    used = frozenset(_text(uuid, "used") for uuid in _items(message.get("used"), "used"))
+    if not used <= uuids:
+        raise MalformedError(f"'used' has what is not seen: {sorted(used - uuids)[:3]}")
+    return Holdings(Inventory(devices), used)
+
+
+def read_refusal(message: Mapping[str, Any]) -> Exception:
+    """Return the error with which a worker leaves.
+
+    Notes
+    -----
+    It is plain data, made an error of ours here: nothing is unpickled that a worker sends.
+    """
+    kind = _text(message.get("kind"), "kind")
+    if kind not in _REFUSALS:
+        raise MalformedError(f"'kind' is none of {sorted(_REFUSALS)}: {kind!r}")
+    arguments = _items(message.get("arguments"), "arguments")
+    try:
+        error = _REFUSALS[kind](*arguments)
+        str(error)
+    except Exception as wrong:
+        raise MalformedError(f"'arguments' are not those of {kind}: {wrong!r}") from None
+    return error
+
+
+def _device(ordinal: int, fields: object) -> DeviceInfo:
+    if not isinstance(fields, Mapping):
+        raise MalformedError(f"a device in 'seen' is no mapping, but {type(fields).__name__}")
+    given = fields.get("device_id")
+    if given.__class__ is not int or given != ordinal:
+        raise MalformedError(f"device {ordinal} in 'seen' has the 'device_id' {_shown(given)}")
+    pci_bus_id = fields.get("pci_bus_id")
+    if pci_bus_id is not None:
+        pci_bus_id = _text(pci_bus_id, "pci_bus_id")
+    return DeviceInfo(ordinal, _text(fields.get("uuid"), "uuid"), pci_bus_id=pci_bus_id)
+
+
+def _items(value: object, name: str) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise MalformedError(f"'{name}' is no list, but {type(value).__name__}")
+    if len(value) > _DEVICES_LIMIT:
+        raise MalformedError(f"'{name}' has {len(value)} entries; {_DEVICES_LIMIT} at most")
+    return value
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= _TEXT_LIMIT:
+        raise MalformedError(
+            f"'{name}' is no text of 1 to {_TEXT_LIMIT} characters: {_shown(value)}"
+        )
+    return value
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}" if isinstance(value, str | int | float) else type(value).__name__
+    except Exception:
+        return type(value).__name__

@@ -1,0 +1,43 @@
+"""The host as a place to take values to: ``to_device(value, "cpu")``."""
+
+from __future__ import annotations
+
+from dask_devctx.transfer.registry import Registry
+
+
+def is_host(device: object) -> bool:
+    """Return whether the host is meant: ``"cpu"``, or torch's device of that type."""
+    kind = getattr(device, "type", device)
+    return isinstance(kind, str) and kind == "cpu"
+
+
+class Host:
+    """The host in the place of a device: nothing has to be made current for it."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def __str__(self) -> str:
+        return "cpu"
+
+
+def _unknown(value: object) -> None:
+    return None
+
+
+# Functions that return a copy of a value in host memory, complete, by the value's type. They are
+# called with the value's device current, whose current streams wait for the work that makes it.
+to_host = Registry("to_host", _unknown)
+
+
+def cannot_be_copied(value: object, device: object) -> TypeError:
+    """Return the error for a value of a type that ``to_host`` does not know."""
+    kind = type(value).__qualname__
+    return TypeError(
+        f"a {kind} lives on {device}, and nothing is known that copies one to the host. Register a "
+        f"function with to_host.register({kind}), or call its library's own: CuPy's .get(), "
+        "torch's .cpu(), Numba's .copy_to_host(), jax.device_get"
+    )

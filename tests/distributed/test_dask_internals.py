@@ -1,0 +1,589 @@
+"""What dask and distributed do not document: each name is there, and is what we take it for.
+
+Where a release of dask takes a name away, all of the package says so before it changes anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import dask
+import distributed
+import pytest
+from dask._task_spec import Alias, DataNode, GraphNode, Task
+from distributed import Event, Status, Worker, WorkerPlugin
+from distributed.utils_test import async_poll_for, gen_cluster
+
+import dask_devctx
+from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_internals
+from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER, ON_SPILLING_DATA, tasks
+from dask_devctx.dask_internals import worker as of_workers
+from dask_devctx.dask_internals.cluster import WatchedCluster
+from dask_devctx.dask_internals.serialization import register_instead
+from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.graph.keep import keep_annotations
+from tests.distributed.changes import changes_of
+
+PACKAGE = Path(dask_devctx.__file__).parent
+
+
+# -- each name that is missing
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    dask_internals.check.cache_clear()
+    yield
+    dask_internals.check.cache_clear()
+
+
+def take_away(patch: pytest.MonkeyPatch, start: Any, way: str) -> None:
+    """Take away what a way leads to, as if dask had renamed it."""
+    *steps, (attribute, key, _) = dask_internals._STEP.findall(way)
+    made: Any = None
+    for step, entry, call in steps:
+        if call:
+            made = start
+        elif not made:
+            start = getattr(start, step) if step else start[entry]
+    if made:  # its objects have it from their constructor
+        init = made.__init__
+
+        def without(self: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, *args, **kwargs)
+            delattr(self, attribute)
+
+        patch.setattr(made, "__init__", without)
+    elif key:
+        patch.delitem(start, key)
+    elif isinstance(start, type):
+        for base in start.__mro__:
+            of_dask = base.__module__.startswith(("dask.", "distributed."))
+            if of_dask and attribute in vars(base):
+                patch.delattr(base, attribute)
+    else:
+        patch.delattr(start, attribute)
+
+
+def parts(name: str) -> tuple[Any, str]:
+    module, _, way = name.partition(":")
+    return import_module(module), way
+
+
+def assert_says(error: UnsupportedDaskError, name: str) -> None:
+    assert error.name == name.replace(":", ".")
+    assert (error.dask, error.distributed) == (dask.__version__, distributed.__version__)
+    assert pickle.loads(pickle.dumps(error)).name == error.name
+    assert "2025.4.0 to" in str(error)
+
+
+def test_every_name_is_there() -> None:
+    dask_internals.check()
+
+
+@pytest.mark.parametrize("name", dask_internals.NAMES)
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_without_a_name_nothing_is_changed(
+    client: Any, scheduler: Any, worker: Any, name: str
+) -> None:
+    plugin, routing = DevicePlugin(), DeviceRouting()
+    plugin.annotations_kept.close()
+    dask_internals.check.cache_clear()
+    changes = changes_of(worker)
+    handlers, config = dict(scheduler.handlers), dict(dask.config.config)
+    with pytest.MonkeyPatch.context() as patch:
+        take_away(patch, *parts(name))
+        with pytest.raises(UnsupportedDaskError) as on_the_client:
+            DevicePlugin()
+        # Nothing of these waits before it raises, so that dask itself does not run meanwhile.
+        with pytest.raises(UnsupportedDaskError) as on_the_worker:
+            plugin.setup(worker).send(None)
+        with pytest.raises(UnsupportedDaskError) as on_the_scheduler:
+            routing.start(scheduler).send(None)
+    for error in (on_the_client, on_the_worker, on_the_scheduler):
+        assert_says(error.value, name)
+    assert changes() == {}
+    assert scheduler.handlers == handlers
+    assert dask.config.config == config
+
+
+@pytest.mark.parametrize("way", [*ON_A_WORKER, *(f"data.{way}" for way in ON_SPILLING_DATA)])
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_without_a_name_on_the_worker_nothing_is_changed(
+    client: Any, scheduler: Any, worker: Any, way: str
+) -> None:
+    plugin = DevicePlugin()
+    changes = changes_of(worker)
+    with pytest.MonkeyPatch.context() as patch:
+        take_away(patch, worker, way)
+        with pytest.raises(UnsupportedDaskError) as error:
+            plugin.setup(worker).send(None)
+    assert_says(error.value, f"distributed.Worker.{way}")
+    assert changes() == {}
+
+
+@pytest.mark.parametrize("way", ON_A_SCHEDULER)
+@gen_cluster(client=True, nthreads=[])
+async def test_without_a_name_on_the_scheduler_nothing_is_changed(
+    client: Any, scheduler: Any, way: str
+) -> None:
+    before = dict(scheduler.handlers)
+    with pytest.MonkeyPatch.context() as patch:
+        take_away(patch, scheduler, way)
+        with pytest.raises(UnsupportedDaskError) as error:
+            DeviceRouting().start(scheduler).send(None)
+    assert_says(error.value, f"distributed.Scheduler.{way}")
+    assert scheduler.handlers == before
+
+
+def test_frames_and_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("dask.dataframe")
+    from dask.array import backends
+    from dask.dataframe.dask_expr import _collection
+
+    from dask_devctx.dask_internals.graphs import count_elements_on_device
+
+    before = dict(dask.config.config)
+    monkeypatch.delattr(_collection, "FrameBase")
+    with pytest.raises(UnsupportedDaskError, match=r"_collection\.FrameBase"):
+        keep_annotations()
+    assert dask.config.config == before
+    monkeypatch.delattr(backends, "_numel_arraylike")
+    with pytest.raises(UnsupportedDaskError, match="_numel_arraylike"):
+        count_elements_on_device(type("Array", (), {}))
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_the_client_is_told(client: Any, scheduler: Any, worker: Any) -> None:
+    plugin, changes = DevicePlugin(), changes_of(worker)
+    actors = worker.handlers.pop("actor_execute")
+    with pytest.raises(UnsupportedDaskError, match="actor_execute"):
+        await client.register_plugin(plugin)
+    await client.unregister_worker_plugin("devctx")
+    worker.handlers["actor_execute"] = actors
+    assert changes() == {}
+
+
+# -- nobody else uses them
+
+PRIVATE = frozenset(
+    {
+        "_adjust_thread_count",
+        "_close",
+        "_correct_state_internal",
+        "_i",
+        "_lookup",
+        "_new_worker_name",
+        "_numel_arraylike",
+        "_pending_plugins",
+        "_rejoin_list",
+        "_rejoin_lock",
+        "_shutdown",
+        "_shutdown_lock",
+        "_start",
+        "_threads",
+        "_update_worker_status",
+        "_work_queue",
+        "active_keys",
+        "actors",
+        "batched_send",
+        "coerce_address",
+        "coerce_hostname",
+        "convert_legacy_graph",
+        "FrameBase",
+        "fuse_roots",
+        "GraphNode",
+        "handlers",
+        "host_info",
+        "host_restrictions",
+        "MaterializedLayer",
+        "nanny",
+        "numel_lookup",
+        "on_evict",
+        "optimize_blockwise",
+        "periodic_callbacks",
+        "slow_to_fast_callbacks",
+        "stream_handlers",
+        "thread_state",
+        "transitions",
+        "worker_restrictions",
+        "register_worker_plugin",
+        "SpillBuffer",
+        "worker_spec",
+    }
+)
+MODULES = (
+    "dask._task_spec",
+    "dask.blockwise",
+    "distributed.threadpoolexecutor",
+    "distributed.deploy.spec",
+    "distributed.worker_state_machine",
+    "zict",
+)
+# Of a task's state only these are written, and only through the door.
+WRITTEN = frozenset({"run_spec", "annotations", "worker_restrictions", "host_restrictions"})
+
+
+def uses(path: Path) -> Iterator[str]:
+    """Yield the private names that a module uses."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+            yield node.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if node.attr in WRITTEN and not ast.unparse(node.value).startswith("self"):
+                yield f"{ast.unparse(node)} ="
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names if alias.name in PRIVATE)
+            if node.module in MODULES:
+                yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+
+
+OTHERS = [
+    path for path in sorted(PACKAGE.rglob("*.py")) if PACKAGE / "dask_internals" not in path.parents
+]
+
+
+@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_no_other_module_uses_them(path: Path) -> None:
+    name = str(path.relative_to(PACKAGE))
+    from_the_door = {
+        alias.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and "dask_internals" in (node.module or "")
+        for alias in node.names
+    }
+    found = {use for use in uses(path) if use not in from_the_door}
+    assert not found, f"{name} uses {found}; let dask_internals do it"
+
+
+def test_the_table_finds_them_in_the_door() -> None:
+    found = {use for path in (PACKAGE / "dask_internals").glob("*.py") for use in uses(path)}
+    assert found >= {"_work_queue", "active_keys", "stream_handlers", "ts.run_spec =", "zict"}
+
+
+# -- what each of them does, where no other test says so
+
+
+def blocks() -> None:
+    Event("go-on").wait()
+
+
+class StandIn(TaskStandIn):
+    """Calls the task with one more."""
+
+    __slots__ = ()
+
+    def __call__(self, data: Any = ()) -> Any:
+        return self.task(data) + 1
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_a_worker_calls_what_takes_a_tasks_place(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    class Replacing(WorkerPlugin):
+        name = "replacing"
+
+        def setup(self, worker: Worker) -> None:
+            self.worker = worker
+
+        def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
+            ts = self.worker.state.tasks.get(key)
+            if ts is not None and ts.state == "executing":
+                about.extend(each.key for each in tasks.about_to_begin(self.worker))
+                tasks.replace(ts, StandIn(ts.run_spec))
+                tasks.add_metadata(ts, "mark", "mine")
+
+    about: list[Any] = []
+    await worker.plugin_add(Replacing())
+    assert await client.submit(lambda x: x, 1, key="one") == 2
+    assert about == ["one"]
+    assert worker.state.tasks["one"].metadata == {"mark": "mine"}
+    tasks.restore(worker.state.tasks["one"])
+    assert isinstance(worker.state.tasks["one"].run_spec, GraphNode)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_tasks_that_run_are_not_about_to_begin(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    future = client.submit(blocks, key="runs")
+    await async_poll_for(lambda: "runs" in worker.active_keys, timeout=10)
+    assert worker.state.tasks["runs"].state == "executing"
+    assert not list(tasks.about_to_begin(worker))
+    await Event("go-on", client).set()
+    await future
+
+
+def test_what_is_a_coroutine_functions() -> None:
+    async def coroutine() -> None: ...
+
+    assert TaskStandIn(Task("a", coroutine)).is_coro
+    assert not TaskStandIn(Task("a", print)).is_coro
+    assert not TaskStandIn(DataNode("a", 1)).is_coro
+    assert not TaskStandIn(Alias("a", "b")).is_coro
+
+
+def test_graphs() -> None:
+    from dask.highlevelgraph import HighLevelGraph
+
+    from dask_devctx.dask_internals.graphs import (
+        MaterializedLayer,
+        convert_legacy_graph,
+        fuse_roots,
+        optimize_blockwise,
+    )
+
+    task = convert_legacy_graph({"a": (abs, -1)})["a"]
+    assert isinstance(task, GraphNode)
+    assert task() == 1
+    layer = MaterializedLayer({"a": task}, annotations={"device": 1})
+    graph = HighLevelGraph({"l": layer}, {"l": set()})
+    for optimize in (optimize_blockwise, fuse_roots):
+        assert optimize(graph, keys={"a"}).layers["l"].annotations == {"device": 1}
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_inside_an_actor(client: Any, scheduler: Any, worker: Any) -> None:
+    class Asks:
+        def in_an_actor(self) -> bool:
+            return of_workers.in_an_actor()
+
+    actor = await client.submit(Asks, actor=True, key="asks")
+    assert await actor.in_an_actor()
+    assert not of_workers.in_an_actor()
+    assert tasks.makes_an_actor(worker, "asks")
+    assert list(of_workers.actors_of(worker)) == ["asks"]
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_a_task_that_is_reported_while_it_runs(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    future = client.submit(blocks, key="hangs")
+    await async_poll_for(lambda: "hangs" in worker.active_keys, timeout=10)
+    assert await of_workers.unsettled(worker, ["hangs", "other"]) == {"hangs"}
+    of_workers.report_error(worker, "hangs", ZeroDivisionError("of mine"))
+    error = await future.exception()
+    assert (type(error), error.args) == (ZeroDivisionError, ("of mine",))
+    assert await of_workers.unsettled(worker, ["hangs"]) == set()
+    await Event("go-on", client).set()
+
+
+@pytest.mark.parametrize("expected", [True, False])
+@gen_cluster(
+    client=True, nthreads=[("127.0.0.1", 2)], config={"distributed.scheduler.allowed-failures": 0}
+)
+async def test_a_worker_that_leaves(
+    client: Any, scheduler: Any, worker: Any, expected: bool
+) -> None:
+    future = client.submit(blocks, key="runs")
+    await async_poll_for(lambda: "runs" in worker.active_keys, timeout=10)
+    assert of_workers.leave_nanny(worker) is None
+    await of_workers.leave_scheduler(worker, expected=expected)
+    assert not scheduler.workers
+    assert worker.status is Status.running, "it was not to close by order"
+    assert (scheduler.tasks[future.key].state == "erred") is not expected
+    await Event("go-on", client).set()
+    await worker.close(nanny=False)
+
+
+@gen_cluster(client=True, nthreads=[])
+async def test_a_worker_that_does_not_start(client: Any, scheduler: Any) -> None:
+    class Fails(WorkerPlugin):
+        name = "fails"
+
+        def setup(self, worker: Worker) -> None:
+            joining.append(of_workers.is_joining(worker))
+            raise ZeroDivisionError
+
+    joining: list[bool] = []
+    worker = Worker(scheduler.address)
+    assert not of_workers.has_nanny(worker)
+    of_workers.set_up_at_start(worker, Fails())
+    with pytest.raises(RuntimeError, match="failed to start"):
+        await worker
+    assert joining == [True]
+    assert not scheduler.workers
+    async with Worker(scheduler.address) as worker:
+        assert not of_workers.is_joining(worker)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_what_a_heartbeat_tells(client: Any, scheduler: Any, worker: Any) -> None:
+    with of_workers.metric(worker, "mine", lambda worker: 7):
+        await worker.heartbeat()
+        assert scheduler.workers[worker.address].metrics["mine"] == 7
+    await worker.heartbeat()
+    assert "mine" not in scheduler.workers[worker.address].metrics
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 2)],
+    worker_kwargs={"memory_limit": 10_000},
+    config={"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False},
+)
+async def test_what_a_worker_spills(client: Any, scheduler: Any, worker: Any) -> None:
+    written: list[Any] = []
+    read_back: list[Any] = []
+    with of_workers.spilling(
+        worker,
+        weigh=lambda value, counted: 0 if value[:1] == b"f" else counted,
+        written=lambda key, value: written.append(key),
+        read_back=lambda key, value: read_back.append(key),
+    ):
+        worker.data.update(a=b"a" * 5000, free=b"f" * 5000, b=b"b" * 5000)
+        assert written == ["a"]
+        assert set(of_workers.in_memory(worker)) == {"free", "b"}
+        assert worker.data["a"] == b"a" * 5000
+    assert read_back == ["a"]
+    assert written == ["a", "free", "b"]  # the least recently used until there is room
+    worker.data["more"] = b"f" * 12_000
+    assert written == ["a", "free", "b"]
+    assert "more" in worker.data.slow, "it counts again"
+    worker.data.clear()  # no tasks of the worker
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2, {})])
+async def test_a_scheduler(client: Any, scheduler: Any, worker: Any) -> None:
+    from dask_devctx.dask_internals import scheduler as of_schedulers
+
+    of_schedulers.answer(scheduler, {"mine": lambda: "yes"})
+    assert await worker.scheduler.mine() == "yes"
+    of_schedulers.answer_no_more(scheduler, ["mine", "nobody's"])
+    assert "mine" not in scheduler.handlers
+    assert of_schedulers.resolved(scheduler, worker.address) == worker.address
+    assert of_schedulers.addresses_at(scheduler, "127.0.0.1") == {worker.address}
+    assert of_schedulers.addresses_at(scheduler, "10.9.8.7") == set()
+
+    future = client.submit(abs, -1, key="waits", workers=["tcp://127.0.0.1:1"])
+    await async_poll_for(lambda: "waits" in scheduler.tasks, timeout=10)
+    ts = scheduler.tasks["waits"]
+    await async_poll_for(lambda: ts.state == "no-worker", timeout=10)
+    workers, hosts, loose = of_schedulers.restrictions(ts)
+    assert workers == {"tcp://127.0.0.1:1"}
+    assert not hosts
+    assert loose is False
+    of_schedulers.annotate(ts, "mark", "mine")
+    of_schedulers.restrict(ts, set(), None, loose=True)  # an empty set restricts nothing
+    assert of_schedulers.restrictions(ts) == (set(), None, True)
+    of_schedulers.schedule_again(scheduler, [ts])
+    assert await future == 1
+    assert worker.state.tasks["waits"].annotations["mark"] == "mine"
+
+
+def test_another_serializer() -> None:
+    from distributed.protocol import dask_deserialize, dask_serialize, deserialize, serialize
+
+    class Base:
+        pass
+
+    class Child(Base):
+        pass
+
+    class Other(Base):
+        pass
+
+    dask_serialize.register(Base, lambda value: ({"by": "theirs"}, []))
+    dask_serialize(Child())
+    dask_serialize.register(Other, lambda value: ({"by": "other"}, []))
+    dask_deserialize.register(Base, lambda header, frames: header["by"])
+    register_instead(dask_serialize, Base, lambda value: ({"by": "ours"}, []))
+    found = [deserialize(*serialize(kind())) for kind in (Base, Child, Other)]
+    assert found == ["ours", "ours", "other"]
+
+
+def test_a_cluster_is_told() -> None:
+    class Told(WatchedCluster):
+        async def _scheduler_runs(self) -> None:
+            told.append(("the scheduler runs", len(self.workers)))
+
+        @contextmanager
+        def _scaling(self) -> Iterator[None]:
+            before = len(self.workers)
+            yield
+            if before != len(self.workers):
+                told.append(("scaled", len(self.workers)))
+
+        def _worker_left(self) -> None:
+            self._forget(0)
+            told.append(("a worker left", sorted(self.worker_spec)))
+
+        def _has_closed(self) -> None:
+            told.append(("closed", len(self.workers)))
+
+    told: list[tuple[str, Any]] = []
+    with Told(
+        n_workers=2, processes=False, dashboard_address=":0", threads_per_worker=1
+    ) as cluster:
+        cluster.sync(cluster.workers[0].close)
+        deadline = time.monotonic() + 10
+        while len(told) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        cluster.scale(2)
+        while sorted(cluster.worker_spec) != [1, 2] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sorted(cluster.worker_spec) == [1, 2]
+    assert told[:3] == [("the scheduler runs", 0), ("scaled", 2), ("a worker left", [1])]
+    assert told[-1] == ("closed", 0)
+
+
+def test_frames_and_arrays() -> None:
+    dd = pytest.importorskip("dask.dataframe")
+    pd = pytest.importorskip("pandas")
+    from dask_devctx.dask_internals.graphs import before_each_frame
+
+    made: list[int] = []
+    frame = dd.from_pandas(pd.DataFrame({"a": [1, 2]}), npartitions=1)
+    with before_each_frame(lambda: made.append(1)) as there:
+        assert there
+        frame + 1
+        assert made
+    count = len(made)
+    frame + 1
+    assert len(made) == count
+
+
+def test_annotations_are_kept_until_the_last_is_closed(child: Any) -> None:
+    pytest.importorskip("dask.dataframe")
+
+    def keeps() -> None:
+        import pickle
+
+        import dask
+        import dask.dataframe
+        import distributed  # noqa: F401  brings defaults of its own
+        from dask.dataframe.dask_expr._collection import FrameBase
+
+        from dask_devctx.graph.keep import keep_annotations
+
+        def now() -> object:
+            found = {k: v for k, v in dask.config.config.items() if k.endswith("_optimize")}
+            return found, FrameBase.__init__, len([d for d in dask.config.defaults if d])
+
+        before = now()
+        first, second = keep_annotations(), keep_annotations()
+        kept = now()
+        assert kept[0].keys() == {"array_optimize", "bag_optimize", "delayed_optimize"}
+        assert kept[1] is not before[1]
+        pickle.loads(pickle.dumps(first)).close()
+        first.close()
+        first.close()
+        assert now() == kept
+        second.close()
+        assert now() == before
+        with keep_annotations():
+            assert now()[0] == kept[0]
+        assert now() == before
+
+    child(keeps)

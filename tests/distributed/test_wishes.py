@@ -1,0 +1,222 @@
+"""Restrictions that are kept up to date are those that would be made from the beginning."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from dask_devctx.cuda import naming
+from dask_devctx.cuda.inventory import DeviceInfo, Inventory
+from dask_devctx.scheduler.holdings import Cluster, Holdings
+from dask_devctx.scheduler.wishes import Wishes
+
+ADDRESSES = [f"tcp://10.0.0.{n}:1" for n in range(3)]
+UUIDS = [f"GPU-{n % 2}33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]
+HOSTS = {"even": set(ADDRESSES[::2]), "odd": set(ADDRESSES[1::2])}
+NOBODY = {"devctx://waiting-for-the-device"}
+NAMES = [
+    *UUIDS, *(uuid[4:].upper() for uuid in UUIDS), UUIDS[0][:6], "GPU-1", "GPU-f", 0, 1, "cuda:2",
+    7, "0000:01:00.0", "banana", 1.5, "cuda",
+]  # fmt: skip
+
+holdings = st.builds(
+    lambda seen, used: Holdings(
+        Inventory(
+            tuple(DeviceInfo(n, uuid, pci_bus_id=f"0000:0{n}:00.0") for n, uuid in enumerate(seen))
+        ),
+        frozenset(used) & frozenset(seen),
+    ),
+    st.permutations(UUIDS).flatmap(lambda p: st.integers(0, 4).map(lambda n: p[:n])),
+    st.sets(st.sampled_from(UUIDS)),
+)
+addresses = st.sampled_from(ADDRESSES)
+tasks = st.fixed_dictionaries(
+    {
+        "wanted": st.sampled_from(NAMES),
+        "workers": st.none() | st.sets(addresses, min_size=1),
+        "hosts": st.none() | st.sets(st.sampled_from([*HOSTS, "nowhere"]), min_size=1),
+        "loose": st.booleans(),
+        "actor": st.booleans(),
+    }
+)
+events = st.one_of(
+    st.tuples(st.just("submit"), tasks),
+    st.tuples(st.just("submit"), st.sampled_from(NAMES).map(lambda name: {"wanted": name})),
+    st.tuples(st.just("join"), addresses),
+    st.tuples(st.just("arrive"), addresses, holdings),
+    st.tuples(st.just("arrive"), addresses, holdings),
+    st.tuples(st.just("leave"), addresses),
+    st.tuples(st.just("announce"), addresses, holdings),
+    st.tuples(st.just("withdraw"), addresses),
+    st.tuples(st.just("wait"), st.integers(1, 3)),
+    st.tuples(st.just("forget"), st.integers(0, 9)),
+)
+
+
+class Model:
+    """What the scheduler knows, and the restrictions that follow, worked out for each task."""
+
+    def __init__(self) -> None:
+        self.workers: set[str] = set()
+        self.have: dict[str, Holdings] = {}
+        self.left: dict[str, tuple[Holdings, int]] = {}
+        self.unheard: dict[str, int] = {}
+        self.early: dict[str, Holdings] = {}
+
+    def expected(self, said: dict[str, Any]) -> tuple[set[str], set[str] | None, bool]:
+        workers, hosts = said.get("workers"), said.get("hosts")
+        own = (workers or set(), hosts, said.get("loose", False))
+        try:
+            name = naming.read(said["wanted"])
+        except TypeError:
+            name = naming.Name("unknown")
+        targets = {a for a, held in self.have.items() if held.have(name)}
+        if not targets:
+            lost = any(held.have(name) for held, _ in self.left.values())
+            may_wait = not said.get("actor") and name.kind != "unknown"
+            if may_wait and (lost or self.unheard):
+                return NOBODY, None, False
+            targets = {a for a, held in self.have.items() if held.used} or set(self.have)
+        if not targets or targets == self.workers:
+            return own
+        if not workers and not hosts:
+            return targets, None, False
+        allowed = (workers or set()).union(*(HOSTS.get(host, set()) for host in hosts or ()))
+        both = allowed & targets or (targets if said.get("loose") else set())
+        return (both, None, False) if both else own
+
+
+def having(*uuids: str) -> Holdings:
+    return Holdings(
+        Inventory(tuple(DeviceInfo(n, uuid) for n, uuid in enumerate(uuids))), frozenset(uuids)
+    )
+
+
+_TWO_DEVICES = [
+    ("arrive", ADDRESSES[0], having(UUIDS[0])),
+    ("arrive", ADDRESSES[1], having(UUIDS[1])),
+    ("submit", {"wanted": UUIDS[0]}),
+]
+
+
+@example(happening=[*_TWO_DEVICES, ("leave", ADDRESSES[1])])
+@example(happening=[*_TWO_DEVICES, ("leave", ADDRESSES[0]), ("wait", 3)])
+@example(happening=[*_TWO_DEVICES, ("announce", ADDRESSES[1], having(UUIDS[0]))])
+@settings(max_examples=200)
+@given(happening=st.lists(events, max_size=40))
+def test_restrictions_are_as_if_made_from_the_beginning(happening: list[Any]) -> None:
+    model, now = Model(), 0
+    cluster = Cluster(set())
+    wishes = Wishes(cluster, lambda host: HOSTS.get(host, ()))
+    known: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for number, (event, *what) in enumerate(happening):
+        before = {key: restrictions(ts) for key, (ts, _) in known.items()}
+        waiting: list[Any] | None = None
+        if event == "submit":
+            (said,) = what
+            ts = SimpleNamespace(
+                key=number,
+                state="no-worker",
+                actor=said.get("actor", False),
+                worker_restrictions=said.get("workers"),
+                host_restrictions=said.get("hosts"),
+                loose_restrictions=said.get("loose", False),
+            )
+            wishes.note(ts, said["wanted"])
+            known[number] = ts, said
+        elif event == "forget":
+            if known:
+                key = list(known)[what[0] % len(known)]
+                wishes.moved(key, "forgotten")
+                del known[key], before[key]
+        elif event == "wait":
+            now += what[0]
+            then = now - 2
+            model.unheard = {a: since for a, since in model.unheard.items() if since > then}
+            model.left = {a: entry for a, entry in model.left.items() if entry[1] > then}
+            cluster.expire(then)
+            waiting = wishes.review_absent()
+        else:
+            steps = ["join", "announce"] if event == "arrive" else [event]
+            moved = [change(model, cluster, wishes, step, now, *what) for step in steps]
+            # what changes there and back in between may be looked at once more
+            waiting = moved[0] if len(moved) == 1 else None
+        for key, (ts, said) in known.items():
+            assert restrictions(ts) == model.expected(said), (event, what, said)
+            if waiting is not None:
+                assert (ts in waiting) is (restrictions(ts) != before[key])
+
+
+def change(
+    model: Model, cluster: Cluster, wishes: Wishes, event: str, now: int, address: str, *held: Any
+) -> list[Any] | None:
+    there = address in model.workers
+    if event == "join" and not there:
+        model.workers.add(address)
+        model.left.pop(address, None)
+        if address in model.early:
+            model.have[address] = model.early.pop(address)
+        else:
+            model.unheard[address] = now
+        return wishes.review(address, None, cluster.join(address, now), joined=1)
+    if event == "leave" and there:
+        model.workers.discard(address)
+        model.unheard.pop(address, None)
+        if address in model.have:
+            model.left[address] = model.have.pop(address), now
+        return wishes.review(address, cluster.leave(address, now), None, joined=-1)
+    if event == "announce" and there:
+        model.unheard.pop(address, None)
+        model.have[address] = held[0]
+        return wishes.review(address, cluster.announce(address, held[0]), held[0])
+    if event == "announce":
+        model.early[address] = held[0]
+        cluster.announce_early(address, held[0], now)
+    if event == "withdraw" and there:
+        model.have.pop(address, None)
+        return wishes.review(address, cluster.withdraw(address), None)
+    return None
+
+
+def restrictions(ts: Any) -> tuple[set[str], set[str] | None, bool]:
+    """Return copies: what dask is given changes."""
+    hosts = ts.host_restrictions
+    return (
+        set(ts.worker_restrictions or ()),
+        None if hosts is None else set(hosts),
+        ts.loose_restrictions,
+    )
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda n: (f"GPU-{n:08x}", None),
+        lambda n: (1, {f"tcp://10.0.0.1:{n}"}),
+    ],
+    ids=["devices", "restrictions"],
+)
+def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
+    cluster = Cluster(set())
+    wishes = Wishes(cluster, lambda host: ())
+    cluster.join("tcp://10.0.0.1:1", 0)
+    sizes = set()
+    for n in range(4000):
+        wanted, workers = asks(n)
+        ts = SimpleNamespace(
+            key=n,
+            state="waiting",
+            actor=False,
+            worker_restrictions=workers,
+            host_restrictions=None,
+            loose_restrictions=False,
+        )
+        wishes.note(ts, wanted)
+        wishes.moved(n, "forgotten")
+        if n % 100 == 0:
+            sizes.add(len(wishes))
+    assert max(sizes) < 1200

@@ -1,0 +1,111 @@
+"""``to_device(value, "cpu")``: what is on a device, in host memory."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dask_devctx import Device
+from dask_devctx.simulated_array import SimulatedArray
+from dask_devctx.transfer import device_of, release_held, stamp, to_device, to_host
+
+VALUES = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+
+
+@pytest.fixture
+def x(machine):
+    with Device(1):
+        yield SimulatedArray.asarray(VALUES)
+
+
+def test_an_array(x):
+    for host in ("cpu", SimpleNamespace(type="cpu", index=None)):  # the second as torch's is
+        copied = to_device(x, host)
+        assert type(copied) is np.ndarray
+        assert (copied == VALUES).all()
+        assert copied.flags.f_contiguous
+        assert device_of(copied) is None
+    assert Device.current() is Device(1)
+
+
+def test_there_and_back(x):
+    back = to_device(to_device(x, "cpu"), 1)
+    assert device_of(back) is None  # no library is guessed: a host array stays one
+    with Device(2):
+        assert device_of(SimulatedArray.asarray(back)) is Device(2)
+
+
+def test_what_is_in_containers(x):
+    with Device(2):
+        y = SimulatedArray((2,))
+    word = ["host"]
+    value = {"x": x, "again": [x, y], "word": word}
+    copied = to_device(value, "cpu")
+    assert type(copied["x"]) is type(copied["again"][1]) is np.ndarray
+    assert copied["again"][0] is copied["x"]  # referenced twice, copied once
+    assert copied["word"] is word
+    assert value["x"] is x
+
+
+def test_what_is_there_already(x):
+    for value in (VALUES, [VALUES, "text"], 7, None):
+        assert to_device(value, "cpu") is value
+
+
+def test_waits_for_the_work_that_makes_it(x, machine):
+    machine.faults.calls.clear()
+    to_device(x, "cpu", after=stamp(x))
+    assert machine.faults.calls["cuStreamWaitEvent"] > 0
+    assert machine.faults.calls["cuCtxEnablePeerAccess"] == 0
+    assert release_held() == 0
+
+
+def test_from_whatever_is_current(x):
+    with Device(1):
+        Device.unset_current()
+        assert (to_device(x, "cpu") == VALUES).all()
+        assert Device.current() is None
+
+
+class Grid:
+    def __init__(self, cells):
+        self.cells = cells
+
+
+@device_of.register(Grid)
+def _(grid):
+    return device_of(grid.cells)
+
+
+@to_host.register(Grid)
+def _(grid):
+    return Grid(to_device(grid.cells, "cpu"))
+
+
+def test_a_type_of_somebodys(x):
+    grid = Grid(x)
+    copied = to_device([grid, x], "cpu")
+    assert type(copied[0].cells) is np.ndarray
+    assert copied[0].cells is copied[1]  # one call's copies are made once
+
+
+def test_a_type_that_nobody_registered(x):
+    class Other:
+        def __init__(self, device):
+            self.device = device
+            self.nbytes = 8
+
+    device_of.register(Other, lambda other: other.device)
+    with pytest.raises(TypeError) as caught:
+        to_device([Other(Device(2))], "cpu")
+    said = str(caught.value)
+    assert "lives on cuda:2, and nothing is known that copies one to the host" in said
+    for remedy in ("to_host.register(", ".get()", ".cpu()", ".copy_to_host()", "jax.device_get"):
+        assert remedy in said
+
+
+def test_the_host_is_no_device(machine):
+    with pytest.raises(LookupError):
+        Device("cpu")
