@@ -54,6 +54,6 @@ class DevctxError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # Made again from its arguments: what rebuilds an exception without calling its class, as
         # dask does, fails for one that is a MemoryError as well.
-        # What a function had returned that could not be left (cuda/suspending.py) stays here.
+        # The `result` of a function whose scope could not end (cuda/suspending.py) is not pickled.
         kept = {name: value for name, value in self.__dict__.items() if name != "result"}
         return type(self), self.args, kept

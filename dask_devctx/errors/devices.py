@@ -168,16 +168,16 @@ class DeviceMismatchError(DevctxError, ValueError):
 
 
 class ValueNotMovableError(DevctxError, TypeError):
-    """A value holds arrays of another device, and cannot be made again around copies of them.
+    """A value holds arrays of another device, and cannot be rebuilt around copies of them.
 
     Parameters
     ----------
     kind
-        The type that cannot.
+        The type of the value.
     device
-        Where the value was to be taken.
+        The device to which the value was to be moved.
     reason
-        Why it cannot.
+        The reason why it cannot be rebuilt.
     """
 
     def __init__(self, kind: str, device: object, reason: str) -> None:

@@ -6,7 +6,7 @@ from typing import Final
 
 from dask_devctx.errors.base import DevctxError
 
-# The oldest and the newest release of dask and distributed that the tests were run with.
+# The tests ran with these releases of dask and distributed, the oldest and the newest.
 TESTED_DASK: Final = ("2025.4.0", "2026.8.0")
 
 
@@ -16,7 +16,7 @@ class UnsupportedDaskError(DevctxError):
     Parameters
     ----------
     name
-        What is missing, with its module.
+        The missing name, with its module.
     dask, distributed, dask_devctx
         The versions that are installed.
 

@@ -29,10 +29,10 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 class Kept:
-    """Annotations of this process survive until this is closed; a context manager, too.
+    """Annotations of this process survive until this object is closed; also a context manager.
 
-    Of several, the last that is closed restores dask's own ways. One that was sent to another
-    process closes nothing there.
+    If there are several, the last close restores dask's own settings. A copy in another process
+    closes nothing.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Kept:
         return Kept, ()
 
     def close(self) -> None:
-        """Need it no more; the second time does nothing."""
+        """Stop keeping annotations for this object; a second call does nothing."""
         with _State.lock:
             if self._open:
                 self._open = False
@@ -60,7 +60,7 @@ class Kept:
 
 
 class _State:
-    """What this process has changed of dask, and for how many."""
+    """The changes that this process made to dask, and the number of their users."""
 
     lock = threading.Lock()
     users = 0
@@ -74,7 +74,7 @@ def keep_annotations() -> Kept:
     Returns
     -------
     Kept
-        Its ``close`` undoes this. Who never calls that keeps annotations as long as the process.
+        Its ``close`` undoes this. Without that call annotations survive as long as the process.
 
     Raises
     ------
@@ -167,13 +167,13 @@ def _by_value(function: Callable[..., Any]) -> bytes:
 
 
 def _warn_of_loss() -> None:
-    """Warn where a frame is made under a ``device`` annotation: dask has no place for it."""
+    """Warn where a frame is made under a ``device`` annotation, which dask drops."""
     device = dask.get_annotations().get("device", _warn_of_loss)
     if device is not _warn_of_loss:
         warnings.warn(
             f"dask.dataframe drops the annotation device={device!r} of frames that are made "
-            "under it, and heeds that under which compute() or persist() is called: annotate "
-            "there, with a function of the key where partitions are to differ, or use "
+            "under it. It uses the annotation around compute() or persist(): annotate there, with "
+            "a function of the key for different devices, or use "
             "map_partitions(on_device(...)(function))",
             stacklevel=3,
         )

@@ -5,7 +5,7 @@ annotations with the layers. These functions give each set of tasks with equal a
 own optimizer. A graph without ``device`` annotations goes to dask unchanged.
 
 The functions run on the scheduler. They are sent there by value, so that a scheduler need not have
-this package; so they use nothing of it but names of dask's own functions.
+this package. So they use nothing of it but names of dask's own functions.
 """
 
 from __future__ import annotations
