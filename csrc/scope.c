@@ -5,9 +5,9 @@
  * bindings take fifteen times as long. This module calls the driver's functions by addresses that
  * the driver gives at run time. So the build needs no part of CUDA, and fits every version of it.
  *
- * Rare cases stay in Python: the binding of a scope to its context, a previous context that may die,
- * scopes that end out of order, and errors. C and Python keep the open scopes of a thread in one
- * place, the thread's Stack.
+ * Rare cases stay in Python: the binding of a scope to its context, a previous context that may
+ * die, scopes that end out of order, and errors. C and Python keep the open scopes of a thread in
+ * one place, the thread's Stack.
  *
  * The calls take less than a microsecond, so this module keeps the GIL: to release it and take it
  * again costs more than the calls. The GIL also keeps Python's signal handlers out. No
@@ -284,17 +284,17 @@ static PyMethodDef scope_methods[] = {
 };
 
 static PyMemberDef scope_members[] = {
-    {"_handle", T_ULONGLONG, offsetof(ScopeBase, handle), 0, "the handle of the context; 0 if not bound"},
+    {"_handle", T_ULONGLONG, offsetof(ScopeBase, handle), 0, "the context's handle; 0 if not bound"},
     {NULL},
 };
 
 static PyGetSetDef scope_getset[] = {
-    {"_backend", (getter)scope_get_backend, (setter)scope_set_backend, "the backend of the context"},
+    {"_backend", (getter)scope_get_backend, (setter)scope_set_backend, "the context's backend"},
     {NULL},
 };
 
 static PyType_Slot scope_slots[] = {
-    {Py_tp_doc, "The base of Scope: enters and leaves by its backend's addresses, if there are any."},
+    {Py_tp_doc, "The base of Scope: enters and leaves by its backend's addresses, if any."},
     {Py_tp_dealloc, scope_dealloc},
     {Py_tp_traverse, scope_traverse},
     {Py_tp_clear, scope_clear},
