@@ -32,8 +32,7 @@ def backend() -> Backend:
 
     Notes
     -----
-    The choice is made once per process, on whichever thread asks first. It does not initialise
-    CUDA or NVML.
+    The choice is made once per process, on any thread. It does not initialise CUDA or NVML.
     """
     return _active or _choose()
 

@@ -53,7 +53,7 @@ class Calls:
         self._value(self.driver.cuInit, 0)
 
     def version(self) -> int:
-        """The version of CUDA that the driver supports, 13000 for 13.0."""
+        """Return the version of CUDA that the driver supports, 13000 for 13.0."""
         return int(self._value(self.driver.cuDriverGetVersion))
 
     # -- devices
@@ -62,7 +62,7 @@ class Calls:
         return int(self._value(self.driver.cuDeviceGetCount))
 
     def device_uuid(self, ordinal: int) -> uuid.UUID:
-        """The UUID of a GPU or of a MIG instance; the value does not tell which of the two."""
+        """Return the UUID of a GPU or of a MIG instance; it does not tell which of the two."""
         import uuid
 
         # CUDA 12's bindings have two functions. Only the one with _v2 knows MIG instances.
@@ -78,7 +78,7 @@ class Calls:
         return raw.split(b"\0")[0].decode()
 
     def device_total_memory(self, ordinal: int) -> int:
-        """Bytes."""
+        """Return bytes."""
         return int(self._value(self.driver.cuDeviceTotalMem, self._device(ordinal)))
 
     def device_compute_capability(self, ordinal: int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Calls:
         self._value(self.driver.cuDevicePrimaryCtxRelease, self._device(ordinal))
 
     def primary_state(self, ordinal: int) -> tuple[int, bool]:
-        """The flags that are set, and whether the context is active."""
+        """Return the flags that are set, and whether the context is active."""
         flags, active = self._value(self.driver.cuDevicePrimaryCtxGetState, self._device(ordinal))
         return int(flags), bool(active)
 
@@ -121,7 +121,7 @@ class Calls:
     # -- contexts
 
     def create(self, ordinal: int, flags: int) -> int:
-        """A new context; the driver makes it current."""
+        """Create a context; the driver makes it current."""
         device = self._device(ordinal)
         try:
             return int(self._value(self.driver.cuCtxCreate, None, flags, device))
@@ -132,7 +132,7 @@ class Calls:
         self._value(self.driver.cuCtxDestroy, self.types.CUcontext(context))
 
     def current(self) -> int:
-        """The context that is current on this thread; 0 where there is none."""
+        """Return the context that is current on this thread; 0 where there is none."""
         found = self._out("cuCtxGetCurrent", 4000, 0)
         if found is not None:
             return found
@@ -159,23 +159,23 @@ class Calls:
             raise self._error("cuCtxSetCurrent", status)
 
     def current_address(self) -> int | None:
-        """The address of the C function behind :meth:`current`: ``int f(void **context)``."""
+        """Return the address of :meth:`current`'s C function: ``int f(void **context)``."""
         return self.checked.address("cuCtxGetCurrent", 4000)
 
     def set_current_address(self) -> int | None:
-        """The address of the C function behind :meth:`set_current`: ``int f(void *context)``."""
+        """Return the address of :meth:`set_current`'s C function: ``int f(void *context)``."""
         return self.checked.address("cuCtxSetCurrent", 4000)
 
     def current_error(self, status: int) -> Exception:
-        """The error that :meth:`current` raises for a status, for callers by address."""
+        """Return the error that :meth:`current` raises for a status, for callers by address."""
         return self._error("cuCtxGetCurrent", status)
 
     def set_current_error(self, status: int) -> Exception:
-        """The error that :meth:`set_current` raises for a status, for callers by address."""
+        """Return the error that :meth:`set_current` raises for a status, for callers by address."""
         return self._error("cuCtxSetCurrent", status)
 
     def context_id(self, context: int) -> int | None:
-        """A number that no other context of the process ever has; None for a destroyed context.
+        """Return a number that no other context ever has here; None for a destroyed context.
 
         The handle must have belonged to a context once: the driver does not check that.
         """
@@ -226,7 +226,7 @@ class Calls:
         self._value(self.driver.cuCtxSetCacheConfig, self.types.CUfunc_cache(config))
 
     def stream_priority_range(self) -> tuple[int, int]:
-        """The least and the greatest priority; the greater is the smaller number."""
+        """Return the least and the greatest priority; the greater is the smaller number."""
         least, greatest = self._value(self.driver.cuCtxGetStreamPriorityRange)
         return int(least), int(greatest)
 
@@ -234,7 +234,7 @@ class Calls:
         self._value(self.driver.cuCtxSynchronize)
 
     def enable_peer_access(self, peer_context: int) -> bool:
-        """Whether this call enabled it: False where it was enabled already."""
+        """Return whether this call enabled it: False where it was enabled already."""
         (status,) = self.driver.cuCtxEnablePeerAccess(self.types.CUcontext(peer_context), 0)
         if int(status) == int(self.types.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
             return False

@@ -87,7 +87,7 @@ class Checked:
         )
 
     def address(self, function: str, version: int) -> int | None:
-        """The address of a C function of the driver; None where the driver does not tell it.
+        """Return the address of a C function of the driver; None where the driver does not tell it.
 
         ``version`` is the version of CUDA that introduced the signature which the caller uses.
         """

@@ -38,7 +38,7 @@ class WorkCalls:
     # -- events: points in the work that a device was given
 
     def event_create(self) -> int:
-        """An event of the current context, which measures no time."""
+        """Create an event of the current context, which measures no time."""
         made = self._out("cuEventCreate", 2000, 0, _DISABLE_TIMING)
         if made is None:
             made = int(self._value(self.driver.cuEventCreate, _DISABLE_TIMING))
@@ -86,7 +86,7 @@ class WorkCalls:
         return True
 
     def stream_create(self) -> int:
-        """A stream of the current context, which the legacy default stream does not wait for."""
+        """Create a stream of the current context; the legacy default stream does not wait for it."""
         flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return int(self._value(self.driver.cuStreamCreate, flag))
 
@@ -103,7 +103,7 @@ class WorkCalls:
     # -- memory of the current context
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes."""
+        """Return free and total bytes."""
         free, total = self._value(self.driver.cuMemGetInfo)
         return int(free), int(total)
 
@@ -143,7 +143,7 @@ class WorkCalls:
     # -- memory between processes
 
     def ipc_export(self, pointer: int) -> bytes:
-        """A handle with which other processes open the allocation that contains this address."""
+        """Return a handle with which other processes open the allocation around this address."""
         handle = self._value(self.driver.cuIpcGetMemHandle, self.types.CUdeviceptr(pointer))
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
@@ -174,7 +174,7 @@ class WorkCalls:
         )
 
     def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
-        """The bytes at a device address, read after all earlier work of the default stream."""
+        """Return the bytes at a device address, after all earlier work of the default stream."""
         host = ctypes.create_string_buffer(nbytes)
         device = self.types.CUdeviceptr(pointer)
         self._value(self.driver.cuMemcpyDtoH, ctypes.addressof(host), device, nbytes)
@@ -186,7 +186,7 @@ class WorkCalls:
         self._value(self.driver.cuMemcpyHtoD, device, ctypes.addressof(host), len(data))
 
     def address_range(self, pointer: int) -> tuple[int, int]:
-        """The start and the size in bytes of the allocation that contains this address."""
+        """Return the start and the size in bytes of the allocation that contains this address."""
         function = self.driver.cuMemGetAddressRange
         base, nbytes = self._value(function, self.types.CUdeviceptr(pointer))
         return int(base), int(nbytes)

@@ -34,7 +34,7 @@ class DriverError(DevctxError):
 
 
 class DeviceMemoryError(DriverError, MemoryError):
-    """The device has no memory left for what was asked; its context is healthy."""
+    """The device has too little memory left for the request; its context is healthy."""
 
 
 class DriverUnavailableError(DevctxError):
@@ -103,7 +103,7 @@ class VisibleDevicesError(DevctxError):
     value
         The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
     reason
-        What does not fit, and what to do about it.
+        The conflict, and its remedy.
     """
 
     value: str | None
@@ -122,7 +122,7 @@ class DeviceScopeError(DevctxError):
     scope
         The device or context whose scope it is.
     reason
-        What happened, and what to do about it.
+        The cause, and its remedy.
     """
 
     scope: object

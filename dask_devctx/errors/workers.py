@@ -65,7 +65,7 @@ class DevicesInUseError(DevctxError):
         )
 
 
-_NAMED = 8  # the message names at most so many suspects
+_NAMED = 8  # the most suspects that the message names
 
 
 class DeviceFailedError(DevctxError):

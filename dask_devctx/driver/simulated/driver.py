@@ -78,7 +78,7 @@ class SimulatedDriver(SimulatedContexts):
     # -- streams: each has always finished its work
 
     def _on(self, stream: Any) -> Any:
-        """The context of a stream; None for the default ones, which every context has."""
+        """Return the context of a stream; None for the default ones, which every context has."""
         return None if int(stream) in _DEFAULT_STREAMS else self._streams.get(int(stream), _UNKNOWN)
 
     @function(1)

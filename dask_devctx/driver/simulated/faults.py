@@ -83,7 +83,7 @@ class Faults:
         times: int = 1,
         when: Callable[..., bool] | None = None,
     ) -> None:
-        """Let the next ``times`` calls of a driver function fail.
+        """Make the next ``times`` calls of a driver function fail.
 
         Parameters
         ----------
@@ -121,7 +121,7 @@ class Faults:
         self._sticky = status
 
     def clear(self) -> None:
-        """Let everything work again; how often functions were called is still known."""
+        """Let everything work again; the counts of calls stay."""
         self._planned.clear()
         self._sticky = None
 

@@ -14,7 +14,7 @@ OK = Status.CUDA_SUCCESS
 
 
 def function(outputs: int, needs_init: bool = True) -> Callable[[Any], Any]:
-    """Make a method a driver function that hands out ``outputs`` values beside its status."""
+    """Make a method a driver function that returns its status and ``outputs`` values."""
 
     def decorate(body: Callable[..., tuple[Any, ...]]) -> Any:
         @functools.wraps(body)
