@@ -323,7 +323,7 @@ def main(given: list[str] | None = None) -> int:
     plain = elsewhere(given, "--plain", "--kill-every", 0, "--kill-times", kills)
     for name in ("tasks", "seconds", "workers killed", "devices failed", "threads at the end"):
         print(f"{name}: {report[name]}")
-    print(f"memory, beside dask without this package ({plain['seconds']} seconds):")
+    print(f"memory, compared with dask without this package ({plain['seconds']} seconds):")
     more = grew_more(report, plain, "client and scheduler", arguments.growth)
     calm = ["--tasks", arguments.steady, "--kill-every", 0]
     calm += ["--oom", 0, "--sticky", 0, "--restore", 0]

@@ -29,7 +29,7 @@ def cases(size: Size) -> Iterator[Case]:
             Contender(
                 "import cuda.bindings.driver",
                 _process("import cuda.bindings.driver"),
-                remark="what the first scope imports too",
+                remark="the first scope imports these too",
             ),
             Contender("nothing", _process("pass"), "floor", remark="Python's own start"),
             Contender(

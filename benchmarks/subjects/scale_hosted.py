@@ -161,7 +161,7 @@ class _Cluster:
         return timed.spent_s
 
     def add_tasks(self, names: Iterable[object]) -> None:
-        """Give it tasks that name these devices, each the next one."""
+        """Give it tasks that name these devices in turn."""
         # New keys each time: dask would merge tasks with old keys into those that it knows.
         self._keys = [("waits", next(self._keys_used)) for _ in range(self._n_tasks)]
         for key, name in zip(self._keys, names, strict=False):
@@ -170,7 +170,7 @@ class _Cluster:
             ts.priority = (0, 0, key[1])
 
     def note(self) -> float:
-        """Tell the plugin of the tasks, and return its time."""
+        """Announce the tasks to the plugin, and return its time."""
         tasks = self._scheduler.tasks
         devices = {key: tasks[key].annotations["device"] for key in self._keys}
         started = time.thread_time()
