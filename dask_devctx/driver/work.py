@@ -86,7 +86,7 @@ class WorkCalls:
         return True
 
     def stream_create(self) -> int:
-        """Create a stream of the current context; the legacy default stream does not wait for it."""
+        """Create a stream, for which the legacy default stream of its context does not wait."""
         flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return int(self._value(self.driver.cuStreamCreate, flag))
 
