@@ -91,7 +91,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
         To be called on the worker's event loop.
         """
-        return None if self.extension is None else self.extension.record.report()
+        return None if self.extension is None else self.extension.report()
 
     # -- dask's hooks
 

@@ -172,7 +172,7 @@ def cluster_of(arguments: argparse.Namespace) -> LocalCluster:
             **common,
         )
     plugin = DevicePlugin(oom_retries=3, synchronize=arguments.synchronize)
-    return LocalDeviceCluster(plugin=plugin, **common)
+    return LocalDeviceCluster(n_workers=1, plugin=plugin, **common)
 
 
 def batches(client: Client, arguments: argparse.Namespace) -> Iterator[int]:

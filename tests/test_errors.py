@@ -42,6 +42,13 @@ CASES = [
         "to_device(value, 'cuda:0'), or use it on its own device, inside 'with Device('cuda:1'):'",
     ),
     (
+        errors.ValueNotMovableError("Handle", "cuda:1", "it has a __del__"),
+        {"kind": "Handle", "device": "cuda:1", "reason": "it has a __del__"},
+        "a Handle that holds arrays of another device cannot be taken to cuda:1: it has a __del__. "
+        "Register functions that do it, with device_of.register(Handle) and "
+        "to_device.register(Handle), or run the task on the device where it lives",
+    ),
+    (
         errors.LockDirectoryError("/locks", "is a link"),
         {"path": "/locks", "reason": "is a link"},
         "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "
@@ -123,6 +130,13 @@ CASES = [
         errors.DriverUnavailableError("there is no driver", "Install it"),
         {"reason": "there is no driver", "remedy": "Install it"},
         "there is no driver. Install it",
+    ),
+    (
+        errors.OneDeviceOnlyError("cuDF", "cuda:0", "cuda:1"),
+        {"library": "cuDF", "device": "cuda:0", "other": "cuda:1"},
+        "cuDF uses one device in a process, here cuda:0, and was to use cuda:1. Start a worker for "
+        "each device: LocalDeviceCluster(), n_workers= the number of devices, or "
+        "devctx.devices-per-worker: 1",
     ),
     (
         errors.ForkedProcessError("forked", "Use 'spawn'"),

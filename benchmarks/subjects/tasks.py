@@ -11,6 +11,15 @@ from benchmarks.host import Entry, Host, started
 TITLE = "the cost of a task that does nothing"
 _RATIO, _MORE_S, _OF_DASK_CUDA = 1.03, 30e-6, 0.55
 _MODULE = "benchmarks.subjects.tasks_hosted"
+# What a large input that has not to move may add to that.
+_INPUT_MORE_S = 3e-6
+# By the function that makes it: what all tasks are given, the size, and where they run.
+_INPUTS = {
+    "tuples": ("a list of {:,} tuples", 10**6, None),
+    "cube": ("a nested list of {:,} numbers", 10**6, None),
+    "frame": ("a DataFrame of {:,} rows", 10**6, None),
+    "arrays": ("a dictionary of {:,} arrays there", 10**4, 0),
+}
 
 
 def cases(size: Size) -> Iterator[Case]:
@@ -40,6 +49,25 @@ def cases(size: Size) -> Iterator[Case]:
                     ),
                 ],
             )
+        for kind, (given, n, annotation) in _INPUTS.items():
+            n = n // 1000 if size.tiny else n
+            yield Case(
+                f"{tasks} tasks that are given {given.format(n)}{field.where()}",
+                per="task",
+                single=True,
+                rounds=None if size.tiny else 11,
+                contenders=[
+                    Contender(
+                        "with the plugin", _turn(host, tasks, annotation, True, kind, n), "ours"
+                    ),
+                    Contender(
+                        "without it",
+                        _turn(host, tasks, annotation, False, kind, n),
+                        remark="the same cluster",
+                        at_most_more=None if size.tiny else _MORE_S + _INPUT_MORE_S,
+                    ),
+                ],
+            )
 
 
 def _beside_dask_cuda(n_devices: int, tasks: int, size: Size) -> Iterator[Case]:
@@ -61,11 +89,10 @@ def _beside_dask_cuda(n_devices: int, tasks: int, size: Size) -> Iterator[Case]:
 
 
 def _turn(
-    host: Host, tasks: int, annotation: int | None, plugin: bool | None
+    host: Host, tasks: int, annotation: int | None, plugin: bool | None, *given: str | int
 ) -> Callable[[int], float]:
     def run(count: int) -> float:
-        return (
-            sum(float(host.call("turn", tasks, annotation, plugin)) for _ in range(count)) / tasks
-        )
+        turns = [host.call("turn", tasks, annotation, plugin, *given) for _ in range(count)]
+        return sum(map(float, turns)) / tasks
 
     return run

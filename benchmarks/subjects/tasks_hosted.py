@@ -48,11 +48,20 @@ class Noops:
         self._client = client
         self._numbers = itertools.count()
         self._has_plugin = False
+        self._inputs: dict[str, Any] = {}
 
-    def turn(self, tasks: int, annotation: int | None, plugin: bool | None) -> float:
+    def turn(
+        self, tasks: int, annotation: int | None, plugin: bool | None, kind: str = "", n: int = 0
+    ) -> float:
         """Return the seconds that so many tasks took, from their submission to the last's end.
 
-        ``plugin`` says whether the plugin is registered; None leaves that as it is.
+        Parameters
+        ----------
+        plugin
+            Whether the plugin is registered; None leaves that as it is.
+        kind
+            What each of them is given besides, by the name of a function below, made once; and
+            ``n``, its size.
         """
         from dask_devctx import DevicePlugin
 
@@ -62,18 +71,28 @@ class Noops:
             else:
                 self._client.unregister_worker_plugin(DevicePlugin.name)
             self._has_plugin = plugin
-            self._run(tasks // 10, annotation)  # what is done once: threads, contexts
-        return self._run(tasks, annotation)
+            self._run(tasks // 10, annotation, [])  # what is done once: threads, contexts
+        given = []
+        if kind:
+            if kind not in self._inputs:
+                with self._at(annotation):
+                    self._inputs[kind] = self._client.submit(globals()[kind], n, pure=False)
+            given.append(self._inputs[kind])
+            self._run(tasks // 10, annotation, given)
+        return self._run(tasks, annotation, given)
 
-    def _run(self, tasks: int, annotation: int | None) -> float:
+    def _at(self, annotation: int | None) -> Any:
         import dask
+
+        return dask.annotate(**({} if annotation is None else {"device": annotation}))
+
+    def _run(self, tasks: int, annotation: int | None, given: list[Any]) -> float:
         from distributed import wait
 
         numbers = [next(self._numbers) for _ in range(tasks)]
-        annotations = {} if annotation is None else {"device": annotation}
         started = time.perf_counter()
-        with dask.annotate(**annotations):
-            futures = self._client.map(nothing, numbers)
+        with self._at(annotation):
+            futures = self._client.map(nothing, numbers, *([one] * tasks for one in given))
         wait(futures)
         took = time.perf_counter() - started
         for future in futures:
@@ -83,5 +102,33 @@ class Noops:
         return took
 
 
-def nothing(number: int) -> None:
+def nothing(number: int, given: object = None) -> None:
     return None
+
+
+def tuples(n: int) -> list[tuple[int, str]]:
+    return [(index, "x") for index in range(n)]
+
+
+def cube(n: int) -> list[list[list[int]]]:
+    side = round(n ** (1 / 3))
+    return [[list(range(side)) for _ in range(side)] for _ in range(side)]
+
+
+def frame(n: int) -> Any:
+    import pandas
+
+    return pandas.DataFrame({"number": range(n)})
+
+
+def arrays(n: int) -> dict[int, Any]:
+    from dask_devctx import Device, driver
+
+    with Device(0):
+        if driver.backend().simulated:
+            from dask_devctx import SimulatedArray
+
+            return {index: SimulatedArray(1) for index in range(n)}
+        import cupy
+
+        return {index: cupy.zeros(1) for index in range(n)}

@@ -10,7 +10,7 @@ from benchmarks.host import Entry, Host, started
 
 TITLE = "from GPU to GPU"
 _JUDGED = 2**30
-_BANDWIDTH, _OF_UCXX, _OF_TCP = 0.85, 0.7, 0.02
+_BANDWIDTH, _OF_UCXX, _OF_TCP = 0.85, 1.0, 0.02
 _MODULE = "benchmarks.subjects.transfer_hosted"
 
 
@@ -18,12 +18,15 @@ def cases(size: Size) -> Iterator[Case]:
     n_devices = 2
     field.n_devices(at_least=n_devices)
     peers, missing = field.dask_cuda(_MODULE, n_devices)
-    ours = Entry("dask_devctx", f"{_MODULE}:ours", (field.library(), n_devices, 1))
-    with started([ours, *peers]) as (hosts, failed):
-        if not hosts or hosts[0][0] is not ours:
+    each, one = (
+        Entry(f"dask_devctx, {name}", f"{_MODULE}:ours", (field.library(), n_devices, n_workers))
+        for name, n_workers in (("a worker for each GPU", n_devices), ("one worker", 1))
+    )
+    with started([each, one, *peers]) as (hosts, failed):
+        if [entry for entry, _ in hosts[:2]] != [each, one]:
             raise CannotRunError(failed[0].reason)
-        for nbytes in (2**10, 2**16) if size.tiny else (2**10, 2**20, 2**26, 2**30, 2**32):
-            yield _inside_a_task(hosts[0][1], nbytes, size)
+        for nbytes in (2**10, 2**16) if size.tiny else (2**10, 2**26, 2**30, 2**33):
+            yield _inside_a_task(hosts[1][1], nbytes, size)
             yield _round_trip(hosts, nbytes, size, [*missing, *failed])
 
 
@@ -50,17 +53,19 @@ def _inside_a_task(host: Host, nbytes: int, size: Size) -> Case:
 def _round_trip(
     hosts: list[tuple[Entry, Host]], nbytes: int, size: Size, missing: list[Missing]
 ) -> Case:
-    targets = {field.UCXX: _OF_UCXX, field.TCP: _OF_TCP} if nbytes == _JUDGED else {}
+    targets = {} if size.tiny else {field.UCXX: _OF_UCXX}
+    if nbytes == _JUDGED:
+        targets[field.TCP] = _OF_TCP
     contenders = [
         entry.contender(
             _several(host, "round_trip", nbytes),
-            role="ours" if place == 0 else "peer",
+            role=("ours", "variant", "peer")[min(place, 2)],
             at_most=targets.get(entry.name),
         )
         for place, (entry, host) in enumerate(hosts)
     ]
     bare = Contender(
-        "bare copy", _several(hosts[0][1], "bare_copy", nbytes), "floor", remark=_bare()
+        "bare copy", _several(hosts[1][1], "bare_copy", nbytes), "floor", remark=_bare()
     )
     return Case(
         f"a task on one GPU with an input of {_named(nbytes)} on another, from submission to "

@@ -6,7 +6,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,11 +17,13 @@ from distributed.core import Status
 from dask_devctx.config.options import (
     LOOK_AHEAD,
     OPTION_NAMES,
+    Options,
     documents_options,
     refuse_unknown,
     takes_also,
 )
-from dask_devctx.cuda.device import named_devices
+from dask_devctx.cuda.device import Device, named_devices
+from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.plugin import DevicePlugin
@@ -41,7 +43,10 @@ class LocalDeviceCluster(WatchedCluster):
     Parameters
     ----------
     n_workers
-        How many worker processes. Several share the devices out evenly, each has its own.
+        How many worker processes. Several share the devices out evenly, each has its own. By
+        default one for each device where processes can show each other their devices' memory, and
+        else one for all. 1 is one for all: for tasks that use several devices, and for large data
+        in host memory that all of them read.
     {options}
     threads_per_worker
         How many tasks dask lets a worker have at a time, and threads of dask's own for those
@@ -79,7 +84,7 @@ class LocalDeviceCluster(WatchedCluster):
     @takes_also
     def __init__(
         self,
-        n_workers: int = 1,
+        n_workers: int | None = None,
         *,
         threads_per_worker: int | None = None,
         plugin: DevicePlugin | None = None,
@@ -98,6 +103,8 @@ class LocalDeviceCluster(WatchedCluster):
             raise TypeError(f"give either a plugin, or its options ({', '.join(given)})")
         else:
             used = named_devices(plugin.options.devices)
+        if n_workers is None:
+            n_workers = _n_workers(used, plugin.options, kwargs)
         if plugin.options.devices_per_worker is None and n_workers > 1:
             own["devices_per_worker"] = _even_share(len(used), n_workers)
         if own:
@@ -175,6 +182,15 @@ class LocalDeviceCluster(WatchedCluster):
         if self.status in (Status.created, Status.starting, Status.running):
             for error in refused.values():
                 raise error
+
+
+def _n_workers(used: Sequence[Device], options: Options, kwargs: Mapping[str, Any]) -> int:
+    """Return how many workers there are where nobody said it."""
+    if kwargs.get("processes") is False or len(used) < 2:
+        return 1
+    if options.devices_per_worker is not None:
+        return max(len(used) // options.devices_per_worker, 1)
+    return len(used) if options.ipc is not False and can_export(used) else 1
 
 
 def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:

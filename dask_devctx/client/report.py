@@ -85,6 +85,41 @@ class ReportedDevice:
     memory_total: int | None
 
 
+@dataclass(frozen=True)
+class ReportedTransfer:
+    """What went from one device to another, one way.
+
+    Parameters
+    ----------
+    worker
+        The worker that says it: the one that copied.
+    source, destination
+        The devices' UUIDs; of what was sent through the host the destination is the address of
+        the worker that asked for it.
+    way
+        ``"peer"`` within a worker, ``"ipc"`` between workers of one machine without the host, or
+        ``"host"``: as dask sends it.
+    nbytes, copies
+        Bytes, and values, that were moved.
+    saved
+        Times that a task found a value there already.
+    seconds
+        Time that it took, or, within a worker, that threads spent on starting the copies.
+    reason
+        Why it went through the host, where that is known.
+    """
+
+    worker: str
+    source: str
+    destination: str
+    way: str
+    nbytes: int
+    copies: int
+    saved: int
+    seconds: float
+    reason: str | None = None
+
+
 class Report(list[ReportedTask]):
     """The tasks that ran on a cluster's devices, the earliest first; its text is a table.
 
@@ -95,6 +130,8 @@ class Report(list[ReportedTask]):
     ----------
     devices
         A row for each device of each worker.
+    transfers
+        A row for each pair of devices, and each way, between which values were moved.
     refused
         The tasks that failed before they could run, because they got no device.
     workers
@@ -110,10 +147,12 @@ class Report(list[ReportedTask]):
         refused: Sequence[ReportedRefusal] = (),
         workers: Mapping[str, bool] | None = None,
         silent: Mapping[str, str] | None = None,
+        transfers: Sequence[ReportedTransfer] = (),
     ) -> None:
         super().__init__(tasks)
         self.devices = list(devices)
         self.refused = list(refused)
+        self.transfers = list(transfers)
         self.workers = dict(workers or {})
         self.silent = dict(silent or {})
 
@@ -136,7 +175,10 @@ class Report(list[ReportedTask]):
                 counts = ("", "", len(same) - failed, failed)
                 rows.append(("", "", "", prefix, *counts, round(busy_s, 3), ""))
         head = ("worker", "device", "uuid", "tasks", "queued", "running", "done", "failed")
-        return "\n".join([aligned((*head, "busy s", "memory"), rows), *self._amiss()])
+        tables = [aligned((*head, "busy s", "memory"), rows)]
+        if self.transfers:
+            tables.append(aligned(_TRANSFERS, [_transfer_row(row) for row in self.transfers]))
+        return "\n".join([*tables, *self._amiss()])
 
     def _amiss(self) -> Iterator[str]:
         same = Counter((task.worker, task.prefix, task.reason) for task in self.refused)
@@ -157,6 +199,15 @@ class Report(list[ReportedTask]):
             yield f"with the plugin and without devices: {', '.join(bare)}"
 
 
+_TRANSFERS = ("worker", "from", "to", "way", "moved", "values", "saved", "because")
+
+
+def _transfer_row(row: ReportedTransfer) -> Sequence[object]:
+    moved = nbytes_text(row.nbytes)
+    where = row.worker, row.source, row.destination
+    return *where, row.way, moved, row.copies, row.saved, row.reason or ""
+
+
 def report(client: Client) -> Any:
     """Return the tasks that ran on each device of a cluster.
 
@@ -168,7 +219,8 @@ def report(client: Client) -> Any:
     Returns
     -------
     Report
-        The tasks, under ``devices`` the devices, and under ``refused`` the tasks that got none. A
+        The tasks, under ``devices`` the devices, under ``transfers`` what was moved between them,
+        and under ``refused`` the tasks that got none. A
         worker remembers its latest tasks, ``devctx.history`` of them; one that has left is not in
         it.
 
@@ -189,6 +241,7 @@ def report(client: Client) -> Any:
 async def _report(client: Client) -> Report:
     tasks: list[ReportedTask] = []
     devices: list[ReportedDevice] = []
+    transfers: list[ReportedTransfer] = []
     refused: list[ReportedRefusal] = []
     workers: dict[str, bool] = {}
     silent: dict[str, str] = {}
@@ -202,9 +255,10 @@ async def _report(client: Client) -> Report:
         if answer is not None:
             tasks += [ReportedTask(worker=worker, **run) for run in answer["runs"]]
             devices += [ReportedDevice(worker=worker, **row) for row in answer["devices"]]
+            transfers += [ReportedTransfer(worker=worker, **row) for row in answer["transfers"]]
             refused += [ReportedRefusal(worker=worker, **task) for task in answer["refused"]]
     tasks.sort(key=lambda task: task.start or 0.0)
-    return Report(tasks, devices, refused, workers, silent)
+    return Report(tasks, devices, refused, workers, silent, transfers)
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, list[dict[str, Any]]] | None:

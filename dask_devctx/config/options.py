@@ -11,8 +11,11 @@ import difflib
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
+
+from dask.utils import parse_bytes
 
 from dask_devctx import config
 
@@ -51,6 +54,16 @@ def _fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
         raise _refused(name, "a fraction of a device's memory between 0 and 1", value)
     return float(value)
+
+
+def _share_of_memory(name: str, value: Any) -> float:
+    found = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            found = parse_bytes(value)
+    if isinstance(found, (bool, str)) or not isinstance(found, (int, float)) or found < 0:
+        raise _refused(name, "a fraction of a device's memory, or bytes such as '2 GiB'", value)
+    return found
 
 
 def _devices(name: str, value: Any) -> tuple[object, ...]:
@@ -117,6 +130,12 @@ class Options:
         caused it.
     oom_retries
         How often a task that ran out of a device's memory is tried again, after memory was freed.
+    ipc
+        Whether values go to other workers of the machine by CUDA IPC. ``"auto"``: if it works and
+        the connection is not as good; True: whenever it works; False: never.
+    ipc_staging
+        How much of each device's memory values may take while they are sent: a fraction up to 1,
+        or bytes such as ``"2 GiB"``.
 
     Raises
     ------
@@ -137,6 +156,8 @@ class Options:
     )
     synchronize: bool = _option(_one_of(True, False))
     oom_retries: int = _option(_whole_number(0))
+    ipc: Literal["auto"] | bool = _option(_one_of("auto", True, False))
+    ipc_staging: float = _option(_share_of_memory)
 
     def __post_init__(self) -> None:
         for one in fields(self):

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 # A module, a colon, and the way from there: attributes, [keys], and () for a call.
 NAMES: Final = (
+    "dask._task_spec:DataNode.value",
     "dask._task_spec:GraphNode.is_coro",
+    "dask._task_spec:Task.args",
+    "dask._task_spec:Task.func",
+    "dask._task_spec:Task.kwargs",
     "dask._task_spec:convert_legacy_graph",
     "dask.blockwise:fuse_roots",
     "dask.blockwise:optimize_blockwise",
@@ -41,8 +45,12 @@ NAMES: Final = (
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown_lock",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
+    "distributed.core:ConnectionPool.connect",
+    "distributed.protocol.serialize:Serialized",
     "distributed.spill:SpillBuffer.memory",
     "distributed.worker:Worker.batched_send",
+    "distributed.worker:get_data_from_worker",
+    "distributed.worker_state_machine:RemoveReplicasEvent",
     "distributed.scheduler:Scheduler.coerce_address",
     "distributed.scheduler:Scheduler.coerce_hostname",
     "distributed.scheduler:Scheduler.register_scheduler_plugin",

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, Final
 
+from dask._task_spec import DataNode, GraphNode, Task
 from distributed import Worker
 
 from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor, send_next_task_to
+
+# A node of dask's graph: a task, a value, or a container of further nodes.
+Node: Final[Any] = GraphNode
+# Those attributes of a node that hold values or further nodes. All others only name things.
+NODE_PARTS: Final = ("args", "func", "kwargs", "value")
+
+
+def node_parts(node: Any) -> tuple[Any, ...]:
+    """Return the function, the values and the nodes that a node holds; none of any other object."""
+    if isinstance(node, Task):
+        return (node.func, *node.args, *node.kwargs.values())
+    return (node.value,) if isinstance(node, DataNode) else ()
 
 
 class TaskStandIn:

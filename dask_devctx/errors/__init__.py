@@ -9,6 +9,7 @@ from dask_devctx.errors.devices import (
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
+    OneDeviceOnlyError,
     ValueNotMovableError,
     VisibleDevicesError,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "OneDeviceOnlyError",
     "UnsupportedDaskError",
     "ValueNotMovableError",
     "VisibleDevicesError",

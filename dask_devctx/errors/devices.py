@@ -167,6 +167,31 @@ class DeviceMismatchError(DevctxError, ValueError):
         )
 
 
+class OneDeviceOnlyError(DevctxError):
+    """A library that uses one device in a process was to use a second one.
+
+    Parameters
+    ----------
+    library
+        The library.
+    device
+        The device that it uses.
+    other
+        The one that it was to use.
+    """
+
+    library: str
+    device: str
+    other: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.library} uses one device in a process, here {self.device}, and was to use "
+            f"{self.other}. Start a worker for each device: LocalDeviceCluster(), n_workers= the "
+            "number of devices, or devctx.devices-per-worker: 1"
+        )
+
+
 class ValueNotMovableError(DevctxError, TypeError):
     """A value holds arrays of another device, and cannot be rebuilt around copies of them.
 
@@ -180,12 +205,13 @@ class ValueNotMovableError(DevctxError, TypeError):
         The reason why it cannot be rebuilt.
     """
 
-    def __init__(self, kind: str, device: object, reason: str) -> None:
-        device = str(device)
-        super().__init__(kind, device, reason)
-        self.kind = kind
-        self.device = device
-        self.reason = reason
+    kind: str
+    device: str
+    reason: str
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
+        fields["device"] = str(fields["device"])
 
     def __str__(self) -> str:
         return (

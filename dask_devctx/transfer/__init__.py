@@ -34,6 +34,7 @@ _LIBRARIES = {
     "numba_cuda": "numba",
     "jax": "jax",
     "jaxlib": "jax",
+    "cudf": "cudf",
 }
 
 

@@ -114,6 +114,12 @@ class Stamp:
                     for event in events:
                         event.holds_back(stream)
 
+    def hold_back_stream(self, stream: int) -> None:
+        """Let a stream, of a device that is current, wait for it."""
+        for events in self._events.values():
+            for event in events:
+                event.holds_back(stream)
+
     def hold_back_unless_done(self, device: Device, *, of: Device | None = None) -> None:
         """As :meth:`hold_back`, which costs more than to ask whether it is done."""
         with suppress(DriverError):  # whether it may be waited for is for the wait to say

@@ -9,7 +9,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.errors import ValueNotMovableError
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.errors import DevctxError, ValueNotMovableError
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
 from dask_devctx.transfer.host import Host, cannot_be_copied, is_host, to_host
@@ -109,8 +110,11 @@ class Move:
             with self.device:  # the reduced are made by their own code
                 return Rebuild(self.leaf, self._memo).run(value)
         except UnmovableError as error:
+            why = error.__cause__
+            if isinstance(why, DevctxError) or (why is not None and is_out_of_memory(why)):
+                raise why from None  # the device's, and not the type's
             kind, reason = error.kind.__qualname__, str(error.reason)
-            raise ValueNotMovableError(kind, self.device, reason) from error.__cause__
+            raise ValueNotMovableError(kind, str(self.device), reason) from error.__cause__
 
     # -- the parts
 
@@ -134,10 +138,6 @@ class Move:
         elif places:
             self._wait_here()
         return self._memo.setdefault(id(value), (value, moved))[1]
-
-    def remember(self, value: Any, moved: Any) -> None:
-        """Say what a value becomes before all of it is there: its parts may refer to it."""
-        self._memo[id(value)] = value, moved
 
     def order(self, source: Device, *, on_source: bool = False) -> None:
         """Let this thread's streams wait for the work that makes what is on ``source``.

@@ -1,4 +1,4 @@
-"""How each type of value is taken apart, and a like one put together around other parts.
+"""How a type of value is taken apart, and one like it put together around other parts.
 
 A source is only read: with the functions of its built-in base, past whatever its own class does.
 """
@@ -6,12 +6,9 @@ A source is only read: with the functions of its built-in base, past whatever it
 from __future__ import annotations
 
 import copyreg
-import functools
 import types
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, islice
+from collections.abc import Sequence
 from typing import Any
 
 # Py_TPFLAGS_HEAPTYPE: a class statement's types have it.
@@ -48,7 +45,7 @@ class Protocol(ABC):
     def __init__(self, kind: type) -> None:
         self.kind = kind
         self.by_reduce = kind in copyreg.dispatch_table or any(
-            getattr(kind, name, None) is not getattr(self.base, name, None) for name in self._said
+            inherited(kind, name) is not inherited(self.base, name) for name in self._said
         )
         self._slots = [
             member
@@ -127,230 +124,17 @@ class Protocol(ABC):
                 object.__getattribute__(made, "__dict__")[name] = part
 
 
+def inherited(kind: type, name: str) -> Any:
+    """Return what a type has under a name, whatever its metaclass says."""
+    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+
+
 def spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
-    """Return so many of some parts: the first, the last, and those at even steps between."""
+    """Return so many of some parts: the first, the last, and others at even steps."""
     n = len(parts)
     if n <= at_most:
         return parts
-    step = -(-n // (at_most - 1))
-    return [*parts[::step], parts[-1]]
-
-
-def _ends(forwards: Iterator[Any], backwards: Iterator[Any], at_most: int) -> list[Any]:
-    last = at_most // 4
-    return [*islice(forwards, at_most - last), *islice(backwards, last)]
-
-
-class ListLike(Protocol):
-    base = list
-
-    def items(self, value: Any) -> list[Any]:
-        return list.copy(value)
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        return list.__new__(self.kind)
-
-    def finish(self, value: Any, made: Any, items: list[Any]) -> None:
-        list.extend(made, items)
-
-    def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
-        n = list.__len__(value)
-        if n <= at_most:
-            return self.items(value), n
-        take = list.__getitem__
-        return [*take(value, slice(None, None, -(-n // (at_most - 1)))), take(value, -1)], n
-
-
-class TupleLike(Protocol):
-    """Tuples and named ones, past a ``__new__`` whose arguments nobody knows."""
-
-    base = tuple
-
-    def items(self, value: Any) -> list[Any]:
-        return list(tuple.__iter__(value))
-
-    def first(self, parts: Parts) -> int:
-        return len(parts) - len(parts.names)
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        return tuple.__new__(self.kind, parts)
-
-    def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
-        n = tuple.__len__(value)
-        if n <= at_most:
-            return self.items(value), n
-        take = tuple.__getitem__
-        return [*take(value, slice(None, None, -(-n // (at_most - 1)))), take(value, -1)], n
-
-
-class StructSequence(TupleLike):
-    """Named tuples that are made in C, such as ``os.terminal_size`` and what torch returns."""
-
-    def __init__(self, kind: type) -> None:
-        super().__init__(kind)
-        self.by_reduce = False
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        unnamed = value.__reduce__()[1][1:]  # the fields that only have a name
-        return self.kind(parts, *unnamed)
-
-
-class SetLike(Protocol):
-    base = set
-
-    def items(self, value: Any) -> list[Any]:
-        return list(set.__iter__(value))
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        return set.__new__(self.kind)
-
-    def finish(self, value: Any, made: Any, items: list[Any]) -> None:
-        set.update(made, items)
-
-    def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
-        return list(islice(set.__iter__(value), at_most)), set.__len__(value)
-
-
-class FrozenSetLike(Protocol):
-    base = frozenset
-
-    def items(self, value: Any) -> list[Any]:
-        return list(frozenset.__iter__(value))
-
-    def first(self, parts: Parts) -> int:
-        return len(parts) - len(parts.names)
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        return frozenset.__new__(self.kind, parts)
-
-    def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
-        return list(islice(frozenset.__iter__(value), at_most)), frozenset.__len__(value)
-
-
-class QueueLike(Protocol):
-    base = deque
-
-    def items(self, value: Any) -> list[Any]:
-        return list(deque.__iter__(value))
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        made: deque[Any] = deque.__new__(self.kind)
-        deque.__init__(made, (), deque.maxlen.__get__(value))
-        return made
-
-    def finish(self, value: Any, made: Any, items: list[Any]) -> None:
-        deque.extend(made, items)
-
-    def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
-        n = deque.__len__(value)
-        if n <= at_most:
-            return self.items(value), n
-        return _ends(deque.__iter__(value), deque.__reversed__(value), at_most), n
-
-
-class DictLike(Protocol):
-    """Dictionaries, keys and values: an optimizer's state has tensors for keys."""
-
-    base: type[dict[Any, Any]] = dict
-
-    def items(self, value: Any) -> list[Any]:
-        keys_and_values = self.base.items(value)
-        return [key for key, _ in keys_and_values] + [item for _, item in keys_and_values]
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        return self.base.__new__(self.kind)
-
-    def finish(self, value: Any, made: Any, items: list[Any]) -> None:
-        n = len(items) // 2
-        for key, item in zip(items[:n], items[n:], strict=True):
-            self.base.__setitem__(made, key, item)
-
-    def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
-        n = 2 * dict.__len__(value)
-        if n <= at_most:
-            return self.items(value), n
-        pairs = self.base.items(value)
-        return list(chain.from_iterable(_ends(iter(pairs), reversed(pairs), at_most // 2))), n
-
-
-class OrderedDictLike(DictLike):
-    base = OrderedDict
-
-
-class DefaultDictLike(DictLike):
-    base = defaultdict
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        made: defaultdict[Any, Any] = defaultdict.__new__(self.kind)
-        factory: Any = vars(defaultdict)["default_factory"]
-        factory.__set__(made, factory.__get__(value))
-        return made
-
-
-class PartialLike(Protocol):
-    base = functools.partial
-
-    def items(self, value: Any) -> list[Any]:
-        return [value.func, value.args, value.keywords]
-
-    def first(self, parts: Parts) -> int:
-        return 3
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        function, args, keywords = parts
-        return functools.partial.__new__(self.kind, function, *args, **keywords)
-
-
-class MethodLike(Protocol):
-    """A method bound to a value."""
-
-    base = types.MethodType
-
-    def __init__(self, kind: type) -> None:
-        super().__init__(kind)
-        self._has_dict = False
-
-    def items(self, value: Any) -> list[Any]:
-        return [value.__self__]
-
-    def first(self, parts: Parts) -> int:
-        return 1
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        return types.MethodType(value.__func__, parts[0])
-
-
-class ObjectLike(Protocol):
-    """Objects of classes written in Python: their attributes, dataclasses' as all others'."""
-
-    _said = (*Protocol._said, "__getnewargs__", "__getnewargs_ex__")
-
-    def __init__(self, kind: type) -> None:
-        super().__init__(kind)
-        # Two that end what one has begun would end it twice.
-        self._ends_something = hasattr(kind, "__del__")
-
-    @property
-    def holds_nothing(self) -> bool:
-        """Whether such a value has no attributes."""
-        return not (self._has_dict or self._slots)
-
-    def some(self, value: Any, at_most: int) -> tuple[list[Any], int]:
-        attributes = self.attributes(value)[0]
-        return attributes, len(attributes)
-
-    def items(self, value: Any) -> list[Any]:
-        return []
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        if self._ends_something:
-            raise TypeError("it has a __del__, and a second one like it would end the same twice")
-        new: Any = self.base.__new__
-        return new(self.kind)
-
-
-class NamespaceLike(ObjectLike):
-    base = types.SimpleNamespace
+    return [parts[index * (n - 1) // (at_most - 1)] for index in range(at_most)]
 
 
 class Reduced(Protocol):
@@ -398,43 +182,3 @@ class Reduced(Protocol):
             made.append(member)
         for key, part in pairs:
             made[key] = part
-
-
-_BASES: dict[type, Callable[[type], Protocol]] = {
-    defaultdict: DefaultDictLike,
-    OrderedDict: OrderedDictLike,
-    dict: DictLike,
-    list: ListLike,
-    tuple: TupleLike,
-    set: SetLike,
-    frozenset: FrozenSetLike,
-    deque: QueueLike,
-    functools.partial: PartialLike,
-    types.MethodType: MethodLike,
-    types.SimpleNamespace: NamespaceLike,
-}
-
-
-def built_in(kind: type, is_foreign: Callable[[type], bool]) -> Protocol | None:
-    """Return how values of a type are taken apart, or None for those that hold no arrays.
-
-    Parameters
-    ----------
-    kind
-        The type.
-    is_foreign
-        Whether a class belongs to a library whose objects hold no arrays on devices.
-    """
-    if issubclass(kind, tuple) and hasattr(kind, "n_sequence_fields"):
-        return StructSequence(kind)
-    made: Callable[[type], Protocol] = ObjectLike
-    for each in kind.__mro__:
-        if each in _BASES:
-            made = _BASES[each]
-            break
-        if each is not object and is_foreign(each):
-            return None
-    protocol = made(kind)
-    if isinstance(protocol, ObjectLike) and protocol.holds_nothing:
-        return None
-    return protocol

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.protocols import Protocol, built_in, spread
+from dask_devctx.transfer.objects import built_in
+from dask_devctx.transfer.protocols import Protocol, spread
 from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ AT_MOST_ON_LOOP: Final = 100
 _TYPES_PER_OBJECT = 20
 # So many of one container's parts of one type are looked at before all others.
 _SAMPLE = 16
-# How many of them are different is told from so many.
+# Whether they are different is told from so many.
 _HEAD = 256
 
 # Nothing of these libraries keeps arrays on devices; of the standard library only some types do.
@@ -59,22 +60,20 @@ def find(kind: type) -> Any:
     try:
         return _found[kind]
     except KeyError:
-        try:
-            found = _look_up(kind)
-        except Exception:  # a class or metaclass that does not let itself be looked at
-            logger.debug("how %r is taken apart cannot be told", kind, exc_info=True)
-            found = None
+        found = LEAF if Registry.any_knows(kind) else _taken_apart(kind)
         _found[kind] = found
         return found
 
 
-def _look_up(kind: type) -> Any:
-    if Registry.any_knows(kind):
-        return LEAF
-    for each in kind.__mro__:
-        if each in _registered:
-            return _registered[each](kind)
-    return built_in(kind, _is_foreign)
+def _taken_apart(kind: type) -> Protocol | None:
+    try:
+        for each in kind.__mro__:
+            if each in _registered:
+                return _registered[each](kind)
+        return built_in(kind, _is_foreign)
+    except Exception:  # a class or metaclass that does not let itself be looked at
+        logger.debug("how a %r is taken apart cannot be told", kind, exc_info=True)
+        return None
 
 
 def _is_foreign(kind: type) -> bool:
@@ -199,17 +198,19 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
         scale *= n_parts / len(parts)
         for kind in wanted:
             some = [part for part in parts if type(part) is kind]
-            n_some = len(some)
-            if n_some > _SAMPLE:
+            scaled = scale
+            if len(some) > _SAMPLE:
                 later.append((some, scale))
-                head = some[:_HEAD]  # the same one may be there again and again
-                n_some = n_some * len(set(map(id, head))) // len(head)
+                head = some[:_HEAD]
+                different = len(set(map(id, head)))
+                if different == len(head):
+                    scaled *= len(some) / _SAMPLE
+                else:  # the same ones again and again
+                    scaled = max(different / _SAMPLE, 1)
                 some = list(spread(some, _SAMPLE))
             new = {id(part): part for part in some if id(part) not in seen}
-            if new:
-                seen.update(new)
-                scaled = scale * max(n_some / len(new), 1) if n_some > _SAMPLE else scale
-                queue.extend((part, scaled) for part in new.values())
+            seen.update(new)
+            queue.extend((part, scaled) for part in new.values())
     return Look(places, complete and not (later and places))
 
 

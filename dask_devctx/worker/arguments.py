@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-from dask._task_spec import GraphNode, Task
-
+from dask_devctx.dask_internals.tasks import NODE_PARTS, Node, node_parts
 from dask_devctx.transfer import walk
-from dask_devctx.transfer.protocols import ObjectLike
-
-# The attributes of dask's nodes that hold values, or further nodes. All else only names things.
-_HOLDERS: Final = ("args", "func", "kwargs", "value")
+from dask_devctx.transfer.objects import ObjectLike
 
 
 class NodeLike(ObjectLike):
@@ -20,7 +16,7 @@ class NodeLike(ObjectLike):
         super().__init__(kind)
         self.by_reduce = False
         self._every_slot = self._slots
-        self._slots = [slot for slot in self._slots if slot.__name__ in _HOLDERS]
+        self._slots = [slot for slot in self._slots if slot.__name__ in NODE_PARTS]
 
     def begin(self, value: Any, parts: list[Any]) -> Any:
         made = super().begin(value, parts)
@@ -34,17 +30,18 @@ class NodeLike(ObjectLike):
 
 def may_hold_arrays(task: Any) -> bool:
     """Return whether a task may keep arrays itself; quick where it is given plain values only."""
-    if isinstance(task, Task):
-        find = walk.find
-        for part in task.args:
-            if find(type(part)) is not None:
-                return True
-        return find(type(task.func)) is not None or any(
-            find(type(part)) is not None for part in task.kwargs.values()
-        )
-    return isinstance(task, GraphNode)
+    find = walk.find
+    nodes = [task]
+    for node in nodes:
+        parts = node_parts(node)
+        for kind in set(map(type, parts)):
+            if find(kind) is not None:
+                if not issubclass(kind, Node):
+                    return True
+                nodes += [part for part in parts if type(part) is kind]
+    return False
 
 
 def register() -> None:
     """Have arrays found in dask's nodes."""
-    walk.register_protocol(GraphNode, NodeLike)
+    walk.register_protocol(Node, NodeLike)

@@ -27,6 +27,7 @@ from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Input, Inputs
 from dask_devctx.worker.interpreter import set_for_devices, switch_interval
+from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
 from dask_devctx.worker.policy import start_soonest
@@ -102,6 +103,22 @@ class DeviceExtension:
                 steps.enter_context(comms.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
             serialization.register()
+            self.peers = steps.enter_context(
+                _opened(
+                    PeerTransfers,
+                    worker,
+                    used,
+                    self.inputs,
+                    staging=options.ipc_staging,
+                    use=options.ipc,
+                    make_room=self.monitor.retries.drop_replicas,
+                    on_failure=self.monitor.blame.noticed_between,
+                )
+            )
+            drop_replicas = self.monitor.retries.drop_replicas
+            self.monitor.retries.drop_replicas = lambda device: (
+                drop_replicas(device) + self.peers.free_staging(device)
+            )
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
@@ -148,6 +165,12 @@ class DeviceExtension:
                 for ts in self._tasks.values():
                     tasks.restore(ts)
 
+    def report(self) -> dict[str, list[dict[str, Any]]]:
+        """Return what ran where, and what was moved, as plain data."""
+        within = [] if self.inputs is None else self.inputs.metrics(self._worker)
+        transfers = [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
+        return {**self.record.report(), "transfers": transfers}
+
     def transition(self, key: Hashable, start: str, finish: str) -> None:
         """Take a task that is about to run to its device; stop counting one that is done."""
         ts = self._tasks.get(key)
@@ -163,13 +186,19 @@ class DeviceExtension:
                 self._done(key, ts)
         elif start == "long-running" and ts is not None:
             self._ended_later(key, ts)
-        if start == "memory" and self.inputs is not None:
-            self.inputs.forget(key)
+        if start == "memory":
+            if self.inputs is not None:
+                self.inputs.forget(key)
+            self.peers.unreadable.forget(key)
+        elif self.peers.unreadable and finish == "error" and ts is not None:
+            self.peers.unreadable.let_go(ts)
 
     def _pin(self, ts: Any) -> None:
         """Wrap the task, and send it to its device's threads unless it asked for others."""
         annotations = ts.annotations
         try:
+            if self.peers.unreadable:
+                self.peers.unreadable.check(ts)
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
                 self._done(ts.key, None)  # where it was asked for again, in other words

@@ -280,9 +280,9 @@ class Inputs:
         Stamp or None
             Of the work that makes its result, for :meth:`arrived`; None of a number or the like.
         """
-        after = stamp(result)
-        if after is None and walk.find(type(result)) is not None:
-            after = _ON_THE_HOST  # nobody looks again
+        after = None
+        if walk.find(type(result)) is not None:
+            after = stamp(result) or _ON_THE_HOST  # nobody looks again
         if copies:
             # A result on the host says nothing of work that may not be done.
             known = after is not None and device in after.devices

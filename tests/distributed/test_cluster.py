@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import dask
 import psutil
 import pytest
+from cuda.bindings.driver import CUresult
 from distributed import Client, Worker
 
 from dask_devctx import (
@@ -21,7 +23,10 @@ from dask_devctx import (
     LocalDeviceCluster,
     devices,
 )
+from dask_devctx.client import cluster as cluster_module
 from dask_devctx.config.options import OPTION_NAMES
+from dask_devctx.cuda.export import answer
+from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases import acquire
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
@@ -53,6 +58,53 @@ def threads(cluster: LocalDeviceCluster) -> list[int]:
 def test_who_gets_what(arguments: dict[str, Any], expected: list[list[int]]) -> None:
     with LocalDeviceCluster(**arguments, **QUIET) as cluster:
         assert ordinals(cluster) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "expected"),
+    [
+        ({}, {}, [[0], [1], [2], [3]]),
+        ({"devices": [1, 3]}, {}, [[1], [3]]),
+        ({"devices": [2]}, {}, [[2]]),
+        ({"devices_per_worker": 2}, {}, [[0, 1], [2, 3]]),
+        ({"n_workers": 1}, {}, [[0, 1, 2, 3]]),
+        ({"plugin": DevicePlugin()}, {}, [[0], [1], [2], [3]]),
+        ({}, {"devctx.ipc": False}, [[0, 1, 2, 3]]),
+    ],
+)
+def test_by_default_there_is_a_worker_for_each_device(
+    arguments: dict[str, Any], settings: dict[str, Any], expected: list[list[int]]
+) -> None:
+    with (
+        dask.config.set(settings),
+        LocalDeviceCluster(dashboard_address=":0", **arguments) as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(len(expected), timeout=60)
+        found = client.run(
+            lambda dask_worker: [d.device_id for d in dask_worker.plugins["devctx"].worker_devices]
+        )
+        assert sorted(found.values()) == expected
+
+
+def test_where_memory_cannot_be_shown_there_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_module, "can_export", lambda used: False)
+    with LocalDeviceCluster(dashboard_address=":0") as cluster:
+        assert len(cluster.workers) == 1
+
+
+@pytest.mark.parametrize("refused", [None, "cuIpcGetMemHandle", "cuMemAlloc"])
+def test_whether_memory_can_be_shown_is_tried(
+    machine: SimulatedMachine, monkeypatch: pytest.MonkeyPatch, refused: str | None
+) -> None:
+    if refused:
+        machine.faults.inject(refused, CUresult.CUDA_ERROR_NOT_SUPPORTED)
+    monkeypatch.setattr(sys, "argv", ["", *(device.uuid for device in devices())])
+    if refused is None:
+        answer()
+    else:
+        with pytest.raises(SystemExit, match="CUDA_ERROR_NOT_SUPPORTED"):
+            answer()
 
 
 def test_what_is_left_over_is_told() -> None:

@@ -65,6 +65,7 @@ def test_the_schema_refuses(key: str, value: object) -> None:
 # Those that are read where they are used, and not options of the plugin.
 READ_ELSEWHERE = {
     "simulated-devices",
+    "simulated-memory",
     "lock-directory",
     "missing-device-timeout",
     "history",

@@ -78,7 +78,10 @@ def frozen(client: Client, wanted: Callable[[int], bool]) -> int:
 
 def test_modules_are_left_out_of_collections_while_no_task_is_there() -> None:
     ours = gc.get_freeze_count()  # a Python may come with some
-    with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         assert frozen(client, lambda count: count > 1000) > 1000
         client.run(release_caches)  # as after a device's memory ran out
         assert frozen(client, lambda count: count < 1000) < 1000

@@ -173,7 +173,7 @@ def test_a_worker_that_joins_in_vain_leaves(lock_directory: Path) -> None:
 
 def test_the_configuration_stands_in() -> None:
     with dask.config.set({"devctx.devices-per-worker": 3}):
-        assert DevicePlugin().devices_per_worker == 3
+        assert DevicePlugin().options.devices_per_worker == 3
         assert DevicePlugin(devices_per_worker=1).devices_per_worker == 1
 
 

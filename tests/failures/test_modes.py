@@ -70,7 +70,7 @@ def reset() -> None:
 
 def test_a_task_that_resets_its_device_ends_its_worker() -> None:
     with (
-        LocalDeviceCluster(dashboard_address=":0") as cluster,
+        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
         dask.annotate(device=1),
     ):
@@ -88,7 +88,10 @@ def lose(which: int) -> None:
 
 
 def test_a_gpu_that_falls_off_the_bus_ends_its_worker() -> None:
-    with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         with dask.annotate(device=1):
             error = client.submit(lose, 1).exception(timeout=30)
         assert isinstance(error, DeviceFailedError)

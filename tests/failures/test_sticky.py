@@ -63,7 +63,10 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 def cluster(request: pytest.FixtureRequest) -> Iterator[LocalDeviceCluster]:
     options = getattr(request, "param", {})
     with LocalDeviceCluster(
-        dashboard_address=":0", silence_logs=False, plugin=DevicePlugin(**options)
+        n_workers=1,
+        dashboard_address=":0",
+        silence_logs=False,
+        plugin=DevicePlugin(**options),
     ) as cluster:
         yield cluster
 
@@ -300,7 +303,10 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_copy_comes_back(
 
 
 def test_the_cluster_closes_while_tasks_run() -> None:
-    with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
+    with (
+        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
         pid = worker_pid(client)
         client.map(where_slowly, range(100), seconds=0.2)
         time.sleep(0.3)

@@ -71,7 +71,9 @@ def leave_a_bad_kernel_running_and_stay(after_s: float, flag: str) -> str:
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     plugin = DevicePlugin(**getattr(request, "param", {}))
     with (
-        LocalDeviceCluster(dashboard_address=":0", silence_logs=False, plugin=plugin) as cluster,
+        LocalDeviceCluster(
+            n_workers=1, dashboard_address=":0", silence_logs=False, plugin=plugin
+        ) as cluster,
         Client(cluster) as client,
     ):
         yield client

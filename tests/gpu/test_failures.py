@@ -114,7 +114,7 @@ def start(stack: ExitStack, **options: Any) -> Any:
     from dask_devctx import DevicePlugin, LocalDeviceCluster
 
     cluster = stack.enter_context(
-        LocalDeviceCluster(plugin=DevicePlugin(**options), dashboard_address=":0")
+        LocalDeviceCluster(n_workers=1, plugin=DevicePlugin(**options), dashboard_address=":0")
     )
     return stack.enter_context(Client(cluster))
 

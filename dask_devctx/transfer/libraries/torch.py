@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
+from dask_devctx.transfer.objects import ObjectLike, register_name
 from dask_devctx.transfer.peers import copy_bytes
-from dask_devctx.transfer.protocols import ObjectLike
 from dask_devctx.transfer.streams import torch_stream
 from dask_devctx.transfer.walk import register_protocol
 
@@ -40,7 +39,7 @@ def _tensor_bytes(tensor: Any) -> dict[Device, int]:
 
 def _stored(tensor: Any) -> tuple[Any, ...]:
     """Return the tensors that hold a tensor's elements: sparse and nested ones have no size."""
-    if is_lazy(tensor):
+    if torch.nn.parameter.is_lazy(tensor):
         return ()
     if tensor.is_nested:
         return tensor.unbind()  # type: ignore[no-any-return]
@@ -113,7 +112,7 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _parameter_to_device(parameter: Any, device: Device) -> Any:
-    if is_lazy(parameter):
+    if torch.nn.parameter.is_lazy(parameter):
         # It has no elements yet, and makes them on the device that it names.
         where = torch.device("cuda", device.device_id)
         return type(parameter)(parameter.requires_grad, device=where, dtype=parameter.dtype)
@@ -223,6 +222,13 @@ def _generator_to_device(generator: Any, device: Device) -> Any:
     return moved
 
 
+def _current_name(where: Any) -> Any:
+    current = Device.current()
+    if where.type != "cuda" or where.index is None or current is None:
+        return where
+    return torch.device("cuda", current.device_id)
+
+
 def register() -> None:
     """Make torch's types known."""
     device_of.register(torch.Tensor, _device_of)
@@ -231,6 +237,7 @@ def register() -> None:
     to_host.register(torch.Tensor, _tensor_to_host)
     to_device.register(torch.nn.Parameter, _parameter_to_device)
     to_host.register(torch.nn.Parameter, _parameter_to_host)
+    register_name(torch.device, _current_name)
     register_protocol(torch.nn.Module, _Owning)
     register_protocol(torch.optim.Optimizer, _Optimizer)
     nbytes_by_device.register(torch.jit.ScriptModule, _script_bytes)

@@ -110,6 +110,16 @@ class Blame:
                 self.failure = failure
         return self.failure.errors.get(key) or Reschedule()
 
+    def noticed_between(self, device: Device, found: DriverError) -> None:
+        """Note a failure that no task noticed, such as one while a value is sent: nobody errs."""
+        with self._lock:
+            if self.failure is None:
+                suspects = [one for one in self.suspects.named(None, device) if one.key is not None]
+                error = self._error(device, found, suspects, False)
+                failure = Failure(error, {}, tuple(dict.fromkeys(one.key for one in suspects)))
+                self._on_failure(failure)
+                self.failure = failure
+
     def _decided(self, who: Suspect, found: DriverError, began: bool) -> Failure:
         suspects = self.suspects.named(*who)
         # A device that is gone is seen to be by its own tasks only.

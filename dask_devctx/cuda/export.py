@@ -1,0 +1,66 @@
+"""Whether devices let processes show each other their memory: asked in a process of its own.
+
+Asking takes a context, which this process would keep.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DevctxError
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 30.0
+_NBYTES = 2 * 2**20
+_ASK = "from dask_devctx.cuda.export import answer; answer()"
+
+
+def can_export(devices: Sequence[Device]) -> bool:
+    """Return whether other processes may open what is allocated on each of the devices.
+
+    Notes
+    -----
+    MIG instances and Windows' subsystem for Linux have no such thing. Simulated devices have.
+    """
+    if all(device._backend.simulated for device in devices):
+        return True
+    if any(device.uuid.startswith("MIG-") for device in devices):
+        return False
+    return _asked(tuple(device.uuid for device in devices))
+
+
+@functools.cache
+def _asked(uuids: tuple[str, ...]) -> bool:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK, *uuids],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning("whether devices can show their memory cannot be asked: %s", error)
+        return False
+    if done.returncode:
+        logger.info("devices cannot show their memory to other processes: %s", done.stderr.strip())
+    return done.returncode == 0
+
+
+def answer() -> None:
+    """End this process with status 0 where each device that it is told can export memory."""
+    try:
+        for uuid in sys.argv[1:]:
+            with Device(uuid) as device:
+                calls = device._backend.calls
+                calls.work.ipc_export(calls.work.allocate(_NBYTES))
+    except DevctxError as error:
+        sys.exit(str(error))

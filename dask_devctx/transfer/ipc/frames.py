@@ -1,0 +1,142 @@
+"""The bytes on a device that a value is made of: where they are, and memory for them elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dask_devctx.cuda.device import Device
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """Bytes on a device that travel as they lie.
+
+    Parameters
+    ----------
+    pointer, nbytes
+        Where they are, and how many.
+    kind
+        Which library has memory for them on the other side: a key of :data:`allocators`.
+    detail
+        What that needs beside their number; plain data.
+    owner
+        What keeps them alive.
+    """
+
+    pointer: int
+    nbytes: int
+    kind: str
+    detail: Any
+    owner: Any
+
+    @property
+    def description(self) -> tuple[str, int, Any]:
+        """What the other side needs to make room for it."""
+        return self.kind, self.nbytes, self.detail
+
+
+# Memory on a device that is current, by kind: given the bytes, the detail and the device, what the
+# library has them in, and its address.
+Allocate = Callable[[int, Any, Device], tuple[Any, int]]
+allocators: dict[str, Allocate] = {}
+
+# By the first part of the name of the module that defines a frame's type.
+_KINDS = {
+    "cupy": "cupy",
+    "numba": "numba",
+    "numba_cuda": "numba",
+    "rmm": "rmm",
+    "cudf": "rmm",
+    "torch": "torch",
+    "dask_devctx": "simulated",
+}
+
+
+def is_on_device(frame: object) -> bool:
+    """Return whether a frame is memory of a device."""
+    return hasattr(frame, "__cuda_array_interface__")
+
+
+def part_of(frame: Any) -> Part:
+    """Return the bytes of a frame that is on a device, dense and of any type.
+
+    References
+    ----------
+    The CUDA array interface of Numba's documentation.
+    """
+    said = frame.__cuda_array_interface__
+    nbytes = getattr(frame, "nbytes", None)
+    if nbytes is None:
+        nbytes = int(said["typestr"][2:])
+        for length in said["shape"]:
+            nbytes *= length
+    kind = _KINDS.get(type(frame).__module__.partition(".")[0]) or _any_kind()
+    return Part(int(said["data"][0] or 0), int(nbytes), kind, None, frame)
+
+
+def _any_kind() -> str:
+    # As distributed's own comms choose it, for a type of somebody's that takes any memory.
+    return next(kind for kind in ("rmm", "cupy", "numba") if kind in sys.modules or kind == "numba")
+
+
+def allocate(kind: str, nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
+    """Return memory for a part on a device, which is current, and its address.
+
+    Raises
+    ------
+    MemoryError
+        There is not enough, in the library's own words: torch's is a ``RuntimeError``.
+    """
+    return allocators[kind](nbytes, detail, device)
+
+
+def _cupy(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
+    import cupy
+
+    array = cupy.empty(nbytes, cupy.uint8)
+    return array, array.data.ptr
+
+
+def _numba(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
+    import numpy
+    from numba import cuda
+
+    # Numba remembers by itself which device a thread uses, and has to be told.
+    with cuda.gpus[device.device_id]:
+        array = cuda.device_array(nbytes, numpy.uint8)
+    return array, int(array.__cuda_array_interface__["data"][0] or 0)
+
+
+def _rmm(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
+    import rmm
+
+    buffer = rmm.DeviceBuffer(size=nbytes)
+    return buffer, buffer.ptr
+
+
+def _torch(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
+    import torch
+
+    storage = torch.empty(
+        nbytes, dtype=torch.uint8, device=torch.device("cuda", device.device_id)
+    ).untyped_storage()
+    return storage, storage.data_ptr()
+
+
+def _jax(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
+    import jax
+    import numpy
+
+    shape, dtype = detail
+    for candidate in jax.local_devices(backend="gpu"):
+        if candidate.local_hardware_id == device.device_id:
+            with jax.default_device(candidate):
+                array = jax.numpy.empty(tuple(shape), numpy.dtype(dtype)).block_until_ready()
+            return array, array.unsafe_buffer_pointer()
+    raise LookupError(f"JAX has no device for {device}; it has {jax.local_devices()}")
+
+
+allocators.update(cupy=_cupy, numba=_numba, rmm=_rmm, torch=_torch, jax=_jax)

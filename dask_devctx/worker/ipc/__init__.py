@@ -1,0 +1,279 @@
+"""Values on a device go to another worker of this machine by CUDA IPC, over whatever comm.
+
+dask's own messages name where the sender has staged them. The receiver reads them from there
+before anybody sees the answer, so that dask's "OK" says that the sender may use the memory again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import Any, Final
+
+from distributed import Status, Worker
+from tornado.ioloop import PeriodicCallback
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.connections import answering
+from dask_devctx.dask_internals.worker import metric
+from dask_devctx.errors import DriverError
+from dask_devctx.transfer.ipc.opened import OpenedBuffers
+from dask_devctx.transfer.ipc.staging import Staging
+from dask_devctx.worker.inputs import Inputs
+from dask_devctx.worker.ipc import incoming, outgoing, pairs
+from dask_devctx.worker.ipc.connections import Connections
+from dask_devctx.worker.ipc.incoming import Incoming
+from dask_devctx.worker.ipc.outgoing import Outgoing
+from dask_devctx.worker.ipc.pairs import Pairs
+from dask_devctx.worker.ipc.traffic import Traffic
+from dask_devctx.worker.ipc.unreadable import UnreadableValues
+
+logger = logging.getLogger(__name__)
+
+__all__ = ["PeerTransfers"]
+
+_CLOSE: Final = "devctx_ipc_close"
+# Each of them waits for one transfer's devices.
+_THREADS: Final = 16
+# Staging memory that nobody used for so long goes back to its device.
+_IDLE_S: Final = 60.0
+_LOOK_EVERY_MS: Final = 5_000
+_LOOK_S: Final = 0.05
+_CLOSE_TIMEOUT_S: Final = 5.0
+
+
+class PeerTransfers:
+    """While it is open, a worker sends and receives what is on its devices without the host.
+
+    Parameters
+    ----------
+    worker
+        The worker, on whose event loop this is called.
+    devices
+        Its devices; none, and all goes as dask sends it.
+    inputs
+        Knows of which work its values are; None where nothing is known.
+    staging
+        How much of each device's memory may be used for staging: a fraction, or bytes.
+    use
+        ``"auto"``, True or False: never. ``"auto"`` leaves to UCX what goes by it.
+    make_room
+        Called with a device that has no memory left.
+    on_failure
+        Called with a device that failed, and what the driver said.
+
+    Attributes
+    ----------
+    metric
+        The name of what the worker's heartbeat tells of it.
+    unreadable
+        Values that arrived and could not be read.
+    """
+
+    metric: Final = "devctx-ipc"
+
+    def __init__(
+        self,
+        worker: Worker,
+        devices: Sequence[Device],
+        inputs: Inputs | None,
+        *,
+        staging: float,
+        use: object = "auto",
+        make_room: Callable[[Device], object] = lambda device: None,
+        on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
+    ) -> None:
+        self._worker = worker
+        self._steps = ExitStack()
+        self.unreadable = UnreadableValues(worker)
+        self.traffic = Traffic()
+        self._opened = OpenedBuffers()
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="devctx-ipc")
+        self._stagings = {device: Staging(device, _limit(device, staging)) for device in devices}
+        self._pairs: Pairs | None = None
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        incoming.register()
+        by_ucx = worker.address.partition("://")[0].startswith("ucx")
+        self._used = bool(devices) and use is not False and not (use == "auto" and by_ucx)
+        if self._used:
+            first = devices[0]
+            reasons = self.traffic.reasons
+            self._pairs = Pairs(
+                worker,
+                self._stagings[first],
+                first,
+                self._opened,
+                self._run,
+                reasons,
+            )
+            self._outgoing = Outgoing(
+                worker,
+                self._stagings,
+                inputs,
+                self._pairs.receivers,
+                self._pairs.token,
+                self._run,
+                self.traffic,
+                on_failure,
+            )
+            self._incoming = Incoming(
+                worker,
+                devices,
+                self._opened,
+                self._pairs,
+                self.unreadable,
+                make_room,
+                self._run,
+                self.traffic,
+                on_failure,
+            )
+            self._steps.enter_context(answering(worker, self._handlers()))
+        self._connections = Connections(
+            worker,
+            self.unreadable,
+            settle=self._settle,
+            complete=self._complete,
+            prepare=self._prepare,
+            lost=self._lost,
+        )
+        self._steps.callback(self._connections.close)
+        rows = metric(worker, self.metric, lambda worker: self.traffic.rows())
+        self._steps.enter_context(rows)
+        self._looking = PeriodicCallback(self._look, _LOOK_EVERY_MS)
+        self._looking.start()
+
+    def close(self) -> None:
+        """Send and receive as dask does from now on."""
+        self._looking.stop()
+        self._steps.close()
+        if self._pairs is not None:
+            self._pairs.close()
+            self._opened.close()
+        if self._pairs is None or self._worker.status is Status.closing:  # its memory goes with it
+            self._executor.shutdown(wait=False)
+        else:
+            self._worker.loop.add_callback(self._end)
+
+    async def _end(self) -> None:
+        try:
+            while self.in_use:
+                await asyncio.sleep(_LOOK_S)
+            await self.give_back()
+        finally:
+            self._executor.shutdown(wait=False)
+
+    @property
+    def in_use(self) -> int:
+        """How many bytes of staging memory hold something that is on its way."""
+        return sum(staging.in_use for staging in self._stagings.values())
+
+    def _handlers(self) -> dict[str, Any]:
+        assert self._pairs is not None
+        return {
+            pairs.HELLO: self._pairs.hello,
+            pairs.AGREE: self._pairs.agree,
+            outgoing.NEXT: self._outgoing.next,
+            _CLOSE: self._close_opened,
+        }
+
+    async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def free_staging(self, device: Device) -> int:
+        """Give a device that ran out of memory its staging memory back; return the bytes.
+
+        Called on the thread of a task, which waits for it, or on the event loop's, which does not.
+        """
+        staging = self._stagings.get(device)
+        if self._pairs is None or staging is None or not staging.nbytes:
+            return 0
+        before = staging.nbytes
+        done = asyncio.run_coroutine_threadsafe(self.give_back([staging]), self._loop)
+        if threading.get_ident() != self._thread:
+            with suppress(TimeoutError):
+                done.result(_CLOSE_TIMEOUT_S)
+        return before - staging.nbytes
+
+    # -- for the connections
+
+    async def _settle(self, address: str) -> None:
+        if self._pairs is not None:
+            await self._pairs.settle(address)
+
+    async def _complete(self, address: str, msg: dict[str, Any]) -> None:
+        if self._pairs is not None:
+            await self._incoming.complete(address, msg)
+
+    async def _prepare(self, who: str | None, msg: dict[str, Any]) -> Any:
+        if self._pairs is not None:
+            return await self._outgoing.prepare(who, msg)
+        return None
+
+    def _lost(self, address: str) -> None:
+        if self._pairs is not None:
+            self._pairs.forget(address)
+
+    # -- staging memory that is not needed
+
+    async def _look(self) -> None:
+        """Let go of the memory of workers that are gone, and of what nobody used for a while."""
+        if self._pairs is None:
+            return
+        for address in list(self._pairs.tokens):
+            if await self._ask_to_close(address, []) is None:
+                self._pairs.forget(address)
+        idle = [
+            staging
+            for staging in self._stagings.values()
+            if staging.nbytes and time.monotonic() - staging.used_at > _IDLE_S
+        ]
+        if idle:
+            await self.give_back(idle)
+
+    async def give_back(self, stagings: Sequence[Staging] | None = None) -> None:
+        """Give staging memory back that is not in use, once no other worker has it open."""
+        assert self._pairs is not None
+        found = [
+            (staging, staging.retire())
+            for staging in (self._stagings.values() if stagings is None else stagings)
+        ]
+        numbers = [buffer.number for _, buffers in found for buffer in buffers]
+        if not numbers:
+            return
+        closed = await asyncio.gather(
+            *[self._ask_to_close(address, numbers) for address in list(self._pairs.receivers)]
+        )
+        if False not in closed:  # else it stays as it is until this process ends
+            for staging, buffers in found:
+                await self._run(staging.free, buffers)
+
+    async def _ask_to_close(self, address: str, numbers: list[int]) -> bool | None:
+        """Return whether another worker has closed buffers of this one; None where it is gone."""
+        assert self._pairs is not None
+        call = getattr(self._worker.rpc(address), _CLOSE)
+        try:
+            said = await asyncio.wait_for(
+                call(token=self._pairs.token, numbers=numbers), _CLOSE_TIMEOUT_S
+            )
+        except TimeoutError:
+            return False
+        except OSError:  # its process is gone, with what it had open
+            self._pairs.receivers.pop(address, None)
+            return None
+        except RuntimeError:  # this worker is closing
+            return False
+        return bool(said)
+
+    async def _close_opened(self, token: str, numbers: list[int]) -> bool:
+        return bool(await self._run(self._opened.close, token, numbers))
+
+
+def _limit(device: Device, staging: float) -> int:
+    if isinstance(staging, int) and staging > 1:
+        return staging
+    return int(device.memory_info.total * staging)

@@ -1,0 +1,202 @@
+"""What a worker reads from other workers: completed, or given up with its connection.
+
+Each connection that the worker opens to another reads and writes through here, and each that asks
+it for data is answered through here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Hashable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from distributed import Worker
+from distributed.comm import CommClosedError
+
+from dask_devctx.dask_internals.connections import Connect, data_of, wrapped_connect
+from dask_devctx.dask_internals.worker import wrapped_handler
+from dask_devctx.worker.ipc.unreadable import UnreadableValues, without_unreadable
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, Any]
+
+
+class Connections:
+    """While it is open, what a worker reads and what it hands on goes through two functions.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    unreadable
+        Told of values that cannot be read.
+    settle
+        Called with a worker's address before it is asked for data.
+    complete
+        Called with a worker's address and its answer, before anybody sees that.
+    prepare
+        Called with the address of the worker that asked and what it is to be sent; returns what is
+        sent instead, and what to call when that was read, with whether it was.
+    lost
+        Called with the address of a worker whose connection ended.
+
+    Notes
+    -----
+    dask gives a connection back to be used again also where its answer could not be read, while
+    the other side still waits for the end of it: the next request on it is taken for that end, and
+    both wait for ever. Here, such a connection is closed.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        unreadable: UnreadableValues,
+        *,
+        settle: Callable[[str], Awaitable[None]],
+        complete: Callable[[str, Message], Awaitable[None]],
+        prepare: Callable[
+            [str | None, Message], Awaitable[tuple[Message, Callable[[bool], None]] | None]
+        ],
+        lost: Callable[[str], None],
+    ) -> None:
+        self._worker = worker
+        self._unreadable = unreadable
+        self._settle = settle
+        self._complete = complete
+        self._prepare = prepare
+        self._lost = lost
+        self._open = True
+        with ExitStack() as steps:
+            steps.enter_context(wrapped_connect(worker, self._around_connect))
+            steps.enter_context(wrapped_handler(worker, "get_data", self._around_get_data))
+            self._steps = steps.pop_all()
+
+    def close(self) -> None:
+        """Leave the worker's connections as they were."""
+        self._open = False
+        self._steps.close()
+
+    # -- as the receiver
+
+    def _around_connect(self, connect: Connect) -> Connect:
+        async def connected(addr: str, timeout: float | None = None) -> Any:
+            comm = await connect(addr, timeout)
+            asking = getattr(comm.read, "__self__", None)
+            if isinstance(asking, _Asking):
+                asking.connections = self  # it may be of an earlier plugin
+            else:
+                asking = _Asking(self, comm, addr)
+                comm.read, comm.write = asking.read, asking.write
+            return comm
+
+        return connected
+
+    async def _one_by_one(self, address: str, keys: list[Hashable], who: str | None) -> Message:
+        """Ask for each value by itself, so that one which cannot be read is known."""
+        data: dict[Hashable, Any] = {}
+        for key in keys:
+            data.update(await data_of(self._worker, address, [key], who))
+        return {"status": "OK", "data": data}
+
+    # -- as the sender
+
+    def _around_get_data(self, get_data: Callable[..., Any]) -> Callable[..., Any]:
+        async def answer(
+            comm: Any, keys: Any, who: str | None = None, serializers: Any = None
+        ) -> Any:
+            answering = _Answering(comm, partial(self._prepare, who))
+            try:
+                return await get_data(answering, keys=keys, who=who, serializers=serializers)
+            finally:
+                answering.end()
+
+        return answer
+
+
+class _Asking:
+    """A connection on which this worker asks another."""
+
+    def __init__(self, connections: Connections, comm: Any, address: str) -> None:
+        self.connections = connections
+        self._address = address
+        self._comm = comm
+        self._read, self._write = comm.read, comm.write
+        self._request: Message | None = None
+        self._answered = False  # by us, over other connections
+
+    async def write(self, msg: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._answered and msg == "OK":
+            return 0
+        self._request = None
+        if self.connections._open and isinstance(msg, dict) and msg.get("op") == "get_data":
+            self._request = msg
+            await self.connections._settle(self._address)
+        return await self._write(msg, *args, **kwargs)
+
+    async def read(self, *args: Any, **kwargs: Any) -> Any:
+        request, self._request = self._request, None
+        if request is None:
+            return await self._read(*args, **kwargs)
+        of, address = self.connections, self._address
+        try:
+            msg = await self._read(*args, **kwargs)
+            if isinstance(msg, dict) and msg.get("status") == "OK":
+                await of._complete(address, msg)
+            return msg
+        except Exception as error:
+            failure = error
+            # dask takes the end of a pickle that is too short for the end of the connection.
+            if self._comm.closed() and isinstance(error.__context__, EOFError):
+                failure = error.__context__
+            elif isinstance(error, CommClosedError) or self._comm.closed():
+                self._comm.abort()
+                of._lost(address)
+                raise
+            self._comm.abort()
+        except BaseException:
+            self._comm.abort()  # the rest of the answer is for nobody
+            raise
+        logger.warning("an answer of %s could not be read", address, exc_info=failure)
+        self._answered = True
+        keys = list(request["keys"])
+        if len(keys) == 1:
+            value = of._unreadable.add(keys[0], failure, address)
+            return {"status": "OK", "data": {keys[0]: value}}
+        return await of._one_by_one(address, keys, request.get("who"))
+
+
+class _Answering:
+    """The connection of a worker that asked for data, while it is answered."""
+
+    def __init__(self, comm: Any, prepare: Callable[[Message], Awaitable[Any]]) -> None:
+        self._comm = comm
+        self._prepare = prepare
+        self._ended: Callable[[bool], None] | None = None
+        self._was_read = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    async def write(self, msg: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(msg, dict) and "data" in msg:
+            msg = {**msg, "data": without_unreadable(msg["data"])}
+            try:
+                prepared = await self._prepare(msg)
+            except CommClosedError:
+                self._comm.abort()
+                raise
+            if prepared is not None:
+                msg, self._ended = prepared
+        return await self._comm.write(msg, *args, **kwargs)
+
+    async def read(self, *args: Any, **kwargs: Any) -> Any:
+        answer = await self._comm.read(*args, **kwargs)
+        self._was_read = answer == "OK"
+        return answer
+
+    def end(self) -> None:
+        if self._ended is not None:
+            self._ended(self._was_read)

@@ -1,0 +1,226 @@
+"""Values that arrive from another worker of this machine: read from its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from distributed import Worker
+from distributed.comm import CommClosedError
+from distributed.protocol.serialize import register_serialization_family
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.transfer.ipc.lanes import Lane
+from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
+from dask_devctx.transfer.ipc.parcel import unpack
+from dask_devctx.transfer.ipc.receiving import Description, Receiving
+from dask_devctx.worker.ipc.outgoing import FAMILY, NEXT, QUICK_NBYTES, QUICK_S, has_failed
+from dask_devctx.worker.ipc.pairs import Pairs
+from dask_devctx.worker.ipc.traffic import Traffic
+from dask_devctx.worker.ipc.unreadable import UnreadableValues
+
+logger = logging.getLogger(__name__)
+
+
+class Arriving:
+    """A value of which only what was on the host has arrived."""
+
+    def __init__(self, header: dict[str, Any], frames: Sequence[Any]) -> None:
+        self.first = header["first"]
+        self.count = header["count"]
+        self._pickled, *buffers = frames
+        self._buffers = [
+            memoryview(buffer) if writeable else memoryview(buffer).toreadonly()
+            for buffer, writeable in zip(buffers, header["writeable"], strict=True)
+        ]
+
+    def complete(self, memory: Sequence[Any]) -> Any:
+        """Return the value, given the memory of its parts."""
+        return unpack(self._pickled, self._buffers, memory)
+
+
+def register() -> None:
+    """Make values that were staged known to distributed; this lasts as long as the process."""
+    register_serialization_family(FAMILY, None, Arriving)
+
+
+class Incoming:
+    """What one worker reads of others of its machine.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    devices
+        Its devices.
+    opened
+        What it has open of others' memory.
+    pairs
+        Whose memory it can read.
+    unreadable
+        Told of values that cannot be put together.
+    make_room
+        Called with a device that has no memory left.
+    run
+        Runs a function on a thread that may wait.
+    traffic
+        Where what arrives is counted.
+    on_failure
+        Called with a device that failed, and what the driver said.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        devices: Sequence[Device],
+        opened: OpenedBuffers,
+        pairs: Pairs,
+        unreadable: UnreadableValues,
+        make_room: Callable[[Device], object],
+        run: Any,
+        traffic: Traffic,
+        on_failure: Callable[[Device, DriverError], object],
+    ) -> None:
+        self._worker = worker
+        self._devices = {device.uuid: device for device in devices}
+        self._first = devices[0]
+        self._opened = opened
+        self._pairs = pairs
+        self._unreadable = unreadable
+        self._make_room = make_room
+        self._run = run
+        self._traffic = traffic
+        self._on_failure = on_failure
+
+    async def complete(self, address: str, msg: dict[str, Any]) -> None:
+        """Put the values of another worker's answer together.
+
+        Raises
+        ------
+        CommClosedError
+            What it has staged cannot be read. dask asks again, or somebody else.
+        """
+        about = msg.pop(FAMILY, None)
+        if about is None:
+            return
+        begun = time.perf_counter()
+        data: dict[Hashable, Any] = msg["data"]
+        arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
+        receiving = Receiving(
+            about["sender"],
+            about["parts"],
+            about["piece"],
+            self._devices.get(about["source"], self._first),
+            self._opened,
+        )
+        try:
+            data.update(await self._received(address, about, receiving, arriving))
+        except (DevctxError, OSError) as error:
+            if is_out_of_memory(error):
+                data.update(self._failed(arriving, error, address))
+                return
+            if isinstance(error, DriverError) and has_failed(receiving.device, error):
+                self._on_failure(receiving.device, error)
+            elif not isinstance(error, OSError):  # then it will not be better later
+                await self._pairs.refuse(address, f"its memory cannot be read: {error}")
+            raise CommClosedError(f"values of {address} could not be read: {error}") from error
+        except Exception as error:
+            data.update(self._failed(arriving, error, address))
+            return
+        took = time.perf_counter() - begun
+        where = (about["source"], receiving.device.uuid)
+        self._traffic.count(*where, "ipc", receiving.nbytes, took, copies=len(arriving))
+
+    def _failed(
+        self, arriving: dict[Hashable, Arriving], error: Exception, address: str
+    ) -> dict[Hashable, Any]:
+        return {key: self._unreadable.add(key, error, address) for key in arriving}
+
+    async def _received(
+        self,
+        address: str,
+        about: dict[str, Any],
+        receiving: Receiving,
+        arriving: dict[Hashable, Arriving],
+    ) -> dict[Hashable, Any]:
+        where: Description = about["shown"]
+        if receiving.nbytes <= QUICK_NBYTES and receiving.is_quick(where):
+            self._allocate(receiving)
+            if receiving.pieces:
+                lane, opened = receiving.start(0, where)
+                if lane.done_soon(QUICK_S):
+                    receiving.finish(lane, opened)
+                else:
+                    await self._run(receiving.finish, lane, opened)
+            return self._unpacked(receiving, arriving, address)
+        last = receiving.pieces - 1
+        if last < 1:
+            await self._run(self._allocate_and_read, receiving, where)
+        else:
+            await self._run(self._allocate, receiving)
+            await self._pieces(address, about["number"], receiving, where, last)
+        found: dict[Hashable, Any] = await self._run(self._unpacked, receiving, arriving, address)
+        return found
+
+    async def _pieces(
+        self, address: str, number: int, receiving: Receiving, where: Description, last: int
+    ) -> None:
+        """Read one piece after the other, each staged while the one before it is read."""
+        for index in range(last + 1):
+            asked: asyncio.Task[Any] | None = None
+            if index < last:
+                asked = asyncio.create_task(self._ask(address, number, index + 1))
+            try:
+                await self._run(_read, receiving, index, where)
+                if asked is not None:
+                    said = await asked
+                    if said is None:
+                        raise CommClosedError(f"{address} gave a transfer up")
+                    where = said
+            except BaseException:
+                if asked is not None:
+                    asked.cancel()
+                raise
+
+    async def _ask(self, address: str, number: int, index: int) -> Any:
+        call = getattr(self._worker.rpc(address), NEXT)
+        return await call(token=self._pairs.token, number=number, index=index)
+
+    # -- on a thread
+
+    def _allocate(self, receiving: Receiving) -> None:
+        try:
+            receiving.allocate()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._make_room(receiving.device)
+            receiving.allocate()
+
+    def _allocate_and_read(self, receiving: Receiving, where: Description) -> None:
+        self._allocate(receiving)
+        if receiving.pieces:
+            _read(receiving, 0, where)
+
+    def _unpacked(
+        self, receiving: Receiving, arriving: dict[Hashable, Arriving], address: str
+    ) -> dict[Hashable, Any]:
+        found: dict[Hashable, Any] = {}
+        with receiving.device:
+            for key, value in arriving.items():
+                memory = receiving.memory[value.first : value.first + value.count]
+                try:
+                    found[key] = value.complete(memory)
+                except Exception as error:
+                    found[key] = self._unreadable.add(key, error, address)
+        return found
+
+
+def _read(receiving: Receiving, index: int, where: Description) -> None:
+    begun: tuple[Lane, Opened] = receiving.start(index, where)
+    receiving.finish(*begun)

@@ -1,0 +1,298 @@
+"""Values that leave for another worker of this machine: staged where that one reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, Final
+
+from distributed import Worker
+from distributed.comm import CommClosedError
+from distributed.protocol.serialize import Serialize, Serialized
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.driver import statuses
+from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.transfer import Stamp, nbytes_by_device
+from dask_devctx.transfer.ipc.frames import Part
+from dask_devctx.transfer.ipc.parcel import Parcel, pack
+from dask_devctx.transfer.ipc.sending import Sending
+from dask_devctx.transfer.ipc.staging import Staging
+from dask_devctx.worker.inputs import Inputs
+from dask_devctx.worker.ipc.device_types import find
+from dask_devctx.worker.ipc.traffic import Traffic
+
+logger = logging.getLogger(__name__)
+
+NEXT: Final = "devctx_ipc_next"
+# The name of the values among distributed's serializers, and of what belongs to a whole message.
+FAMILY: Final = "devctx-ipc"
+# What is smaller than this is sent without another thread, where it is a matter of microseconds.
+QUICK_NBYTES: Final = 2**20
+QUICK_S: Final = 300e-6
+# So long a transfer waits for others to give staging memory back, before it goes another way.
+_ROOM_TIMEOUT_S: Final = 10.0
+_ROOM_LOOK_S: Final = 0.001
+# Where a connection ended, its receiver may be in the middle of a copy that nobody will look at.
+_GRACE_S: Final = 5.0
+
+
+class Outgoing:
+    """What one worker sends to others of its machine.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    stagings
+        Staging memory of each of its devices.
+    inputs
+        Knows of which work its values are; None where nothing is known.
+    receivers
+        The workers that can read that memory, by address.
+    token
+        Names this worker among those that send.
+    run
+        Runs a function on a thread that may wait.
+    traffic
+        Where what is sent otherwise is counted.
+    on_failure
+        Called with a device that failed, and what the driver said.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        stagings: dict[Device, Staging],
+        inputs: Inputs | None,
+        receivers: dict[str, str],
+        token: str,
+        run: Any,
+        traffic: Traffic,
+        on_failure: Callable[[Device, DriverError], object],
+    ) -> None:
+        self._worker = worker
+        self._stagings = stagings
+        self._inputs = inputs
+        self._receivers = receivers
+        self._token = token
+        self._run = run
+        self._traffic = traffic
+        self._on_failure = on_failure
+        self._numbers = itertools.count(1)
+        self._sendings: dict[int, Sending] = {}
+
+    async def prepare(
+        self, who: str | None, msg: dict[str, Any]
+    ) -> tuple[dict[str, Any], Callable[[bool], None]] | None:
+        """Return a message whose values are staged, and what is called when it was read.
+
+        None where nothing in it is on a device, or the receiver cannot read it.
+        """
+        places = self._on_devices(msg["data"])
+        if not places:
+            return None
+        if who not in self._receivers:
+            if who is not None:
+                self._count_host(places, who)
+            return None
+        try:
+            begun = await self._begin(msg["data"], places)
+        except Exception as error:
+            device = next(iter(next(iter(places.values()))))
+            if isinstance(error, DriverError) and has_failed(device, error):
+                self._on_failure(device, error)
+                raise CommClosedError(f"the device failed: {error}") from error
+            logger.warning("values go to %s through the host, for once", who, exc_info=True)
+            begun = None
+        if begun is None:
+            self._count_host(places, who)
+            return None
+        number, sending, parcels = begun
+        self._sendings[number] = sending
+        return self._message(msg, number, sending, parcels), lambda read: self._end(number, read)
+
+    async def next(self, token: str, number: int, index: int) -> Any:
+        """Stage a piece, and return where it is; called by the receiver, which has read those
+        before the one before it.
+        """
+        sending = self._sendings.get(number)
+        if sending is None or token not in self._receivers.values():
+            return None
+        sending.was_read(index - 1)
+        if not await self._stage(sending, index):
+            return None
+        return sending.description(index)
+
+    # -- the steps
+
+    def _on_devices(self, data: dict[Hashable, Any]) -> dict[Hashable, dict[Device, int]]:
+        """Return which values are on devices, and how many bytes of each on which."""
+        found = {}
+        for key, wrapped in data.items():
+            if not isinstance(wrapped, Serialize):
+                continue
+            value = wrapped.data
+            lifetime = None if self._inputs is None else self._inputs.lifetimes.get(key)
+            after = None if lifetime is None else lifetime.after
+            if after is not None and not after.devices and find(type(value)) is None:
+                continue
+            try:
+                places = nbytes_by_device(value)
+            except Exception:  # somebody's type; it goes as it always did
+                continue
+            if not places and find(type(value)) is not None:
+                places = {next(iter(self._stagings)): 0}
+            if places:
+                found[key] = places
+        return found
+
+    async def _begin(
+        self, data: dict[Hashable, Any], places: dict[Hashable, dict[Device, int]]
+    ) -> tuple[int, Sending, dict[Hashable, Parcel]] | None:
+        values = {key: data[key].data for key in places}
+        total: dict[Device, int] = {}
+        for each in places.values():
+            for device, nbytes in each.items():
+                total[device] = total.get(device, 0) + nbytes
+        device = max(total, key=total.__getitem__)
+        staging = self._stagings.get(device)
+        if staging is None:
+            return None
+        stamps = self._work_of(places)
+        nbytes = sum(total.values())
+
+        def begin() -> tuple[Sending, dict[Hashable, Parcel]] | None:
+            with device:
+                if not all(stamp.done() for stamp in stamps):
+                    for stamp in stamps:
+                        stamp.hold_back_readers()  # for copies that the packing makes
+                parcels = {}
+                for key, value in values.items():
+                    parcel = pack(value, find)
+                    if parcel.parts:
+                        parcels[key] = parcel
+                if not parcels:
+                    return None
+                parts: list[Part] = []
+                for parcel in parcels.values():
+                    parts += parcel.parts
+                gathered = any(parcel.gathered for parcel in parcels.values())
+                return Sending(parts, staging, stamps, gathered=gathered), parcels
+
+        quick = (
+            0 < nbytes <= QUICK_NBYTES
+            and all(stamp.done() for stamp in stamps)
+            and all(find(type(value)) is not None for value in values.values())
+            and staging.has_room(nbytes)
+        )
+        begun = begin() if quick else await self._run(begin)
+        if begun is None:
+            return None
+        sending, parcels = begun
+        try:
+            staged = await self._stage(sending, 0, quick=quick)
+            if not staged and sending.piece > staging.piece:
+                sending.in_pieces()
+                staged = await self._stage(sending, 0)
+        except BaseException:
+            sending.close()
+            raise
+        return (next(self._numbers), sending, parcels) if staged else None
+
+    def _work_of(self, places: dict[Hashable, dict[Device, int]]) -> list[Stamp]:
+        stamps: list[Stamp] = []
+        unknown: set[Device] = set()
+        for key, devices in places.items():
+            lifetime = None if self._inputs is None else self._inputs.lifetimes.get(key)
+            after = None if lifetime is None else lifetime.after
+            if after is not None and all(device in after.devices for device in devices):
+                stamps.append(after)
+            else:
+                unknown.update(devices)
+        if unknown:
+            stamps.append(Stamp.of_devices(unknown))
+        return stamps
+
+    async def _stage(self, sending: Sending, index: int, quick: bool = False) -> bool:
+        """Copy a piece into staging memory, and wait until it is there; False if there is none."""
+        until = time.monotonic() + _ROOM_TIMEOUT_S
+        while True:
+            if quick:
+                lane = sending.start(index)
+                if lane is not None:
+                    if lane.done_soon(QUICK_S):
+                        sending.finish(lane)
+                    else:
+                        await self._run(sending.finish, lane)
+                    return True
+            elif await self._run(_start_and_finish, sending, index):
+                return True
+            if time.monotonic() > until or not self._sendings:
+                return False
+            await asyncio.sleep(_ROOM_LOOK_S)
+
+    def _message(
+        self,
+        msg: dict[str, Any],
+        number: int,
+        sending: Sending,
+        parcels: dict[Hashable, Parcel],
+    ) -> dict[str, Any]:
+        first = 0
+        data = dict(msg["data"])
+        for key, parcel in parcels.items():
+            header = {
+                "serializer": FAMILY,
+                "first": first,
+                "count": len(parcel.parts),
+                "writeable": [not buffer.readonly for buffer in parcel.buffers],
+            }
+            data[key] = Serialized(header, [parcel.pickled, *parcel.buffers])
+            first += len(parcel.parts)
+        about = {
+            "sender": self._token,
+            "number": number,
+            "source": sending.staging.device.uuid,
+            "piece": sending.piece,
+            "parts": [part.description for part in sending.parts],
+            "shown": sending.description(0),
+        }
+        return {**msg, "data": data, FAMILY: about}
+
+    def _end(self, number: int, was_read: bool) -> None:
+        sending = self._sendings.pop(number)
+        if was_read:
+            sending.close()
+        else:
+            self._worker.loop.call_later(_GRACE_S, sending.close)
+
+    def _count_host(self, places: dict[Hashable, dict[Device, int]], who: str) -> None:
+        for each in places.values():
+            for device, nbytes in each.items():
+                self._traffic.count(device.uuid, who, "host", nbytes, 0.0)
+
+
+def has_failed(device: Device, error: DriverError) -> bool:
+    """Return whether a call failed because its device, or this process' CUDA, did."""
+    if error.code in statuses.STICKY:
+        return True
+    if error.code not in statuses.GONE:
+        return False
+    try:
+        with device:
+            device._backend.calls.work.probe()
+    except DevctxError:
+        return True
+    return False
+
+
+def _start_and_finish(sending: Sending, index: int) -> bool:
+    lane = sending.start(index)
+    if lane is None:
+        return False
+    sending.finish(lane)
+    return True

@@ -1,0 +1,243 @@
+"""Which workers can open each other's memory: tried once for each pair, and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import uuid
+from contextlib import suppress
+from typing import Any, Final
+
+from distributed import Worker
+from distributed.comm import get_address_host
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.ipc.opened import OpenedBuffers
+from dask_devctx.transfer.ipc.staging import Staged, Staging
+
+logger = logging.getLogger(__name__)
+
+HELLO: Final = "devctx_ipc_hello"
+AGREE: Final = "devctx_ipc_agree"
+# What the receiver must find in the sender's memory.
+_NBYTES: Final = 256
+_TIMEOUT_S: Final = 10.0
+# A refusal that may have passed by then is not remembered for longer.
+_AGAIN_S: Final = 60.0
+# This process, wherever it is: a handle cannot be opened where it was made.
+_PROCESS: Final = uuid.uuid4().hex
+
+
+class Pairs:
+    """What one worker knows of the others.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    staging
+        Staging memory, of the first of its devices.
+    device
+        Where it opens others' memory.
+    opened
+        What it has open.
+    run
+        Runs a function on a thread that may wait.
+
+    Attributes
+    ----------
+    token
+        Names this worker's staging memory among that of all workers.
+    receivers
+        The workers that can read it, by address, each with its own token.
+    reasons
+        Why it is not read by others, by address.
+    tokens
+        What names the memory of the workers whose memory was tried, by address.
+    ways
+        Why the others' memory is not read, by address; None where it is.
+    """
+
+    def __init__(
+        self,
+        worker: Worker,
+        staging: Staging,
+        device: Device,
+        opened: OpenedBuffers,
+        run: Any,
+        reasons: dict[str, str],
+    ) -> None:
+        self.token = uuid.uuid4().hex
+        self.receivers: dict[str, str] = {}
+        self.reasons = reasons
+        self.tokens: dict[str, str] = {}
+        self.ways: dict[str, str | None] = {}
+        self._worker = worker
+        self._staging = staging
+        self._device = device
+        self._opened = opened
+        self._run = run
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._shown: dict[str, Staged] = {}
+
+    def close(self) -> None:
+        """Ask no more."""
+        for task in self._asking.values():
+            task.cancel()
+        self._staging.give(self._shown.values())
+        self._shown.clear()
+
+    # -- as the receiver
+
+    async def settle(self, address: str) -> None:
+        """Find out, where it is not known yet, whether the memory of a worker can be read."""
+        if address in self.ways:
+            return
+        task = self._asking.get(address)
+        if task is None:
+            task = self._asking[address] = asyncio.create_task(self._ask(address))
+            task.add_done_callback(lambda _: self._asking.pop(address, None))
+        await asyncio.shield(task)
+
+    def forget(self, address: str) -> None:
+        """Ask again the next time: the worker may be another one by then, or gone.
+
+        Memory that is open here stays with a process that has ended.
+        """
+        if self.ways.get(address) is None:  # what was refused for good stays so
+            self.ways.pop(address, None)
+        token = self.tokens.pop(address, None)
+        if token is not None:
+            self._worker.loop.add_callback(self._run, self._opened.close, token)
+
+    async def refuse(self, address: str, reason: str) -> None:
+        """Read a worker's memory no more."""
+        self._remember(address, reason)
+        with suppress(OSError):  # one that cannot be told sends nothing either
+            await self._agree(address, reason)
+
+    async def _ask(self, address: str) -> None:
+        own = self._worker.address
+        if get_address_host(address) != get_address_host(own):
+            self.ways[address] = "it is on another machine"
+            return
+        try:
+            asked = {"address": own, "process": _PROCESS, "host": _host()}
+            said = await self._call(address, HELLO, asked)
+            if not isinstance(said, dict):
+                self._remember(address, "it does not run the plugin", again=True)
+                return
+            if said.get("error"):
+                self._remember(address, said["error"], again=bool(said.get("again")))
+                return
+            self.tokens[address] = said["token"]
+            error = await self._run(self._try, said)
+            await self._agree(address, error)
+            self._remember(address, error)
+        except OSError as error:  # or it took too long
+            self._remember(address, f"it does not answer: {error!r}", again=True)
+        except Exception as error:
+            logger.exception("%s cannot be asked how it sends", address)
+            self._remember(address, repr(error), again=True)
+
+    def _try(self, said: dict[str, Any]) -> str | None:
+        """Read what the other worker shows; return what is wrong."""
+        number, handle, offset, nbytes = said["shown"]
+        device = self._device
+        try:
+            with device:
+                opened = self._opened.begin(said["token"], number, handle, device)
+                try:
+                    there = opened.pointer + offset
+                    found = device._backend.calls.work.copy_to_host(there, nbytes)
+                finally:
+                    self._opened.end(opened)
+        except DevctxError as error:
+            return f"its memory cannot be opened: {error}"
+        return None if found == said["content"] else "its memory has other contents here"
+
+    def _remember(self, address: str, reason: str | None, again: bool = False) -> None:
+        self.ways[address] = reason
+        if reason is None:
+            logger.info("values on a device come from %s by CUDA IPC", address)
+            return
+        logger.info("values on a device come from %s through the host: %s", address, reason)
+        if again:
+            self._worker.loop.call_later(_AGAIN_S, self.ways.pop, address, None)
+
+    async def _agree(self, address: str, error: str | None) -> None:
+        told = {"address": self._worker.address, "token": self.token, "error": error}
+        await self._call(address, AGREE, told)
+
+    async def _call(self, address: str, op: str, kwargs: dict[str, Any]) -> Any:
+        call = getattr(self._worker.rpc(address), op)
+        return await asyncio.wait_for(call(**kwargs), _TIMEOUT_S)
+
+    # -- as the sender
+
+    async def hello(self, address: str, process: str, host: str) -> dict[str, Any]:
+        """Show another worker a piece of memory, for it to try; called by that worker."""
+        self.receivers.pop(address, None)
+        said = await self._said(address, process, host)
+        if "error" in said:
+            self.reasons[address] = said["error"]
+        return said
+
+    async def _said(self, address: str, process: str, host: str) -> dict[str, Any]:
+        if process == _PROCESS:
+            return {"error": "it is in the same process"}
+        if host != _host():
+            return {"error": "it is on another machine, or in another container"}
+        try:
+            content = secrets.token_bytes(_NBYTES)
+            shown = await self._run(self._show, content)
+        except DevctxError as error:
+            return {"error": f"its device cannot show its memory: {error}"}
+        if shown is None:
+            return {"error": "it has no memory left for staging", "again": True}
+        self._hide(address)
+        self._shown[address] = shown
+        self._worker.loop.call_later(_TIMEOUT_S, self._hide, address, shown)
+        return {"token": self.token, "shown": shown.description, "content": content}
+
+    def _show(self, content: bytes) -> Staged | None:
+        shown = self._staging.take(len(content))
+        if shown is not None:
+            try:
+                with self._staging.device as device:
+                    device._backend.calls.work.copy_from_host(shown.pointer, content)
+            except BaseException:
+                self._staging.give([shown])
+                raise
+        return shown
+
+    async def agree(self, address: str, token: str, error: str | None) -> None:
+        """Note whether another worker can read this one's memory; called by that worker."""
+        self._hide(address)
+        if error is None:
+            self.receivers[address] = token
+            self.reasons.pop(address, None)
+        else:
+            self.receivers.pop(address, None)
+            self.reasons[address] = error
+            logger.info("values on a device go to %s through the host: %s", address, error)
+
+    def _hide(self, address: str, only: Staged | None = None) -> None:
+        shown = self._shown.get(address)
+        if shown is not None and only in (None, shown):
+            del self._shown[address]
+            self._staging.give([shown])
+
+
+def _host() -> str:
+    """Return what names this machine and, where it is in one, this container."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.stat('/proc/self/ns/ipc').st_ino}"
+    except OSError:
+        return socket.gethostname()

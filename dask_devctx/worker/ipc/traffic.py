@@ -1,0 +1,44 @@
+"""What went between workers, and which way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Traffic:
+    """Counts transfers between this worker and others, by source, destination and way.
+
+    Attributes
+    ----------
+    reasons
+        Why values go to another worker through the host, by its address.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._rows: dict[tuple[str, str, str], list[float]] = {}
+
+    def count(
+        self, source: str, destination: str, way: str, nbytes: int, seconds: float, copies: int = 1
+    ) -> None:
+        """Count a transfer: each end a device's UUID, or a worker's address where that is known."""
+        row = self._rows.setdefault((source, destination, way), [0, 0, 0.0])
+        row[0] += nbytes
+        row[1] += copies
+        row[2] += seconds
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each, plain data."""
+        return [
+            {
+                "source": source,
+                "destination": destination,
+                "way": way,
+                "nbytes": int(nbytes),
+                "copies": int(copies),
+                "saved": 0,
+                "seconds": seconds,
+                "reason": self.reasons.get(destination) if way == "host" else None,
+            }
+            for (source, destination, way), (nbytes, copies, seconds) in self._rows.items()
+        ]

@@ -1,0 +1,82 @@
+"""Values that could not be read when they arrived: the tasks that need them fail with the reason.
+
+dask leaves such a task waiting for ever (distributed's issue 6705).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from distributed import Worker
+
+from dask_devctx.dask_internals.connections import drop_replicas
+
+
+class Unreadable:
+    """Stands for a value that could not be read.
+
+    Parameters
+    ----------
+    error
+        Why.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return Unreadable, (self.error,)
+
+    def __repr__(self) -> str:
+        return f"<a value that could not be read: {self.error!r}>"
+
+
+class UnreadableValues:
+    """Those that one worker has, and what becomes of the tasks that need them.
+
+    Parameters
+    ----------
+    worker
+        The worker, on whose event loop all is called.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._errors: dict[Hashable, Exception] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._errors)
+
+    def add(self, key: Hashable, error: Exception, sender: str) -> Unreadable:
+        """Note that a value could not be read; return what stands for it."""
+        error = error.with_traceback(None)
+        error.add_note(f"{key!r} could not be read when it arrived from {sender}")
+        self._errors[key] = error
+        return Unreadable(error)
+
+    def check(self, ts: Any) -> None:
+        """Raise the reason why an input of a task could not be read, where there is such a one."""
+        for dep in ts.dependencies:
+            error = self._errors.get(dep.key)
+            if error is not None and isinstance(self._worker.data.get(dep.key), Unreadable):
+                raise error
+
+    def forget(self, key: Hashable) -> None:
+        """Note that a key stands for this no more."""
+        self._errors.pop(key, None)
+
+    def let_go(self, ts: Any) -> None:
+        """Have the worker ask others again for what a task, which has failed, could not read."""
+        keys = [dep.key for dep in ts.dependencies if dep.key in self._errors]
+        if keys:
+            drop_replicas(self._worker, keys)
+
+
+def without_unreadable(data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    """Return what a worker may hand on, of what it is asked for: others ask elsewhere then."""
+    return {
+        key: value
+        for key, value in data.items()
+        if not isinstance(getattr(value, "data", None), Unreadable)
+    }

@@ -1,0 +1,189 @@
+"""Clusters of a worker for each simulated device, and what their tasks do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+from distributed import Client, Worker, wait
+
+from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, driver
+
+
+@contextlib.contextmanager
+def cluster(n_workers: int = 2, **kwargs: Any) -> Iterator[tuple[Client, list[str]]]:
+    """A cluster with processes, and its workers' addresses, that of the first device first."""
+    kwargs = {"devices_per_worker": 1, **kwargs}
+    with (
+        LocalDeviceCluster(n_workers=n_workers, dashboard_address=":0", **kwargs) as started,
+        Client(started) as client,
+    ):
+        client.wait_for_workers(n_workers, timeout=60)
+        devices = client.run(first_device)
+        yield client, sorted(devices, key=devices.__getitem__)
+
+
+def first_device(dask_worker: Worker) -> int:
+    device = dask_worker.plugins["devctx"].worker_devices[0]
+    return int(device.device_id)
+
+
+def transfers(dask_worker: Worker) -> dict[str, int]:
+    """How many transfers a worker counted, by their ways."""
+    found: dict[str, int] = {}
+    for row in dask_worker.metrics["devctx-ipc"](dask_worker):
+        found[row["way"]] = found.get(row["way"], 0) + row["copies"]
+    return found
+
+
+def staged(dask_worker: Worker) -> int:
+    """How many bytes of staging memory hold something that is on its way."""
+    return int(dask_worker.plugins["devctx"].extension.peers.in_use)
+
+
+def nothing_staged(client: Client, within_s: float = 20.0) -> bool:
+    until = time.monotonic() + within_s
+    while any(client.run(staged).values()):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def ways(client: Client) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for counted in client.run(transfers).values():
+        for way, copies in counted.items():
+            found[way] = found.get(way, 0) + copies
+    return found
+
+
+def send(client: Client, value: Any, function: Any, workers: list[str], timeout: float = 30) -> Any:
+    """Make a value on the first worker, and return what a function says of it on the second."""
+    made = client.submit(value, workers=workers[:1], pure=False)
+    wait(made, timeout=timeout)
+    return client.submit(function, made, workers=workers[1:2], pure=False).result(timeout=timeout)
+
+
+# -- what tasks do
+
+
+def array(n: int = 1000, mark: float = 1.0) -> SimulatedArray:
+    made = SimulatedArray((n,))
+    made[...] = mark
+    return made
+
+
+def last(value: SimulatedArray) -> tuple[float, bool]:
+    """The last element, and whether the array is on the device of the task."""
+    return float(value[-1].item()), value.device is Device.current()
+
+
+# -- what goes wrong in a worker's process
+
+
+def pause(function: str, seconds: float, times: int = 1, nbytes: int = 0) -> None:
+    """Let the next calls of a driver function take long."""
+
+    def wait_first(*args: Any) -> bool:
+        if nbytes and nbytes not in args:
+            return False
+        nonlocal times
+        if times:
+            times -= 1
+            os.environ["PAUSED"] = function
+            time.sleep(seconds)
+        return False
+
+    faults().inject(function, None, times=10**9, when=wait_first)
+
+
+def paused() -> str | None:
+    return os.environ.get("PAUSED")
+
+
+def fail(function: str, status: int, times: int = 1) -> None:
+    from cuda.bindings.driver import CUresult
+
+    faults().inject(function, CUresult(status), times=times)
+
+
+def poison() -> None:
+    from cuda.bindings.driver import CUresult
+
+    faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+
+
+_log: list[str] = []
+
+
+class _Keep(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        _log.append(record.getMessage())
+
+
+def keep_log() -> None:
+    logger = logging.getLogger("dask_devctx")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_Keep())
+
+
+def kept_log() -> list[str]:
+    return _log
+
+
+def faults() -> Any:
+    return driver.backend().machine.faults
+
+
+def kill_when_paused(client: Client, worker: str, pid: int) -> None:
+    """Kill a process once a worker is in the middle of a call that :func:`pause` made long."""
+    when_paused(client, worker)
+    os.kill(pid, signal.SIGKILL)
+
+
+def when_paused(client: Client, worker: str, timeout_s: float = 20.0) -> None:
+    """Wait until a worker is in the middle of a call that :func:`pause` made long."""
+    until = time.monotonic() + timeout_s
+    while client.run(paused, workers=[worker])[worker] is None:
+        assert time.monotonic() < until, "the call was never made"
+        time.sleep(0.01)
+
+
+_gaps: list[float] = []
+_watching: list[asyncio.Task[None]] = []
+
+
+async def watch_event_loop() -> None:
+    """Begin to look how long a worker's event loop does not run."""
+    _gaps.clear()
+    _watching.append(asyncio.create_task(_watch()))
+
+
+async def longest_gap() -> float:
+    """End to look; the longest time."""
+    _watching.pop().cancel()
+    return max(_gaps)
+
+
+async def _watch() -> None:
+    before = time.perf_counter()
+    while True:
+        await asyncio.sleep(0.01)
+        now = time.perf_counter()
+        _gaps.append(now - before)
+        before = now
+
+
+@contextlib.contextmanager
+def configured(**settings: Any) -> Iterator[None]:
+    keys = {f"devctx.{key.replace('_', '-')}": value for key, value in settings.items()}
+    with dask.config.set(keys):
+        yield

@@ -1,0 +1,319 @@
+"""Values of every kind, through a cluster: right where they are used, or as with plain dask."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dask
+import numpy as np
+import pandas as pd
+import pytest
+from distributed import Client, LocalCluster
+from distributed.utils_test import gen_cluster
+
+from dask_devctx import Device, DevicePlugin, SimulatedArray
+from dask_devctx.errors import ValueNotMovableError
+from dask_devctx.transfer import nbytes_by_device, walk
+from tests.distributed.devices import here, with_plugin
+from tests.transfer.hostile import (
+    CONTAINERS,
+    CopiesAreItself,
+    EndsSomething,
+    Thing,
+    UnlookedDict,
+    UnlookedList,
+)
+from tests.transfer.shapes import shape_of
+
+# One worker with all four devices, and one for each.
+SHAPES: dict[str, Callable[[Any], Any]] = {
+    "one worker": with_plugin(16),
+    "four workers": gen_cluster(
+        client=True,
+        nthreads=[("127.0.0.1", 4)] * 4,
+        worker_kwargs={"plugins": [DevicePlugin(devices_per_worker=1)]},
+        timeout=60,
+    ),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES)
+
+
+def make(n: int = 100) -> SimulatedArray:
+    return SimulatedArray.asarray(np.ones(n))
+
+
+def total(x: Any, *more: Any, **named: Any) -> tuple[float, int | None]:
+    """Compute on all that is given, which has to be on this task's device."""
+    arrays = [x, *more, *named.values()]
+    return sum(float(array.sum()) for array in arrays), here()
+
+
+def total_of_pair(pair: dict[str, Any]) -> float:
+    return float((pair["x"] + pair["more"][0]).sum())
+
+
+def where(value: Any) -> set[int]:
+    return {device.device_id for device in nbytes_by_device(value)}
+
+
+def run(shape: str, body: Callable[..., Any]) -> None:
+    SHAPES[shape](body)()
+
+
+@shapes
+def test_what_a_task_is_given_by_value_is_on_its_device(shape: str) -> None:
+    async def body(client: Any, scheduler: Any, *workers: Any) -> None:
+        with Device(2):
+            x = make()
+        for device in range(4):
+            with dask.annotate(device=device):
+                futures = [
+                    *client.map(total, [x] * 3, pure=False),
+                    client.submit(total, x, more=x, pure=False),
+                    client.submit(functools.partial(total, x), x, key=f"partial-{device}"),
+                    client.submit(functools.partial(total, more=x), x, key=f"named-{device}"),
+                    client.submit(Thing(x).__class__, x, pure=False),
+                    client.submit(total_of_pair, {"x": x, "more": [x]}, pure=False),
+                ]
+                made = client.submit(make, pure=False)
+                mixed = client.submit(total_of_pair, {"x": made, "more": (x,)}, pure=False)
+                later = client.submit(total_later, x, pure=False)
+                lazy = client.compute(dask.delayed(total, pure=False)(x, named=[x][0]))
+            results = await client.gather(futures)
+            assert results[:3] == [(100.0, device)] * 3
+            assert results[3:5] == [(200.0, device)] * 2
+            assert results[5] == (200.0, device)
+            assert results[7] == 200.0
+            assert await mixed == 200.0
+            assert await later == 100.0
+            assert await lazy == (200.0, device)
+
+    run(shape, body)
+
+
+async def total_later(x: SimulatedArray) -> float:
+    await asyncio.sleep(0)
+    return float(x.sum())
+
+
+tried: list[int] = []
+
+
+def second_time(x: SimulatedArray) -> float:
+    tried.append(id(x))
+    if len(tried) < 3:
+        raise OSError("not yet")
+    return float(x.sum())
+
+
+@with_plugin()
+async def test_a_task_that_runs_again_is_given_its_value_again(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    tried.clear()
+    with Device(1):
+        x = make()
+    with dask.annotate(device=3):
+        assert await client.submit(second_time, x, retries=5) == 100.0
+    assert len(tried) == 3
+
+
+def test_an_executor_s_arguments_are_on_the_task_s_device() -> None:
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=8, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(DevicePlugin())
+        with Device(1):
+            x = make()
+        with client.get_executor(pure=False) as executor:
+            futures = [executor.submit(total, x) for _ in range(8)]
+            results = [future.result(timeout=30) for future in futures]
+    assert {value for value, _ in results} == {100.0}
+    assert {device for _, device in results} == {0, 1, 2, 3}
+
+
+def around(kind: str) -> Any:
+    x = make(4)
+    return CONTAINERS[kind]([x, [x, "host"]])
+
+
+def see(value: Any) -> tuple[Any, set[int]]:
+    return shape_of(value), where(value)
+
+
+@pytest.mark.parametrize("kind", sorted(CONTAINERS))
+def test_each_type_is_used_on_every_device_and_stays_where_it_was(kind: str) -> None:
+    @with_plugin()
+    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+        with dask.annotate(device=0):
+            made = client.submit(around, kind, pure=False)
+            before = await client.submit(see, made, pure=False)
+        for device in (1, 2, 3, 1):
+            with dask.annotate(device=device):
+                assert await client.submit(see, made, pure=False) == (before[0], {device})
+        with dask.annotate(device=0):
+            assert await client.submit(see, made, pure=False) == before
+        assert where(worker.data[made.key]) == {0}
+
+    body()
+
+
+@with_plugin()
+async def test_many_tasks_use_a_value_whose_copies_are_itself(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=0):
+        made = client.submit(lambda: CopiesAreItself(make()), pure=False)
+    futures = [
+        client.submit(lambda value, _: float(value.data.sum()), made, n, pure=False)
+        for n in range(40)
+    ]
+    assert await client.gather(futures) == [100.0] * 40
+    assert where(worker.data[made.key]) == {0}
+
+
+@with_plugin()
+async def test_one_that_cannot_be_moved_fails_the_task_that_needs_it_elsewhere(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=0):
+        made = client.submit(lambda: [EndsSomething(make())], pure=False)
+        assert await client.submit(where, made, pure=False) == {0}
+    with dask.annotate(device=1):
+        failed = client.submit(where, made, pure=False)
+        with pytest.raises(ValueNotMovableError, match="EndsSomething"):
+            await failed
+    assert where(worker.data[made.key]) == {0}
+
+
+def deep(depth: int, inner: Any) -> Any:
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+def depth_of(value: Any) -> int:
+    depth = 0
+    while type(value) is list:
+        value, depth = value[0], depth + 1
+    return depth
+
+
+@pytest.mark.parametrize("depth", [600, 10_000])
+@with_plugin()
+async def test_a_deeply_nested_value_is_one_as_any_other(
+    client: Any, scheduler: Any, worker: Any, depth: int
+) -> None:
+    made = client.submit(deep, depth, "host", pure=False)
+    for device in (0, 1):
+        with dask.annotate(device=device):
+            assert await client.submit(depth_of, made, pure=False) == depth
+
+
+@with_plugin()
+async def test_an_array_at_the_bottom_of_a_deep_value_is_moved(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=0):
+        made = client.submit(lambda: deep(600, make()), pure=False)
+    with dask.annotate(device=1):
+        assert await client.submit(where, made, pure=False) == {1}
+
+
+@shapes
+def test_what_does_not_let_itself_be_looked_at_is_host_data(shape: str) -> None:
+    async def body(client: Any, scheduler: Any, *workers: Any) -> None:
+        with dask.annotate(device=0):
+            made = [
+                client.submit(kind, pure=False)
+                for kind in (UnlookedDict, UnlookedList)
+                for _ in "12"
+            ]
+        with dask.annotate(device=0):
+            assert await client.gather(
+                [client.submit(lambda _: 1, one, pure=False) for one in made]
+            ) == [1] * len(made)
+
+    run(shape, body)
+
+
+LARGE: dict[str, Callable[[], Any]] = {
+    "tuples": lambda: [(i, "x") for i in range(10**6)],
+    "cube": lambda: [[[1] * 100 for _ in range(100)] for _ in range(100)],
+    "frame": lambda: pd.DataFrame({"a": range(10**6)}),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+@with_plugin()
+async def test_large_host_data_is_looked_at_once(
+    client: Any, scheduler: Any, worker: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = []
+    look = walk.look
+
+    def noted(root: Any, *args: Any) -> Any:
+        start = time.perf_counter()
+        seen = look(root, *args)
+        looked.append((type(root), time.perf_counter() - start))
+        return seen
+
+    monkeypatch.setattr(walk, "look", noted)
+    made = client.submit(LARGE[kind], pure=False)
+    sizes = [client.submit(lambda value, n: len(value), made, n, pure=False) for n in range(40)]
+    assert len(set(await client.gather(sizes))) == 1
+    # Where it was made, and where dask counts its bytes: by none of those that use it.
+    assert len([kind for kind, _ in looked if kind in (list, pd.DataFrame)]) <= 2
+
+
+@shapes
+def test_ten_thousand_arrays_in_a_dictionary(shape: str) -> None:
+    async def body(client: Any, scheduler: Any, *workers: Any) -> None:
+        with dask.annotate(device=0):
+            made = client.submit(lambda: {i: make(1) for i in range(2_000)}, pure=False)
+        with dask.annotate(device=1):
+            assert await client.submit(where, made, pure=False) == {1}
+
+    run(shape, body)
+
+
+def test_a_thread_pool_of_the_user_s_own_is_given_its_values_too() -> None:
+    @with_plugin()
+    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+        worker.executors["mine"] = ThreadPoolExecutor(1)
+        with Device(0):
+            x = make()
+        with dask.annotate(device=2, executor="mine"):
+            assert await client.submit(total, x) == (100.0, 2)
+
+    body()
+
+
+# Of those that plain dask can send from worker to worker.
+_SENT = [
+    *("list", "tuple", "dict", "named tuple", "namespace", "partial", "object", "slotted"),
+    *("dataclass", "frozen and slotted", "copies are itself", "by reduce", "by state"),
+]
+
+
+@pytest.mark.parametrize("kind", _SENT)
+def test_each_type_is_used_by_every_worker(kind: str) -> None:
+    async def body(client: Any, scheduler: Any, *workers: Any) -> None:
+        with dask.annotate(device=0):
+            made = client.submit(around, kind, pure=False)
+            before = await client.submit(see, made, pure=False)
+        for device in (1, 3):
+            with dask.annotate(device=device):
+                assert (await client.submit(see, made, pure=False))[1] == {device}
+        with dask.annotate(device=0):
+            assert await client.submit(see, made, pure=False) == before
+
+    run("four workers", body)

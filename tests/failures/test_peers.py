@@ -1,0 +1,135 @@
+"""One worker's end in the middle of a transfer costs that worker alone.
+
+Each step of a transfer is made long, and the worker on one side of it is killed, or its device
+fails, while it is under way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Worker, wait
+
+from dask_devctx import driver
+from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed import peers
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "3")
+    monkeypatch.setenv("DASK_DEVCTX__LOCK_DIRECTORY", str(tmp_path / "locks"))
+    setting = {
+        "devctx.lock-directory": str(tmp_path / "locks"),
+        "distributed.comm.timeouts.connect": "5s",
+    }
+    with driver.use(SimulatedMachine(3).backend()), dask.config.set(setting):
+        yield
+
+
+def _four_mb(mark: float) -> Any:
+    return peers.array(500_000, mark)
+
+
+def _pid(dask_worker: Worker) -> int:
+    return os.getpid()
+
+
+def _total(*values: Any) -> float:
+    return float(sum(value.sum().item() for value in values))
+
+
+# Where the transfer is made long, and in whose process: 0 sends and 1 receives.
+_STEPS = [
+    pytest.param(0, "cuMemAlloc", id="staging memory is allocated"),
+    pytest.param(0, "cuMemcpyAsync", id="the value is staged"),
+    pytest.param(0, "cuStreamSynchronize", id="it is waited for"),
+    pytest.param(1, "cuIpcOpenMemHandle", id="it is opened"),
+    pytest.param(1, "cuMemcpyAsync", id="it is read"),
+    pytest.param(1, "cuStreamSynchronize", id="it is waited for there"),
+]
+
+
+@pytest.mark.parametrize("killed", [0, 1], ids=["sender", "receiver"])
+@pytest.mark.parametrize(("where", "function"), _STEPS)
+def test_a_worker_is_killed_in_the_middle(where: int, function: str, killed: int) -> None:
+    with peers.cluster(3) as (client, workers):
+        pids = client.run(_pid)
+        # Both know each other, and a larger buffer is to come.
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        made = client.submit(
+            _four_mb, 2.0, workers=workers[:1], allow_other_workers=True, pure=False
+        )
+        wait(made, timeout=30)
+        client.run(peers.pause, function, 2.0, workers=[workers[where]])
+        use = client.submit(
+            _total, made, workers=workers[1:2], allow_other_workers=True, pure=False
+        )
+        peers.kill_when_paused(client, workers[where], pids[workers[killed]])
+        assert use.result(timeout=60) == 1_000_000.0
+        _all_is_well(client, workers[1 - killed], workers[2])
+
+
+@pytest.mark.parametrize("failed", [0, 1], ids=["sender", "receiver"])
+@pytest.mark.parametrize(("where", "function"), _STEPS)
+def test_a_device_fails_in_the_middle(where: int, function: str, failed: int) -> None:
+    with peers.cluster(3) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        made = client.submit(
+            _four_mb, 2.0, workers=workers[:1], allow_other_workers=True, pure=False
+        )
+        wait(made, timeout=30)
+        client.run(peers.pause, function, 1.0, workers=[workers[where]])
+        use = client.submit(
+            _total, made, workers=workers[1:2], allow_other_workers=True, pure=False
+        )
+        peers.when_paused(client, workers[where])
+        client.run(peers.poison, workers=[workers[failed]])
+        assert use.result(timeout=60) == 1_000_000.0
+        _all_is_well(client, workers[1 - failed], workers[2])
+
+
+def _all_is_well(client: Client, survivor: str, other: str) -> None:
+    """Assert that those who were not to fail are there, send, and hold no staging memory."""
+    assert {survivor, other} <= set(client.run(_pid, on_error="ignore"))
+    assert peers.send(client, peers.array, peers.last, [survivor, other]) == (1.0, True)
+    assert peers.send(client, peers.array, peers.last, [other, survivor]) == (1.0, True)
+    assert peers.nothing_staged(client)
+
+
+def test_a_receiver_that_is_killed_between_the_pieces() -> None:
+    with peers.configured(ipc_staging="2 MiB"), peers.cluster(3) as (client, workers):
+        pids = client.run(_pid)
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        made = client.submit(
+            peers.array, 1_000_000, 2.0, workers=workers[:1], allow_other_workers=True
+        )
+        wait(made, timeout=30)
+        client.run(peers.pause, "cuMemcpyAsync", 0.2, 100, workers=workers[1:2])
+        use = client.submit(_total, made, workers=workers[1:2], allow_other_workers=True)
+        peers.kill_when_paused(client, workers[1], pids[workers[1]])
+        assert use.result(timeout=60) == 2_000_000.0
+        _all_is_well(client, workers[0], workers[2])
+
+
+def test_the_memory_of_a_worker_that_is_gone_is_not_kept_open() -> None:
+    with peers.cluster(3) as (client, workers):
+        pids = client.run(_pid)
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert client.run(_closed, workers=workers[1:2])[workers[1]] == 0
+        os.kill(pids[workers[0]], signal.SIGKILL)
+        until = time.monotonic() + 60
+        while not client.run(_closed, workers=workers[1:2])[workers[1]]:
+            assert time.monotonic() < until
+            time.sleep(0.2)
+
+
+def _closed() -> int:
+    return int(peers.faults().calls["cuIpcCloseMemHandle"])

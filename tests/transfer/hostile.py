@@ -1,0 +1,269 @@
+"""Types that do not let themselves be copied, looked at, or written to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import threading
+import types
+from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Point = namedtuple("Point", "x y")
+
+
+class Thing:
+    """An ordinary object."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = list(parts)
+        for index, part in enumerate(parts):
+            setattr(self, f"part{index}", part)
+
+
+class Slotted:
+    __slots__ = ("a", "b", "never_set")
+
+    def __init__(self, a: Any = None, b: Any = None) -> None:
+        self.a, self.b = a, b
+
+
+class SlottedChild(Slotted):
+    __slots__ = ("c", "d")
+
+
+@dataclasses.dataclass
+class Batch:
+    data: Any
+    label: Any = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlotted:
+    data: Any
+    label: Any = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CopiesAreItself:
+    data: Any
+
+    def __copy__(self) -> CopiesAreItself:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> CopiesAreItself:
+        return self
+
+    def __replace__(self, /, **changes: Any) -> CopiesAreItself:
+        return self
+
+
+class FrozenDict(dict[Any, Any]):
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("it is frozen")
+
+    __setitem__ = update = clear = pop = setdefault = __delitem__ = _refuse
+
+
+class FrozenList(list[Any]):
+    def _refuse(self, *_: Any) -> Any:
+        raise TypeError("it is frozen")
+
+    __setitem__ = append = extend = insert = clear = __iadd__ = _refuse
+
+
+class Shape(tuple[Any, ...]):
+    def __new__(cls, *sides: Any) -> Shape:
+        return super().__new__(cls, sides)
+
+
+class PairSet(frozenset[Any]):
+    def __new__(cls, a: Any, b: Any) -> PairSet:
+        return super().__new__(cls, [a, b])
+
+
+class TaggedSet(set[Any]):
+    def __init__(self, *members: Any) -> None:
+        super().__init__(members)
+        self.tag = "the first"
+
+
+class WithCache:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    @functools.cached_property
+    def again(self) -> list[Any]:
+        return [self.part]
+
+
+class ByReduce:
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __reduce__(self) -> Any:
+        return type(self), tuple(self.parts)
+
+
+class ByState:
+    """Leaves its lock out, as for pickle."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+        self.lock = threading.Lock()
+
+    def __getstate__(self) -> Any:
+        return {"part": self.part}
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__ = state
+        self.lock = threading.Lock()
+
+
+class Unlooked:
+    """Raises at all that is asked of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise ValueError(f"no {name}")
+
+
+class UnlookedDict(dict[Any, Any]):
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError("not to be looked at")
+
+    items = keys = values = __iter__ = __getitem__ = __len__ = get = _refuse
+
+
+class UnlookedList(list[Any]):
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError("not to be looked at")
+
+    __iter__ = __getitem__ = __len__ = copy = _refuse
+
+
+class Unequal:
+    def __init__(self, part: Any, rank: int = 0) -> None:
+        self.part, self.rank = part, rank
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError("not to be compared")
+
+    __eq__ = __bool__ = __len__ = _refuse
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class _Meta(type):
+    def __call__(cls, *args: Any) -> Any:
+        raise TypeError("not to be called")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name == "__wrapped__":  # asked by the collection of doctests
+            raise AttributeError(name)
+        raise ValueError(f"no {name}")
+
+
+class WithMeta(metaclass=_Meta):
+    part: Any
+
+
+def with_meta(part: Any) -> WithMeta:
+    made = object.__new__(WithMeta)
+    made.part = part
+    return made
+
+
+def with_cache(part: Any) -> WithCache:
+    made = WithCache(part)
+    assert made.again == [part]
+    return made
+
+
+def slotted_child(part: Any) -> SlottedChild:
+    made = SlottedChild(part)
+    made.d = part
+    return made
+
+
+# How a value around some parts is made, by a name; the parts may be anything.
+CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "dict": lambda parts: dict(enumerate(parts)),
+    "ordered dict": lambda parts: OrderedDict((str(index), p) for index, p in enumerate(parts)),
+    "default dict": lambda parts: defaultdict(list, enumerate(parts)),
+    "counter": lambda parts: Counter(dict(enumerate(parts))),
+    "user dict": lambda parts: UserDict(enumerate(parts)),
+    "chain map": lambda parts: ChainMap(*[{"one": part} for part in parts]),
+    "queue": lambda parts: deque(parts, maxlen=len(parts) + 1),
+    "named tuple": lambda parts: Point(parts[0], parts[-1]),
+    "tuple made in C": lambda parts: os.terminal_size((parts[0], parts[-1])),
+    "long tuple made in C": lambda parts: os.stat_result([parts[0]] * 10 + [parts[-1]] * 4),
+    "namespace": lambda parts: types.SimpleNamespace(a=parts[0], b=parts[-1]),
+    "partial": lambda parts: functools.partial(len, *parts, key=parts[0]),
+    "bound method": lambda parts: Thing(*parts).__init__,  # type: ignore[misc]
+    "object": lambda parts: Thing(*parts),
+    "slotted": lambda parts: Slotted(parts[0], parts[-1]),
+    "slotted child": lambda parts: slotted_child(parts[0]),
+    "dataclass": lambda parts: Batch(parts[0], parts[-1]),
+    "frozen and slotted": lambda parts: FrozenSlotted(parts[0], parts[-1]),
+    "copies are itself": lambda parts: CopiesAreItself(parts[0]),
+    "frozen dict": lambda parts: FrozenDict(enumerate(parts)),
+    "frozen list": FrozenList,
+    "shape": lambda parts: Shape(*parts),
+    "cached property": lambda parts: with_cache(parts[0]),
+    "by reduce": lambda parts: ByReduce(*parts),
+    "by state": lambda parts: ByState(parts[0]),
+    "incomparable": lambda parts: Unequal(parts[0]),
+    "metaclass": lambda parts: with_meta(parts[0]),
+    "dict not to be looked at": lambda parts: UnlookedDict(enumerate(parts)),
+    "list not to be looked at": UnlookedList,
+    "tagged set": lambda parts: TaggedSet(*map(Unequal, parts, range(len(parts)))),
+    "set with its own new": lambda parts: PairSet(Unequal(parts[0]), Unequal(parts[-1], 1)),
+}
+
+
+class Singleton:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __reduce__(self) -> Any:
+        return "THE_ONE"
+
+
+class NotPickled:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __reduce__(self) -> Any:
+        raise TypeError("it holds a connection")
+
+
+class EndsSomething:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __del__(self) -> None:
+        pass
+
+
+class ReducesToItself:
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __reduce__(self) -> Any:
+        return self.itself, ()
+
+    def itself(self) -> ReducesToItself:
+        return self
+
+
+# What cannot be made again, and a part of the reason.
+UNMOVABLE: dict[type, str] = {
+    Singleton: "THE_ONE",
+    NotPickled: "it holds a connection",
+    EndsSomething: "__del__",
+}

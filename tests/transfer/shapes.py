@@ -1,0 +1,52 @@
+"""What a value is made of, written down: to be compared with what became of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dask_devctx.simulated_array import SimulatedArray
+from dask_devctx.transfer import walk
+
+
+def shape_of(root: Any, *, devices: bool = False) -> list[Any]:
+    """Return a value's types, numbers and sharing; equal for two values that are alike.
+
+    Parameters
+    ----------
+    devices
+        Whether it also says which device each array is on.
+    """
+    numbers: dict[int, int] = {}
+    alive, rows, stack = [], [], [root]
+    while stack:
+        value = stack.pop()
+        protocol = walk.find(type(value))
+        if protocol is None:
+            rows.append((type(value).__name__, value if type(value) in (int, str) else None))
+            continue
+        if id(value) in numbers:
+            rows.append(("again", numbers[id(value)]))
+            continue
+        numbers[id(value)] = len(numbers)
+        alive.append(value)
+        if type(value) is SimulatedArray:
+            rows.append((value.get().tolist(), value.device.device_id if devices else None))
+        elif protocol is walk.LEAF:
+            rows.append(type(value).__name__)
+        else:
+            parts = protocol.parts(value)
+            if issubclass(type(value), (set, frozenset)):  # in an order that says nothing
+                parts = sorted(parts, key=lambda part: getattr(part, "rank", -1))
+            rows.append((type(value).__name__, len(parts)))
+            stack.extend(parts)
+    return rows
+
+
+def identities(root: Any) -> list[int]:
+    """Return which objects a value is made of."""
+    found = []
+    for value, protocol, parts in walk.walk(root):
+        if protocol is not None:
+            found.append(id(value))
+        found += [id(part) for part in parts if type(part) not in (int, tuple, dict)]
+    return found

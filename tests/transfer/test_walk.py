@@ -1,0 +1,240 @@
+"""The walk through a value: what it finds, how much it looks at, and what it says."""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from dask_devctx import Device
+from dask_devctx.simulated_array import SimulatedArray
+from dask_devctx.transfer import device_of, nbytes_by_device, objects, to_device, walk
+from tests.transfer.hostile import ByReduce, Thing
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+def array(device: int, n: int = 1) -> SimulatedArray:
+    with Device(device):
+        return SimulatedArray.asarray(np.arange(n, dtype=float))
+
+
+def nested(depth: int, inner: Any) -> Any:
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+def cube(last: Any = 1) -> Any:
+    made: list[list[list[Any]]] = [[[1] * 100 for _ in range(100)] for _ in range(100)]
+    made[-1][-1][-1] = last
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "_told", set())
+
+
+class Looked:
+    """Counts how many objects were looked at."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at = 0
+        monkeypatch.setattr(Watched, "looked", self)
+
+
+class Watched:
+    looked: Any = None
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        self.looked.at += 1
+        return {"number": 1}
+
+
+HOST: dict[str, Callable[[], Any]] = {
+    "tuples": lambda: [(i, "x") for i in range(100_000)],
+    "numbers": lambda: list(range(100_000)),
+    "cube": cube,
+    "objects": lambda: [Thing(i) for i in range(5_000)],
+    "dict of dicts": lambda: {i: {"a": i} for i in range(5_000)},
+    "queue": lambda: deque((i,) for i in range(5_000)),
+    "sets": lambda: {frozenset([i]) for i in range(5_000)},
+    "deep": lambda: nested(10_000, "host"),
+}
+
+
+@pytest.mark.parametrize("kind", HOST)
+def test_host_data_is_itself_and_looked_at_for_a_moment(kind: str) -> None:
+    value = HOST[kind]()
+    assert to_device(value, 1) is value
+    took = []
+    for _ in range(5):
+        start = time.perf_counter()
+        places, _ = nbytes_by_device.estimated(value)
+        took.append(time.perf_counter() - start)
+        assert places == {}
+    assert min(took) < 1e-3
+
+
+def test_a_thousand_objects_are_looked_at_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = Looked(monkeypatch)
+    value = [Watched() for _ in range(3_000)]
+    assert nbytes_by_device(value) == {}
+    assert 900 < looked.at <= 1_000
+    looked.at = 0
+    assert not nbytes_by_device.estimated(value).complete
+    assert 90 < looked.at <= 100
+
+
+def test_a_value_that_was_not_looked_through_is_told_once(caplog: Any) -> None:
+    for value in ([[i] for i in range(2_000)], [[i] for i in range(3_000)]):
+        assert nbytes_by_device(value) == {}
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("a list has more than the 1000 objects")
+    assert "device_of.register" in said
+
+
+@pytest.mark.parametrize("n", [10, 900])
+def test_a_value_that_was_looked_through_is_not_told(caplog: Any, n: int) -> None:
+    caplog.set_level(logging.WARNING)
+    assert nbytes_by_device([[i] for i in range(n)]) == {}
+    assert nbytes_by_device(list(range(10_000))) == {}
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda x: [1] * 100_000 + [x],
+        lambda x: [(1, "x")] * 100_000 + [(1, x)],
+        lambda x: [x] + [(1, "x")] * 100_000,
+        lambda x: (cube(), {"x": x}),
+        lambda x: ({"x": x}, cube()),
+        cube,
+        lambda x: dict.fromkeys(range(100_000), 1) | {"x": x},
+        lambda x: [[[i, x]] for i in range(5_000)],
+        lambda x: {i: {"a": {"b": x}} for i in range(5_000)},
+        lambda x: nested(600, x),
+        lambda x: [[i] for i in range(500)] + [[x]] + [[i] for i in range(400)],
+    ],
+    ids=range(11),
+)
+def test_an_array_is_found_wherever_it_hides(around: Callable[[Any], Any]) -> None:
+    value = around(array(3))
+    assert device_of(to_device(value, 1)) is Device(1)
+    assert device_of(value) is Device(3)
+
+
+def test_all_of_a_value_is_counted_where_an_array_is_found() -> None:
+    x = [array(0) for _ in range(9_999)]
+    value = {"first": [(1,)] * 9, "all": x, "again": x, "far": [[array(2)]]}
+    assert nbytes_by_device(value) == {Device(0): 9_999 * 8, Device(2): 8}
+    moved = to_device(value, 1)
+    assert nbytes_by_device(moved) == {Device(1): 10_000 * 8}
+    assert moved["again"] is moved["all"]
+
+
+def test_ten_thousand_arrays_are_located_in_five_milliseconds() -> None:
+    value = {i: array(i % 4) for i in range(10_000)}
+    took = []
+    for _ in range(9):
+        start = time.perf_counter()
+        assert len(nbytes_by_device(value)) == 4
+        took.append(time.perf_counter() - start)
+    assert min(took) < 5e-3 * 2  # twice, where the machine has others to serve
+
+
+def test_what_is_estimated_is_about_right() -> None:
+    x = array(1, 100)
+    for value, nbytes in (([x] * 5_000, 800), ([array(1) for _ in range(5_000)], 40_000)):
+        places, complete = nbytes_by_device.estimated(value)
+        assert not complete
+        assert places[Device(1)] == pytest.approx(nbytes, rel=0.2)
+    assert nbytes_by_device.estimated([x, {"a": x}]) == ({Device(1): 800}, True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [1, "text", b"x", None, 1.5, np.ones(3), pd.DataFrame({"a": [1]}), len, Thing, logging, array],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_holds_no_arrays_is_known_by_its_type(value: Any) -> None:
+    assert walk.find(type(value)) is None
+
+
+def test_a_type_that_copyreg_knows_is_made_as_it_says() -> None:
+    class Wrapped:
+        def __init__(self, part: Any) -> None:
+            self.part = part
+
+    def reduce(value: Any) -> Any:
+        return Wrapped, (value.part,)
+
+    copyreg.pickle(Wrapped, reduce)
+    try:
+        value = Wrapped(array(0))
+        value.not_said = 1  # type: ignore[attr-defined]
+        moved = to_device(value, 1)
+    finally:
+        del copyreg.dispatch_table[Wrapped]
+    assert vars(moved).keys() == {"part"}
+    assert device_of(moved) is Device(1)
+
+
+def test_what_a_type_says_of_itself_is_asked_only_where_it_has_to_move() -> None:
+    class Counted(ByReduce):
+        asked = 0
+
+        def __reduce__(self) -> Any:
+            type(self).asked += 1
+            return super().__reduce__()
+
+    on_host, here, there = Counted("host"), Counted(array(1)), Counted(array(0))
+    moved = to_device([on_host, here, there], 1)
+    assert (moved[0], moved[1]) == (on_host, here)
+    assert moved[2].parts[0].device is Device(1)
+    assert Counted.asked == 1
+
+
+def test_a_type_registered_later_is_found() -> None:
+    class Late:
+        """Has no attributes."""
+
+        __slots__ = ()
+
+    assert device_of([Late()]) is None
+    device_of.register(Late, lambda value: 2)
+    assert device_of([Late()]) is Device(2)
+
+
+class Where(str):
+    """A library's name of a device."""
+
+
+class Sampler:
+    def __init__(self, x: Any) -> None:
+        self.x = x
+        self.device = Where("cuda:0")
+        self.other = "cuda:0"
+
+    def to(self, device: Any) -> Any:
+        raise AssertionError("it would write to the source")
+
+
+def test_an_object_that_lives_on_one_device_keeps_that_device_s_name() -> None:
+    objects.register_name(Where, lambda name: Where(str(Device.current())))
+    value = Sampler(array(0))
+    moved = to_device(value, 2)
+    assert (moved.device, moved.other, device_of(moved)) == ("cuda:2", "cuda:0", Device(2))
+    assert (value.device, device_of(value)) == ("cuda:0", Device(0))
+    plain = to_device(Thing(array(0), Where("cuda:0")), 2)
+    assert plain.part1 == "cuda:0"
