@@ -87,26 +87,26 @@ class ReportedDevice:
 
 @dataclass(frozen=True)
 class ReportedTransfer:
-    """What went from one device to another, one way.
+    """The values that went from one device to another, in one way.
 
     Parameters
     ----------
     worker
-        The worker that says it: the one that copied.
+        The worker that copied them.
     source, destination
-        The devices' UUIDs; of what was sent through the host the destination is the address of
-        the worker that asked for it.
+        The devices' UUIDs. For values that went through the host, the destination is the address
+        of the worker that asked for them.
     way
         ``"peer"`` within a worker, ``"ipc"`` between workers of one machine without the host, or
-        ``"host"``: as dask sends it.
+        ``"host"`` as dask sends values.
     nbytes, copies
-        Bytes, and values, that were moved.
+        The bytes and the number of values that moved.
     saved
-        Times that a task found a value there already.
+        How often a task found a value there already.
     seconds
-        Time that it took, or, within a worker, that threads spent on starting the copies.
+        The time of the transfers; within a worker, the time that threads spent to start copies.
     reason
-        Why it went through the host, where that is known.
+        The reason why the values went through the host, if it is known.
     """
 
     worker: str
@@ -131,7 +131,7 @@ class Report(list[ReportedTask]):
     devices
         A row for each device of each worker.
     transfers
-        A row for each pair of devices, and each way, between which values were moved.
+        A row for each pair of devices between which values moved, and for each way.
     refused
         The tasks that failed before they could run, because they got no device.
     workers
@@ -219,8 +219,8 @@ def report(client: Client) -> Any:
     Returns
     -------
     Report
-        The tasks, under ``devices`` the devices, under ``transfers`` what was moved between them,
-        and under ``refused`` the tasks that got none. A
+        The tasks; ``devices`` has the devices, ``transfers`` the values that moved between them,
+        and ``refused`` the tasks that got no device. A
         worker remembers its latest tasks, ``devctx.history`` of them; one that has left is not in
         it.
 

@@ -168,7 +168,7 @@ class DeviceMismatchError(DevctxError, ValueError):
 
 
 class OneDeviceOnlyError(DevctxError):
-    """A library that uses one device in a process was to use a second one.
+    """A library that can use only one device in a process was asked to use a second one.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class OneDeviceOnlyError(DevctxError):
     device
         The device that it uses.
     other
-        The one that it was to use.
+        The second device.
     """
 
     library: str

@@ -1,4 +1,4 @@
-"""The exception for versions of other packages that this one cannot work with."""
+"""The exception for unsupported versions of other packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UnsupportedDaskError(DevctxError):
 
     Notes
     -----
-    It is raised before anything is changed.
+    It is raised before anything changes.
     """
 
     name: str
