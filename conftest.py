@@ -1,8 +1,8 @@
-"""What holds for every test and doctest: the devices it runs on, and what it must leave clean.
+"""Rules for every test and doctest: the devices it runs on, and the state that it must restore.
 
-The default devices are four simulated ones everywhere, on machines with GPUs too, so that a doctest
-which says ``Device(3)`` means the same on each. Only what asks for the real driver by name (the
-``backend`` fixture's ``real``, the marker ``gpu``) runs on real GPUs.
+The default devices are four simulated ones, also on machines with GPUs, so that ``Device(3)`` in a
+doctest means the same everywhere. A test runs on real GPUs only if it asks for the real driver by
+name: by ``real`` of the ``backend`` fixture, or by the marker ``gpu``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Iterator
 import pytest
 
 os.environ.setdefault("DASK_DEVCTX__SIMULATED_DEVICES", "4")
-os.environ["DASK_DEVCTX__SIMULATED_HOST"] = "test"  # each machine and process has the same UUIDs
+os.environ["DASK_DEVCTX__SIMULATED_HOST"] = "test"  # the same UUIDs in each process
 
 from dask_devctx import driver
 from dask_devctx.cuda.scope import open_scopes
 
-# Pools that dask keeps for the life of the process, by their threads' names.
+# The threads' names of pools that dask keeps as long as the process lives.
 PROCESS_WIDE_THREADS = ("Dask-Offload", "Profile", "IO loop", "asyncio_")
 
 _COUNT_GPUS = """
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--require-gpu",
         action="store_true",
-        help="fail, where tests of real GPUs would be skipped for want of GPUs",
+        help="fail instead of skipping where a test needs real GPUs that are missing",
     )
 
 
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Libraries leave contexts and threads in this process that other tests must not meet.
+    # Libraries leave contexts and threads in this process. Other tests run before, without them.
     items.sort(key=lambda item: "tests/gpu/" in item.nodeid)
 
 
@@ -63,7 +63,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @functools.cache
 def real_gpus() -> tuple[int, str]:
-    """How many GPUs the real driver shows, and its words; asked in a process of its own."""
+    """Return how many GPUs the real driver shows, and its message, from a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, timeout=120
     )
@@ -73,7 +73,7 @@ def real_gpus() -> tuple[int, str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No context left current on this thread, no scope left open, no thread left behind."""
+    """Check that no context stays current on this thread, no scope open, and no thread alive."""
     threads = set(threading.enumerate())
     yield
     assert open_scopes() == ()

@@ -16,7 +16,7 @@ from benchmarks.measure import measure
 
 @click.command()
 @click.argument("names", metavar="[SUBJECT]...", nargs=-1, type=click.Choice(subjects.NAMES))
-@click.option("--tiny", is_flag=True, help="So small that it only shows that it runs.")
+@click.option("--tiny", is_flag=True, help="Measure very little, to show that everything runs.")
 @click.option(
     "-o",
     "--output",
@@ -30,12 +30,12 @@ from benchmarks.measure import measure
     "only",
     multiple=True,
     metavar="TEXT",
-    help="Only cases whose name has this, in whatever case; several, for any of them.",
+    help="Only cases whose name contains TEXT, in upper or lower case. May be repeated.",
 )
 def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]) -> None:
-    """Measure SUBJECTs, all of them by default, beside whatever peers are installed.
+    """Measure SUBJECTs, all of them by default, beside the peers that are installed.
 
-    Ends with status 1 where a subject cannot run, ours failed, or no case has the TEXT.
+    The exit status is 1 if a subject cannot run, dask-devctx fails, or no case contains the TEXT.
     """
     size = TINY if tiny else FULL
     about = machine.describe()
@@ -64,7 +64,7 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
                 failed |= any(m.failed for m in measured if m.contender.role == "ours")
                 click.echo(report.table(case, measured) + "\n")
                 found[name]["cases"].append(report.as_data(case, measured))
-                keep()  # whatever becomes of the rest
+                keep()  # a later case may fail
         except CannotRunError as error:
             failed = True
             click.echo(f"  cannot run here: {error}")
@@ -82,7 +82,7 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
     if any(subject["cases"] for subject in found.values()):
         keep()
         click.echo(f"\nresults: {path}")
-    else:  # what was measured before is left there
+    else:  # the results of an earlier run stay
         failed = True
     if failed:
         raise SystemExit(1)

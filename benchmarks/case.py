@@ -1,4 +1,4 @@
-"""What a subject consists of: cases, and the contenders of each."""
+"""The parts of a subject: its cases, and the contenders of each case."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ Role = Literal["ours", "variant", "peer", "floor"]
 
 
 class CannotRunError(Exception):
-    """A subject needs what this machine does not have."""
+    """This machine lacks something that a subject needs."""
 
 
 class ContenderFailedError(Exception):
-    """A contender does not do what it is measured at, or does not answer in time."""
+    """A contender fails at its job, or does not answer in time."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that is measured.
+    """One way of doing a case's job, which is measured.
 
     Parameters
     ----------
     name
-        What the tables call it.
+        Its name in the tables.
     run
-        Does it so many times, and returns what all of them together took: seconds, or whatever the
-        case measures.
+        A function that does the job as many times as it is told, and returns the total: seconds, or
+        the unit that the case measures.
     role
-        ``"ours"``: what the ratios are of, one in a case. ``"variant"``: ours in another way.
-        ``"peer"``: another library. ``"floor"``: what no contender can be below.
+        ``"ours"``: dask-devctx, the numerator of all ratios, once in a case. ``"variant"``:
+        dask-devctx in another way. ``"peer"``: another library. ``"floor"``: a lower bound for all.
     counts
-        Whether it does the whole job, so that a target may be taken against it.
+        Whether it does the whole job, so that a target may be set against it.
     remark
-        What a reader must know to compare it.
+        A note that a reader needs for the comparison.
     at_most
-        Ours divided by this one is to be at most this.
+        The target: ours divided by this contender is this number or less.
     at_most_more
-        Ours less this one is to be at most this, in the case's unit.
+        The target: ours minus this contender is this number or less, in the case's unit.
     """
 
     name: str
@@ -66,19 +66,19 @@ class Case:
     Parameters
     ----------
     name
-        What the tables call it.
+        Its name in the tables.
     per
-        What one repetition is, such as ``"with"``.
+        The name of one repetition, such as ``"with"``.
     unit
-        What ``Contender.run`` returns: ``"s"`` or ``"B"``.
+        The unit of the result of ``Contender.run``: ``"s"`` or ``"B"``.
     target
-        Ours divided by the fastest peer that counts is to be at most this.
+        The target: ours divided by the fastest peer that counts is this number or less.
     single
         Whether one repetition is long enough to be a round.
     rounds
-        How many, where that is not as many as for every other case.
+        The number of rounds; None for the same number as in other cases.
     cap_s
-        A contender whose turns have taken longer than this together gets no more of them.
+        A contender gets no more turns once its turns have taken longer than this in total.
     """
 
     name: str
@@ -94,16 +94,16 @@ class Case:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured.
+    """The amount of measuring.
 
     Parameters
     ----------
     rounds
         How often each contender has its turn.
     round_s
-        How long such a turn is to take, at least; 0 for a single repetition.
+        The least time of such a turn; 0 for a single repetition.
     tiny
-        Whether this is only to show that it runs.
+        Whether the run only shows that everything works.
     """
 
     rounds: int
@@ -117,7 +117,7 @@ TINY = Size(rounds=2, round_s=0.0, tiny=True)
 
 @dataclass(frozen=True)
 class Measured:
-    """A contender's values, one per round, each of one repetition; or why it has none."""
+    """A contender's values per repetition, one for each round; or the reason why it has none."""
 
     contender: Contender
     values: Sequence[float]

@@ -1,7 +1,7 @@
-"""The clusters that are measured, and what is done on their workers. Runs in a contender's process.
+"""The clusters that are measured, and functions for their workers; for a contender's process.
 
-Nothing of a contender is imported here before it is asked for: the workers of all of them import
-this module.
+The workers of all contenders import this module. So a contender's library is imported only inside
+the functions that need it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that is up.
+    """A running cluster.
 
     Parameters
     ----------
     library
-        What makes arrays on its GPUs: ``"cupy"``, or ``"simulated"``.
+        The library of the arrays on its GPUs: ``"cupy"``, or ``"simulated"``.
     n_devices
         How many GPUs it has.
     addresses
-        Its workers. Where there is one per device, a task is placed by these.
+        Its workers. Where each device has one, a task's worker decides its device.
     """
 
     client: Any
@@ -34,7 +34,7 @@ class Cluster:
     addresses: list[str]
 
     def submit(self, function: Any, *args: Any, device: int) -> Any:
-        """Submit a task that is to run on one device."""
+        """Submit a task that runs on the given device."""
         import dask
 
         if len(self.addresses) == self.n_devices:
@@ -50,14 +50,14 @@ def ours(
     n_devices: int,
     n_workers: int | None,
 ) -> Iterator[Cluster]:
-    """``LocalDeviceCluster``, with so many workers; None for as many as it starts by itself."""
+    """``LocalDeviceCluster`` with this number of workers; None for its default number."""
     import dask
     from distributed import Client
 
     from dask_devctx import LocalDeviceCluster
 
     with (
-        # Its own locks: clusters of other shapes have the same GPUs at the same time.
+        # Locks of its own, because other clusters use the same GPUs at the same time.
         tempfile.TemporaryDirectory() as locks,
         _environment(DASK_DEVCTX__LOCK_DIRECTORY=locks),
         dask.config.set({"devctx.lock-directory": locks}),
@@ -74,7 +74,7 @@ def ours(
 
 @contextlib.contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Have the processes that are started inside see these variables."""
+    """Set variables for the processes that are started inside."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -88,7 +88,7 @@ def _environment(**variables: str) -> Iterator[None]:
 def dask_cuda(
     library: str, n_devices: int, protocol: str, pool_nbytes: int | None
 ) -> Iterator[Cluster]:
-    """``LocalCUDACluster`` with a worker for each GPU; CuPy takes memory from RMM's pool if any."""
+    """``LocalCUDACluster`` with a worker for each GPU; CuPy uses RMM's pool if there is one."""
     from dask_cuda import LocalCUDACluster
     from distributed import Client
 
@@ -126,7 +126,7 @@ def _use_rmm() -> None:
     cupy.cuda.set_allocator(rmm_cupy_allocator)
 
 
-# -- on the workers, with whichever device is current
+# -- on the workers, for the current device
 
 
 def zeros(library: str, shape: Any, dtype: str) -> Any:
@@ -141,7 +141,7 @@ def zeros(library: str, shape: Any, dtype: str) -> Any:
 
 
 def sync(library: str) -> None:
-    """Wait for the device that is current."""
+    """Wait for the current device."""
     if library == "cupy":
         import cupy
 
@@ -149,14 +149,14 @@ def sync(library: str) -> None:
 
 
 def sync_all(library: str, dask_worker: Any = None) -> None:
-    """Wait for the devices of a worker, and for no other: that would begin to use it."""
+    """Wait for the devices of a worker only: waiting for another one would begin to use it."""
     for device in _devices(dask_worker):
         with device:
             sync(library)
 
 
 def free_all(library: str, dask_worker: Any = None) -> None:
-    """Give the memory that CuPy keeps back to a worker's devices."""
+    """Free the memory that CuPy keeps on a worker's devices."""
     for device in _devices(dask_worker):
         with device:
             if library == "cupy":
@@ -166,6 +166,6 @@ def free_all(library: str, dask_worker: Any = None) -> None:
 
 
 def _devices(worker: Any) -> Iterable[contextlib.AbstractContextManager[Any]]:
-    """Return what makes each device of a worker current; dask-cuda's have one, current always."""
+    """Return a context manager per device of a worker; dask-cuda's one device is always current."""
     plugin = worker.plugins.get("devctx")
     return plugin.worker_devices if plugin else [contextlib.nullcontext()]

@@ -1,4 +1,4 @@
-"""Who takes part where clusters are compared, as far as this machine has it."""
+"""The contenders in comparisons of clusters, as far as this machine can run them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ UCXX_NEEDS = ("ucxx", "distributed_ucxx", "rmm")
 
 
 def library() -> str:
-    """Return what makes arrays on this machine's GPUs.
+    """Return the name of the library that makes arrays on this machine's GPUs.
 
     Raises
     ------
     CannotRunError
-        Nothing does.
+        There is none.
     """
     if driver.backend().simulated:
         return "simulated"
@@ -37,19 +37,19 @@ def n_devices(at_least: int = 1) -> int:
     Raises
     ------
     CannotRunError
-        Fewer than are needed.
+        There are fewer than needed.
     """
     try:
         found = len(devices())
     except DevctxError as error:
         raise CannotRunError(str(error)) from error
     if found < at_least:
-        raise CannotRunError(f"{at_least} GPUs are needed, and CUDA shows this process {found}")
+        raise CannotRunError(f"it needs {at_least} GPUs, and CUDA shows this process {found}")
     return found
 
 
 def where() -> str:
-    """Return what to add to a case's name, so that nobody takes simulated numbers for real."""
+    """Return a suffix for a case's name that marks the numbers of simulated devices."""
     return ", SIMULATED devices" if driver.backend().simulated else ""
 
 
@@ -61,9 +61,10 @@ def dask_cuda(
     Parameters
     ----------
     module
-        Its ``dask_cuda`` makes what is measured; see :func:`benchmarks.clusters.dask_cuda`.
+        The module whose ``dask_cuda`` makes the object to measure; see
+        :func:`benchmarks.clusters.dask_cuda`.
     **options
-        For ``tcp`` and for ``ucxx``, what the contenders are given.
+        Options of the contenders, under ``tcp`` and under ``ucxx``.
     """
     ways = [
         ("tcp", TCP, None, ("dask_cuda",)),
@@ -82,7 +83,7 @@ def dask_cuda(
 
 
 def lacking(name: str, *modules: str) -> Missing | None:
-    """Return why a contender that needs these modules, and GPUs, cannot take part; else None."""
+    """Return why a contender that needs GPUs and these modules cannot take part, or None."""
     absent = [module for module in modules if find_spec(module) is None]
     if absent:
         return Missing(name, f"not installed: {', '.join(absent)}")
@@ -92,7 +93,7 @@ def lacking(name: str, *modules: str) -> Missing | None:
 
 
 def pool_nbytes(share: float) -> int:
-    """Return how large a pool is that takes a share of each GPU's memory, 60 GB at most."""
+    """Return the size of a pool with this share of each GPU's memory, 60 GB at most."""
     total = min((device.memory_info.total for device in devices()), default=0)
     wanted = min(_POOL_NBYTES, int(share * total))
     return wanted - wanted % 2**20  # RMM takes multiples of 256 bytes

@@ -1,6 +1,6 @@
-"""A process of its own for a contender that starts a cluster: asked, waited for, ended.
+"""Runs a contender that starts a cluster in a process of its own.
 
-What it starts dies with it, so that a contender that hangs stops nobody else.
+The processes that it starts end with it, so that a contender that hangs does not stop the others.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ CLOSE_S = 10.0
 
 
 class Host:
-    """A process that holds an object, and calls its methods when it is asked to.
+    """A process that holds an object, and calls the object's methods on request.
 
     Parameters
     ----------
     factory
-        ``"module:name"`` of what returns a context manager of the object; called in the process.
+        ``"module:name"`` of a function that returns a context manager of the object. The process
+        calls it.
     *args
-        What it is called with.
+        The function's arguments.
     start_s
-        How long that may take.
+        The most seconds that the call may take.
 
     Raises
     ------
     ContenderFailedError
-        The object cannot be made, or not in time.
+        The object is not made, or not in time.
     """
 
     def __init__(self, factory: str, *args: Any, start_s: float = START_S) -> None:
@@ -53,8 +54,8 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                cwd=Path(__file__).parent.parent,  # where the benchmarks are found
-                start_new_session=True,  # its workers are ended with it, as one process group
+                cwd=Path(__file__).parent.parent,  # so that it finds the benchmarks
+                start_new_session=True,  # so that one signal ends its workers too
             )
         self._dead = ""
         try:
@@ -65,16 +66,16 @@ class Host:
 
     @property
     def pid(self) -> int:
-        """Its process; those that it started are its descendants."""
+        """The id of the process; the processes that it started are its descendants."""
         return self._process.pid
 
     def call(self, method: str, *args: Any, timeout_s: float = ANSWER_S) -> Any:
-        """Return what a method of the object returns.
+        """Call a method of the object, and return its result.
 
         Raises
         ------
         ContenderFailedError
-            It raised, or it did not return in time, after which the process is ended.
+            The method raised, or did not return in time. In the second case the process ends.
         """
         return self._ask((method, args), timeout_s, method)
 
@@ -102,7 +103,7 @@ class Host:
         raise ContenderFailedError(self._dead)
 
     def close(self) -> None:
-        """Let it close what it holds; end it and all that it started if that takes too long."""
+        """Let it close its object; kill it and all that it started if that takes too long."""
         with contextlib.suppress(OSError):
             self._pipe.send(None)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -126,7 +127,7 @@ class Entry:
     factory, args
         See :class:`Host`.
     options
-        What :class:`~benchmarks.case.Contender` takes beside its name and ``run``.
+        Arguments of :class:`~benchmarks.case.Contender` besides the name and ``run``.
     """
 
     name: str
@@ -140,7 +141,7 @@ class Entry:
 
 @contextlib.contextmanager
 def started(entries: Sequence[Entry]) -> Iterator[tuple[list[tuple[Entry, Host]], list[Missing]]]:
-    """Start the contenders' processes, all at once; also give those that failed to start."""
+    """Start the contenders' processes, all at once; also return those that failed to start."""
 
     def start(entry: Entry) -> Host | str:
         try:

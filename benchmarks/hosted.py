@@ -1,6 +1,6 @@
 """The other end of :class:`benchmarks.host.Host`: ``python -m benchmarks.hosted FD FACTORY``.
 
-The workers that a cluster spawns import this module once more, so it imports very little.
+The workers that a cluster spawns import this module again, so it imports very little.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 def _request(pipe: Connection[Any, Any]) -> Any:
     try:
         return pipe.recv()
-    except EOFError:  # whoever asked is gone
+    except EOFError:  # the other end is gone
         return None
 
 
@@ -48,4 +48,4 @@ def _said(error: Exception) -> str:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    os._exit(0)  # what a library left running at the end keeps nobody waiting
+    os._exit(0)  # do not wait for threads that a library left running

@@ -1,4 +1,4 @@
-"""What machine this is."""
+"""A description of this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Return the GPUs, the driver, the CPU, Python, and the versions of what is compared."""
+    """Return the GPUs, the driver, the CPU, Python, and the versions of the packages."""
     return {
         "gpus": _gpus(),
         "driver": _driver(),
@@ -57,7 +57,7 @@ def _driver() -> str:
     try:
         backend.nvml.nvmlInit()
         version = backend.nvml.nvmlSystemGetDriverVersion()
-    except Exception as error:  # NVML's errors are many, and none of them matters here
+    except Exception as error:  # NVML has many errors, and none of them matters here
         return f"unknown: {error}"
     return f"{version}, simulated" if backend.simulated else str(version)
 

@@ -1,4 +1,4 @@
-"""Interleaved rounds, and what they amount to."""
+"""Interleaved rounds, and their statistics."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def spread(values: Sequence[float]) -> Spread:
 def measure(case: Case, size: Size) -> list[Measured]:
     """Measure the contenders of a case, in turn, round after round.
 
-    The order is another one in each round, so that nobody always comes after the same neighbour.
-    Garbage is collected between turns and not within them. One that fails gets no more turns, and
-    what it did before is not kept.
+    The order changes from round to round, so that no contender always follows the same neighbour.
+    Garbage is collected between turns and not within them. A contender that fails gets no more
+    turns, and loses its earlier values.
     """
     taking_part = [_Part(one) for one in case.contenders]
     for part in taking_part:
         part.warm_up(0.0 if case.single else size.round_s)
     gc.collect()
-    gc.freeze()  # what the peers brought along need not be looked through before every turn
+    gc.freeze()  # collections before each turn skip the objects of imported libraries
     for turn in range(case.rounds or size.rounds):
         for place in range(len(taking_part)):
             part = taking_part[(place + turn) % len(taking_part)]
@@ -53,14 +53,14 @@ def measure(case: Case, size: Size) -> list[Measured]:
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return ours divided by theirs, round by round, as far as both had their turns."""
+    """Return ours divided by theirs, for each round in which both had a turn."""
     return [
         o / it if it else 1.0 if o == it else math.inf for o, it in zip(ours, theirs, strict=False)
     ]
 
 
 def verdict(measured: Sequence[Measured]) -> Measured | None:
-    """Return the fastest peer that does the whole job, or None where there is none."""
+    """Return the fastest peer that does the whole job; None if there is none."""
     peers = (m for m in measured if m.contender.role == "peer" and m.contender.counts and m.values)
     return min(peers, key=lambda m: statistics.median(m.values), default=None)
 
@@ -95,7 +95,7 @@ class _Part:
 
 
 def _repetitions(contender: Contender, round_s: float) -> int:
-    """How many repetitions fill a turn; doing them also warms the contender up."""
+    """Return how many repetitions fill a turn; this also warms the contender up."""
     count = 1
     while True:
         started = time.perf_counter()

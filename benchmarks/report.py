@@ -1,4 +1,4 @@
-"""Tables to read, JSON to keep, plots to look at."""
+"""Tables, JSON files and plots of the results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SCALES = {
 
 
 def quantity(value: float, unit: str) -> str:
-    """Return a value with three digits that matter and a prefix that suits it."""
+    """Return a value with three significant digits and a suitable prefix."""
     scale, name = next((s for s in _SCALES[unit] if value >= s[0]), _SCALES[unit][-1])
     scaled = value / scale
     digits = 0 if scaled >= 100 else 1 if scaled >= 10 else 2
@@ -58,7 +58,7 @@ def table(case: Case, measured: Sequence[Measured]) -> str:
 
 
 def judgement(case: Case, measured: Sequence[Measured]) -> str:
-    """Say how the target stands."""
+    """Return a sentence on whether the target is met."""
     best = verdict(measured)
     if best is None:
         return "no peer that does the whole job could be measured: no verdict"
@@ -72,7 +72,7 @@ def judgement(case: Case, measured: Sequence[Measured]) -> str:
 
 
 def own_targets(case: Case, measured: Sequence[Measured]) -> list[str]:
-    """Say how the targets stand that are against one contender each."""
+    """Return a sentence for each target that is set against one contender."""
     ours = next(one for one in measured if one.contender.role == "ours")
     lines = []
     for one in measured:
@@ -100,7 +100,7 @@ def _met(value: float, target: float) -> str:
 
 
 def as_data(case: Case, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return one case for JSON, every round's value included."""
+    """Return one case for JSON, with the values of all rounds."""
     best = verdict(measured)
     found = best.ratios if best else ()
     return {
@@ -192,7 +192,7 @@ def plot(path: Path, title: str, cases: Sequence[dict[str, Any]]) -> bool:
 
 
 def _compared(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the peers of a case, and what else ours is divided by."""
+    """Return the contenders by which ours is divided: peers and variants."""
     return [
         one
         for one in case["contenders"]

@@ -1,4 +1,4 @@
-/* Native: two addresses of one driver, and the handles that last. */
+/* Native: two addresses of one driver, and the handles of contexts that last. */
 
 #ifndef DASK_DEVCTX_NATIVE_H
 #define DASK_DEVCTX_NATIVE_H
@@ -7,7 +7,7 @@
 
 #include <stdint.h>
 
-/* Where the GIL is there it is the lock: nothing below runs Python while it holds one. */
+/* In a build with a GIL, the GIL is the lock: no code below runs Python while it holds the lock. */
 #ifdef Py_GIL_DISABLED
 #define WITH_LOCK(owner) PyMutex_Lock(&(owner)->mutex)
 #define END_LOCK(owner) PyMutex_Unlock(&(owner)->mutex)
@@ -21,18 +21,18 @@
 typedef int (*get_current_function)(void **);
 typedef int (*set_current_function)(void *);
 
-static PyTypeObject *native_type; /* borrowed: the module owns it, and nobody unloads a module */
+static PyTypeObject *native_type; /* borrowed: the module owns it, and modules are never unloaded */
 
 typedef struct {
     PyObject_HEAD
     get_current_function get_current;
     set_current_function set_current;
-    uintptr_t *lasting; /* a few: one for each GPU that is used, and 0 */
+    uintptr_t *lasting; /* few: 0, and one for each GPU in use */
     Py_ssize_t count, room;
-    MUTEX /* of the three above */
+    MUTEX /* guards the three fields above */
 } Native;
 
-/* The place of a handle, or -1. The caller holds the lock. */
+/* Return the place of a handle, or -1. The caller holds the lock. */
 static Py_ssize_t
 native_place(Native *self, uintptr_t handle)
 {
@@ -51,7 +51,7 @@ native_has(Native *self, uintptr_t handle)
     return found;
 }
 
-/* The caller holds the lock; -1 where there is no memory. */
+/* Return -1 if there is no memory. The caller holds the lock. */
 static int
 native_append(Native *self, uintptr_t handle)
 {
@@ -155,8 +155,8 @@ native_contains(Native *self, PyObject *number)
 }
 
 static PyMethodDef native_methods[] = {
-    {"add", (PyCFunction)native_add, METH_O, "Let a handle count as one that lasts."},
-    {"discard", (PyCFunction)native_discard, METH_O, "Let a handle not count so any more."},
+    {"add", (PyCFunction)native_add, METH_O, "Add a handle to those that last."},
+    {"discard", (PyCFunction)native_discard, METH_O, "Remove a handle from those that last."},
     {NULL},
 };
 

@@ -1,20 +1,20 @@
-/* The device scope's fast path: what dask_devctx/cuda/scope.py does, for the ordinary case.
+/* The device scope's fast path: the ordinary case of dask_devctx/cuda/scope.py.
  *
- * A scope is three calls to the driver: which context is current, make another one current, make
- * the first one current again. Each takes tens of nanoseconds, and Python's bindings for them take
- * fifteen times that. Here they are made through their addresses, which the driver itself gave at
- * run time: nothing of CUDA is needed to build this, and no version of CUDA is built in.
+ * A scope makes three calls to the driver: it asks for the current context, makes another context
+ * current, and makes the first one current again. Each call takes tens of nanoseconds. Python's
+ * bindings take fifteen times as long. This module calls the driver's functions by addresses that
+ * the driver gives at run time. So the build needs no part of CUDA, and fits every version of it.
  *
- * Everything that is rare stays in Python: binding a scope to its context, a previous context that
- * may die, scopes left out of order, errors. What is open on a thread is kept in one place for
- * both, the thread's Stack.
+ * Rare cases stay in Python: the binding of a scope to its context, a previous context that may
+ * die, scopes that end out of order, and errors. C and Python keep the open scopes of a thread in
+ * one place, the thread's Stack.
  *
- * The calls take less than a microsecond, so the GIL is kept: giving it up and taking it again
- * costs more than they do. It also keeps Python's signal handlers out: between "made current" and
- * "remembered" there is nowhere for a KeyboardInterrupt to arrive.
+ * The calls take less than a microsecond, so this module keeps the GIL: to release it and take it
+ * again costs more than the calls. The GIL also keeps Python's signal handlers out. No
+ * KeyboardInterrupt can arrive after a context is made current and before the Stack has its entry.
  *
- * Python without a GIL: a thread's Stack is its own; the handles that last have a lock; a scope's
- * Native is set once, under the scope's critical section.
+ * In a Python without a GIL each thread has its own Stack, a lock guards the handles that last, and
+ * a scope's Native is set once, in the scope's critical section.
  */
 
 #define PY_SSIZE_T_CLEAN
@@ -35,14 +35,14 @@
 #define END_ALONE() }
 #endif
 
-/* What is asked of Python objects. */
+/* The names of attributes and methods of Python objects. */
 static PyObject *name_native, *name_calls, *name_context_id, *name_bind, *name_enter, *name_exit,
     *name_failed_restore, *name_undo, *name_current_error, *name_set_current_error;
 
 typedef struct {
     PyObject_HEAD
     PyObject *backend;
-    Native *native; /* of that backend, from the first time that it was needed; or NULL */
+    Native *native; /* of that backend; NULL until it is first needed */
     unsigned long long handle;
 } ScopeBase;
 
@@ -51,7 +51,7 @@ scope_traverse(ScopeBase *self, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE((PyObject *)self));
     Py_VISIT(self->backend);
-    return 0; /* a Native refers to nothing */
+    return 0; /* a Native refers to no object */
 }
 
 static int
@@ -92,7 +92,7 @@ scope_set_backend(ScopeBase *self, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
-/* Bind the scope and find the addresses. 1: both are there; 0: there are none; -1: an error. */
+/* Bind the scope and find the addresses. Return 1, 0 if there are no addresses, -1 on error. */
 static int
 scope_prepare(ScopeBase *self)
 {
@@ -112,7 +112,7 @@ scope_prepare(ScopeBase *self)
             return -1;
         if (Py_IS_TYPE(native, native_type)) {
             BEGIN_ALONE(self);
-            /* Python ran, or another thread: what was set in between stays. */
+            /* Python code ran, or another thread did: keep a Native that it has set. */
             if (self->native == NULL)
                 self->native = (Native *)Py_NewRef(native);
             END_ALONE();
@@ -122,7 +122,7 @@ scope_prepare(ScopeBase *self)
     return self->handle && self->native != NULL;
 }
 
-/* self._backend.calls.<method>(number); takes over the reference to the number. */
+/* Call self._backend.calls.<method>(number); steal the reference to the number. */
 static PyObject *
 scope_ask(ScopeBase *self, PyObject *method, PyObject *number)
 {
@@ -137,14 +137,14 @@ scope_ask(ScopeBase *self, PyObject *method, PyObject *number)
     return answer;
 }
 
-/* The exception for a status, which `method` of the backend's calls makes. */
+/* Return the exception for a status, which `method` of the backend's calls makes. */
 static PyObject *
 scope_error(ScopeBase *self, PyObject *method, int status)
 {
     return scope_ask(self, method, PyLong_FromLong(status));
 }
 
-/* Raise it; NULL. */
+/* Raise that exception; return NULL. */
 static PyObject *
 scope_raise(ScopeBase *self, PyObject *method, int status)
 {
@@ -156,7 +156,7 @@ scope_raise(ScopeBase *self, PyObject *method, int status)
     return NULL;
 }
 
-/* self._failed_restore(error, exc): raises it, or notes it on the body's own exception. */
+/* Call self._failed_restore(error, exc), which raises the error or adds it to `exc` as a note. */
 static PyObject *
 scope_failed_restore(ScopeBase *self, PyObject *method, int status, PyObject *exc)
 {
@@ -169,7 +169,7 @@ scope_failed_restore(ScopeBase *self, PyObject *method, int status, PyObject *ex
     return result;
 }
 
-/* self._undo(previous, identity), and raise why. Takes over the reference to identity. */
+/* Call self._undo(previous, identity), then raise the error. Steal the reference to identity. */
 static PyObject *
 scope_refused(ScopeBase *self, int status, uintptr_t previous, PyObject *identity)
 {
@@ -203,7 +203,7 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
     if (stack == NULL || stack_reserve(stack) < 0)
         return NULL;
 
-    Native *native = self->native; /* only until Python runs, which may let go of it */
+    Native *native = self->native; /* valid until Python code runs, which may free it */
     get_current_function get_current = native->get_current;
     set_current_function set_current = native->set_current;
     void *current = NULL;
@@ -214,7 +214,7 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
     PyObject *identity = NULL;
     if (previous && !native_has(native, previous)) {
         identity = scope_ask(self, name_context_id, PyLong_FromVoidPtr((void *)previous));
-        /* Python ran, and may have left the stack fuller than it was. */
+        /* Python code ran, and may have added entries to the stack. */
         if (identity == NULL || stack_reserve(stack) < 0) {
             Py_XDECREF(identity);
             return NULL;
@@ -227,9 +227,10 @@ scope_enter(ScopeBase *self, PyObject *Py_UNUSED(ignored))
     return Py_NewRef((PyObject *)self);
 }
 
-/* Make what was remembered current again; the status of the call that failed, or 0.
+/* Make the previous context current again; return the status of the call that failed, or 0.
  *
- * Setting none takes one context off the driver's stack, where the body may have pushed several. */
+ * To set no context takes one context off the driver's stack, and the body may have pushed several:
+ * so that is repeated until none is left. */
 static int
 restore(Native *native, uintptr_t previous, PyObject **failed)
 {
@@ -267,33 +268,33 @@ scope_exit(ScopeBase *self, PyObject *const *args, Py_ssize_t nargs)
                                           NULL);
     PyObject *failed;
     int status = restore(native, stack->entries[top].previous, &failed);
-    Entry entry = stack->entries[--stack->count]; /* only now, after the restore was tried */
+    Entry entry = stack->entries[--stack->count]; /* only after the restore */
     PyObject *result =
         status ? scope_failed_restore(self, failed, status, args[1]) : Py_NewRef(Py_False);
-    entry_clear(entry); /* the top one: identity is NULL, and self lives on in the caller */
+    entry_clear(entry); /* its identity is NULL, and the caller keeps self alive */
     return result;
 }
 
 static PyMethodDef scope_methods[] = {
     {"__enter__", (PyCFunction)scope_enter, METH_NOARGS,
-     "Make the context current and remember what was before."},
+     "Make the context current and remember the previous one."},
     {"__exit__", (PyCFunction)(void (*)(void))scope_exit, METH_FASTCALL,
-     "Make current what was before."},
+     "Make the previous context current again."},
     {NULL},
 };
 
 static PyMemberDef scope_members[] = {
-    {"_handle", T_ULONGLONG, offsetof(ScopeBase, handle), 0, "of the context; 0 if not bound"},
+    {"_handle", T_ULONGLONG, offsetof(ScopeBase, handle), 0, "the context's handle; 0 if not bound"},
     {NULL},
 };
 
 static PyGetSetDef scope_getset[] = {
-    {"_backend", (getter)scope_get_backend, (setter)scope_set_backend, "whose context it is"},
+    {"_backend", (getter)scope_get_backend, (setter)scope_set_backend, "the context's backend"},
     {NULL},
 };
 
 static PyType_Slot scope_slots[] = {
-    {Py_tp_doc, "The base of Scope: enters and leaves by the addresses of its backend, if any."},
+    {Py_tp_doc, "The base of Scope: enters and leaves by its backend's addresses, if any."},
     {Py_tp_dealloc, scope_dealloc},
     {Py_tp_traverse, scope_traverse},
     {Py_tp_clear, scope_clear},
@@ -321,8 +322,8 @@ module_stack(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 
 /* -- Any short function of the driver, by its address
  *
- * What takes less than a microsecond is called with the GIL kept. Given up, it is often another
- * thread's by the time the call is over, and that thread need not hand it back for milliseconds.
+ * A call that takes less than a microsecond keeps the GIL. If it released the GIL, another thread
+ * would often have it at the end of the call, and could keep it for milliseconds.
  */
 
 #define INVOKE_MOST 4
@@ -372,11 +373,11 @@ module_invoke_out(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t
 
 static PyMethodDef module_methods[] = {
     {"invoke", (PyCFunction)(void (*)(void))module_invoke, METH_FASTCALL,
-     "invoke(address, *numbers)\n--\n\nThe status of f(*numbers)."},
+     "invoke(address, *numbers)\n--\n\nReturn the status of f(*numbers)."},
     {"invoke_out", (PyCFunction)(void (*)(void))module_invoke_out, METH_FASTCALL,
      "invoke_out(address, value, *numbers)\n--\n\n"
-     "The status of f(&value, *numbers), and the value afterwards."},
-    {"stack", module_stack, METH_NOARGS, "stack()\n--\n\nThe stack of the calling thread."},
+     "Return the status of f(&value, *numbers), and the value afterwards."},
+    {"stack", module_stack, METH_NOARGS, "stack()\n--\n\nReturn the stack of the calling thread."},
     {NULL},
 };
 
@@ -391,8 +392,8 @@ add_type(PyObject *module, const char *name, PyType_Spec *spec)
     return failed ? NULL : (PyTypeObject *)type;
 }
 
-/* What is static here is of one module: an interpreter beside the first one does without, in Python,
- * as where this was not built. So does whoever imports it a second time. */
+/* The static variables serve one module. A second interpreter, or a second import, gets an
+ * ImportError, and uses the Python code as if this module was not built. */
 static int
 module_exec(PyObject *module)
 {

@@ -10,13 +10,13 @@
 
 #include "native.h" /* as_handle */
 
-static PyTypeObject *stack_type; /* borrowed, as all types here */
-static PyObject *stack_key;      /* of a thread's stack, in the thread's own dictionary */
+static PyTypeObject *stack_type; /* borrowed, like all types here */
+static PyObject *stack_key;      /* the key of a thread's stack in the thread's dictionary */
 
 typedef struct {
     PyObject *scope;
     uintptr_t previous;
-    PyObject *identity; /* NULL where the previous context lasts; in Python that is 0 */
+    PyObject *identity; /* NULL if the previous context lasts; 0 in Python */
 } Entry;
 
 typedef struct {

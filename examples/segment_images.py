@@ -1,15 +1,15 @@
 """Find and measure the regions in photographs and micrographs, on every GPU of this machine.
 
 Each image goes through a small graph of its own: load, denoise, threshold, label, measure.
-Loading is no GPU work and stays on dask's own threads; the two largest images are pinned to the
-first and to the last device; every other task gets a device by itself. On GPUs the work is
-CuPy's, on simulated devices NumPy's and SciPy's, through the same lines. The measurements are
-checked against a run without dask.
+Loading is not GPU work and stays on dask's own threads. The two largest images are pinned to the
+first and to the last device. Each other task gets a device automatically. The same lines compute
+with CuPy on GPUs, and with NumPy and SciPy on simulated devices. The measurements are compared
+with a run without dask.
 
     pip install -e ".[demo]"  # in a checkout
     python examples/segment_images.py --out results
 
-writes ``segmented.png``, a contact sheet, and ``timeline.png``, which task ran where and when.
+writes ``segmented.png``, a contact sheet, and ``timeline.png``, the tasks by device and time.
 The exit status is 1 if a measurement differs.
 """
 
@@ -60,7 +60,7 @@ SMALLEST_REGION = 20  # pixels
 
 @dataclass(frozen=True)
 class Step:
-    """What a task hands on: its value, and where and when it ran."""
+    """The result of a task: its value, and where and when it ran."""
 
     value: Any
     image: str
@@ -80,7 +80,7 @@ class Segmented:
 
 
 def array_modules(simulated: bool) -> tuple[Any, Any]:
-    """Return what to compute with: CuPy's modules on GPUs, else NumPy's and SciPy's."""
+    """Return the modules to compute with: CuPy's on GPUs, otherwise NumPy's and SciPy's."""
     names = ("numpy", "scipy.ndimage") if simulated else ("cupy", "cupyx.scipy.ndimage")
     return import_module(names[0]), import_module(names[1])
 
@@ -151,12 +151,12 @@ def measure(segmented: Segmented, *, simulated: bool) -> tuple[Any, Any, Any]:
 
 
 def run_stage(fn: Callable[[Any], Any], image: str, stage: str, before: Step | None) -> Step:
-    """Run a stage on what the one before it handed on, and note where and when."""
+    """Run a stage on the result of the stage before, and note where and when."""
     start = time.time()
     value = fn(image if before is None else before.value)
     device = Device.current()
     if device is not None:
-        device.sync()  # a kernel may still run when its call has returned
+        device.sync()  # a kernel may still run after its call returned
     device_id = None if device is None else device.device_id
     return Step(value, image, stage, device_id, start, time.time())
 
@@ -181,14 +181,14 @@ def without_dask(image: str) -> Any:
 
 
 def same(measured: Any, expected: Any) -> bool:
-    """Whether two tables hold the same regions, in whatever order they were numbered."""
+    """Return whether two tables have the same regions, in any order of their numbers."""
     if measured.shape != expected.shape:
         return False
     ordered = [table[np.lexsort(table.T)] for table in (measured, expected)]
     return bool(np.allclose(*ordered, rtol=1e-12, atol=0))
 
 
-# -- what a person sees
+# -- the pictures and the text
 
 
 def draw_contact_sheet(results: dict[str, Step], path: Path) -> None:
@@ -211,7 +211,7 @@ def draw_contact_sheet(results: dict[str, Step], path: Path) -> None:
 
 
 def draw_timeline(steps: list[Step], path: Path) -> None:
-    """Write which task ran on which device when."""
+    """Draw which task ran on which device, and when."""
     plt = headless_pyplot()
     origin = min(step.start for step in steps)
     places = sorted({-1 if step.device_id is None else step.device_id for step in steps})
@@ -240,7 +240,7 @@ def draw_timeline(steps: list[Step], path: Path) -> None:
 
 
 def headless_pyplot() -> Any:
-    """Return matplotlib's pyplot, which draws to files alone."""
+    """Return matplotlib's pyplot, set to draw to files only."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -248,7 +248,7 @@ def headless_pyplot() -> Any:
 
 
 def find_devices(stack: ExitStack) -> tuple[tuple[Device, ...], bool]:
-    """Return this machine's GPUs, else four simulated ones, and whether they are simulated."""
+    """Return this machine's GPUs, or four simulated ones, and whether they are simulated."""
     try:
         found = devices()
     except DriverUnavailableError as error:
@@ -277,7 +277,7 @@ def main() -> int:
 
 
 def segment(images: list[str], out: Path, found: tuple[Device, ...], simulated: bool) -> int:
-    """Segment the images, show what came out, and return the exit status."""
+    """Segment the images, show the results, and return the exit status."""
     sizes = {name: load(name).size for name in images}
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
     pinned = dict(zip(largest[:2], (found[0], found[-1]), strict=False))

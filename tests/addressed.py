@@ -17,7 +17,7 @@ _GetId = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c
 
 
 class AddressedDriver(SimulatedDriver):
-    """C functions around the simulated driver's own: C code calls them by their addresses."""
+    """Wraps functions of the simulated driver as C functions, which C code calls by address."""
 
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__(machine.gpus, machine.faults)
@@ -43,7 +43,7 @@ class AddressedDriver(SimulatedDriver):
         return int(status)
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
-        if name not in self._functions:  # called through the bindings' shapes instead
+        if name not in self._functions:  # the package calls its Python method instead
             return types.CUresult.CUDA_ERROR_NOT_FOUND, None, 0
         address = ctypes.cast(self._functions[name], ctypes.c_void_p).value
         return types.CUresult.CUDA_SUCCESS, address, 0

@@ -20,7 +20,7 @@ from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.addressed import addressed
 
-# How long an example takes to find, or to run, says how busy the machine is.
+# The time that an example takes depends on how busy the machine is.
 settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -48,7 +48,7 @@ def simulation(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def machine(simulation: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedMachine]:
-    """Four simulated GPUs, in this process and, with the same UUIDs, in those that it starts."""
+    """Four simulated GPUs, with the same UUIDs in this process and in those that it starts."""
     monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "4")
     machine = SimulatedMachine(4)
     with driver.use(addressed(machine) if simulation == "addressed" else machine.backend()):
@@ -59,7 +59,7 @@ def machine(simulation: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simula
 
 @pytest.fixture
 def validate() -> Iterator[None]:
-    """dask's own checks of its state."""
+    """Turn on dask's own checks of its state."""
     settings = {"distributed.worker.validate": True, "distributed.scheduler.validate": True}
     with dask.config.set(settings):
         yield
@@ -67,15 +67,15 @@ def validate() -> Iterator[None]:
 
 @pytest.fixture(params=_BACKENDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """``"simulated"`` or ``"real"``: for tests that talk to the driver in a process of its own."""
+    """``"simulated"`` or ``"real"``, for tests that use the driver in a separate process."""
     return str(request.param)
 
 
 @pytest.fixture(params=[*_BACKENDS, _IN_C])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """The package's driver in this test: simulated always, and real where there is a GPU.
+    """The package's driver in this test: the simulated one, and the real one where there is a GPU.
 
-    What the test retained is released after it, and nothing may be left current.
+    The contexts that the test retained are released after it. None may be left current.
     """
     machine = SimulatedMachine(4, host="test")
     if request.param == "real":
@@ -115,9 +115,9 @@ def start(function, *arguments):
 def child() -> Child:
     """Run a function in a fresh process: ``child(function, *arguments, env=…, check=True)``.
 
-    Its source is sent, so it sees its arguments and ``make``, ``ok``, ``names`` and ``types`` only,
-    the functions of ``beside=``, and ``start(function, *arguments)``, which runs one of these in a
-    process beside its own, with pipes to talk to it.
+    The process gets the function's source. So the function sees only its arguments, ``make``,
+    ``ok``, ``names``, ``types``, the functions of ``beside=``, and ``start(function, *arguments)``,
+    which runs one of these in another process and returns it, with pipes.
     """
 
     def run(

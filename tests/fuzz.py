@@ -1,8 +1,9 @@
-"""Strange input by the million: only documented answers come back, and only documented errors.
+"""Gives millions of strange inputs; only documented answers and errors may come back.
 
 Run as ``make fuzz``. Pieces of right input, numbers at their limits, other scripts' digits, white
-space and plain noise are put together at random and given to what reads ``CUDA_VISIBLE_DEVICES``,
-the ``device`` annotation, the configuration, and what workers tell the scheduler.
+space and plain noise are combined at random. They are given to the readers of
+``CUDA_VISIBLE_DEVICES``, of the ``device`` annotation, of the configuration, and of workers'
+messages to the scheduler.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ HEALTHY, OTHER = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
 
 @functools.cache
 def scheduler() -> tuple[Any, DeviceRouting]:
-    """A scheduler with two workers, of which one stays as it is, and its routing."""
+    """Return a scheduler with two workers, one of which never changes, and its routing."""
     logging.getLogger(routing.__name__).setLevel(logging.ERROR)
     logging.getLogger(suspects.__name__).setLevel(logging.ERROR)
     made = SimpleNamespace(
@@ -183,7 +184,7 @@ def scheduler() -> tuple[Any, DeviceRouting]:
 
 
 def message(chance: random.Random) -> dict[str, Any]:
-    """Return a right message with some of it replaced."""
+    """Return a correct message with some parts replaced."""
 
     def or_else(value: Any, likely: float = 0.9) -> Any:
         return value if chance.random() < likely else anything(chance)

@@ -1,12 +1,12 @@
-"""Many tasks on simulated devices while things break: every result right, nothing lost.
+"""Runs many tasks on simulated devices while things break; checks results and leaks.
 
-Run as ``make soak``. In the workers, at random: a device runs out of memory, a kernel breaks the
-process, the restore on leaving a device is refused; from here: the worker is killed. Each task's
-value is checked against what it has to be, and at the end nothing may be left.
+Run it with ``make soak``. In the workers faults happen at random: a device runs out of memory, a
+kernel breaks the process, or the driver refuses to restore the context at the end of a scope. This
+process kills the worker. The value of each task is checked. At the end nothing may be left behind.
 
 Memory is compared with a control: the same graph with NumPy on dask without this package, in a
-process of its own, the worker killed as often. What client and scheduler grow by must be what they
-grow by there. Workers live too briefly for that here, so some tasks are run without faults, too.
+process of its own, whose worker is killed as often. Client and scheduler must not grow more than
+the control's. Workers live too briefly for that, so some tasks also run without faults.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.simulated_array import SimulatedArray
 
 LENGTH = 256
-# What the resident memory of a process may differ by for no reason, in bytes.
+# Differences in a process's resident memory below this number of bytes mean nothing.
 NOISE = 8 << 20
-# So often dask runs a task again that erred. Whoever notices a failure errs, guilty or not.
+# How often dask retries a failed task. The task that notices a failure fails, even if it did not
+# cause it.
 RETRIES = 20
 
 
@@ -53,7 +54,7 @@ def _machine() -> Any:
 
 
 def break_something(rates: dict[str, float]) -> None:
-    """Perhaps inject a fault that this task is to meet."""
+    """Inject, at random, a fault that this task meets."""
     faults = _machine().faults
     me = threading.get_ident()
 
@@ -116,7 +117,7 @@ def left_in_worker() -> dict[str, Any]:
 
 
 class Memory:
-    """Resident memory of processes while tasks were done, as (process, tasks done, bytes)."""
+    """Samples of processes' resident memory, as (process, tasks done so far, bytes)."""
 
     def __init__(self) -> None:
         self.samples: list[tuple[int, int, int]] = []
@@ -127,7 +128,7 @@ class Memory:
                 self.samples.append((pid, tasks, psutil.Process(pid).memory_info().rss))
 
     def growth(self) -> float:
-        """Bytes per task: the slope within the processes' lives, without each one's first third."""
+        """Return bytes per task: the slope over each process's life without its first third."""
         lives = defaultdict(list)
         for pid, tasks, nbytes in self.samples:
             lives[pid].append((tasks, nbytes))
@@ -140,7 +141,7 @@ class Memory:
         return moved / spread if spread else 0.0
 
     def in_mib(self) -> list[int]:
-        """A third in, at most, and at the end."""
+        """Return the memory after a third of the samples, the most, and the last."""
         nbytes = [sample[-1] >> 20 for sample in self.samples]
         return [nbytes[len(nbytes) // 3], max(nbytes), nbytes[-1]]
 
@@ -167,7 +168,7 @@ def cluster_of(arguments: argparse.Namespace) -> LocalCluster:
     if arguments.plain:
         return LocalCluster(
             n_workers=1,
-            threads_per_worker=LOOK_AHEAD * arguments.devices,  # dask sends as many at a time
+            threads_per_worker=LOOK_AHEAD * arguments.devices,  # dask sends as many tasks
             **common,
         )
     plugin = DevicePlugin(oom_retries=3, synchronize=arguments.synchronize)
@@ -175,7 +176,7 @@ def cluster_of(arguments: argparse.Namespace) -> LocalCluster:
 
 
 def batches(client: Client, arguments: argparse.Namespace) -> Iterator[int]:
-    """Run the tasks, of which two batches wait while one is done; yield how many are done."""
+    """Run the tasks, with two batches waiting while one runs; yield how many are done."""
     rates = {"oom": arguments.oom, "sticky": arguments.sticky, "restore": arguments.restore}
     first, second = (make_plain, total_plain) if arguments.plain else (make, total)
     batch, end = arguments.batch, arguments.tasks // 2
@@ -250,7 +251,7 @@ def what_is_left(client: Client) -> dict[str, Any]:
 
 
 def elsewhere(given: list[str], *more: object) -> dict[str, Any]:
-    """Run in another process, with some arguments changed."""
+    """Run this module in another process with some arguments changed; return its report."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.soak", *given, *map(str, more), "--json"],
         stdout=subprocess.PIPE,
@@ -262,10 +263,10 @@ def elsewhere(given: list[str], *more: object) -> dict[str, Any]:
 
 
 def grew_more(ours: dict[str, Any], plain: dict[str, Any], where: str, most: int) -> bool:
-    """Print how memory grew beside the control; return whether it is more by ``most`` a task."""
+    """Print how memory grew here and in the control; return whether by too much here."""
     a_task, there = ours[where]["bytes per task"], plain[where]["bytes per task"]
     print(
-        f"  {where}: {ours[where]['MiB']} MiB a third in, at most, and at the end; {a_task:.0f} "
+        f"  {where}: {ours[where]['MiB']} MiB after a third, at most, at the end; {a_task:.0f} "
         f"bytes a task. Control: {plain[where]['MiB']} MiB; {there:.0f} bytes a task"
     )
     return (a_task - there) * ours["tasks"] > max(most * ours["tasks"], NOISE)
@@ -285,32 +286,32 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--synchronize", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="with the logs")
     parser.add_argument(
-        "--steady", type=int, default=20_000, metavar="TASKS", help="so many without faults"
+        "--steady", type=int, default=20_000, metavar="TASKS", help="more, without faults"
     )
     parser.add_argument(
         "--growth",
         type=int,
         default=256,
         metavar="BYTES",
-        help="how much more than the control's memory may grow with each task",
+        help="how much more than the control's memory may grow per task",
     )
     parser.add_argument("--plain", action="store_true", help="dask alone, no faults")
-    parser.add_argument("--kill-times", type=int, default=0, metavar="N", help="in all, evenly")
-    parser.add_argument("--json", action="store_true", help="compare with nothing")
+    parser.add_argument("--kill-times", type=int, default=0, metavar="N", help="at even intervals")
+    parser.add_argument("--json", action="store_true", help="only print the report")
     given = sys.argv[1:] if given is None else given
     arguments = parser.parse_args(given)
     os.environ[driver.SIMULATED_DEVICES_VARIABLE] = str(arguments.devices)
     settings = {
         "devctx.simulated-devices": arguments.devices,
-        # What is kept of the past grows until these are full: that is not what is measured.
+        # These histories grow until they are full. Small limits keep them out of the measurement.
         "devctx.history": 100,
         "distributed.admin.low-level-log-length": 100,
         "distributed.admin.log-length": 100,
         "distributed.scheduler.dashboard.tasks.task-stream-length": 100,
         "distributed.diagnostics.computations.max-history": 10,
-        "distributed.worker.profile.enabled": False,  # an hour of samples, the more the deeper
+        "distributed.worker.profile.enabled": False,  # it keeps samples of an hour
         "distributed.scheduler.allowed-failures": 100,
-        # Dask alone gives a worker up that is lost twice within this time.
+        # Without this package dask gives up a worker that is lost twice within this time.
         "distributed.deploy.lost-worker-timeout": "1 hour",
     }
     with dask.config.set(settings):
@@ -322,7 +323,7 @@ def main(given: list[str] | None = None) -> int:
     plain = elsewhere(given, "--plain", "--kill-every", 0, "--kill-times", kills)
     for name in ("tasks", "seconds", "workers killed", "devices failed", "threads at the end"):
         print(f"{name}: {report[name]}")
-    print(f"memory, beside dask without this package ({plain['seconds']} seconds):")
+    print(f"memory, compared with dask without this package ({plain['seconds']} seconds):")
     more = grew_more(report, plain, "client and scheduler", arguments.growth)
     calm = ["--tasks", arguments.steady, "--kill-every", 0]
     calm += ["--oom", 0, "--sticky", 0, "--restore", 0]

@@ -38,8 +38,8 @@ CASES = [
     (
         errors.DeviceMismatchError("an array", "cuda:1", "cuda:0"),
         {"value": "an array", "device": "cuda:1", "current": "cuda:0"},
-        "an array lives on cuda:1 and cannot be used on cuda:0. Take it there with "
-        "to_device(value, 'cuda:0'), or compute where it is, inside 'with Device('cuda:1'):'",
+        "an array lives on cuda:1 and cannot be used on cuda:0. Copy it there with "
+        "to_device(value, 'cuda:0'), or use it on its own device, inside 'with Device('cuda:1'):'",
     ),
     (
         errors.ValueNotMovableError("Handle", "cuda:1", "it has a __del__"),
@@ -94,9 +94,9 @@ CASES = [
             "watched": False,
         },
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
-        "process any more: the worker ends, and what it held is recomputed. Nothing else had been "
-        "at work since it was last seen healthy: x on cuda:1 caused it. compute-sanitizer finds "
-        "the line",
+        "process any more: the worker ends, and dask computes its results again. x on cuda:1 "
+        "caused it: nothing else has run since the device was last seen healthy. "
+        "compute-sanitizer finds the line",
     ),
     (
         errors.DeviceFailedError(
@@ -104,9 +104,9 @@ CASES = [
         ),
         {"suspects": ("x on cuda:0",), "synchronized": False, "watched": True},
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
-        "any more: the worker ends, and what it held is recomputed. It was found by being watched: "
-        "x on cuda:0 had been a suspect of an earlier failure, was run again alone among its "
-        "suspects, and its device was waited for. compute-sanitizer finds the line",
+        "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it: "
+        "this task was a suspect of an earlier failure, ran again without the other suspects, and "
+        "the worker waited for its device. compute-sanitizer finds the line",
     ),
     (
         errors.DeviceOutOfMemoryError(
@@ -120,11 +120,11 @@ CASES = [
             "replicas_nbytes": 2**30,
             "attempts": 2,
         },
-        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB asked for; "
-        "1.00 GiB of 16.00 GiB free now, after room was made; held by process 7 8.00 GiB, process "
-        "8 an unknown amount; 1.00 GiB of copies were dropped). Make the task's parts smaller, run "
-        "fewer tasks per device, or keep fewer results on it: with fewer threads_per_worker (dask "
-        "worker --nthreads) less is made before it is used",
+        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB requested; "
+        "1.00 GiB of 16.00 GiB are free now; held by process 7 8.00 GiB, process 8 an unknown "
+        "amount; 1.00 GiB of copies were dropped). Make the task's parts smaller, run fewer tasks "
+        "per device, or keep fewer results on it: a lower threads_per_worker (dask worker "
+        "--nthreads) makes fewer results before they are used",
     ),
     (
         errors.DriverUnavailableError("there is no driver", "Install it"),

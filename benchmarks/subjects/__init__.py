@@ -1,4 +1,4 @@
-"""The subjects: a module each, with ``TITLE`` and ``cases``."""
+"""The subjects. Each is a module with ``TITLE`` and ``cases``."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NAMES = tuple(_MODULES)
 
 
 class Subject(Protocol):
-    """What a subject's module offers."""
+    """The interface of a subject's module."""
 
     TITLE: str
 
     def cases(self, size: Size) -> Iterator[Case]:
-        """Yield the cases; each is measured before the next one is asked for.
+        """Yield the cases; each is measured before the next one is made.
 
         Raises
         ------

@@ -1,7 +1,7 @@
-"""What it costs to import ``Device``, beside the bindings that it stands on.
+"""The cost of importing ``Device``, beside the bindings that it uses.
 
-Each repetition is a fresh process. The time of a process that imports nothing is in all of them,
-and has a row of its own.
+Each repetition is a new process. All times contain that of a process that imports nothing, which
+has a row of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def cases(size: Size) -> Iterator[Case]:
             Contender(
                 "import cuda.bindings.driver",
                 _process("import cuda.bindings.driver"),
-                remark="what the first scope imports too",
+                remark="the first scope imports these too",
             ),
             Contender("nothing", _process("pass"), "floor", remark="Python's own start"),
             Contender(

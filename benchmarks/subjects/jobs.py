@@ -1,4 +1,4 @@
-"""Whole jobs over all GPUs: those of dask-cuda's benchmark ``local_cupy``, and five of our own."""
+"""Whole jobs over all GPUs: those of dask-cuda's benchmark ``local_cupy``, and five others."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _CAP_S = 2.5
 _DEFAULT = {"role": "ours", "remark": "LocalDeviceCluster()"}
 _ONE = {"role": "variant", "remark": "n_workers=1"}
 
-# The shape of the array and of its chunks, large and small. `svd` wants a tall one, `fft` whole
-# columns, and the last three one column each.
+# The shapes of the array and of its chunks, large and small. `svd` needs a tall array, `fft` whole
+# columns, and the last three need one column.
 _SQUARE = ((32_000, 32_000), (4_000, 4_000)), ((8_000, 8_000), (400, 400))
 _COLUMN = ((400_000_000,), (25_000_000,)), ((4_000_000,), (20_000,))
 _SHAPES = {
@@ -29,7 +29,7 @@ _SHAPES = {
     "col_sum": _COLUMN,
     "col_mask": _COLUMN,
     "col_gather": _COLUMN,
-    # those that the benchmark of dask-cuda does not have
+    # operations that dask-cuda's benchmark does not have
     "rechunk": (((24_000, 24_000), (24_000, 1_500)),),
     "map_overlap": (((24_000, 24_000), (4_000, 4_000)),),
     "row_statistics": (((40_000, 20_000), (5_000, 5_000)),),

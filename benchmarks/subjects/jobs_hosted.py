@@ -1,7 +1,7 @@
 """Operations on dask arrays whose chunks are on the GPUs of a cluster.
 
-As in dask-cuda's benchmark, an operation's arrays are made before, and its result is left where it
-is made: what is timed lasts until all of the result is there and the devices are idle.
+As in dask-cuda's benchmark, an operation's arrays are made before, and its result stays where it is
+made. The time ends when the whole result is there and the devices are idle.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Jobs:
         client, library = self._cluster.client, self._cluster.library
         if self._last != (operation, shape, chunk):
             self._last = operation, shape, chunk
-            client.run(clusters.free_all, library)  # every operation begins alike
+            client.run(clusters.free_all, library)  # every operation begins in the same state
         make, function = OPERATIONS[operation]
         inputs = self._done(make(self._random, shape, chunk))
         client.run(clusters.sync_all, library)
@@ -53,12 +53,12 @@ class Jobs:
         return time.perf_counter() - started
 
     def _done(self, result: Any) -> list[Any]:
-        """Return one or several arrays with all of their chunks computed, on the workers.
+        """Return one or several arrays whose chunks are computed and stay on the workers.
 
         Raises
         ------
         Exception
-            What one of the tasks raised.
+            One of the tasks failed; this is its exception.
         """
         from distributed import futures_of, wait
 
@@ -89,7 +89,7 @@ class Jobs:
         )
 
 
-# -- what is measured: what makes the arrays, and what is done with them
+# -- the measured operations: one function makes the arrays, another one uses them
 
 
 def _one(random: Random, shape: Shape, chunk: Shape) -> Any:
@@ -101,7 +101,7 @@ def _two(random: Random, shape: Shape, chunk: Shape) -> Any:
 
 
 def _with_indices(random: Random, shape: Shape, chunk: Shape) -> Any:
-    """A column, and a thousandth as many random places in it."""
+    """A column, and random places in it, a thousandth as many as it has rows."""
     count = max(shape[0] // 1000, 8)
     return random(shape, chunk), random((count,), (count,), shape[0])
 
@@ -131,7 +131,7 @@ def _inference(x: Any) -> Any:
 
 
 def _shuffled(x: Any) -> list[Any]:
-    """Send each number to the partition that its value names, as a frame is shuffled by a key."""
+    """Send each number to the partition of its value, as a frame is shuffled by a key."""
     import dask
 
     blocks = x.to_delayed().ravel()
@@ -171,7 +171,7 @@ def blurred(block: Any) -> Any:
 
 
 def infer(block: Any) -> Any:
-    """Put a block through a network of two layers: torch's on a GPU, NumPy's where simulated."""
+    """Apply a network of two layers to a block: with torch on a GPU, with NumPy if simulated."""
     if type(block).__module__.partition(".")[0] != "cupy":
         import numpy
 

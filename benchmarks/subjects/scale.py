@@ -1,4 +1,4 @@
-"""What leading tasks to devices costs the scheduler of a large cluster."""
+"""The cost of leading tasks to devices, for the scheduler of a large cluster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.host import Entry, Host, started
 
 TITLE = "the scheduler's part in large clusters"
 _TASK_S, _WORKER_S, _AWAITED = 5e-6, 10e-3, 1.5
-# What is timed, by the method that does it: of what it is, of one of what, and at most how much.
+# The timed events by their methods: the event, its unit, and the target in seconds per unit.
 _EVENTS = {
     "submit": ("a task is submitted", "task", _TASK_S),
     "join": ("a worker joins", "worker", _WORKER_S),

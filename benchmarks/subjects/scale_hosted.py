@@ -19,7 +19,7 @@ from dask_devctx.scheduler.announcements import ANNOUNCE
 from dask_devctx.scheduler.routing import DeviceRouting
 
 N_DEVICES = 8
-# What dask looks into when a worker joins.
+# dask reads these metrics when a worker joins.
 _METRICS: dict[str, Any] = {
     "bandwidth": {"total": 1e8, "workers": {}, "types": {}},
     "digests_total_since_heartbeat": {},
@@ -33,7 +33,7 @@ _METRICS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def scale(n_workers: int, n_tasks: int, naming: str) -> Iterator[Scale]:
-    loop = asyncio.new_event_loop()  # which ends with this process: a thousand workers leave slowly
+    loop = asyncio.new_event_loop()  # never closed: a thousand workers leave slowly
     made = Scale(n_workers, n_tasks, naming, loop)
     for cluster in made.clusters.values():
         loop.run_until_complete(cluster.start())
@@ -41,11 +41,11 @@ def scale(n_workers: int, n_tasks: int, naming: str) -> Iterator[Scale]:
 
 
 class _Nothing(SchedulerPlugin):  # type: ignore[misc]
-    """A plugin that does nothing, in the place of the routing."""
+    """A plugin that does nothing, in place of the routing."""
 
 
 class _Comm:
-    """A worker's connection: it takes what it is sent, and says nothing until it is closed."""
+    """A worker's connection, which accepts all messages and sends nothing until it is closed."""
 
     peer_address = local_address = "tcp://stand-in"
     name = "stand-in"
@@ -101,11 +101,11 @@ class _Cluster:
         await self.plugin.start(self._scheduler)
         for _ in range(self._n_workers):
             await self.join()
-        # The plugin is told by hand of all that is timed, and by dask of the rest.
+        # This class calls the plugin for all timed events, and dask calls it for the rest.
         self._scheduler.plugins[DeviceRouting.name] = self.plugin
 
     async def join(self, number: int | None = None) -> _Joined:
-        """Let a worker join and announce its devices: another one, or the one of a number."""
+        """Let a new worker join and announce its devices, or the worker of a number again."""
         number = next(self._numbers) if number is None else number
         address = _address(number)
         comm = _Comm()
@@ -133,7 +133,7 @@ class _Cluster:
                 stimulus_id="benchmark",
             )
         )
-        # What is wrong with the stand-in ends it before it has joined.
+        # An error in the stand-in ends it before it has joined.
         waiting = asyncio.ensure_future(comm.joined.wait())
         await asyncio.wait([waiting, connection], return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
@@ -161,8 +161,8 @@ class _Cluster:
         return timed.spent_s
 
     def add_tasks(self, names: Iterable[object]) -> None:
-        """Give it tasks that name these devices, each the next one."""
-        # Not the same keys as before: dask would add them to what it knows of those.
+        """Give it tasks that name these devices in turn."""
+        # New keys each time: dask would merge tasks with old keys into those that it knows.
         self._keys = [("waits", next(self._keys_used)) for _ in range(self._n_tasks)]
         for key, name in zip(self._keys, names, strict=False):
             ts = self._scheduler.new_task(key, Task(key, sum, ()), "released")
@@ -170,7 +170,7 @@ class _Cluster:
             ts.priority = (0, 0, key[1])
 
     def note(self) -> float:
-        """Tell the plugin of the tasks, and return its time."""
+        """Announce the tasks to the plugin, and return its time."""
         tasks = self._scheduler.tasks
         devices = {key: tasks[key].annotations["device"] for key in self._keys}
         started = time.thread_time()
@@ -194,7 +194,7 @@ class _Cluster:
         return self.note()
 
     def submit_waiting(self, number: int) -> None:
-        """Give it tasks that are ready and can run nowhere but on a worker that is not there."""
+        """Give it ready tasks that can run only on a worker that is not there."""
         scheduler = self._scheduler
         self.add_tasks(itertools.repeat(_uuids(number)[0]))
         if type(self.plugin) is _Nothing:  # dask's own way
@@ -255,7 +255,7 @@ class Scale:
         return self._run(self._join_and_leave(self.clusters[routing]))[0]
 
     def leave(self, routing: bool) -> float:
-        """Return the seconds for one that leaves."""
+        """Return the seconds for a worker that leaves."""
         return self._run(self._join_and_leave(self.clusters[routing]))[1]
 
     async def _join_and_leave(self, cluster: _Cluster) -> tuple[float, float]:
@@ -292,7 +292,7 @@ def _address(number: int) -> str:
 
 
 def announcement(number: int) -> dict[str, Any]:
-    """Return what a worker with eight devices says of them."""
+    """Return the announcement of a worker with eight devices."""
     uuids = _uuids(number)
     seen = [
         {"device_id": n, "uuid": uuid, "pci_bus_id": f"0000:{n:02x}:00.0"}

@@ -1,8 +1,8 @@
-"""What one ``with device:`` costs: make a GPU current, and give back what was before.
+"""The cost of one ``with device:``, which makes a GPU current and then restores the state before.
 
-Each contender has a thread of its own in each case, which is put into the case's state before
-every turn. What is current after one ``with`` is looked at, and decides who counts: a peer that
-leaves the thread otherwise than it found it does less than the whole job.
+Each contender has a thread of its own in each case. The thread is put into the case's state before
+every turn. One ``with`` block of each peer is checked: a peer that does not restore the thread's
+state does less than the whole job, and does not count.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def cases(size: Size) -> Iterator[Case]:
     if not gpus:
         raise CannotRunError("CUDA shows this process no device")
     target = gpus[min(1, len(gpus) - 1)]
-    judged = not driver.backend().simulated  # a simulated driver's own time is most of it
+    judged = not driver.backend().simulated  # a simulated driver takes most of the time itself
     states: list[tuple[str, Device | None]] = [
         ("the same device is current", target),
         ("nothing is current", None),
@@ -45,7 +45,7 @@ def cases(size: Size) -> Iterator[Case]:
         for name, before in states:
             kind = "made in each with" if made_each_time else "made before"
             if made_each_time and before is not gpus[0]:
-                continue  # the state was compared above; this compares the making
+                continue  # the states are compared above; this compares the making
             with ExitStack() as stack:
                 yield Case(
                     name=f"{name}, the object {kind}{field.where()}",

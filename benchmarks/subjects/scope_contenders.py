@@ -1,4 +1,4 @@
-"""Who switches devices, and how it is said in each library."""
+"""The contenders that switch devices, each in the words of its library."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Way:
     Parameters
     ----------
     again, anew
-        The loop over an object that was made before, and over one that is made each time; None
-        where the library has no such way. Both return seconds.
+        A loop over one object that is made before, and a loop that makes an object each time; None
+        where the library cannot do that. Both return seconds.
     calls, handles
-        The driver that it switches, and the primary contexts there by the devices' ordinals.
+        The driver on which it switches, and that driver's primary contexts by ordinal.
     switches
         Whether it makes another context current at all.
     """
@@ -54,7 +54,7 @@ class Way:
 
     def make_current(self, number: int | None) -> None:
         self.calls.set_current(0)
-        while self.calls.current():  # what somebody pushed
+        while self.calls.current():  # contexts that a library pushed
             self.calls.set_current(0)
         if number is not None:
             self.calls.set_current(self.handles[number])
@@ -77,7 +77,7 @@ class _Found:
 
 
 def over(scope: AbstractContextManager[Any]) -> Loop:
-    """The loop over one object."""
+    """Return a loop over one object."""
 
     def loop(count: int) -> float:
         turns = range(count)
@@ -91,7 +91,7 @@ def over(scope: AbstractContextManager[Any]) -> Loop:
 
 
 def making(make: Callable[[], AbstractContextManager[Any]]) -> Loop:
-    """The loop over objects that are made by a call each time."""
+    """Return a loop that makes an object for each repetition."""
 
     def loop(count: int) -> float:
         turns = range(count)
@@ -105,7 +105,7 @@ def making(make: Callable[[], AbstractContextManager[Any]]) -> Loop:
 
 
 def ways(target: Device, bound: Sequence[Device]) -> tuple[list[Way], list[Missing]]:
-    """Return all that can run here, and those that cannot."""
+    """Return all ways that can run here, and those that cannot."""
     calls = driver.backend().driver()
     handles = {gpu.device_id: gpu.primary_context.handle for gpu in bound}
     found = _Found(target.device_id, calls, handles)
@@ -119,13 +119,13 @@ def ways(target: Device, bound: Sequence[Device]) -> tuple[list[Way], list[Missi
         "dask-cuda's pattern": _runtime_pattern,
     }.items():
         if simulated:
-            found.missing.append(Missing(name, "it needs a real GPU, and these are simulated"))
+            found.missing.append(Missing(name, "it needs real GPUs, and these are simulated"))
             continue
         try:
             peer(found)
         except ImportError as error:
             found.missing.append(Missing(name, f"not installed: {error}"))
-        except Exception as error:  # a peer that is installed and broken must not end the run
+        except Exception as error:  # a peer with a broken installation must not end the run
             found.missing.append(Missing(name, f"does not work here: {error!r}"))
     _bindings(found)
     _floor(found)
@@ -167,7 +167,7 @@ def _ours(found: _Found, target: Device, bound: Sequence[Device]) -> None:
 
 @contextlib.contextmanager
 def _without_extension() -> Iterator[ModuleType]:
-    """A second copy of the package, which does not find the extension."""
+    """Import a second copy of the package, which does not find the extension."""
 
     def ours() -> list[str]:
         return [name for name in sys.modules if name.partition(".")[0] == "dask_devctx"]
@@ -225,7 +225,7 @@ def _jax(found: _Found) -> None:
 
 
 def _runtime_pattern(found: _Found) -> None:
-    """The usual workaround, with the runtime's own idea of a device; written anew."""
+    """The usual workaround with the runtime's own notion of a device, in our own code."""
     from cuda.bindings import runtime
 
     class Pattern:
@@ -247,7 +247,7 @@ def _runtime_pattern(found: _Found) -> None:
 
 
 def _bindings(found: _Found) -> None:
-    """The three calls and nothing else: no object, no check of a status."""
+    """The three calls alone: no object, no check of a status."""
     functions = found.calls.driver
     context = found.calls.types.CUcontext(found.handles[found.device_id])
 

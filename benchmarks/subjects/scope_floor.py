@@ -32,16 +32,16 @@ double loop(int (*get)(void **), int (*set)(void *), void *context, long count)
 
 
 class CannotCompileError(Exception):
-    """There is no floor to be measured."""
+    """The floor cannot be measured."""
 
 
 def loop(calls: Calls, handle: int) -> Callable[[int], float]:
-    """Return what makes the three calls so many times, and says how many seconds it took.
+    """Return a function that makes the three calls n times and returns the seconds.
 
     Raises
     ------
     CannotCompileError
-        No compiler, or a driver that does not tell its addresses.
+        There is no compiler, or the driver does not tell its addresses.
     """
     get_current, set_current = calls.current_address(), calls.set_current_address()
     if not get_current or not set_current:

@@ -1,7 +1,7 @@
-"""What one process for all GPUs saves: time to start, host memory, GPU memory.
+"""The savings of one process for all GPUs: time to start, host memory, GPU memory.
 
-Each turn starts a cluster, lets it do a first task on each GPU, gives it an array in host memory
-to use on each of them, and ends it. What is measured on the way is shown in a case each.
+Each turn starts a cluster, runs a first task on each GPU, uses one array in host memory on each
+GPU, and ends the cluster. Each quantity that is measured meanwhile has a case of its own.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def cases(size: Size) -> Iterator[Case]:
 
 
 class _Starts:
-    """All the starts of one cluster."""
+    """All starts of one kind of cluster."""
 
     def __init__(self, entry: Entry, nbytes: int) -> None:
         self.entry = entry
@@ -82,7 +82,7 @@ class _Starts:
         self._next: dict[str, int] = defaultdict(int)
 
     def measured(self, key: str) -> Callable[[int], float]:
-        """Return what starts a cluster for each of its repetitions."""
+        """Return a contender's ``run`` that starts a cluster for each repetition."""
 
         def run(count: int) -> float:
             self._done += (self._start() for _ in range(count))
@@ -91,7 +91,7 @@ class _Starts:
         return run
 
     def again(self, key: str) -> Callable[[int], float]:
-        """Return what tells another quantity of the same starts, in the order they were made."""
+        """Return a ``run`` that gives another quantity of the same starts, in their order."""
 
         def run(count: int) -> float:
             place = self._next[key]
@@ -122,7 +122,7 @@ class _Starts:
 
 
 def _host_used(pid: int) -> int:
-    """Bytes of a process and all its descendants, those that they share counted once."""
+    """Return the bytes of a process and its descendants; shared memory counts once."""
     root = psutil.Process(pid)
     total = 0
     for process in (root, *root.children(recursive=True)):
@@ -130,7 +130,7 @@ def _host_used(pid: int) -> int:
             memory = process.memory_full_info()
         except psutil.NoSuchProcess:
             continue
-        total += getattr(memory, "pss", memory.uss)  # only Linux tells the proportional size
+        total += getattr(memory, "pss", memory.uss)  # only Linux has the proportional size
     return total
 
 
@@ -140,5 +140,5 @@ def _gpu_used() -> int:
         nvml.nvmlInit()
         handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
         return sum(nvml.nvmlDeviceGetMemoryInfo(handle).used for handle in handles)
-    except Exception as error:  # NVML's errors are many
+    except Exception as error:  # NVML has many errors
         raise CannotRunError(f"NVML does not tell the memory in use: {error}") from error

@@ -1,4 +1,4 @@
-"""A process that starts a cluster when it is told to."""
+"""A process that starts a cluster on request."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def waiting(factory: str) -> Iterator[Starting]:
 
 
 class Starting:
-    """A cluster that is not there yet.
+    """A cluster that is not started yet.
 
     Parameters
     ----------
     factory
-        What makes it.
+        The function that makes it.
     stack
-        Ends it.
+        The stack whose close ends it.
     """
 
     def __init__(self, factory: str, stack: contextlib.ExitStack) -> None:
         self._factory, self._stack = factory, stack
 
     def start(self, *args: Any) -> float:
-        """Return the seconds until all workers are there, imports of the libraries included."""
+        """Return the seconds until all workers are there, including the imports of libraries."""
         started = time.perf_counter()
         module, _, name = self._factory.partition(":")
         make = getattr(importlib.import_module(module), name)
@@ -43,7 +43,7 @@ class Starting:
         return time.perf_counter() - started
 
     def touch_all(self) -> float:
-        """Return the seconds that a first task on each GPU takes."""
+        """Return the seconds of a first task on each GPU."""
         cluster, started = self._cluster, time.perf_counter()
         everywhere = range(cluster.n_devices)
         futures = [cluster.submit(touch, cluster.library, device=device) for device in everywhere]

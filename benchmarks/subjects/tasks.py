@@ -11,9 +11,9 @@ from benchmarks.host import Entry, Host, started
 TITLE = "the cost of a task that does nothing"
 _RATIO, _MORE_S, _OF_DASK_CUDA = 1.03, 30e-6, 0.55
 _MODULE = "benchmarks.subjects.tasks_hosted"
-# What a large input that has not to move may add to that.
+# The most seconds that a large input may add if it does not move.
 _INPUT_MORE_S = 3e-6
-# By the function that makes it: what all tasks are given, the size, and where they run.
+# The inputs by the function that makes each: a description, the size, and the tasks' device.
 _INPUTS = {
     "tuples": ("a list of {:,} tuples", 10**6, None),
     "cube": ("a nested list of {:,} numbers", 10**6, None),
@@ -71,7 +71,7 @@ def cases(size: Size) -> Iterator[Case]:
 
 
 def _beside_dask_cuda(n_devices: int, tasks: int, size: Size) -> Iterator[Case]:
-    """The same tasks on whole clusters, each as it comes."""
+    """The same tasks on whole clusters with their default settings."""
     peers, missing = field.dask_cuda(_MODULE, n_devices)
     ours = Entry("ours", f"{_MODULE}:ours", (field.library(), n_devices, None), {"role": "ours"})
     with started([ours, *peers]) as (hosts, failed):

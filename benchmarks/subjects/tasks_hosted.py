@@ -1,4 +1,4 @@
-"""Tasks that do nothing, on a cluster that may be given the plugin and have it taken away."""
+"""Tasks that do nothing, on a cluster that can have the plugin registered or removed."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class Noops:
     def turn(
         self, tasks: int, annotation: int | None, plugin: bool | None, kind: str = "", n: int = 0
     ) -> float:
-        """Return the seconds that so many tasks took, from their submission to the last's end.
+        """Return the seconds from the submission of the tasks to the end of the last one.
 
         Parameters
         ----------
         plugin
             Whether the plugin is registered; None leaves that as it is.
         kind
-            What each of them is given besides, by the name of a function below, made once; and
-            ``n``, its size.
+            The name of a function below that makes, once, one more argument for all tasks; ``n``
+            is its size.
         """
         from dask_devctx import DevicePlugin
 
@@ -71,7 +71,7 @@ class Noops:
             else:
                 self._client.unregister_worker_plugin(DevicePlugin.name)
             self._has_plugin = plugin
-            self._run(tasks // 10, annotation, [])  # what is done once: threads, contexts
+            self._run(tasks // 10, annotation, [])  # warm up: threads and contexts start once
         given = []
         if kind:
             if kind not in self._inputs:
@@ -97,7 +97,7 @@ class Noops:
         took = time.perf_counter() - started
         for future in futures:
             if future.status != "finished":
-                future.result()  # raises what the task raised
+                future.result()  # raises the task's exception
         self._client.cancel(futures)
         return took
 

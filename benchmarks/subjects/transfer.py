@@ -1,4 +1,4 @@
-"""How an array gets from one GPU to another: copied bare, inside a task, and by dask."""
+"""Copies of an array from one GPU to another: bare, inside a task, and by dask."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _inside_a_task(host: Host, nbytes: int, size: Size) -> Case:
                 "to_device in a task",
                 _several(host, "copy_in_task", nbytes),
                 "ours",
-                remark="until it is done",
+                remark="until the copy is done",
             ),
             Contender("bare copy", _several(host, "bare_copy", nbytes), remark=_bare()),
         ],

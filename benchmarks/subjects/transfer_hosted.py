@@ -1,4 +1,4 @@
-"""Arrays that are copied between two GPUs, with a cluster or within one of its tasks."""
+"""Copies of arrays between two GPUs, by a cluster or inside one of its tasks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Transfers:
         array = cluster.submit(make, cluster.library, nbytes, mark, device=0)
         wait(array)
         if array.status != "finished":
-            array.result()  # raises what the task raised
+            array.result()  # raises the task's exception
         started = time.perf_counter()
         use = cluster.submit(last, array, device=1)
         found = use.result()
@@ -54,7 +54,7 @@ class Transfers:
         return self._in_task(copy_in_task, nbytes)
 
     def bare_copy(self, nbytes: int) -> float:
-        """Copy with the runtime's function and nothing else, into memory that is there."""
+        """Copy with the runtime's function alone, into memory that exists already."""
         return self._in_task(bare_copy, nbytes)
 
     def _in_task(self, function: Any, nbytes: int) -> float:
@@ -76,7 +76,7 @@ def make(library: str, nbytes: int, mark: int) -> Any:
 
 
 def last(array: Any) -> int:
-    return int(array[-1].item())  # waits for what the array's stream was given before
+    return int(array[-1].item())  # waits for the earlier work of the array's stream
 
 
 def copy_in_task(library: str, array: Any) -> float:
@@ -90,7 +90,7 @@ def copy_in_task(library: str, array: Any) -> float:
             clusters.sync(library)
         return moved
 
-    copy()  # what is done once: memory of that size, peer access
+    copy()  # the first copy also allocates memory and enables peer access
     started = time.perf_counter()
     moved = copy()
     took = time.perf_counter() - started

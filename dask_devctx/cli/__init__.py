@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-# dask's section of the configuration first, so that simulated devices are known
+# The configuration comes first, because it decides which devices are simulated.
 from dask_devctx import config
 from dask_devctx.client.tables import aligned, nbytes_text
 from dask_devctx.config.options import Options
@@ -25,9 +25,9 @@ def devctx() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @click.pass_context
 def info(context: click.Context, as_json: bool) -> None:
-    """Show the GPUs, their peer access, hidden GPUs, and problems.
+    """Show the GPUs, their peer access, the hidden GPUs, and problems.
 
-    Creates no CUDA context. The exit status is 1 if there is no GPU that can be used.
+    The command creates no CUDA context. Its exit status is 1 if no GPU can be used.
     """
     machine = inspect_machine()
     machine = replace(machine, problems=(*machine.problems, *_problems_of_the_configuration()))
@@ -102,7 +102,7 @@ def _reach(machine: Machine, one: DeviceInfo, other: DeviceInfo) -> str:
 
 
 def _ranges(numbers: frozenset[int] | None) -> str | None:
-    """``"0-3,8"`` for 0, 1, 2, 3 and 8."""
+    """Return ``"0-3,8"`` for 0, 1, 2, 3 and 8."""
     if numbers is None:
         return None
     runs: list[list[int]] = []

@@ -27,12 +27,12 @@ async def dask_setup(server: object) -> None:
     Raises
     ------
     TypeError
-        It is something else, such as a nanny.
+        The server is neither, such as a nanny.
 
     Notes
     -----
-    A worker that cannot use its devices does not start. dask logs the error of a preload and goes
-    on, so the worker is handed the error to raise by itself.
+    A worker that cannot use its devices does not start. dask logs the exception of a preload and
+    continues. So the worker gets a plugin that raises the error during the worker's start.
     """
     if isinstance(server, Scheduler):
         await server.register_scheduler_plugin(
@@ -71,7 +71,7 @@ def _say_why_last(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Show the error that ends this process; its last line says why the worker did not start."""
+    """Show the exception that ends this process, and why the worker did not start last."""
     show(kind, error, traceback)
     cause: BaseException | None = error
     while cause is not None:
@@ -82,6 +82,6 @@ def _say_why_last(
         cause = cause.__cause__
 
 
-# `dask worker` ends with "Worker failed to start." below a hundred lines of traceback. This is set
-# on import, since the process of the nanny imports the module and calls nothing in it.
+# `dask worker` ends with "Worker failed to start." below a hundred lines of traceback. The hook is
+# set on import, because the nanny's process imports this module and calls nothing in it.
 sys.excepthook = functools.partial(_say_why_last, sys.excepthook)

@@ -1,1 +1,1 @@
-"""What runs in the client's process: clusters on this machine, and reports."""
+"""Code for the client's process: clusters on this machine, and reports."""

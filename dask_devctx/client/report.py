@@ -1,4 +1,4 @@
-"""What ran where on a whole cluster, as a table."""
+"""A table of the tasks that ran on the devices of a cluster."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class ReportedTask:
     key
         Its key.
     prefix
-        What tasks of its kind are called.
+        The name that it shares with tasks of its kind.
     uuid
         The device's UUID.
     device_id
         The device's ordinal in the worker's process.
     start, stop
-        When it ran, in seconds since the epoch by the scheduler's clock; None where it failed
-        before it could run.
+        The times of its run, in seconds since the epoch by the scheduler's clock; None for a task
+        that failed before it could run.
     outcome
         ``"memory"`` or ``"error"``.
     """
@@ -48,7 +48,7 @@ class ReportedTask:
 
 @dataclass(frozen=True)
 class ReportedRefusal:
-    """One task that failed before it had a device, such as one that nobody has.
+    """One task that failed before it had a device, for example because no worker has that device.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ class ReportedRefusal:
     key
         Its key.
     prefix
-        What tasks of its kind are called.
+        The name that it shares with tasks of its kind.
     reason
         The error, in words.
     """
@@ -70,7 +70,7 @@ class ReportedRefusal:
 
 @dataclass(frozen=True)
 class ReportedDevice:
-    """One device of one worker, as its metrics say."""
+    """One device of one worker, from the worker's metrics."""
 
     worker: str
     device_id: int
@@ -87,26 +87,26 @@ class ReportedDevice:
 
 @dataclass(frozen=True)
 class ReportedTransfer:
-    """What went from one device to another, one way.
+    """The values that went from one device to another, in one way.
 
     Parameters
     ----------
     worker
-        The worker that says it: the one that copied.
+        The worker that copied them.
     source, destination
-        The devices' UUIDs; of what was sent through the host the destination is the address of
-        the worker that asked for it.
+        The devices' UUIDs. For values that went through the host, the destination is the address
+        of the worker that asked for them.
     way
         ``"peer"`` within a worker, ``"ipc"`` between workers of one machine without the host, or
-        ``"host"``: as dask sends it.
+        ``"host"`` as dask sends values.
     nbytes, copies
-        Bytes, and values, that were moved.
+        The bytes and the number of values that moved.
     saved
-        Times that a task found a value there already.
+        How often a task found a value there already.
     seconds
-        Time that it took, or, within a worker, that threads spent on starting the copies.
+        The time of the transfers; within a worker, the time that threads spent to start copies.
     reason
-        Why it went through the host, where that is known.
+        The reason why the values went through the host, if it is known.
     """
 
     worker: str
@@ -131,13 +131,13 @@ class Report(list[ReportedTask]):
     devices
         A row for each device of each worker.
     transfers
-        A row for each pair of devices, and each way, between which values were moved.
+        A row for each pair of devices between which values moved, and for each way.
     refused
-        The tasks that failed before they could run, as they got no device.
+        The tasks that failed before they could run, because they got no device.
     workers
         Whether each worker runs the plugin, by its address.
     silent
-        Why a worker did not answer, by its address: it is not in the others then.
+        The reason why a worker did not answer, by its address. The other attributes lack it.
     """
 
     def __init__(
@@ -157,10 +157,10 @@ class Report(list[ReportedTask]):
         self.silent = dict(silent or {})
 
     def __repr__(self) -> str:
-        return str(self)  # thousands of tasks, one by one, tell nobody anything
+        return str(self)  # a list of thousands of tasks is unreadable
 
     def __str__(self) -> str:
-        """Return a line for each device and each kind of task on it, then what is amiss."""
+        """Return a line for each device and each kind of task on it, then the problems."""
         rows: list[Sequence[object]] = []
         for device in self.devices:
             memory = f"{nbytes_text(device.memory_free)} of {nbytes_text(device.memory_total)} free"
@@ -209,7 +209,7 @@ def _transfer_row(row: ReportedTransfer) -> Sequence[object]:
 
 
 def report(client: Client) -> Any:
-    """Return what ran where.
+    """Return the tasks that ran on each device of a cluster.
 
     Parameters
     ----------
@@ -219,8 +219,8 @@ def report(client: Client) -> Any:
     Returns
     -------
     Report
-        The tasks, under ``devices`` the devices, under ``transfers`` what was moved between them,
-        and under ``refused`` the tasks that got none. A
+        The tasks; ``devices`` has the devices, ``transfers`` the values that moved between them,
+        and ``refused`` the tasks that got no device. A
         worker remembers its latest tasks, ``devctx.history`` of them; one that has left is not in
         it.
 
@@ -245,7 +245,7 @@ async def _report(client: Client) -> Report:
     refused: list[ReportedRefusal] = []
     workers: dict[str, bool] = {}
     silent: dict[str, str] = {}
-    # One that is being restarted, or has another version of this package, must not hide the others.
+    # A worker that restarts, or has another version of this package, must not hide the others.
     answers = await client.run(_of_worker, on_error="return")
     for worker, answer in sorted(answers.items()):
         if isinstance(answer, BaseException):

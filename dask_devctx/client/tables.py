@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table of aligned columns, numbers to the right.
+    """Return a table of aligned columns; columns of numbers are aligned to the right.
 
     Parameters
     ----------
@@ -39,7 +39,7 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def nbytes_text(nbytes: int | None) -> str:
-    """Return a number of bytes with a binary unit, ``"16.0 GiB"``; "?" for None."""
+    """Return a number of bytes with a binary unit, such as ``"16.0 GiB"``; "?" for None."""
     if nbytes is None:
         return "?"
     value = float(nbytes)

@@ -1,7 +1,7 @@
 """The ``devctx`` section of dask's configuration, and its defaults.
 
-Files, ``DASK_DEVCTX__…`` variables and ``dask.config.set`` work as for dask's own sections. The
-meaning of each key is in ``devctx.yaml``, its range in ``devctx-schema.yaml``.
+Files, ``DASK_DEVCTX__…`` variables and ``dask.config.set`` work as for dask's own sections.
+``devctx.yaml`` explains each key; ``devctx-schema.yaml`` has the values that it may have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ dask.config.update_defaults(defaults)
 
 
 def get(key: str, given: Any = None) -> Any:
-    """Return an argument, or the configuration's value where it is None.
+    """Return the argument that was given, or else the configuration's value.
 
     Parameters
     ----------
@@ -36,13 +36,13 @@ def get(key: str, given: Any = None) -> Any:
     """
     if given is not None:
         return given
-    # Whoever clears dask's configuration, as its own tests do, clears the defaults with it.
+    # Programs that clear dask's configuration, as its own tests do, clear the defaults too.
     return dask.config.get(f"devctx.{key}", defaults["devctx"][key])
 
 
 def unknown_keys() -> list[str]:
-    """Return a sentence for each key that means nothing; dask accepts a mistyped one silently."""
-    known = [*defaults["devctx"], "simulated-host"]  # which only the environment can say
+    """Return a sentence for each unknown key; dask itself accepts a mistyped key."""
+    known = [*defaults["devctx"], "simulated-host"]  # a variable, not a key of the file
     said = []
     for key in dask.config.get("devctx", {}):
         name = key.replace("_", "-")
@@ -58,7 +58,7 @@ def unknown_keys() -> list[str]:
 
 
 def warn_of_unknown_keys() -> None:
-    """Warn of keys that mean nothing."""
+    """Warn of unknown keys."""
     for text in unknown_keys():
         warnings.warn(text, stacklevel=3)
 
@@ -73,7 +73,7 @@ def seconds(key: str) -> float | None:
     Raises
     ------
     ValueError
-        It is no time; the key is named.
+        The value is not a time; the message names the key.
     """
     value = get(key)
     try:

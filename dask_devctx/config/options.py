@@ -19,15 +19,15 @@ from dask.utils import parse_bytes
 
 from dask_devctx import config
 
-# A device's tasks run on the device's own threads, so a worker's `nthreads` is how far dask lets it
-# look ahead: too few, and threads wait for the scheduler; too many, and results pile up before they
-# are used.
+# A device's tasks run on the device's own threads. So a worker's `nthreads` only limits how many
+# tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
+# pile up before they are used.
 LOOK_AHEAD: Final = 8
 
-# The line of a class's docstring that the paragraphs of all options take the place of.
+# The paragraphs of all options replace this line in a class's docstring.
 _PLACE: Final = "{options}"
 
-# Given an option's name and its value, return that as it is kept, or raise.
+# A function of an option's name and value that returns the value to keep, or raises.
 _Check = Callable[[str, Any], object]
 
 
@@ -42,7 +42,7 @@ def _whole_number(least: int) -> _Check:
 
 def _one_of(*choices: object) -> _Check:
     def check(name: str, value: Any) -> object:
-        # 1 and 0 equal True and False, and are not meant
+        # 1 and 0 equal True and False, but are refused
         if not any(type(value) is type(one) and value == one for one in choices):
             raise _refused(name, " or ".join(map(repr, choices)), value)
         return value
@@ -96,13 +96,13 @@ def _key(name: str) -> str:
 
 
 def _option(check: _Check, *, configured: bool = True) -> Any:
-    """Return a field that is not given by default; ``configured``: then the configuration's."""
+    """Return an optional field; if ``configured``, its default is the configuration's value."""
     return field(default=None, metadata={"check": check, "configured": configured})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of the plugin, checked; those not given are as the configuration has them.
+    """The options of the plugin, checked; the defaults come from the configuration.
 
     Parameters
     ----------
@@ -110,8 +110,8 @@ class Options:
         The devices that a worker uses, each anything that :class:`~dask_devctx.Device` accepts;
         all that it sees by default.
     devices_per_worker
-        How many of them each worker takes for itself alone: workers of one machine and user that
-        are given this share the devices out without overlap. None for all, shared with anybody.
+        How many of them each worker takes for itself alone. With this option, no two workers of one
+        machine and user take the same device. None: a worker uses all, together with others.
     tasks_per_device
         How many tasks run on a device at a time. Tasks that wait for each other must all have a
         place: see docs/deployment.md.
@@ -126,16 +126,16 @@ class Options:
         Chooses the device of a task that names none, given one :class:`~dask_devctx.Candidate` per
         device: see docs/placement.md. By default the task goes where it starts soonest.
     synchronize
-        Wait for the device before a task counts as done, so that work which fails is the fault of
-        the task that gave it.
+        Wait for the device before a task counts as done, so that a failure names the one task that
+        caused it.
     oom_retries
-        How often a task that ran out of a device's memory is tried again, after room was made.
+        How often a task that ran out of a device's memory is tried again, after memory was freed.
     ipc
-        Whether values go to other workers of the machine by CUDA IPC: ``"auto"`` where that works
-        and the connection does not do as well, True wherever it works, False never.
+        Whether values go to other workers of the machine by CUDA IPC. ``"auto"``: if it works and
+        the connection is not as good; True: whenever it works; False: never.
     ipc_staging
-        How much of each device's memory the values on their way may take: a fraction up to 1, or
-        bytes such as ``"2 GiB"``.
+        How much of each device's memory values may take while they are sent: a fraction up to 1,
+        or bytes such as ``"2 GiB"``.
 
     Raises
     ------
@@ -181,33 +181,33 @@ def remembered_tasks() -> int:
     Raises
     ------
     ValueError
-        It is no whole number.
+        It is not a whole number.
     """
     count: Any = _whole_number(0)("history", config.get("history"))
     return int(count)
 
 
 def refuse_unknown(given: Iterable[str], known: Collection[str], owner: str) -> None:
-    """Refuse keyword arguments that nobody takes.
+    """Refuse unknown keyword arguments.
 
     Parameters
     ----------
     given
         Their names.
     known
-        All names that there are.
+        All known names.
     owner
-        The name of the class that was given them.
+        The name of the class that got the arguments.
 
     Raises
     ------
     TypeError
-        One is not known; the nearest that is, is named.
+        A name is unknown; the message has the nearest known one.
     """
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            meant = f"Did you mean {near[0]}?" if near else f"help({owner}) lists those that it has"
+            meant = f"Did you mean {near[0]}?" if near else f"help({owner}) lists all options"
             raise TypeError(f"{owner} has no option {name!r}. {meant}")
 
 

@@ -2,7 +2,7 @@
 
 :func:`backend` gives the pair that this process uses, chosen at first use: the real ones, or
 the simulated ones where ``DASK_DEVCTX__SIMULATED_DEVICES`` (in dask's configuration
-``devctx.simulated-devices``) asks for them. Nothing is simulated that nobody asked for.
+``devctx.simulated-devices``) asks for them. By default nothing is simulated.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def backend() -> Backend:
     Raises
     ------
     DriverUnavailableError
-        ``devctx.simulated-devices`` is no count, ``devctx.simulated-memory`` is no size, or
+        ``devctx.simulated-devices`` is not a count, ``devctx.simulated-memory`` is not a size, or
         ``cuda-bindings`` or ``nvidia-ml-py`` cannot be loaded.
 
     Notes
     -----
-    Chooses once per process, from any thread. Initialises nothing.
+    The choice is made once per process, on any thread. It does not initialise CUDA or NVML.
     """
     return _active or _choose()
 
 
 def current_backend() -> Backend | None:
-    """Return what :func:`backend` has chosen, or None where nothing has asked it yet."""
+    """Return the driver and NVML that :func:`backend` chose; None before its first call."""
     return _active
 
 
@@ -46,12 +46,12 @@ def current_backend() -> Backend | None:
 def use(other: Backend) -> Iterator[Backend]:
     """Make this process use another driver and NVML inside the ``with`` block.
 
-    For a program that brings its own driver, such as one that simulates several machines.
+    It is for a program with a driver of its own, such as one that simulates several machines.
     Devices made inside belong to ``other`` and mean nothing outside.
 
     Notes
     -----
-    For the whole process, not for the calling thread.
+    The change applies to the whole process, not only to the calling thread.
     """
     global _active
     before, _active = _active, other
@@ -74,7 +74,7 @@ def _choose() -> Backend:
                     "Install both for this Python. A subinterpreter cannot load cuda-bindings: use "
                     "the main interpreter, or a process",
                 ) from error
-            _active = _active or chosen  # what interrupted this may have asked, too
+            _active = _active or chosen  # a signal handler may have chosen meanwhile
         return _active
 
 

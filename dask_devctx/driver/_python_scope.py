@@ -1,4 +1,4 @@
-"""What the extension ``_scope`` offers, where it was not built: a place for what it keeps."""
+"""Stands in for the extension ``_scope`` where it was not built: it keeps the scopes' stack."""
 
 from __future__ import annotations
 

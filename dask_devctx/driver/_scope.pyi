@@ -3,8 +3,8 @@ from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 Entry = tuple[Any, int, int | None]
-"""A scope; the handle that was current before it, 0 for none; which context that was, where the
-handle may die: 0 where it cannot, None where it was dead."""
+"""A scope; the handle that was current before it, 0 for none; the id of that handle's context. The
+id is 0 where the handle cannot die, and None where its context was destroyed already."""
 
 class Stack(Protocol):
     def __iter__(self) -> Iterator[Entry]: ...

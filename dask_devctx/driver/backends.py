@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dask_devctx.driver._scope import Native
     from dask_devctx.driver.protocol import Driver, Nvml
 
-# How many GPUs to simulate, in the environment.
+# The environment variable with the number of GPUs to simulate.
 SIMULATED_DEVICES_VARIABLE: Final = "DASK_DEVCTX__SIMULATED_DEVICES"
 
 _REMEDY = (
@@ -49,19 +49,20 @@ class Backend:
         self.machine = machine
         self.calls = Calls(driver)
         self.initialised = False
-        # Handles that stay safe to make current: none at all, and the primary contexts that this
-        # process retains. Any other context may be destroyed while it waits to be restored.
+        # Handles that are always safe to make current: 0 for no context, and the primary contexts
+        # that this process retains. Any other context may be destroyed before it is restored.
         self.lasting: Handles = {0}
-        # The same, with the addresses that scopes call; None until cuInit, or without addresses.
+        # The same set in the extension, with the addresses of the functions that scopes call. None
+        # before cuInit, and where there are no addresses.
         self.native: Native | None = None
-        # The numbers of contexts that this process destroyed itself: the driver need not be shown
-        # their handles again to know it.
+        # The ids of the contexts that this process destroyed itself, so that the driver is not
+        # asked about their handles again.
         self.destroyed: set[int] = set()
-        # One Device per GPU, by UUID; kept here so that they live and die with their driver.
+        # One Device per GPU, by UUID. They are kept here to live as long as their driver.
         self.devices: dict[str, Any] = {}
-        # The same by ordinal, once CUDA is initialised: what an ordinal means is settled then.
+        # The same by ordinal. Empty until CUDA is initialised, which fixes the ordinals.
         self.ordinals: dict[int, Any] = {}
-        # What the environment said when this process initialised CUDA, which reads it once.
+        # The environment's values when this process initialised CUDA. CUDA reads them once.
         self.environment: tuple[str | None, str | None] | None = None
         self._uuids: tuple[str, ...] = ()
         self._lock = ProcessLock()
@@ -96,9 +97,9 @@ class Backend:
             raise DriverUnavailableError(
                 f"the CUDA driver does not start: {error}{seen}", _REMEDY
             ) from error
-        except Exception as error:  # the bindings' own words for a missing library vary
+        except Exception as error:  # the bindings' errors for a missing library vary
             raise _no_driver(error) from error
-        if self.initialised:  # by what interrupted this
+        if self.initialised:  # by a signal handler, meanwhile
             return
         self.environment = environment()
         native = _native(self.calls)
@@ -107,7 +108,7 @@ class Backend:
         self.initialised = True
 
     def uuids(self) -> tuple[str, ...]:
-        """Return the bare UUIDs that the driver shows: the position is the ordinal.
+        """Return the UUIDs of the driver's devices in the order of the ordinals, without a prefix.
 
         Raises
         ------
@@ -116,7 +117,7 @@ class Backend:
 
         Notes
         -----
-        Asked once: what the driver shows is settled when it is initialised.
+        The driver is asked once: its devices are fixed when it is initialised.
         """
         calls = self.driver()
         if not self._uuids:
@@ -124,10 +125,10 @@ class Backend:
         return self._uuids
 
     def current_context(self) -> int:
-        """Return the context that is current on this thread, without initialising anything.
+        """Return the context that is current on this thread; 0 where there is none.
 
-        0 where there is none, so also before anything in this process has used CUDA, and on a
-        machine without a driver.
+        The call initialises nothing. It returns 0 also in a process that has not used CUDA yet, and
+        on a machine without a driver.
 
         Raises
         ------
@@ -140,7 +141,7 @@ class Backend:
             return self.calls.current_or_uninitialised()
         except DevctxError:
             raise
-        except Exception:  # there is no driver: the bindings' own words for a missing library vary
+        except Exception:  # no driver: the bindings' errors for a missing library vary
             return 0
 
 
@@ -150,7 +151,7 @@ def environment() -> tuple[str | None, str | None]:
 
 
 def _native(calls: Calls) -> Native | None:
-    """What the extension needs of a driver, where both are there."""
+    """Return a driver's addresses for the extension; None where either is missing."""
     try:
         from dask_devctx.driver._scope import Native
     except ImportError:
@@ -167,7 +168,7 @@ _backends: weakref.WeakSet[Backend] = weakref.WeakSet()
 
 
 def _mark_forked() -> None:
-    # The driver answers NOT_INITIALIZED for ever in the child of a process that used it.
+    # In the child of a process that used the driver, it always answers NOT_INITIALIZED.
     for backend in _backends:
         if backend.initialised:
             backend.calls.checked.forked = True
@@ -177,7 +178,7 @@ os.register_at_fork(after_in_child=_mark_forked)
 
 
 def real() -> Backend:
-    """The machine's own driver and NVML; loads neither library yet."""
+    """Return the machine's own driver and NVML; neither library is loaded yet."""
     import pynvml
     from cuda.bindings import driver
 

@@ -1,8 +1,8 @@
 """The driver's calls as this package makes them: checked, and in Python's own types.
 
 Contexts are the integers of their handles, 0 for none; devices are CUDA's ordinals. Each
-method makes the one call that its ``References`` would name: the C name stands in its body.
-A call that fails raises :class:`~dask_devctx.errors.DriverError`.
+method makes one call; the name of the C function is in its body. A call that fails raises
+:class:`~dask_devctx.errors.DriverError`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Calls:
 
     Notes
     -----
-    Thread-safe, as the driver is. "Current" is a matter of the calling thread.
+    Thread-safe, as the driver is. Each thread has its own current context.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -53,7 +53,7 @@ class Calls:
         self._value(self.driver.cuInit, 0)
 
     def version(self) -> int:
-        """CUDA's version that the driver supports, 13000 for 13.0."""
+        """Return the version of CUDA that the driver supports, 13000 for 13.0."""
         return int(self._value(self.driver.cuDriverGetVersion))
 
     # -- devices
@@ -62,10 +62,10 @@ class Calls:
         return int(self._value(self.driver.cuDeviceGetCount))
 
     def device_uuid(self, ordinal: int) -> uuid.UUID:
-        """A MIG instance's own where the ordinal names one; nothing in it says which it is."""
+        """Return the UUID of a GPU or of a MIG instance; it does not tell which of the two."""
         import uuid
 
-        # CUDA 12's bindings have the function that knows instances beside one that does not.
+        # CUDA 12's bindings have two functions. Only the one with _v2 knows MIG instances.
         function = getattr(self.driver, "cuDeviceGetUuid_v2", self.driver.cuDeviceGetUuid)
         return uuid.UUID(bytes=bytes(self._value(function, self._device(ordinal)).bytes))
 
@@ -78,7 +78,7 @@ class Calls:
         return raw.split(b"\0")[0].decode()
 
     def device_total_memory(self, ordinal: int) -> int:
-        """Bytes."""
+        """Return bytes."""
         return int(self._value(self.driver.cuDeviceTotalMem, self._device(ordinal)))
 
     def device_compute_capability(self, ordinal: int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Calls:
         self._value(self.driver.cuDevicePrimaryCtxRelease, self._device(ordinal))
 
     def primary_state(self, ordinal: int) -> tuple[int, bool]:
-        """The flags that are set, and whether the context is active."""
+        """Return the flags that are set, and whether the context is active."""
         flags, active = self._value(self.driver.cuDevicePrimaryCtxGetState, self._device(ordinal))
         return int(flags), bool(active)
 
@@ -121,18 +121,18 @@ class Calls:
     # -- contexts
 
     def create(self, ordinal: int, flags: int) -> int:
-        """A new context; the driver makes it current."""
+        """Create a context; the driver makes it current."""
         device = self._device(ordinal)
         try:
             return int(self._value(self.driver.cuCtxCreate, None, flags, device))
-        except TypeError:  # CUDA 12's bindings take no parameters' structure
+        except TypeError:  # CUDA 12's bindings have no such first argument
             return int(self._value(self.driver.cuCtxCreate, flags, device))
 
     def destroy(self, context: int) -> None:
         self._value(self.driver.cuCtxDestroy, self.types.CUcontext(context))
 
     def current(self) -> int:
-        """The context that is current on this thread; 0 where there is none."""
+        """Return the context that is current on this thread; 0 where there is none."""
         found = self._out("cuCtxGetCurrent", 4000, 0)
         if found is not None:
             return found
@@ -142,7 +142,7 @@ class Calls:
         return int(context)
 
     def current_or_uninitialised(self) -> int:
-        """As :meth:`current`, and 0 where nothing has initialised CUDA yet."""
+        """Like :meth:`current`, but 0 where nothing has initialised CUDA yet."""
         status, context = self.driver.cuCtxGetCurrent()
         if (
             int(status) == int(self.types.CUresult.CUDA_ERROR_NOT_INITIALIZED)
@@ -159,25 +159,25 @@ class Calls:
             raise self._error("cuCtxSetCurrent", status)
 
     def current_address(self) -> int | None:
-        """Where the C function behind :meth:`current` is: ``int f(void **context)``."""
+        """Return the address of :meth:`current`'s C function: ``int f(void **context)``."""
         return self.checked.address("cuCtxGetCurrent", 4000)
 
     def set_current_address(self) -> int | None:
-        """Where the C function behind :meth:`set_current` is: ``int f(void *context)``."""
+        """Return the address of :meth:`set_current`'s C function: ``int f(void *context)``."""
         return self.checked.address("cuCtxSetCurrent", 4000)
 
     def current_error(self, status: int) -> Exception:
-        """What :meth:`current` raises for a status, for those who called by the address."""
+        """Return the error that :meth:`current` raises for a status, for callers by address."""
         return self._error("cuCtxGetCurrent", status)
 
     def set_current_error(self, status: int) -> Exception:
-        """What :meth:`set_current` raises for a status, for those who called by the address."""
+        """Return the error that :meth:`set_current` raises for a status, for callers by address."""
         return self._error("cuCtxSetCurrent", status)
 
     def context_id(self, context: int) -> int | None:
-        """A number that no other context of the process ever has; None if it was destroyed.
+        """Return a number that no other context ever has here; None for a destroyed context.
 
-        Only for a handle that was a context once: the driver does not look twice.
+        The handle must have belonged to a context once: the driver does not check that.
         """
         cell = array("Q", (0,))
         status = self._status("cuCtxGetId", 12000, context, cell.buffer_info()[0])
@@ -214,7 +214,7 @@ class Calls:
     def _limit(self, which: int) -> Any:
         try:
             return self.types.CUlimit(which)
-        except ValueError:  # bindings that are older than the limit
+        except ValueError:  # the bindings are older than the limit
             raise self._error(
                 "cuCtxGetLimit", self.types.CUresult.CUDA_ERROR_UNSUPPORTED_LIMIT
             ) from None
@@ -226,7 +226,7 @@ class Calls:
         self._value(self.driver.cuCtxSetCacheConfig, self.types.CUfunc_cache(config))
 
     def stream_priority_range(self) -> tuple[int, int]:
-        """The least and the greatest priority; the greater is the smaller number."""
+        """Return the least and the greatest priority; the greater is the smaller number."""
         least, greatest = self._value(self.driver.cuCtxGetStreamPriorityRange)
         return int(least), int(greatest)
 
@@ -234,7 +234,7 @@ class Calls:
         self._value(self.driver.cuCtxSynchronize)
 
     def enable_peer_access(self, peer_context: int) -> bool:
-        """Whether this call enabled it: False where it was enabled already."""
+        """Return whether this call enabled it: False where it was enabled already."""
         (status,) = self.driver.cuCtxEnablePeerAccess(self.types.CUcontext(peer_context), 0)
         if int(status) == int(self.types.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED):
             return False

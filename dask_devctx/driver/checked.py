@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Checked:
-    """How a function of one driver is called: what is not success is raised.
+    """Calls functions of one driver, and raises an error for each status other than success.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ class Checked:
     Attributes
     ----------
     types
-        The bindings' own enumerations and handles, which the simulated driver answers with too.
+        The bindings' own enumerations and handles. The simulated driver uses them too.
     forked
         Whether CUDA was initialised before this process was forked, so that no call can succeed.
     """
@@ -50,7 +50,7 @@ class Checked:
     def value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
         try:
             status, *values = function(*args)
-        except RuntimeError as error:  # the bindings' word for a function that the driver lacks
+        except RuntimeError as error:  # the bindings raise it for a function that the driver lacks
             missing = self._missing(function.__name__, error)
             if missing is None:
                 raise
@@ -87,9 +87,9 @@ class Checked:
         )
 
     def address(self, function: str, version: int) -> int | None:
-        """Where a C function of the driver is, or None where the driver does not tell.
+        """Return the address of a C function of the driver; None where the driver does not tell it.
 
-        ``version`` is that of the CUDA that gave the function the shape that the caller knows.
+        ``version`` is the version of CUDA that introduced the signature which the caller uses.
         """
         ask = getattr(self.driver, "cuGetProcAddress", None)
         if ask is None:
@@ -97,19 +97,22 @@ class Checked:
         status, address, *_ = ask(function.encode(), version, 0)
         return int(address) if status == 0 and address else None
 
-    # -- by the address, with Python's lock kept
+    # -- calls by address, which keep Python's lock
 
     def status(self, function: str, version: int, *numbers: int) -> int | None:
-        """Call a short C function by its address; its status, or None where there is no address.
+        """Call a short C function by its address; return its status, None without an address.
 
-        The bindings give Python's lock up around each call. Where other threads are busy it is
-        often milliseconds until it comes back, and these functions take a microsecond at most.
+        The bindings release Python's lock around each call. While other threads are busy, this
+        thread often waits milliseconds to get it back. These functions take a microsecond at most.
         """
         address = self._address(function, version)
         return invoke(address, *numbers) if address else None
 
     def out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
-        """The same for a function that changes what its first argument points to; that value."""
+        """Call a function whose first argument is a pointer; return the value that it left there.
+
+        ``value`` is there before the call. Without an address the result is None.
+        """
         address = self._address(function, version)
         if not address:
             return None
@@ -119,11 +122,11 @@ class Checked:
         return value
 
     def _found(self, function: str, version: int) -> int:
-        """Return the address of a function that is to be called by it; 0 for none."""
+        """Return the address by which a function is called; 0 where there is none."""
         return 0 if invoke is None else self.address(function, version) or 0
 
     def called(self, function: str, version: int, *numbers: int) -> bool:
-        """Whether the function was called by its address; raises where it was, and failed."""
+        """Return whether the function was called by its address; raise if that call failed."""
         status = self.status(function, version, *numbers)
         if status:
             raise self.error(function, status)

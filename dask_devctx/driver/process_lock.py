@@ -1,4 +1,4 @@
-"""A lock that a forked process does not find held by a thread that it does not have."""
+"""A lock that works in a forked process, whichever thread held it at the fork."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class ProcessLock:
 
     Notes
     -----
-    Of a process' threads a fork takes along the one that forks. A lock that another one held at
-    that moment would be held for ever: who waits for it in the child would hang, where it is to be
-    told that a forked process cannot use CUDA. Here the child gets a new lock.
+    A fork copies one thread only, the one that forks. A lock that another thread holds at that
+    moment is never released in the child. The child would hang there, and not learn that a forked
+    process cannot use CUDA. So the child gets a new lock.
 
-    Reentrant, because what runs inside may be interrupted by what takes the lock, too: a signal
+    The lock is reentrant. Code that holds it may be interrupted by code that needs it too: a signal
     handler, or a ``__del__`` that the garbage collector calls.
     """
 
@@ -31,7 +31,7 @@ class ProcessLock:
         self._lock.release()
 
     def _after_fork(self) -> None:
-        if self._lock.acquire(blocking=False):  # nobody's, or this thread's
+        if self._lock.acquire(blocking=False):  # free, or held by this thread
             self._lock.release()
         else:
             self._lock = threading.RLock()

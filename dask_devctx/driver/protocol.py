@@ -1,8 +1,8 @@
-"""What this package asks of a CUDA driver and of NVML: the shape of both boundaries.
+"""The functions of a CUDA driver and of NVML that this package calls.
 
-A :class:`Driver` has the functions of ``cuda.bindings.driver``: each returns a tuple of a
-``CUresult`` and of what the C function hands out, None for each where it failed. An
-:class:`Nvml` has the functions of the module ``pynvml``: each returns a value or raises
+A :class:`Driver` has the functions of ``cuda.bindings.driver``. Each returns a tuple: a
+``CUresult``, then the outputs of the C function, which are None where it failed. An
+:class:`Nvml` has the functions of the module ``pynvml``. Each returns a value or raises
 ``NVMLError``. The real modules have these shapes, and so have the simulated ones.
 """
 

@@ -1,6 +1,6 @@
-"""Which devices are simulated, as the environment or dask's configuration says.
+"""The settings of simulated devices, from the environment or dask's configuration.
 
-dask is asked only where somebody has imported it.
+dask's configuration is read only in a program that has imported dask.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def simulated_devices() -> int:
     Raises
     ------
     DriverUnavailableError
-        ``devctx.simulated-devices`` is no count.
+        ``devctx.simulated-devices`` is not a count.
     """
     value = _configured("simulated-devices", SIMULATED_DEVICES_VARIABLE, 0)
     try:
         count = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError, OverflowError):  # infinity is the last one
+    except (TypeError, ValueError, OverflowError):  # the last one is for infinity
         count = -1
     if isinstance(value, (bool, float)) or count < 0:
         raise DriverUnavailableError(
@@ -45,7 +45,7 @@ def simulated_memory() -> int:
     Raises
     ------
     DriverUnavailableError
-        ``devctx.simulated-memory`` is no size.
+        ``devctx.simulated-memory`` is not a size.
     """
     value = _configured("simulated-memory", _SIMULATED_MEMORY_VARIABLE, _SIMULATED_MEMORY)
     nbytes = 0 if isinstance(value, bool) else _nbytes(str(value))

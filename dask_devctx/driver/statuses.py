@@ -1,12 +1,13 @@
-"""What some of the driver's statuses mean for a process, and what to do about them: data."""
+"""The meaning of some driver statuses for a process, and their remedies: data only."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Final
 
-# After one of these no GPU can be used in the process any more: CUDA's own words are "the process
-# must be terminated and relaunched". The numbers are those of `CUresult`; older bindings lack some.
+# After one of these no GPU can be used in the process any more. CUDA's documentation says: "the
+# process must be terminated and relaunched". The numbers are those of `CUresult`; older bindings
+# lack some of them.
 STICKY: Final[Mapping[int, str]] = {
     214: "CUDA_ERROR_ECC_UNCORRECTABLE",
     220: "CUDA_ERROR_NVLINK_UNCORRECTABLE",
@@ -25,9 +26,9 @@ STICKY: Final[Mapping[int, str]] = {
     911: "CUDA_ERROR_EXTERNAL_DEVICE",
 }
 
-# A device that worked and answers a probe with one of these is gone: it fell off the bus, the
-# driver lost it, or somebody reset its context, and all that was on it went. Where a context is
-# made they have other causes, and the process is healthy.
+# A device is gone when a probe of it gets one of these: it fell off the bus, the driver lost it, or
+# somebody reset its context and so lost its data. When a context is created, these statuses have
+# other causes, and the process is healthy.
 GONE: Final[Mapping[int, str]] = {
     46: "CUDA_ERROR_DEVICE_UNAVAILABLE",
     101: "CUDA_ERROR_INVALID_DEVICE",
@@ -50,17 +51,17 @@ REMEDIES: Final[Mapping[int, str]] = {
     "(docker run --gpus all)",
     304: "the device files cannot be opened: check the permissions of /dev/nvidia*",
     709: "something reset the device (cudaDeviceReset, numba.cuda.close()) or destroyed the "
-    "context, and what was there is gone: release the primary context with "
+    "context, and its data is gone: release the primary context with "
     "device.primary_context.release(), and enter the device again",
     802: "the machine's NVSwitches are not up: start nvidia-fabricmanager of the driver's version",
     803: "the kernel module and libcuda.so are of different versions: reboot, or reload the module",
     804: "CUDA's forward compatibility package does not support this GPU: update the driver",
     805: "MPS does not answer: start nvidia-cuda-mps-control, or unset CUDA_MPS_PIPE_DIRECTORY",
     807: "the MPS server is not ready: try again",
-    808: "the MPS server has as many clients as it takes",
+    808: "the MPS server has reached its limit of clients",
 }
 
 
 def failed(code: int) -> bool:
-    """Return whether a probe with this answer says that its process has to end."""
+    """Return whether a process has to end whose probe of a device got this status."""
     return code in STICKY or code in GONE

@@ -1,13 +1,13 @@
 """How ``CUDA_VISIBLE_DEVICES`` chooses and orders devices: a pure function.
 
-It lives with the driver because it is the driver's rule: the simulated driver follows it,
-and :mod:`dask_devctx.cuda.discovery` foretells by it what the driver will show.
+The rule is the driver's, so it lives here. The simulated driver follows it, and
+:mod:`dask_devctx.cuda.discovery` predicts the driver's devices with it.
 
 References
 ----------
 CUDA C++ Programming Guide, "CUDA Environment Variables"; NVIDIA MIG User Guide, "CUDA
-Visible Devices". What they leave open (letter case, white space, mixed kinds, repeated
-devices, numbers past 32 bits) is as driver 580 answers.
+Visible Devices". They leave some points open: letter case, white space, mixed kinds,
+repeated devices, numbers past 32 bits. There the rule is the behaviour of driver 580.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# What strtol reads: leading white space, a sign, decimal digits; the rest is ignored.
+# strtol reads leading white space, a sign and decimal digits; the rest is ignored.
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
 UUID_KINDS = ("GPU-", "MIG-")
 _UUID_LENGTH = len("GPU-00000000-0000-0000-0000-000000000000")
@@ -42,7 +42,7 @@ class PhysicalDevice(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """What a value of ``CUDA_VISIBLE_DEVICES`` shows.
+    """The devices that a value of ``CUDA_VISIBLE_DEVICES`` shows.
 
     Parameters
     ----------
@@ -71,10 +71,10 @@ def visible_devices(value: str | None, devices: Sequence[PhysicalDevice]) -> Vis
 
     Notes
     -----
-    Entries are indices, or UUIDs of which a unique prefix is enough; the first one decides
-    which. The first entry that names nothing hides itself and all after it; a device named
-    twice hides everything. A GPU in MIG mode is seen only through its instances, and a
-    process uses at most one instance, so one instance at most is visible and nothing beside.
+    Entries are indices or UUIDs; the first entry decides which. A unique prefix of a UUID is
+    enough. The first entry that names no device hides itself and all entries after it. A device
+    that is named twice hides every device. A GPU in MIG mode is visible only through its
+    instances. A process uses at most one instance: where one is visible, nothing else is.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def _unset(devices: Sequence[PhysicalDevice]) -> tuple[str, ...]:
 def _by_uuid(entry: str, devices: Sequence[PhysicalDevice]) -> str | _Unusable:
     if not entry.startswith(UUID_KINDS):
         return _Unusable("it is not a UUID, as the first entry is")
-    # The digits may be of either case, and what follows a whole UUID is ignored.
+    # Letter case does not matter, and any text after a whole UUID is ignored.
     prefix = entry[:_UUID_LENGTH].rstrip().lower()
     known = [d.uuid for d in devices] + [uuid for d in devices for uuid in d.mig]
     found = [uuid for uuid in known if uuid.lower().startswith(prefix)]

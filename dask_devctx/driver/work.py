@@ -1,7 +1,6 @@
-"""The driver's calls about the work that devices are given: events, streams, memory.
+"""The driver's calls for work on devices: events, streams, memory.
 
-What makes a device current does without them; who copies between devices, and who looks
-whether a device still works, needs them.
+Scopes do not need them. Copies between devices do, and so do probes of a device's health.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import ctypes
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
 
-# CUDA's own handles for the streams that need no making.
+# CUDA's handles of the streams that always exist.
 LEGACY_STREAM = 1
 PER_THREAD_STREAM = 2
 IPC_HANDLE_NBYTES = 64
-# `CUevent_flags`: of an event that measures no time, which is faster.
+# `CUevent_flags`: the event measures no time, which makes it faster.
 _DISABLE_TIMING = 2
-# `CUstreamCaptureMode`: a thread's calls are not held against graphs that others capture.
+# `CUstreamCaptureMode`: a thread's calls do not spoil the graphs that other threads capture.
 _RELAXED_CAPTURE = 2
 
 
 class WorkCalls:
-    """Checked calls about work; most of them are about the current context's.
+    """Checked calls for work; most of them act on the current context.
 
     Parameters
     ----------
@@ -39,36 +38,36 @@ class WorkCalls:
     # -- events: points in the work that a device was given
 
     def event_create(self) -> int:
-        """An event of the current context, which measures no time."""
+        """Create an event of the current context, which measures no time."""
         made = self._out("cuEventCreate", 2000, 0, _DISABLE_TIMING)
         if made is None:
             made = int(self._value(self.driver.cuEventCreate, _DISABLE_TIMING))
         return made
 
     def event_destroy(self, event: int) -> None:
-        """What waits for it still does."""
+        """Destroy an event; work that waits for it still waits."""
         if not self._called("cuEventDestroy", 4000, event):
             self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
 
     def event_record(self, event: int, stream: int) -> None:
-        """Let the event mean what the stream has been given so far."""
+        """Make the event stand for all work that the stream has been given so far."""
         if not self._called("cuEventRecord", 2000, event, stream):
             self._value(
                 self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
             )
 
     def event_record_context(self, event: int, context: int) -> bool:
-        """Let the event mean what every stream of the context has been given so far.
+        """Make the event stand for all work that the context's streams have been given so far.
 
-        False where this is not to be had: a driver before CUDA 12.5, or a stream of the context
-        is being captured into a graph.
+        False where this is not possible: the driver is older than CUDA 12.5, or a stream of the
+        context is being captured into a graph.
         """
         try:
             status = self._status("cuCtxRecordEvent", 12050, context, event)
             if status is None:
                 function = self.driver.cuCtxRecordEvent
                 (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
-        except (AttributeError, RuntimeError):  # the bindings' words for a function that is missing
+        except (AttributeError, RuntimeError):  # the function is missing
             return False
         if status == 0:
             return True
@@ -87,12 +86,12 @@ class WorkCalls:
         return True
 
     def stream_create(self) -> int:
-        """A stream of the current context, which the legacy default stream does not wait for."""
+        """Create a stream, for which the legacy default stream of its context does not wait."""
         flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return int(self._value(self.driver.cuStreamCreate, flag))
 
     def stream_wait(self, stream: int, event: int) -> None:
-        """Let what the stream is given from now on wait for the event, of any device."""
+        """Make all later work of the stream wait for an event, which may be of any device."""
         if not self._called("cuStreamWaitEvent", 3020, stream, event, 0):
             self._value(
                 self.driver.cuStreamWaitEvent,
@@ -104,7 +103,7 @@ class WorkCalls:
     # -- memory of the current context
 
     def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes."""
+        """Return free and total bytes."""
         free, total = self._value(self.driver.cuMemGetInfo)
         return int(free), int(total)
 
@@ -117,7 +116,7 @@ class WorkCalls:
     def copy_peer(
         self, target: int, context: int, source: int, source_context: int, nbytes: int, stream: int
     ) -> None:
-        """Enqueue a copy between two contexts' memory, through the host where it must be."""
+        """Enqueue a copy between two contexts; without peer access it goes through the host."""
         self._value(
             self.driver.cuMemcpyPeerAsync,
             self.types.CUdeviceptr(target),
@@ -129,7 +128,7 @@ class WorkCalls:
         )
 
     def exchange_capture_mode(self, mode: int) -> int:
-        """Set how this thread may disturb graphs that others capture; return how it was."""
+        """Set this thread's capture mode for graphs; return the previous mode."""
         before = self._out("cuThreadExchangeStreamCaptureMode", 10010, mode)
         if before is not None:
             return before & 0xFFFFFFFF
@@ -137,22 +136,22 @@ class WorkCalls:
         return int(self._value(self.driver.cuThreadExchangeStreamCaptureMode, kind(mode)))
 
     def probe(self) -> None:
-        """Raise if an earlier kernel left a sticky error; frees nothing, waits for nothing."""
+        """Raise if an earlier kernel left a sticky error; do not free or wait for anything."""
         if not self._called("cuMemFree", 3020, 0):
             self._value(self.driver.cuMemFree, 0)
 
     # -- memory between processes
 
     def ipc_export(self, pointer: int) -> bytes:
-        """A handle with which other processes open the allocation that has this address."""
+        """Return a handle with which other processes open the allocation around this address."""
         handle = self._value(self.driver.cuIpcGetMemHandle, self.types.CUdeviceptr(pointer))
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Where another process's allocation begins in the current context; to be closed there.
+        """Open another process's allocation in the current context; return its address.
 
-        The first opening takes milliseconds. Opened again, it has the same address, and is to be
-        closed as often.
+        The first opening takes milliseconds. Each further opening gives the same address. The
+        allocation must be closed in the same context, as often as it was opened.
         """
         given = self.types.CUipcMemHandle()
         if len(handle) != IPC_HANDLE_NBYTES:
@@ -175,7 +174,7 @@ class WorkCalls:
         )
 
     def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
-        """The bytes at a device address, after what the default stream was given before."""
+        """Return the bytes at a device address, after all earlier work of the default stream."""
         host = ctypes.create_string_buffer(nbytes)
         device = self.types.CUdeviceptr(pointer)
         self._value(self.driver.cuMemcpyDtoH, ctypes.addressof(host), device, nbytes)
@@ -187,22 +186,22 @@ class WorkCalls:
         self._value(self.driver.cuMemcpyHtoD, device, ctypes.addressof(host), len(data))
 
     def address_range(self, pointer: int) -> tuple[int, int]:
-        """Where the allocation that has this address begins, and its bytes."""
+        """Return the start and the size in bytes of the allocation that contains this address."""
         function = self.driver.cuMemGetAddressRange
         base, nbytes = self._value(function, self.types.CUdeviceptr(pointer))
         return int(base), int(nbytes)
 
     def stream_synchronize(self, stream: int) -> None:
-        """Wait until the stream has done what it was given."""
+        """Wait until the stream has finished its work."""
         self._value(self.driver.cuStreamSynchronize, self.types.CUstream(stream))
 
     def stream_destroy(self, stream: int) -> None:
-        """What it was given is still done."""
+        """Destroy a stream; the work that it was given is still done."""
         self._value(self.driver.cuStreamDestroy, self.types.CUstream(stream))
 
 
 class RelaxedCapture:
-    """Let this thread look at a device without ending what another thread captures as a graph."""
+    """A ``with`` block in which this thread's calls do not spoil another thread's graph capture."""
 
     __slots__ = ("_before", "_calls")
 

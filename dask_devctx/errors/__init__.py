@@ -40,5 +40,5 @@ __all__ = [
     "VisibleDevicesError",
 ]
 
-for _name in __all__:  # where they are looked for, pickled from, and shown to be from
+for _name in __all__:  # the public module, for pickles and tracebacks
     globals()[_name].__module__ = __name__

@@ -12,7 +12,7 @@ class DevctxError(Exception):
     Notes
     -----
     The annotations in the body of a subclass are its fields and, in this order, its parameters; a
-    value beside an annotation is the default. Each field becomes an attribute and an argument of
+    value after an annotation is the default. Each field becomes an attribute and an argument of
     ``Exception``, so that the error survives pickling on its way from a worker to a client.
     """
 
@@ -43,17 +43,17 @@ class DevctxError(Exception):
 
     @staticmethod
     def _convert(fields: dict[str, Any]) -> None:
-        """Replace values that could not be changed back after a journey, or not travel at all."""
+        """Replace values that cannot be pickled, or that the receiver could not unpickle."""
 
     def __repr__(self) -> str:
-        # dask logs a failed task's error by its repr, and a notebook shows it so: let that be what
-        # a person can read, with what to do about it.
+        # dask logs the repr of a failed task's error, and a notebook shows it. So the repr is a
+        # readable message with the remedy.
         said = ". ".join([str(self), *getattr(self, "__notes__", ())])
         return f"{type(self).__name__}({said!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Made again from its arguments: what rebuilds an exception without calling its class, as
-        # dask does, fails for one that is a MemoryError as well.
-        # What a function had returned that could not be left (cuda/suspending.py) stays here.
+        # The error is rebuilt by a call of its class. dask rebuilds exceptions without such a call,
+        # which fails for an error that is also a MemoryError.
+        # The `result` of a function whose scope could not end (cuda/suspending.py) is not pickled.
         kept = {name: value for name, value in self.__dict__.items() if name != "result"}
         return type(self), self.args, kept

@@ -34,11 +34,11 @@ class DriverError(DevctxError):
 
 
 class DeviceMemoryError(DriverError, MemoryError):
-    """The device has no memory left for what was asked; its context is healthy."""
+    """The device has too little memory left for the request; its context is healthy."""
 
 
 class DriverUnavailableError(DevctxError):
-    """There is no CUDA driver to talk to, or none that this process may talk to.
+    """There is no CUDA driver, or this process cannot use it.
 
     Parameters
     ----------
@@ -60,14 +60,14 @@ class ForkedProcessError(DriverUnavailableError):
 
 
 class DeviceNotFoundError(DevctxError, LookupError):
-    """A device was asked for that this process does not have.
+    """This process does not have the device that was asked for.
 
     Parameters
     ----------
     requested
-        What was asked for, as it was given.
+        The request, as it was given.
     available
-        A description of each device that there is, in CUDA's order.
+        A description of each available device, in CUDA's order.
     visible_devices
         The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
     hint
@@ -81,7 +81,7 @@ class DeviceNotFoundError(DevctxError, LookupError):
 
     @staticmethod
     def _convert(fields: dict[str, Any]) -> None:
-        # The request may be any object, of a class that the other end does not have.
+        # The request may be any object; the receiver of a pickle may not have its class.
         requested = fields["requested"]
         fields["requested"] = requested if type(requested) in (int, str) else repr(requested)
         fields["available"] = tuple(fields["available"])
@@ -96,14 +96,14 @@ class DeviceNotFoundError(DevctxError, LookupError):
 
 
 class VisibleDevicesError(DevctxError):
-    """What ``CUDA_VISIBLE_DEVICES`` shows and what the driver has do not fit together.
+    """``CUDA_VISIBLE_DEVICES`` and the devices of the driver do not fit together.
 
     Parameters
     ----------
     value
         The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
     reason
-        What does not fit, and what to do about it.
+        The conflict, and its remedy.
     """
 
     value: str | None
@@ -115,14 +115,14 @@ class VisibleDevicesError(DevctxError):
 
 
 class DeviceScopeError(DevctxError):
-    """A device scope was left in a way that cannot restore what was before it.
+    """A device scope ended and could not restore the context that was current before it.
 
     Parameters
     ----------
     scope
         The device or context whose scope it is.
     reason
-        What happened, and what to do about it.
+        The cause, and its remedy.
     """
 
     scope: object
@@ -143,11 +143,11 @@ class DeviceMismatchError(DevctxError, ValueError):
     Parameters
     ----------
     value
-        What it is.
+        A description of the value.
     device
-        Where it lives.
+        The device where it lives.
     current
-        Where it was used.
+        The device where it was used.
     """
 
     value: object
@@ -161,14 +161,14 @@ class DeviceMismatchError(DevctxError, ValueError):
 
     def __str__(self) -> str:
         return (
-            f"{self.value} lives on {self.device} and cannot be used on {self.current}. Take it "
-            f"there with to_device(value, {self.current!r}), or compute where it is, inside "
+            f"{self.value} lives on {self.device} and cannot be used on {self.current}. Copy it "
+            f"there with to_device(value, {self.current!r}), or use it on its own device, inside "
             f"'with Device({self.device!r}):'"
         )
 
 
 class OneDeviceOnlyError(DevctxError):
-    """A library that uses one device in a process was to use a second one.
+    """A library that can use only one device in a process was asked to use a second one.
 
     Parameters
     ----------
@@ -177,7 +177,7 @@ class OneDeviceOnlyError(DevctxError):
     device
         The device that it uses.
     other
-        The one that it was to use.
+        The second device.
     """
 
     library: str
@@ -193,16 +193,16 @@ class OneDeviceOnlyError(DevctxError):
 
 
 class ValueNotMovableError(DevctxError, TypeError):
-    """A value holds arrays of another device, and cannot be made again around copies of them.
+    """A value holds arrays of another device, and cannot be rebuilt around copies of them.
 
     Parameters
     ----------
     kind
-        The type that cannot.
+        The type of the value.
     device
-        Where the value was to be taken.
+        The device to which the value was to be moved.
     reason
-        Why it cannot.
+        The reason why it cannot be rebuilt.
     """
 
     kind: str

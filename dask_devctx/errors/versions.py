@@ -1,4 +1,4 @@
-"""The exception for versions of other packages that this one cannot work with."""
+"""The exception for unsupported versions of other packages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final
 
 from dask_devctx.errors.base import DevctxError
 
-# The oldest and the newest release of dask and distributed that the tests were run with.
+# The tests ran with these releases of dask and distributed, the oldest and the newest.
 TESTED_DASK: Final = ("2025.4.0", "2026.8.0")
 
 
@@ -16,13 +16,13 @@ class UnsupportedDaskError(DevctxError):
     Parameters
     ----------
     name
-        What is missing, with its module.
+        The missing name, with its module.
     dask, distributed, dask_devctx
         The versions that are installed.
 
     Notes
     -----
-    It is raised before anything is changed.
+    It is raised before anything changes.
     """
 
     name: str

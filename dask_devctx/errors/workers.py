@@ -9,7 +9,7 @@ from dask_devctx.errors.base import DevctxError
 
 
 class LockDirectoryError(DevctxError):
-    """The directory of the device locks cannot be trusted, or cannot be used.
+    """The directory of the device locks is unsafe, or cannot be used.
 
     Parameters
     ----------
@@ -35,11 +35,11 @@ class DevicesInUseError(DevctxError):
     Parameters
     ----------
     wanted
-        How many it wants.
+        How many devices it wants.
     free
-        A description of each device that is free.
+        A description of each free device.
     holders
-        Who holds each of the others, by the device's description.
+        The holder of each other device, by the device's description.
     """
 
     wanted: int
@@ -65,7 +65,7 @@ class DevicesInUseError(DevctxError):
         )
 
 
-_NAMED = 8  # so many suspects are named in the message
+_NAMED = 8  # the most suspects that the message names
 
 
 class DeviceFailedError(DevctxError):
@@ -74,7 +74,7 @@ class DeviceFailedError(DevctxError):
     Parameters
     ----------
     device
-        Where it was noticed. Another device of the same process may be the one that failed.
+        The device where the failure was noticed. Another device of the process may have failed.
     uuid
         Its UUID.
     status
@@ -82,19 +82,20 @@ class DeviceFailedError(DevctxError):
     code
         The number of that status.
     suspects
-        The tasks that may have caused it, each as ``"key on cuda:0"``: the one that noticed it
-        first, then the others, the latest first.
+        The tasks that may have caused it, each as ``"key on cuda:0"``. The task that noticed it
+        comes first, then the others, from the latest to the earliest.
     synchronized
-        Whether each task was waited for, so that a task that was done before is no suspect.
+        Whether the worker waited for the device after each task, so that no finished task is a
+        suspect.
     lost
-        Whether NVML says that the device is not there any more.
+        Whether NVML says that the device is gone.
     watched
-        Whether the suspects had been suspects of an earlier failure, and were waited for this time.
-        Other tasks that ran at the same time are not named then.
+        Whether the suspects were suspects of an earlier failure too, and the worker waited for the
+        device after each of them this time. Other tasks of the same time are not named then.
 
     Notes
     -----
-    The exception that the task itself raised, if it did, is its ``__cause__``.
+    If the task itself raised an exception, that is the ``__cause__``.
     """
 
     device: str
@@ -112,39 +113,41 @@ class DeviceFailedError(DevctxError):
 
     def __str__(self) -> str:
         lost = (
-            ". The device is not there any more: it fell off the bus; reset it or restart the "
-            "machine (dmesg says why)"
+            ". The device is gone: it fell off the bus. Reset it, or restart the machine (dmesg "
+            "tells why)"
             if self.lost
             else ""
         )
         was_reset = self.status == "CUDA_ERROR_CONTEXT_IS_DESTROYED"
         end = (
-            "Its context was reset or destroyed, as cudaDeviceReset() and numba.cuda.close() do, "
-            "and all that was on it is gone"
+            "Its context was reset or destroyed, as by cudaDeviceReset() or numba.cuda.close(), "
+            "and all data on it is gone"
             if was_reset
             else "No GPU can be used in this process any more"
         )
         what = (
             f"{self.device} ({self.uuid}) failed with {self.status} ({self.code}){lost}. {end}: "
-            "the worker ends, and what it held is recomputed. "
+            "the worker ends, and dask computes its results again. "
         )
         find = "Take such calls out of it" if was_reset else "compute-sanitizer finds the line"
         if self.watched and len(self.suspects) == 1:
             return (
-                f"{what}It was found by being watched: {self.suspects[0]} had been a suspect of an "
-                "earlier failure, was run again alone among its suspects, and its device was "
-                f"waited for. {find}"
+                f"{what}{self.suspects[0]} caused it: this task was a suspect of an earlier "
+                "failure, ran again without the other suspects, and the worker waited for its "
+                f"device. {find}"
             )
         if len(self.suspects) == 1:
-            return f"{what}Nothing else had been at work since it was last seen healthy: " + (
-                f"{self.suspects[0]} caused it. {find}"
+            return (
+                f"{what}{self.suspects[0]} caused it: nothing else has run since the device was "
+                f"last seen healthy. {find}"
             )
         named = "; ".join(self.suspects[:_NAMED])
         if len(self.suspects) > _NAMED:
             named += f"; and {len(self.suspects) - _NAMED} more (.suspects has all)"
         how = (
-            "They had been suspects of an earlier failure, were watched, and ran at the same time. "
-            "To tell them apart, run them one after the other"
+            "They were suspects of an earlier failure, the worker waited for the device after each "
+            "of them, and they ran at the same time. To tell them apart, run them one after the "
+            "other"
             if self.watched
             else "They ran at the same time. To tell them apart, run them one after the other"
             if self.synchronized
@@ -156,24 +159,23 @@ class DeviceFailedError(DevctxError):
 
 
 class DeviceOutOfMemoryError(DevctxError, MemoryError):
-    """A device has no memory left for a task, also after room was made and it was tried again.
+    """A device has no memory left for a task, even after memory was freed for another attempt.
 
     Parameters
     ----------
     device, uuid
-        The device where it was tried last.
+        The device of the last attempt.
     requested_nbytes
-        How much the allocation that failed asked for; None where the library did not say.
+        The size of the allocation that failed; None where the library does not tell it.
     free_nbytes, total_nbytes
-        What the device had afterwards, when the failed attempt's own memory was given back; None
-        where nobody says.
+        The device's memory after that of the failed attempt was freed; None where it is unknown.
     holders
-        Pairs of a process' id and the bytes that it holds there, None where NVML does not say; not
-        known at all in most containers.
+        For each process on the device its id and the bytes that it holds; None for the bytes where
+        NVML does not tell them. Empty in most containers, where no process is known.
     replicas_nbytes
-        What was freed of copies that this process had kept of other devices' values.
+        The bytes of copies of other devices' values that were dropped to make room.
     attempts
-        How often the task was run.
+        How often the task ran.
 
     Notes
     -----
@@ -194,9 +196,9 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         fields["holders"] = tuple(fields["holders"])
 
     def __str__(self) -> str:
-        asked = f"{_gib(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
+        asked = f"{_gib(self.requested_nbytes)} requested" if self.requested_nbytes else ""
         free = (
-            f"{_gib(self.free_nbytes)} of {_gib(self.total_nbytes)} free now, after room was made"
+            f"{_gib(self.free_nbytes)} of {_gib(self.total_nbytes)} are free now"
             if self.free_nbytes is not None and self.total_nbytes is not None
             else ""
         )
@@ -221,8 +223,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         return (
             f"{self.device} ({self.uuid}) has not enough memory; the task was tried {times}"
             f"{f' ({facts})' if facts else ''}. Make the task's parts smaller, run fewer tasks per "
-            "device, or keep fewer results on it: with fewer threads_per_worker (dask worker "
-            "--nthreads) less is made before it is used"
+            "device, or keep fewer results on it: a lower threads_per_worker (dask worker "
+            "--nthreads) makes fewer results before they are used"
         )
 
 

@@ -1,4 +1,4 @@
-"""Keeping ``device`` annotations on the client: what dask would lose on the way to the scheduler.
+"""Keeps ``device`` annotations that dask would lose on the way from client to scheduler.
 
 dask resolves a collection's optimizer on the client, from its configuration, and runs it on the
 scheduler. :func:`keep_annotations` sets the optimizers of :mod:`dask_devctx.graph.optimize` there,
@@ -29,10 +29,10 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 class Kept:
-    """Annotations of this process survive until this is closed; a context manager, too.
+    """Annotations of this process survive until this object is closed; also a context manager.
 
-    Of several, the last that is closed restores dask's own ways. One that was sent to another
-    process closes nothing there.
+    If there are several, the last close restores dask's own settings. A copy in another process
+    closes nothing.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Kept:
         return Kept, ()
 
     def close(self) -> None:
-        """Need it no more; the second time does nothing."""
+        """Stop keeping annotations for this object; a second call does nothing."""
         with _State.lock:
             if self._open:
                 self._open = False
@@ -60,7 +60,7 @@ class Kept:
 
 
 class _State:
-    """What this process has changed of dask, and for how many."""
+    """The changes that this process made to dask, and the number of their users."""
 
     lock = threading.Lock()
     users = 0
@@ -74,7 +74,7 @@ def keep_annotations() -> Kept:
     Returns
     -------
     Kept
-        Its ``close`` undoes this. Who never calls that keeps annotations as long as the process.
+        Its ``close`` undoes this. Without that call annotations survive as long as the process.
 
     Raises
     ------
@@ -83,17 +83,18 @@ def keep_annotations() -> Kept:
 
     Notes
     -----
-    Sets dask's configuration ``array_optimize``, ``bag_optimize`` and ``delayed_optimize``, unless
-    they are set: an optimizer of your own stays, and has to keep annotations itself. Making a
-    :class:`~dask_devctx.DevicePlugin` does this; a client of a cluster that has the plugin from
-    elsewhere calls it.
+    Sets dask's configuration ``array_optimize``, ``bag_optimize`` and ``delayed_optimize`` where
+    they are not set. Your own optimizer stays, and has to keep annotations itself. The constructor
+    of :class:`~dask_devctx.DevicePlugin` calls this function. Call it yourself on a client that
+    makes no plugin, because the cluster has it from somewhere else.
 
-    The optimizers act on graphs with a ``device`` annotation alone. The scheduler need not have
-    this package. ``compute(optimize_graph=False)`` keeps annotations by itself, except that the
-    scheduler then drops ``device=None``: write ``device="none"``.
+    The optimizers act only on graphs with a ``device`` annotation. The scheduler does not need this
+    package. ``compute(optimize_graph=False)`` keeps annotations too, but the scheduler then drops
+    ``device=None``: write ``device="none"``.
 
-    ``dask.dataframe`` keeps no annotation given where a frame is made. Frames made under one after
-    this was called warn, if ``dask.dataframe`` was imported before; else dask warns itself, once.
+    ``dask.dataframe`` drops annotations that are given where a frame is made. If it was imported
+    before this call, each frame that is made under an annotation warns. Otherwise dask itself
+    warns, once.
     """
     check()
     kept = Kept()
@@ -126,8 +127,8 @@ class Optimizer(str):
 
     Notes
     -----
-    Clusters over SSH and the like send the whole configuration as JSON. There it is an empty
-    string, which dask takes for no optimizer. Pickled, it is the function by value.
+    Clusters over SSH, among others, send the whole configuration as JSON. In JSON this object is an
+    empty string, which dask takes for no optimizer. In a pickle it is the function by value.
     """
 
     __slots__ = ("function",)
@@ -154,8 +155,8 @@ _registering = threading.Lock()
 
 @functools.cache
 def _by_value(function: Callable[..., Any]) -> bytes:
-    # The configuration is pickled for each process that is started, and nannies start theirs on
-    # threads of their own.
+    # dask pickles the configuration for each process that it starts, and each nanny does so on its
+    # own thread.
     with _registering:
         cloudpickle.register_pickle_by_value(optimize)
         try:
@@ -166,13 +167,13 @@ def _by_value(function: Callable[..., Any]) -> bytes:
 
 
 def _warn_of_loss() -> None:
-    """Warn where a frame is made under a ``device`` annotation: dask has no place for it."""
+    """Warn where a frame is made under a ``device`` annotation, which dask drops."""
     device = dask.get_annotations().get("device", _warn_of_loss)
     if device is not _warn_of_loss:
         warnings.warn(
             f"dask.dataframe drops the annotation device={device!r} of frames that are made "
-            "under it, and heeds that under which compute() or persist() is called: annotate "
-            "there, with a function of the key where partitions are to differ, or use "
+            "under it. It uses the annotation around compute() or persist(): annotate there, with "
+            "a function of the key for different devices, or use "
             "map_partitions(on_device(...)(function))",
             stacklevel=3,
         )

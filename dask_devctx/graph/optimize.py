@@ -1,11 +1,11 @@
 """dask's graph optimizers, made to keep annotations.
 
-dask fuses the tasks of arrays and bags without regard to their annotations, and loses them with
-the layers. Here each set of tasks with equal annotations is optimized on its own, by dask's own
-optimizer. Graphs that no ``device`` annotation touches are left to dask as they are.
+dask fuses the tasks of arrays and bags without regard to their annotations, and then loses the
+annotations with the layers. These functions give each set of tasks with equal annotations to dask's
+own optimizer. A graph without ``device`` annotations goes to dask unchanged.
 
 The functions run on the scheduler. They are sent there by value, so that a scheduler need not have
-this package; so they use nothing of it but names of dask's own functions.
+this package. So they use nothing of it but names of dask's own functions.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def _optimize(
     layers: dict[str, dict[Hashable, Any]] = {name: {} for name in dsk.layers}
     values: dict[str, dict[str, dict[Hashable, Any]]] = {name: {} for name in dsk.layers}
     for annotations, group in groups:
-        # What others need of a group has to stay, as what the user asked for has to.
+        # The results that other groups need must stay, and so must those that the user wants.
         outside = (task for key, task in tasks.items() if key not in group)
         needed = {dep for task in outside for dep in task.dependencies} | wanted
         outputs = [key for key in group if key in needed]
         optimized = convert_legacy_graph(ensure_dict(optimize(group, outputs, **kwargs)))
-        for key, task in optimized.items():  # what was fused under a new name has an alias
+        for key, task in optimized.items():  # a task that was fused under a new name has an alias
             if key in layer_of:
                 layer_of.update(
                     {dep: layer_of[key] for dep in task.dependencies if dep not in tasks}
@@ -121,7 +121,7 @@ def _optimize(
 
 
 def _of_key(annotations: Mapping[str, Any] | None, key: Hashable) -> Annotations:
-    """Return a key's own annotations. The scheduler drops None, and "none" says the same."""
+    """Return a key's own annotations, with "none" for None, which the scheduler drops."""
     of_key = {n: v(key) if callable(v) else v for n, v in (annotations or {}).items()}
     return {
         name: "none" if name == "device" and value is None else value

@@ -1,4 +1,4 @@
-"""Both drivers, as the package calls them."""
+"""Fixtures with the calls of both drivers."""
 
 from __future__ import annotations
 

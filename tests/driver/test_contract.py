@@ -1,7 +1,7 @@
-"""What a CUDA driver answers: the same tests on the simulated and on the real one.
+"""The contract of a CUDA driver: the same tests run on the simulated and on the real driver.
 
-Each runs in a process of its own, where nobody else has used the driver. The expectations were
-measured on two H200s with driver 580, and a real driver that answers otherwise is news.
+Each test runs in a new process, where nothing else has used the driver. The expectations were
+measured on two H200s with driver 580. A test that fails on a real driver shows a new behaviour.
 """
 
 # ruff: noqa: F821 - the functions run elsewhere, where the fixture `child` defines these names
@@ -65,7 +65,7 @@ def nothing_current(kind):
 def results_have_one_shape(kind):
     d = make(kind)
     ok(d.cuInit(0))
-    # what a failing call hands out is None, as often as a value would be
+    # a call that fails returns None in place of each value
     assert d.cuMemGetInfo()[1:] == (None, None)
     assert d.cuCtxGetStreamPriorityRange()[1:] == (None, None)
     assert d.cuMemAlloc(10)[1:] == (None,)
@@ -101,7 +101,7 @@ def describes_devices(kind):
     assert ok(d.cuDeviceCanAccessPeer(device, device)) == 0
     kind = types.CUdevice_attribute
     assert ok(d.cuDeviceGetAttribute(kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 0)) >= 5
-    assert ok(d.cuDevicePrimaryCtxGetState(device)) == (0, 0)  # none of it made a context
+    assert ok(d.cuDevicePrimaryCtxGetState(device)) == (0, 0)  # none of these calls made a context
 
 
 def error_strings(kind):
@@ -117,11 +117,11 @@ def error_strings(kind):
 def primary_is_counted(kind):
     d = make(kind)
     ok(d.cuInit(0))
-    assert names(d.cuDevicePrimaryCtxRelease(0)) == ["INVALID_CONTEXT"]  # nobody holds it
+    assert names(d.cuDevicePrimaryCtxRelease(0)) == ["INVALID_CONTEXT"]  # it is not retained
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     assert int(ok(d.cuDevicePrimaryCtxRetain(0))) == int(context)
     assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 1)
-    assert int(ok(d.cuCtxGetCurrent())) == 0  # retaining makes nothing current
+    assert int(ok(d.cuCtxGetCurrent())) == 0  # to retain it does not make it current
     assert names(d.cuCtxDestroy(context)) == ["INVALID_CONTEXT"]
     ok(d.cuDevicePrimaryCtxRelease(0))
     assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 1)
@@ -179,7 +179,7 @@ def primary_dies_while_current(kind):
         )
     ) == {"CONTEXT_IS_DESTROYED"}
     again = ok(d.cuDevicePrimaryCtxRetain(0))
-    assert int(again) == int(context)  # the same handle, and it lives again where it was current
+    assert int(again) == int(context)  # the same handle, alive again where it was current
     assert int(ok(d.cuCtxGetCurrent())) == int(context)
     ok(d.cuMemAlloc(16))
 
@@ -206,7 +206,7 @@ def primary_id_is_known_after_it_died(kind):
     assert names(d.cuCtxGetId(context)) == ["CONTEXT_IS_DESTROYED"]
 
 
-# -- contexts that are made
+# -- created contexts
 
 
 def creating_makes_current(kind):
@@ -214,7 +214,7 @@ def creating_makes_current(kind):
     ok(d.cuInit(0))
     context = ok(d.cuCtxCreate(None, 0, 0))
     assert int(ok(d.cuCtxGetCurrent())) == int(context)
-    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 0)  # beside the primary one
+    assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 0)  # it is not the primary context
     assert ok(d.cuCtxGetFlags()) == 0
     ok(d.cuCtxSetCurrent(types.CUcontext(0)))
     assert int(ok(d.cuCtxGetCurrent())) == 0
@@ -306,7 +306,7 @@ def asking_many_destroyed_contexts(kind):
     for handle in handles:
         answer = d.cuCtxGetId(types.CUcontext(handle))
         if handle == int(living):
-            assert ok(answer) > max(ids.values())  # used again, under a number of its own
+            assert ok(answer) > max(ids.values())  # the handle is reused with a new id
         else:
             assert names(answer) == ["CONTEXT_IS_DESTROYED"], (hex(handle), answer)
     ok(d.cuCtxDestroy(living))
@@ -365,7 +365,7 @@ def current_is_per_thread(kind):
     assert int(ok(d.cuCtxGetCurrent())) == int(context)
 
 
-# -- what a context has
+# -- the properties of a context
 
 
 def limits(kind):
@@ -499,7 +499,7 @@ def forked_after_init(kind):
         )
         os._exit(0 if set(answers) == {"NOT_INITIALIZED"} else 1)
     assert os.waitpid(pid, 0)[1] == 0
-    ok(d.cuCtxSynchronize())  # the parent is as it was
+    ok(d.cuCtxSynchronize())  # the parent still works
 
 
 def forked_before_init(kind):
@@ -592,7 +592,7 @@ def making_garbage_current(kind):
     ids=lambda clause: clause.__name__,
 )
 def test_crash(clause, kind, child):
-    """The real driver ends the process; the simulated one says that it would have."""
+    """The real driver crashes the process; the simulated one raises an error instead."""
     done = child(clause, kind, env={"CUDA_VISIBLE_DEVICES": None}, check=False)
     assert done.stdout.split() == ["destroyed"]
     if kind == "real":

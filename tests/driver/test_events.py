@@ -1,4 +1,4 @@
-"""Events and peer access: what both drivers answer."""
+"""Events and peer access, on both drivers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dask_devctx.errors import DeviceMemoryError, DriverError
 @pytest.mark.parametrize("stream", [0, LEGACY_STREAM, PER_THREAD_STREAM])
 def test_an_event_of_an_idle_stream_is_done(calls, stream):
     event = calls.work.event_create()
-    assert calls.work.event_done(event)  # also before it means anything
+    assert calls.work.event_done(event)  # also before it is recorded
     calls.work.event_record(event, stream)
     calls.work.stream_wait(stream, event)
     calls.synchronize()

@@ -1,4 +1,4 @@
-"""Faults that are injected, and taken back."""
+"""Faults that are injected and cleared."""
 
 from __future__ import annotations
 

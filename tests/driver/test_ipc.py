@@ -1,7 +1,7 @@
-"""Memory between processes: what both drivers answer.
+"""Memory that processes share, on both drivers.
 
-The statuses were measured on H200s with driver 580 where a comment says so, and are those of CUDA's
-documentation otherwise.
+Statuses with a comment "measured" were measured on H200s with driver 580. The others are those of
+CUDA's documentation.
 """
 
 # ruff: noqa: F821 - the functions run elsewhere, where the fixture `child` defines these names
@@ -34,7 +34,7 @@ def refusal(call, *arguments):
 
 
 def exporter(kind, offset=0):
-    """Export memory, then do what is asked on standard input."""
+    """Export memory, then follow the requests on standard input."""
     calls = calls_of(kind)
     pointer = calls.work.allocate(4 * 2**20)
     calls.work.copy_from_host(pointer, b"exported")
@@ -230,7 +230,7 @@ def test_contract(clause, kind, child):
         pytest.skip(done.stdout)
 
 
-# -- what one machine's GPUs need not have
+# -- situations that a machine's GPUs may lack
 
 
 def of_another_machine(kind):
@@ -280,14 +280,14 @@ def an_export_of_whose_place_another_one_took(kind):
     with Peer(kind) as peer:
         calls = make_machine()
         old = calls.work.ipc_open(peer.handle)
-        new = bytes.fromhex(peer.ask("replace"))  # which has the same file descriptor
+        new = bytes.fromhex(peer.ask("replace"))  # the new memory has the same file descriptor
         assert refusal(calls.work.ipc_open, new) == "SUCCESS"
         calls.work.ipc_close(old)
         assert refusal(calls.work.ipc_open, peer.handle) == "INVALID_VALUE"
 
 
 def a_freed_export_that_is_still_read(kind):
-    # "undefined behavior": none of it is what was there
+    # "undefined behavior": here none of the old bytes remain
     with Peer(kind) as peer:
         calls = make_machine()
         pointer = calls.work.ipc_open(peer.handle)

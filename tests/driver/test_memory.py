@@ -1,4 +1,4 @@
-"""Contents of device memory, and streams: what both drivers answer."""
+"""Contents of device memory, and streams, on both drivers."""
 
 # ruff: noqa: F821 - the functions run elsewhere, where the fixture `child` defines these names
 
@@ -105,7 +105,7 @@ def freed(kind, use):
         }[use]()
     except DriverError as error:
         print(error.status)
-    assert calls.work.copy_to_host(pointer, 4) == b"kept"  # nothing is broken
+    assert calls.work.copy_to_host(pointer, 4) == b"kept"  # the context still works
 
 
 @pytest.mark.parametrize("use", ["from", "to", "to host", "from host", "export", "close"])
@@ -157,12 +157,12 @@ def test_an_event_is_recorded_on_a_stream_of_its_context_only(calls, stream):
     event = calls.work.event_create()
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_HANDLE"):
         calls.work.event_record(event, stream)
-    calls.work.stream_wait(stream, event)  # whose event it waits for does not matter
+    calls.work.stream_wait(stream, event)  # it may wait for any context's event
     calls.set_current(calls.contexts[0])
 
 
 def test_a_copy_past_the_end_is_an_invalid_value():
-    """On simulated devices only: a real one has other memory there, or takes a whole page."""
+    """Only on simulated devices: a real one may have other memory there, or a whole page."""
     calls = Calls(SimulatedMachine(1).driver)
     calls.init()
     calls.set_current(calls.primary_retain(0))

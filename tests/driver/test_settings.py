@@ -1,4 +1,4 @@
-"""Which devices are simulated, and how large they are."""
+"""The number of simulated devices, and the size of their memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``CUDA_VISIBLE_DEVICES``, against what driver 580 showed on a machine with two H200s."""
+"""``CUDA_VISIBLE_DEVICES``, compared with driver 580 on a machine with two H200s."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ A = "GPU-b33ebc8c-95a3-9648-c914-5259efe7a11e"
 B = "GPU-a5d60d8e-c4e9-fdee-e6e3-e65db51e6e82"
 TWO = [PhysicalDevice(A), PhysicalDevice(B)]
 
-# value, ordinals of the machine's devices that CUDA showed
+# the value, and the indices of the machine's devices that CUDA showed
 MEASURED = [
     (None, [0, 1]),
     ("", []),
@@ -101,12 +101,12 @@ WHOLE = PhysicalDevice(B)
     [
         (None, [IN_MIG_MODE], (M0,)),  # one instance at most
         (None, [IN_MIG_MODE, OTHER_IN_MIG_MODE], (M0,)),
-        (None, [IN_MIG_MODE, WHOLE], (B,)),  # instances hide beside a whole GPU
+        (None, [IN_MIG_MODE, WHOLE], (B,)),  # a whole GPU hides all instances
         (None, [EMPTY_MIG], ()),
         (M1, [IN_MIG_MODE], (M1,)),
         (f"{M1},{M0}", [IN_MIG_MODE], (M1,)),
         (M1[:6], [IN_MIG_MODE, WHOLE], (M1,)),
-        ("MIG-", [IN_MIG_MODE], ()),  # several have this prefix
+        ("MIG-", [IN_MIG_MODE], ()),  # several instances have this prefix
         (f"{B},{M0}", [IN_MIG_MODE, WHOLE], (M0,)),
         ("0", [IN_MIG_MODE], (M0,)),
         (A, [IN_MIG_MODE], (M0,)),
@@ -117,7 +117,7 @@ def test_mig(value, devices, shown):
     assert visible_devices(value, devices).uuids == shown
 
 
-# -- what holds for any value
+# -- properties of any value
 
 ENTRIES = st.one_of(
     st.integers(-3, 5).map(str),

@@ -1,11 +1,11 @@
 """Simulated GPUs: the whole package runs on them, and is tested on them.
 
 The simulated driver and NVML have the functions, arguments and returned shapes of
-``cuda.bindings.driver`` and ``pynvml``, and answer as a driver 580 on H200s was seen to
-answer: a current context per thread, NULL, primary contexts that are inactive until they are
-retained, handles of destroyed contexts, memory that runs out and that other processes open, and
-``CUDA_VISIBLE_DEVICES`` read when ``cuInit`` is called. What cannot be simulated is not there:
-asking for it raises ``AttributeError``.
+``cuda.bindings.driver`` and ``pynvml``. They answer as driver 580 does on H200s: there is a current
+context per thread, or none; primary contexts are inactive until they are retained; handles outlive
+destroyed contexts; memory runs out, and other processes open it; ``cuInit`` reads
+``CUDA_VISIBLE_DEVICES``. Functions that cannot be simulated are missing: their use raises
+``AttributeError``.
 """
 
 from dask_devctx.driver.simulated.contexts import SimulatedCrashError

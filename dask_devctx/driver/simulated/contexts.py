@@ -30,7 +30,7 @@ class SimulatedCrashError(BaseException):
 
 
 class _Thread(threading.local):
-    """What the driver keeps for each thread: above all its stack of contexts."""
+    """The driver's state of one thread: above all its stack of contexts."""
 
     def __init__(self) -> None:
         self.stack: list[Context] = []
@@ -38,7 +38,7 @@ class _Thread(threading.local):
 
 
 class SimulatedContexts(SimulatedDevices):
-    """What ``cuda.bindings.driver`` says of devices and contexts, of which one is current."""
+    """The functions of ``cuda.bindings.driver`` for devices and contexts."""
 
     def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
         super().__init__(gpus, faults)
@@ -139,7 +139,7 @@ class SimulatedContexts(SimulatedDevices):
             if not found.alive:
                 return (Status.CUDA_ERROR_CONTEXT_IS_DESTROYED,)
             self._end(found)
-            if self._current() is found:  # other threads keep it as a dead current context
+            if self._current() is found:  # on other threads it stays current, dead
                 self._thread.stack.pop()
             return (OK,)
 
@@ -215,7 +215,7 @@ class SimulatedContexts(SimulatedDevices):
         context = self._current()
         if context is None:
             return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return OK, types.CUdevice(context.ordinal)  # a dead context still says it
+        return OK, types.CUdevice(context.ordinal)  # a dead context still has a device
 
     @function(1)
     def cuCtxGetFlags(self) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 
 
 class SimulatedDevices:
-    """What ``cuda.bindings.driver`` says of devices, without a context."""
+    """The functions of ``cuda.bindings.driver`` for devices, which need no context."""
 
     def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
         self._gpus = gpus
@@ -31,7 +31,7 @@ class SimulatedDevices:
         raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
 
     def _lost(self, function: str) -> Any:
-        """What a call answers whose GPU fell off the bus."""
+        """Return the status of a call whose GPU fell off the bus; None where it did not."""
         return None
 
     # -- the process

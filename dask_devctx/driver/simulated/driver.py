@@ -1,4 +1,4 @@
-"""The CUDA driver for simulated GPUs: what works, in the contexts that are there."""
+"""The simulated CUDA driver's events, streams, memory and copies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HANDLE_NBYTES = 64
 
 
 class SimulatedDriver(SimulatedContexts):
-    """``cuda.bindings.driver`` for simulated GPUs, which have done their work when it is given."""
+    """``cuda.bindings.driver`` for simulated GPUs, whose work is done as soon as it is given."""
 
     def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
         super().__init__(gpus, faults)
@@ -33,7 +33,7 @@ class SimulatedDriver(SimulatedContexts):
         super()._end(context)
         self._memory.end(context)
 
-    # -- events: they are reached when they are recorded
+    # -- events: each is reached as soon as it is recorded
 
     @function(1)
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
@@ -75,10 +75,10 @@ class SimulatedDriver(SimulatedContexts):
             return (status,)
         return (OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
 
-    # -- streams: each has done what it was given
+    # -- streams: each has always finished its work
 
     def _on(self, stream: Any) -> Any:
-        """Whose stream it is; None for the default ones, which every context has."""
+        """Return the context of a stream; None for the default ones, which every context has."""
         return None if int(stream) in _DEFAULT_STREAMS else self._streams.get(int(stream), _UNKNOWN)
 
     @function(1)
@@ -102,7 +102,7 @@ class SimulatedDriver(SimulatedContexts):
         return self._given(stream, lambda ctx: True)
 
     def _given(self, stream: Any, work: Callable[[Context], bool]) -> tuple[Any, ...]:
-        """Do work that a stream is given; False of it means that an argument was wrong."""
+        """Do a stream's work at once; the work returns False where an argument is wrong."""
         status, current = self._of_current(lambda ctx: ctx)
         if status != OK:
             return (status,)
@@ -154,7 +154,7 @@ class SimulatedDriver(SimulatedContexts):
         return OK, types.CUdeviceptr(block.base), block.nbytes
 
     def block(self, pointer: int) -> Block | None:
-        """Return the allocation with this address. No CUDA function: for a simulated library."""
+        """Return the allocation with this address; for simulated libraries, not a CUDA function."""
         return self._memory.find(pointer)
 
     # -- copies, which are done when the call returns

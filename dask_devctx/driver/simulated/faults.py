@@ -11,8 +11,8 @@ from typing import Any
 
 from cuda.bindings.driver import CUresult
 
-# The calls that need a working device. They report a sticky error; those that only say what is
-# current do not.
+# The calls that need a working device. They report a sticky error; calls that only ask for the
+# current context do not.
 WORKING_CALLS = frozenset(
     (
         "cuCtxCreate",
@@ -42,7 +42,7 @@ WORKING_CALLS = frozenset(
         "cuStreamWaitEvent",
     )
 )
-# Those of them that wait for what the device was given.
+# The calls among them that wait for the device's work.
 _WAITING_CALLS = ("cuCtxSynchronize", "cuMemcpyDtoH", "cuStreamSynchronize")
 
 
@@ -55,12 +55,12 @@ class _Fault:
 
 
 class Faults:
-    """What goes wrong, and how often each driver function was called.
+    """Injects faults into driver functions, and counts their calls.
 
     Parameters
     ----------
     driver
-        The class whose functions they are.
+        The class of the driver.
 
     Attributes
     ----------
@@ -83,7 +83,7 @@ class Faults:
         times: int = 1,
         when: Callable[..., bool] | None = None,
     ) -> None:
-        """Let the next ``times`` calls of a driver function fail.
+        """Make the next ``times`` calls of a driver function fail.
 
         Parameters
         ----------
@@ -92,7 +92,8 @@ class Faults:
         status
             The ``CUresult`` that it returns instead.
         when
-            Given the call's arguments, whether this call is meant; every call by default.
+            A function of the call's arguments that returns whether this call fails. By default
+            every call does.
 
         Raises
         ------
@@ -113,14 +114,14 @@ class Faults:
         status
             The ``CUresult``.
         after_s
-            For so long the kernel that leaves it is still running: events are not reached, and who
-            waits for the device waits for it.
+            How long the kernel that leaves the error still runs. Until then no event is reached,
+            and calls that wait for the device wait for the kernel.
         """
         self._sticky_at = time.monotonic() + after_s
         self._sticky = status
 
     def clear(self) -> None:
-        """Let everything work again; how often functions were called is still known."""
+        """Let everything work again; the counts of calls stay."""
         self._planned.clear()
         self._sticky = None
 

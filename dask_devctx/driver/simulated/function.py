@@ -1,4 +1,4 @@
-"""How each function of the simulated driver answers: faults first, then its body."""
+"""The frame of each function of the simulated driver: injected faults first, then its body."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OK = Status.CUDA_SUCCESS
 
 
 def function(outputs: int, needs_init: bool = True) -> Callable[[Any], Any]:
-    """Make a method a driver function that hands out ``outputs`` values beside its status."""
+    """Make a method a driver function that returns its status and ``outputs`` values."""
 
     def decorate(body: Callable[..., tuple[Any, ...]]) -> Any:
         @functools.wraps(body)
         def call(self: Any, *args: Any) -> tuple[Any, ...]:
             status = self._faults.of_call(body.__name__, args)
-            # As in a process that was forked after cuInit.
+            # The real driver answers so in a process that was forked after cuInit.
             if status is None and needs_init and self._pid != os.getpid():
                 status = Status.CUDA_ERROR_NOT_INITIALIZED
             if status is None:

@@ -75,7 +75,7 @@ class Context:
     peers: set[int] = field(default_factory=set)
 
     def revive(self, number: int) -> None:
-        """Begin again as a new context behind the old handle, as a primary one does."""
+        """Become a new context behind the old handle, as a primary context does."""
         self.alive, self.id, self.flags = True, number, self.gpu.primary_flags
         self.limits = dict(_LIMITS)
         self.cache_config = types.CUfunc_cache.CU_FUNC_CACHE_PREFER_NONE

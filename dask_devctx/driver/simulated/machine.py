@@ -21,17 +21,17 @@ class SimulatedMachine:
     count
         How many GPUs.
     host
-        What tells this machine's UUIDs from those of another: by default
-        ``DASK_DEVCTX__SIMULATED_HOST``, else the host's name.
+        A name from which the GPUs' UUIDs are made, so that each machine has its own. The default
+        is ``DASK_DEVCTX__SIMULATED_HOST``, or else the host's name.
     total_memory
         Bytes per GPU.
 
     Attributes
     ----------
     gpus
-        Their states; changed before ``cuInit`` they make another machine.
+        Their states. Changes before ``cuInit`` make another machine.
     faults
-        Where faults are injected and calls are counted.
+        Injects faults into the driver, and counts its calls.
     driver, nvml
         Stand-ins for ``cuda.bindings.driver`` and ``pynvml``.
     """
@@ -53,5 +53,5 @@ class SimulatedMachine:
         self.nvml = SimulatedNvml(self.gpus)
 
     def backend(self) -> Backend:
-        """Return this machine as what :func:`dask_devctx.driver.use` takes."""
+        """Return this machine as an argument for :func:`dask_devctx.driver.use`."""
         return Backend(self.driver, self.nvml, machine=self)

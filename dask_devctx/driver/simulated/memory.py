@@ -1,9 +1,9 @@
-"""Simulated device memory: addresses, host memory that holds the contents, and handles of it.
+"""Simulated device memory: addresses, contents, and handles for other processes.
 
-Contents are host memory that is made when somebody first reads or writes them, so a device of
-16 GiB costs nothing until it is used. What one process exports another one maps: the contents
-are an anonymous file (``memfd_create``) that the other process opens through ``/proc``. The file
-goes with the last process that has it open, so a process that is killed leaves nothing behind.
+The contents are host memory. It is made at the first read or write, so a device of 16 GiB costs
+nothing until it is used. A process exports memory to another one as an anonymous file
+(``memfd_create``), which the other process opens through ``/proc``. The file goes with the last
+process that has it open, so a process that is killed leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dask_devctx.driver.simulated.function import OK, Status
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
-_PAGE = 2 * 2**20  # one stays free after each block: what runs past an end meets no other block
+_PAGE = 2 * 2**20  # one stays free after each block, so that no overrun meets another block
 _HANDLE = struct.Struct("=4siiQ16s16s12x")  # 64 bytes, as a CUipcMemHandle has
 _MARK = b"sim1"
 
 
 class Handle(NamedTuple):
-    """What a handle says: whose memory, of which GPU, and how it is found."""
+    """The contents of a handle: the memory's process and GPU, and how to find the memory."""
 
     pid: int
     fd: int
@@ -49,7 +49,7 @@ class Handle(NamedTuple):
         return self.gpu.bytes == uuid.UUID(gpu.uuid.removeprefix("GPU-")).bytes
 
     def contents(self) -> mmap.mmap | None:
-        """Map the exporter's memory; None where it was freed, or is of another container."""
+        """Map the exporter's memory; None where it was freed, or is in another container."""
         if self.fd < 0:
             return None
         path = f"/proc/{self.pid}/fd/{self.fd}"
@@ -65,7 +65,7 @@ class Handle(NamedTuple):
             os.close(fd)
 
     def _names(self, path: str) -> bool:
-        # The number of a descriptor is used again, the token never is.
+        # A descriptor's number can be used again; a token never is.
         return self.token.hex() in os.readlink(path)
 
 
@@ -75,11 +75,11 @@ class Block:
     Parameters
     ----------
     context
-        Whose it is.
+        The context that owns it.
     base, nbytes
-        Where it begins on the device, and how long it is.
+        Its address on the device, and its size.
     contents
-        The host memory behind it; None where it is to be made when it is needed.
+        The host memory behind it; None where it is made when it is needed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Block:
         self.opened: Handle | None = None
         self.uses = 1  # how often it was opened
         self.alive = True  # until it is freed, or its context ends
-        self._lock = threading.RLock()  # what is collected meanwhile may be this
+        self._lock = threading.RLock()  # the garbage collector may free this block meanwhile
         self._fd = -1
         self._token = b""
         self._exported = False
@@ -100,15 +100,15 @@ class Block:
         self._address = 0 if contents is None else _address(contents)
 
     def lend(self, array: Any) -> None:
-        """Let the contents be the memory of an array of NumPy's, for as long as this lives.
+        """Use a NumPy array's memory as the contents, for as long as the block lives.
 
-        No CUDA function: a library's array on simulated devices computes in host memory. As memory
-        of such a library's allocator it cannot be exported.
+        This is not a CUDA function. It is for libraries whose arrays on simulated devices compute
+        in host memory. As on real devices, memory of a library's own allocator cannot be exported.
         """
         self._keep, self._lent = array, True
 
     def host_address(self, address: int) -> int:
-        """Return where in host memory the byte at a device address is."""
+        """Return the host address of the byte at a device address."""
         with self._lock:
             if not self._address:
                 if self._lent:
@@ -126,7 +126,7 @@ class Block:
         self._address = _address(self._keep)
 
     def export(self) -> Handle | None:
-        """Return a handle for other processes; None where the memory is lent, or cannot be seen."""
+        """Return a handle for other processes; None for memory that is lent, or is not a file."""
         self.host_address(self.base)
         if self._fd < 0:
             return None
@@ -135,7 +135,7 @@ class Block:
         return Handle(os.getpid(), self._fd, self.nbytes, gpu, self._token)
 
     def release(self) -> None:
-        """Let go of the contents. Who has exported memory open reads rubbish from then on."""
+        """Give up the contents. Processes that have the memory open read rubbish from then on."""
         with self._lock:
             self.alive = False
             if self._exported:
@@ -150,7 +150,7 @@ def _address(contents: mmap.mmap) -> int:
 
 
 class Memory:
-    """All that one process has of its simulated GPUs' memory.
+    """All memory that one process has on its simulated GPUs.
 
     Notes
     -----
@@ -163,7 +163,7 @@ class Memory:
         self._lock = threading.RLock()
 
     def allocate(self, context: Context, nbytes: int) -> int | None:
-        """Take memory from the context's GPU; None where it has not enough left."""
+        """Take memory from the context's GPU; None where not enough is free."""
         with self._lock:
             if context.gpu.used_memory + nbytes > context.gpu.total_memory:
                 return None
@@ -177,7 +177,7 @@ class Memory:
         return block
 
     def free(self, base: int) -> bool:
-        """Give an allocation back; False where none begins there."""
+        """Free an allocation; False where none begins at this address."""
         with self._lock:
             block = self._blocks.get(base)
             if block is None or block.opened:
@@ -192,14 +192,14 @@ class Memory:
         block.release()
 
     def end(self, context: Context) -> None:
-        """Give back all that a context has."""
+        """Free all memory of a context."""
         with self._lock:
             for block in self._all():
                 if block.context is context:
                     self._remove(block)
 
     def find(self, address: int, nbytes: int = 1) -> Block | None:
-        """Return the block that has all of these bytes."""
+        """Return the block that contains all of these bytes."""
         beginning = self._blocks.get(address)
         for block in [beginning] if beginning else self._all():
             if block.base <= address < block.base + block.nbytes:
@@ -211,7 +211,7 @@ class Memory:
         return list(self._blocks.values())
 
     def copy(self, target: int, source: int, nbytes: int) -> bool:
-        """Copy between blocks; False where either has not all of these bytes."""
+        """Copy between two blocks; False where not all of these bytes belong to blocks."""
         to, of = self.find(target, nbytes), self.find(source, nbytes)
         if to is None or of is None:
             return False
@@ -221,13 +221,14 @@ class Memory:
     # -- memory of other processes
 
     def open(self, handle: Handle, context: Context) -> tuple[Any, ...]:
-        """Map another process's memory for a context: the status, and where it is."""
+        """Map another process's memory for a context; return the status and the address."""
         with self._lock:
             for block in self._all():
                 if block.opened == handle and block.context is context:
                     block.uses += 1
                     return OK, CUdeviceptr(block.base)
-                # One process's memory of a GPU belongs to one context of each GPU of another.
+                # Memory that one process has on a GPU can be open in one context per GPU of another
+                # process, not in two.
                 if block.opened and block.context.gpu is context.gpu:
                     theirs = block.opened.pid, block.opened.gpu
                     if theirs == (handle.pid, handle.gpu) and block.context is not context:
@@ -240,7 +241,7 @@ class Memory:
             return OK, CUdeviceptr(block.base)
 
     def close(self, base: int) -> bool:
-        """Undo one opening; False where nothing is open there."""
+        """Undo one opening; False where nothing is open at this address."""
         with self._lock:
             block = self._blocks.get(base)
             if block is None or not block.opened:

@@ -26,7 +26,7 @@ class SimulatedNvml:
 
     def __init__(self, gpus: Sequence[SimulatedGPU]) -> None:
         self._gpus = gpus
-        self.error = 0  # what every question is answered with; 0 while NVML is well
+        self.error = 0  # the error that calls raise; 0 for none
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated NVML has no {name}: it cannot be simulated")
