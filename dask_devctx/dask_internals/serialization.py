@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def register_instead(registry: Any, kind: type, serialize: Callable[[Any], Any]) -> None:
+def register_instead(registry: Any, kind: type, serialize: Callable[..., Any]) -> None:
     """Register a function for a type and for those of its subclasses that had their base's."""
     found = registry._lookup  # dispatching would call what registers lazily, which this may be
     theirs = found[kind]

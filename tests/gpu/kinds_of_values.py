@@ -426,6 +426,8 @@ def _csr(kind: str) -> Callable[[], Any]:
     def make() -> Any:
         from cupyx.scipy import sparse
 
+        if kind == "dia":
+            return sparse.dia_matrix((_c()[:2], _cupy().asarray([0, 1])), shape=(6, 6))
         return sparse.csr_matrix(_c() * (_c() > 1)).asformat(kind)
 
     return make
