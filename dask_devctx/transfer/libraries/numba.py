@@ -1,4 +1,4 @@
-"""Numba's device arrays. Numba has no current stream: a launch without a stream uses the default."""
+"""Numba's device arrays. Numba has no current stream, only a default for launches without one."""
 
 from __future__ import annotations
 
