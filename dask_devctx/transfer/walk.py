@@ -204,7 +204,7 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
                 different = len(set(map(id, head)))
                 if different == len(head):
                     scaled *= len(some) / _SAMPLE
-                else:  # the same ones again and again
+                else:  # the same objects, many times
                     scaled = max(different / _SAMPLE, 1)
                 some = list(spread(some, _SAMPLE))
             new = {id(part): part for part in some if id(part) not in seen}
@@ -222,7 +222,7 @@ def tell_cut_short(value: object) -> None:
     if kind not in _told:
         _told.add(kind)
         logger.warning(
-            "a %s has more than the %d objects in which arrays on devices are searched. None was "
+            "a %s has more than the %d objects that a search for arrays looks at. None was "
             "found, so the value counts as host data and does not move. If it holds arrays, keep "
             "them nearer to its top, or in an object of a type that you register with "
             "device_of.register and to_device.register",
