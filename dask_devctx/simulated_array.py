@@ -1,8 +1,8 @@
-"""An array on a simulated device: NumPy does the work, this module says where it may be done.
+"""An array on a simulated device: NumPy computes, and this module checks where.
 
-It stands in for CuPy's array where there is no GPU, and is as strict: it is not computed on
-another device than its own, not mixed with host arrays, and never turned into one unasked.
-NumPy is imported here and nowhere else in the package.
+It takes the place of CuPy's array on a machine without GPUs, and is as strict. Only its own device
+computes with it, it does not mix with host arrays, and it only becomes a host array on request.
+No other module of the package imports NumPy.
 """
 
 from __future__ import annotations
@@ -40,39 +40,41 @@ _METHODS = (
 )
 
 
-# Where indices may be in host memory, as in x[indices].
+# Functions whose indices may be in host memory, as in x[indices].
 _TAKE_HOST_INDICES = frozenset([np.take, np.compress, np.repeat])
 
 
 class SimulatedArray(NDArrayOperatorsMixin):
-    """A NumPy-backed array that lives on one simulated device: the one current when it is made.
+    """A NumPy-backed array of zeros on the simulated device that is current when it is made.
 
     Parameters
     ----------
     shape
         Its shape.
     dtype
-        Its type.
+        The type of its elements.
     order
-        ``"C"`` or ``"F"``. The values are zeros.
+        ``"C"`` or ``"F"``.
 
     Raises
     ------
     DeviceMemoryError
-        The device has not enough memory left.
+        The device does not have enough memory left.
     DriverUnavailableError
         The devices are real.
 
     Notes
     -----
-    Where no device is current, the first is used, as CuPy does. Functions and methods of NumPy
-    work on it through NumPy's protocols and give arrays on the same device; Python's and NumPy's
-    scalars mix with it, host arrays do not. An array without elements may be used anywhere, since
-    nothing is computed on it. Its bytes are taken from the simulated device's memory and given
-    back with the last array that looks at them. They belong to the context that is current when it
-    is made: they go with it, and computing on them in another context is an illegal address, after
-    which nothing works in this process. It is pickled by its values, and arrives on the device that
-    is current where it is unpickled.
+    If no device is current, the array is on the first device, as with CuPy. NumPy's functions and
+    methods work on it through NumPy's protocols and give arrays on the same device. Python's and
+    NumPy's scalars mix with it; host arrays do not. An array without elements may be used on any
+    device, since it needs no computation.
+
+    Its bytes come from the simulated device's memory, and go back with the last array that views
+    them. They belong to the context that is current when the array is made, and are freed with
+    that context. Computing on them in another context is an illegal address; after that, nothing on
+    the devices works in this process. A pickle holds the values; the array arrives on the device
+    that is current at unpickling.
 
     Examples
     --------
@@ -89,7 +91,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
     """
 
     __slots__ = ("__weakref__", "_data", "_device", "_memory")
-    # NumPy's own arrays leave operators to it, and dask takes its functions before NumPy's.
+    # NumPy's own arrays leave operators to this class, and dask prefers its functions to NumPy's.
     __array_priority__ = 100
 
     _data: _Array
@@ -105,16 +107,16 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def asarray(cls, values: Any, dtype: Any = None, order: Any = None) -> Self:
         """Return ``values`` as an array on the current device, copied from the host.
 
-        What is one already, and lives there, is returned as it is.
+        An array that is on the current device already is returned unchanged.
 
         Parameters
         ----------
         values
-            What NumPy makes an array of.
+            Anything that NumPy can make an array of.
         dtype
-            Its type; that of ``values`` by default.
+            The type of its elements; the type of ``values`` by default.
         order
-            ``"C"`` or ``"F"``; that of ``values`` by default.
+            ``"C"`` or ``"F"``; the order of ``values`` by default.
         """
         if isinstance(values, cls):
             return _apply(np.asarray, (values, dtype, order), {})  # type: ignore[no-any-return]
@@ -123,7 +125,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @classmethod
     def _empty(cls, shape: tuple[int, ...], dtype: Any, order: Any = "C") -> Self:
-        """Return an array on the current device for somebody to fill through its ``_pointer``."""
+        """Return an unfilled array on the current device; the caller fills it by ``_pointer``."""
         nbytes = np.dtype(dtype).itemsize * math.prod(shape)
         return cls._filled(_here(), nbytes, lambda: np.empty(shape, dtype, order))
 
@@ -134,7 +136,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return array
 
     def _fill(self, device: Device, nbytes: int, make: Callable[[], _Array]) -> None:
-        """Take the device's memory first, and then the host's that stands for it."""
+        """Take the device's memory first, and then the host memory that represents it."""
         memory = _Memory(device, nbytes) if nbytes > 0 else None
         data = _in_host_memory(make)
         if memory is not None:
@@ -145,11 +147,11 @@ class SimulatedArray(NDArrayOperatorsMixin):
         self._data, self._device, self._memory = data, device, memory
         _register_with_dask_array()
 
-    # -- what it is
+    # -- its properties
 
     @property
     def device(self) -> Device:
-        """Where it lives."""
+        """The device of the array."""
         return self._device
 
     @property
@@ -182,14 +184,14 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     @property
     def flags(self) -> Any:
-        """NumPy's flags; ``flags.writeable`` is False for a shared copy that a task was given."""
+        """NumPy's flags; ``flags.writeable`` is False for a shared copy of a task's input."""
         return self._data.flags
 
     @property
     def _pointer(self) -> int:
-        """Where its first element is on the device: the driver's copies read and write there.
+        """The address of its first element on the device, for the driver's copies.
 
-        0 where it has no elements.
+        It is 0 for an array without elements.
         """
         if self.dtype.hasobject:
             raise TypeError(f"{self!r} holds Python's objects, which the driver cannot copy")
@@ -207,26 +209,26 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def imag(self) -> Any:
         return _apply(np.imag, (self,), {})
 
-    # -- what leaves the device, asked for
+    # -- explicit copies to the host and to other devices
 
     def get(self) -> _Array:
-        """Return a copy in host memory; may be called with any device current."""
+        """Return a copy in host memory; any device may be current."""
         return self._readable().copy(order="K")
 
     def copy_to(self, device: Device) -> Self:
-        """Return a copy on another device, of the same layout; from whichever is current."""
+        """Return a copy on another device, with the same layout; any device may be current."""
         data = self._readable()
         return self._filled(device, data.nbytes, lambda: data.copy(order="K"))
 
     def _readable(self) -> _Array:
-        """Return the values, to be copied, which the driver does in any context."""
+        """Return the values for a copy, which the driver can make in any context."""
         if self._memory is not None and not self._memory.is_there():
             with self._device:
                 self._memory.read()
         return self._data
 
     def item(self, *args: Any) -> Any:
-        """Return one element as Python's own number."""
+        """Return one element as a Python number."""
         return _check(self).item(*args)
 
     def tolist(self) -> Any:
@@ -253,7 +255,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
             f"{self._device}. Copy it to the host with .get()"
         )
 
-    # -- what is computed
+    # -- computation
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         return _apply(getattr(ufunc, method), inputs, kwargs)
@@ -273,13 +275,13 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def __setitem__(self, index: Any, value: Any) -> None:
         _check(self)[_unwrapped(index, [], host=True)] = _unwrapped(value, [])
 
-    # -- how it is shown and sent
+    # -- text, size and pickle
 
     def __repr__(self) -> str:
         return f"<SimulatedArray {self.dtype}{list(self.shape)} on {self._device}>"
 
     def __sizeof__(self) -> int:
-        # What dask asks of a type that it does not know; as for CuPy, the device's bytes.
+        # dask asks this of an unknown type. The answer has the device's bytes, as CuPy's does.
         return object.__sizeof__(self) + self.nbytes
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -295,7 +297,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
 
 class _Memory:
-    """Bytes taken from a simulated device, until the last array that looks at them is gone."""
+    """Bytes of a simulated device, taken until the last array that views them is gone."""
 
     __slots__ = ("__weakref__", "_backend", "_block", "_owner")
 
@@ -306,7 +308,7 @@ class _Memory:
                 "SimulatedArray lives on simulated devices and this process has real ones",
                 f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
             )
-        if Device.current() is device:  # in a context of one's own, too
+        if Device.current() is device:  # the current context may be one that the user made
             pointer = backend.calls.work.allocate(nbytes)
         else:
             with device:
@@ -315,7 +317,7 @@ class _Memory:
         weakref.finalize(self, _free, backend, pointer).atexit = False
 
     def lend(self, data: _Array) -> None:
-        """Let NumPy's memory be the contents of the device's."""
+        """Use NumPy's memory as the contents of the device's memory."""
         self._owner = _owner(data)
         self._block.lend(self._owner)
 
@@ -323,7 +325,7 @@ class _Memory:
         return int(self._block.base + _address(data) - _address(self._owner))
 
     def is_current(self) -> bool:
-        """Whether what is computed now, on this thread, may use it."""
+        """Return whether a computation on this thread may use the memory now."""
         block = self._block
         return bool(block.alive and self._backend.current_context() == block.context.handle)
 
@@ -334,7 +336,7 @@ class _Memory:
         return bool(self._block.alive)
 
     def read(self) -> None:
-        """Let the driver say why it cannot be read."""
+        """Read a byte with the driver, whose error says why the memory cannot be read."""
         self._backend.calls.work.copy_to_host(self._block.base, 1)
 
     def illegal_address(self) -> None:
@@ -344,7 +346,7 @@ class _Memory:
 
 
 def _free(backend: Backend, pointer: int) -> None:
-    # In a poisoned or forked process its memory goes with the process; nobody could be told.
+    # In a poisoned or forked process the memory goes with the process; no caller can handle this.
     with suppress(DevctxError):
         backend.calls.work.free(pointer)
 
@@ -354,7 +356,7 @@ def _address(data: _Array) -> int:
 
 
 def _in_host_memory(make: Callable[[], Any]) -> Any:
-    """Return what NumPy makes, in the host's memory that stands for the device's."""
+    """Return the result of ``make``; ``DeviceMemoryError`` if host memory runs out for it."""
     try:
         return make()
     except DeviceMemoryError:
@@ -370,7 +372,7 @@ def _here() -> Device:
 
 
 def _check(array: SimulatedArray) -> _Array:
-    """Return the values, to be computed on now: the one place that asks whether this is allowed."""
+    """Return the values for a computation now, after checking that it is allowed here."""
     memory = array._memory
     if memory is not None and not memory.is_current() and array._data.size:
         if array._device is not (here := _here()):
@@ -383,7 +385,7 @@ def _check(array: SimulatedArray) -> _Array:
 def _apply(
     function: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, host: bool = False
 ) -> Any:
-    """Let NumPy compute on the values, and put what it gives on the device."""
+    """Return the result of NumPy's function on the values, as an array on the device."""
     used: list[SimulatedArray] = []
     args = _unwrapped(tuple(args), used, host=host)
     kwargs = _unwrapped(kwargs, used, host=host)
@@ -415,7 +417,7 @@ def _wrapped(result: Any, used: list[SimulatedArray]) -> Any:
         return result
     owner = _owner(result)
     for array in used:
-        if result is array._data:  # NumPy gave back what it was given, such as out=
+        if result is array._data:  # NumPy returned one of its arguments, such as out=
             return array
     for array in used:
         if owner is _owner(array._data):
@@ -437,7 +439,7 @@ def _method(name: str) -> Callable[..., Any]:
     def method(self: SimulatedArray, *args: Any, **kwargs: Any) -> Any:
         return _apply(function, (self, *args), kwargs)
 
-    method.__name__, method.__doc__ = name, f"As ``numpy.ndarray.{name}``, on the device."
+    method.__name__, method.__doc__ = name, f"Like ``numpy.ndarray.{name}``, on the device."
     return method
 
 
@@ -449,7 +451,7 @@ _registered = False
 
 
 def _register_with_dask_array() -> None:
-    """Tell dask.array, where it is in use, that counting elements gives arrays on the device."""
+    """Tell dask.array, if it is imported, that counting elements gives arrays on the device."""
     global _registered
     if not _registered and "dask.array" in sys.modules:
         from dask_devctx.dask_internals.graphs import count_elements_on_device
@@ -476,8 +478,8 @@ def _to_device(array: SimulatedArray, device: Device) -> SimulatedArray:
     return array.copy_to(device)
 
 
-# Where such an array is, and how it reaches another device: two functions, as for any type; the
-# others count it faster than the first would.
+# Two functions tell where such an array is and how it reaches another device, as for any type. The
+# others count its bytes faster.
 device_of.register(SimulatedArray, _device_of)
 nbytes_by_device.register(SimulatedArray, _bytes)
 nbytes_by_device.register_many(SimulatedArray, _bytes_of_many)

@@ -1,1 +1,1 @@
-"""Devices, contexts and scopes: what needs no dask."""
+"""Devices, contexts and scopes: the part of the package that needs no dask."""

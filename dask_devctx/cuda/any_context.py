@@ -1,4 +1,4 @@
-"""The operations that every context has: one that is owned, borrowed or primary."""
+"""The operations that every context has: owned, borrowed or primary."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CacheConfig(enum.IntEnum):
 
 
 class StreamPriorityRange(NamedTuple):
-    """The priorities that streams can have; the greater priority is the smaller number."""
+    """The priorities that streams can have; a smaller number is a greater priority."""
 
     least: int
     greatest: int
@@ -38,8 +38,8 @@ class StreamPriorityRange(NamedTuple):
 class AnyContext(Scope, Generic[D]):
     """A CUDA context: the scope that makes it current, and all that can be read and set on it.
 
-    The base of ``Context`` and ``PrimaryContext``. ``D`` is the type of its device: a device knows
-    its primary context, so that this module cannot know devices.
+    The base of ``Context`` and ``PrimaryContext``. ``D`` is the type of its device. A device knows
+    its primary context, so this module cannot import the class ``Device``.
     """
 
     __slots__ = ("_device", "_identity")
@@ -64,26 +64,26 @@ class AnyContext(Scope, Generic[D]):
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"{self!r} cannot be pickled: a context is one process' alone. Send its device, and "
-            "make or ask for a context there"
+            "make a context there or ask for one"
         )
 
     def close(self) -> None:
-        """Raise: only ``Context``, where it owns the context, destroys it.
+        """Raise ``DeviceScopeError``: only a ``Context`` that owns its context destroys it.
 
         Raises
         ------
         DeviceScopeError
-            The context is not this object's to destroy.
+            This object does not own the context.
         """
         why = "cannot be closed: the context belongs to somebody else"
-        why += "; release() gives up our hold of it" if self.is_primary else ""
+        why += "; release() gives up this process's hold of it" if self.is_primary else ""
         raise DeviceScopeError(self, why)
 
-    # -- what it is
+    # -- its properties
 
     @property
     def device(self) -> D:
-        """The device that it is on."""
+        """The device of the context."""
         return self._device
 
     @property
@@ -113,12 +113,12 @@ class AnyContext(Scope, Generic[D]):
 
     @property
     def flags(self) -> ContextFlags:
-        """The flags that it has. One flag or several can be set.
+        """The flags of the context. One flag or several can be set.
 
         Raises
         ------
         TypeError, ValueError
-            On setting: what making a context with them raises.
+            On setting, for the same reasons as when a context is made with these flags.
 
         References
         ----------
@@ -163,7 +163,7 @@ class AnyContext(Scope, Generic[D]):
     def _calls(self) -> Calls:
         return self._backend.driver()
 
-    # -- what it does
+    # -- its actions
 
     def set_current(self) -> None:
         """Make it current on this thread until something else changes that.
@@ -182,16 +182,16 @@ class AnyContext(Scope, Generic[D]):
 
     @staticmethod
     def unset_current() -> None:
-        """Leave nothing current on this thread: see :meth:`dask_devctx.Device.unset_current`."""
+        """Leave no context current on this thread: see :meth:`dask_devctx.Device.unset_current`."""
         leave_nothing_current()
 
     def synchronize(self) -> None:
-        """Wait until it has done all work that it was given; the current context stays.
+        """Wait until all work of the context is done; the current context stays.
 
         Raises
         ------
         DriverError
-            That work failed.
+            Work of the context failed.
 
         References
         ----------
@@ -202,9 +202,9 @@ class AnyContext(Scope, Generic[D]):
     sync = synchronize
 
     def synchronized(self) -> Synchronized[Self]:
-        """Return a scope of it that waits for its work before it restores.
+        """Return a scope of the context that waits for its work before it restores.
 
-        See :meth:`dask_devctx.Device.synchronized`, which does the same.
+        :meth:`dask_devctx.Device.synchronized` does the same and has the details.
         """
         return Synchronized(self)
 
@@ -213,9 +213,9 @@ class AnyContext(Scope, Generic[D]):
 
         Notes
         -----
-        Of a coroutine or generator function this is a coroutine or generator that enters the scope
-        at each resume and leaves it at each suspend. Where the context that was current before
-        cannot be restored, the error has what the function returned as its attribute ``result``.
+        A coroutine or generator function gives a coroutine or generator, which enters the scope at
+        each resume and leaves it at each suspend. If the previous context cannot be restored, the
+        error carries the function's result in its attribute ``result``.
         """
         result: T = call(self, fn, *args, **kwargs)
         return result

@@ -29,30 +29,30 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
     Parameters
     ----------
     device
-        What :class:`~dask_devctx.Device` accepts.
+        Anything that :class:`~dask_devctx.Device` accepts.
     more, flags
         Any of :class:`ContextFlags`: each a flag, or an iterable of flags.
 
     Raises
     ------
     DriverError
-        The driver does not make it.
+        The driver cannot make the context.
     TypeError
-        A flag is no number, or ``device`` no way to name one, such as a flag.
+        A flag is not a number, or ``device`` does not name a device; a flag does not.
     ValueError
-        A flag is unknown, or two exclude each other: more than one of the ``SCHED_`` flags.
+        A flag is unknown, or more than one ``SCHED_`` flag is given: they exclude each other.
 
     Notes
     -----
-    ``Context(device)`` makes a context of its own, beside the primary one that CUDA's libraries
-    use, and owns it: :meth:`close` destroys it, and nothing else does. An owner that is collected
-    unclosed warns, and leaves the context, which may be current on some thread, to the end of the
-    process. ``Context.temporary(device)`` makes, enters and closes one. ``Context.current()``
-    borrows; ``device.primary_context`` is shared, and an instance of this class, too.
+    ``Context(device)`` makes a new context beside the primary one that CUDA's libraries use, and
+    owns it: only :meth:`close` destroys it. If an owner is collected before it is closed, it warns.
+    The context then lives until the process ends, because it may be current on some thread.
+    ``Context.temporary(device)`` makes, enters and closes a context. ``Context.current()`` borrows
+    one. ``device.primary_context`` is shared, and is an instance of this class, too.
 
-    Making one leaves the thread's current context as it was, as does every property. Where making
-    it fails or is interrupted half-way, it is destroyed. A copy of the object is the object itself,
-    as for ``Device``; it cannot be pickled.
+    Making a context leaves the thread's current context as it was. So does every property. If
+    making it fails or is interrupted half-way, the new context is destroyed. A copy of the object
+    is the object itself, as for ``Device``. The object cannot be pickled.
 
     References
     ----------
@@ -101,11 +101,11 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
         Parameters
         ----------
         device, more, flags
-            As ``Context`` takes them. They are looked at when the scope is entered.
+            As for ``Context``. They are checked when the scope is entered.
 
         Notes
         -----
-        Each ``with`` makes a context of its own, which it gives to its block.
+        Each ``with`` makes a new context and gives it to its block.
 
         Examples
         --------
@@ -134,19 +134,19 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
         Parameters
         ----------
         required
-            Raise where none is current, instead of returning None.
+            Raise if no context is current, instead of returning None.
 
         Returns
         -------
         Context, PrimaryContext or None
-            The owner itself where it is a context of ours, the device's ``primary_context`` where
-            it is primary, else an object that borrows it and never destroys it. None where none is
-            current, as on a machine without a driver.
+            The owner itself if this package made the context; the device's ``primary_context`` if
+            it is primary; otherwise an object that borrows it and never destroys it. None if no
+            context is current, as on a machine without a driver.
 
         Raises
         ------
         DevctxError
-            None is current, and one is required.
+            A context is required, and none is current.
 
         References
         ----------
@@ -202,16 +202,16 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AnyContext):
             return NotImplemented
-        if self._identity is None:  # it was dead when it was borrowed, and nothing tells it apart
+        if self._identity is None:  # it was dead when it was borrowed: nothing identifies it
             return self is other
         return self._backend is other._backend and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash(self._identity)  # for life: the handle goes when it is closed
+        return hash(self._identity)  # it never changes; the handle is 0 after closing
 
     def __del__(self) -> None:
         if getattr(self, "_owned", False) and self._handle and not sys.is_finalizing():
-            import logging  # not with the module, which is there before most programs log
+            import logging  # imported late: most programs load this module before they log
 
             said = f"{self!r} was never closed: it lives, with its memory, until the process ends"
             logging.getLogger(__name__).warning("%s. Use 'with Context.temporary(...)'", said)
@@ -223,17 +223,17 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
         Raises
         ------
         DeviceScopeError
-            It is borrowed or primary, and not this object's to destroy.
+            The context is borrowed or primary: this object does not own it.
         DriverError
-            The driver refuses. Where the context is alive all the same, ``close()`` can be tried
-            again, and the context be used until then.
+            The driver refuses. If the context is still alive, it can be used, and ``close()`` can
+            be tried again.
 
         Notes
         -----
-        A scope that was entered while it was current cannot restore it any more: it raises
-        ``DeviceScopeError`` on leaving, and leaves its thread without a current context. Other
-        threads on which it is current must make another one current. Its memory is freed: arrays
-        that were made in it must not be used any more.
+        A scope that was entered while the context was current cannot restore it any more. On
+        leaving, that scope raises ``DeviceScopeError`` and leaves its thread without a current
+        context. Other threads on which the context is current must make another one current. The
+        context's memory is freed: arrays that were made in it must not be used any more.
 
         References
         ----------
@@ -247,7 +247,7 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
 
     def _destroy(self) -> None:
         calls = self._backend.calls
-        # Before the call: until it is known that the context is alive, nobody makes it current.
+        # Noted before the call: no scope makes the context current until it is known to be alive.
         if self._identity is not None:
             self._backend.destroyed.add(self._identity)
         gone = False
@@ -263,7 +263,7 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
     def _still_lives(self) -> bool:
         try:
             return self._backend.calls.context_id(self._handle) == self._identity
-        except DevctxError:  # a driver that answers nothing any more has not destroyed it
+        except DevctxError:  # a driver that does not answer any more has not destroyed it
             return True
 
     @property
@@ -288,14 +288,14 @@ _closing = ProcessLock()
 
 
 def _owners(backend: Backend) -> _Owners:
-    """The contexts that this process owns, by their numbers: handles are used again."""
+    """Return the contexts that this process owns, by their numbers: a driver reuses handles."""
     return _owned.setdefault(backend, weakref.WeakValueDictionary())
 
 
 def _unmake(backend: Backend, handle: int, before: int, error: BaseException) -> None:
-    """Destroy a context whose making failed half-way; ``handle`` is 0 where nobody was told it.
+    """Destroy a context whose making failed half-way; ``handle`` is 0 if it is not known yet.
 
-    It is current where it was not taken off the driver's stack, and destroying it does that.
+    The context is still current if it is on the driver's stack. Destroying it takes it off.
     """
     calls = backend.calls
     try:

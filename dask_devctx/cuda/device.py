@@ -35,35 +35,36 @@ class MemoryInfo(NamedTuple):
 
 @final
 class Device(Scope):
-    """A GPU. ``with device:`` makes it current on this thread and restores what was before.
+    """A GPU. ``with device:`` makes it current on this thread, then restores the previous context.
 
     Parameters
     ----------
     which
-        Its ordinal (``1``, ``"1"`` or ``"cuda:1"``), UUID or a unique prefix of one
-        (``"GPU-…"``, ``"MIG-…"``, or a whole one without these), PCI bus id, another ``Device``,
-        or a device object of torch, CuPy, Numba, JAX or cuda.core. None, ``"cuda"`` and torch's
-        device without an index mean the current one, or the first where none is current.
+        Its ordinal (``1``, ``"1"`` or ``"cuda:1"``), its UUID or a unique prefix of one
+        (``"GPU-…"``, ``"MIG-…"``, or a whole UUID without ``GPU-``), its PCI bus id, another
+        ``Device``, or a device object of torch, CuPy, Numba, JAX or cuda.core. None, ``"cuda"``
+        and torch's device without an index mean the current device, or the first device if none is
+        current.
 
     Raises
     ------
     DeviceNotFoundError
-        There is no such device, or the prefix fits several.
+        There is no such device, or several devices have the prefix.
     TypeError
-        ``which`` is no way to name a device, such as a bool or a float.
+        ``which`` does not name a device: a bool or a float, for example.
     DriverUnavailableError
-        The machine has no GPU that can be found and none is simulated.
+        No GPU can be found on this machine, and none is simulated.
 
     Notes
     -----
     There is one object per GPU and process. It is immutable, hashable, and usable from any thread
-    and any number of times at once. It is pickled by its UUID and so names the same GPU in a
-    process with another ``CUDA_VISIBLE_DEVICES``; a process that does not have that GPU can hold
-    the object and is told when it uses it.
+    and any number of times at once. It is pickled by its UUID, so it names the same GPU in a
+    process with another ``CUDA_VISIBLE_DEVICES``. A process that does not have that GPU can hold
+    the object; using it there raises ``DeviceNotFoundError``.
 
-    Making the object touches no driver and creates no context; the first scope retains the
-    device's primary context, once per process. In a process that was forked after CUDA was
-    initialised, scopes raise ``ForkedProcessError``.
+    Making the object calls no driver and creates no context. The first scope retains the device's
+    primary context, once per process. In a process that was forked after CUDA was initialised,
+    scopes raise ``ForkedProcessError``.
 
     References
     ----------
@@ -85,7 +86,7 @@ class Device(Scope):
     _primary: PrimaryContext[Device] | None
 
     def __new__(cls, which: object = None) -> Self:
-        if type(which) is int:  # what is asked most, and made in every `with Device(1):`
+        if type(which) is int:  # the most common case: every `with Device(1):`
             known: Self | None = driver.backend().ordinals.get(which)
             if known is not None:
                 return known
@@ -107,7 +108,7 @@ class Device(Scope):
         return device
 
     def __init_subclass__(cls) -> None:
-        # The one object per GPU would be of the class that asked first.
+        # There is one object per GPU: its class would depend on the first caller.
         raise TypeError("Device cannot be subclassed: hold one, or wrap it")
 
     @classmethod
@@ -137,8 +138,8 @@ class Device(Scope):
 
         Notes
         -----
-        Initialises nothing: before anything in this process has used CUDA, none is current, and on
-        a machine without a driver none ever is.
+        Initialises nothing. No device is current before something in this process has used CUDA,
+        and none is ever current on a machine without a driver.
 
         References
         ----------
@@ -160,8 +161,8 @@ class Device(Scope):
         return "dask_devctx.Device", self._uuid
 
     def __repr__(self) -> str:
-        # Of a device that came here pickled the ordinal may not be known, or not be there at all:
-        # nothing is looked up to write it down.
+        # A device that was unpickled here may have no known ordinal, or none at all: a repr looks
+        # nothing up.
         ordinal = discovery.ordinal_if_known(self._backend, self._uuid)
         return f"<Device cuda:{'?' if ordinal is None else ordinal} ({self._uuid})>"
 
@@ -172,7 +173,7 @@ class Device(Scope):
         """The ordinal, for functions of other libraries that take a device's number."""
         return self.device_id
 
-    # -- what it is
+    # -- its properties
 
     @property
     def _found(self) -> DeviceInfo:
@@ -180,34 +181,34 @@ class Device(Scope):
             return self._info
         info = naming.find(self._uuid, discovery.inventory(self._backend))
         assert info is not None
-        if self._backend.initialised:  # until then the environment may still change the ordinals
+        if self._backend.initialised:  # before that, the environment may still change the ordinals
             self._info = info
         return info
 
     @property
     def device_id(self) -> int:
-        """CUDA's ordinal of it in this process, after ``CUDA_VISIBLE_DEVICES``.
+        """The device's CUDA ordinal in this process, after ``CUDA_VISIBLE_DEVICES``.
 
         Raises
         ------
         DeviceNotFoundError
-            This process does not have the device, as every property but ``uuid`` says.
+            This process does not have the device. Every property but ``uuid`` raises this.
         """
         return self._found.device_id
 
     @property
     def uuid(self) -> str:
-        """``"GPU-…"``, or ``"MIG-…"`` where it is an instance."""
+        """``"GPU-…"``, or ``"MIG-…"`` for a MIG instance."""
         return self._uuid
 
     @property
     def info(self) -> DeviceInfo:
-        """Everything that was found out about it, without a context."""
+        """All known facts about the device, found without a context."""
         return self._found
 
     @property
     def name(self) -> str | None:
-        """The product's name; None where neither NVML nor the driver says it."""
+        """The product's name; None if neither NVML nor the driver says it."""
         return self._found.name
 
     @property
@@ -219,7 +220,7 @@ class Device(Scope):
     def compute_capability(self) -> ComputeCapability:
         """Major and minor number of the architecture."""
         found = self._found.compute_capability
-        if found is None:  # NVML left it open; the driver knows it without a context
+        if found is None:  # NVML does not say it; the driver knows it without a context
             found = self._backend.driver().device_compute_capability(self._ordinal())
         return ComputeCapability(*found)
 
@@ -230,7 +231,7 @@ class Device(Scope):
 
     @property
     def memory_info(self) -> MemoryInfo:
-        """Free and total bytes of the device now; what is not free may be any process's.
+        """Free and total bytes of the device now; any process may hold the rest.
 
         Raises
         ------
@@ -250,7 +251,7 @@ class Device(Scope):
 
     @property
     def primary_context(self) -> PrimaryContext[Device]:
-        """The context that all libraries of this process share on it; not created by asking."""
+        """The context that all libraries of this process share; reading this does not create it."""
         with _lock:
             if self._primary is None:
                 self._primary = PrimaryContext._of(self)
@@ -264,7 +265,7 @@ class Device(Scope):
         Parameters
         ----------
         peer
-            What :class:`Device` accepts. A device is no peer of itself.
+            Anything that :class:`Device` accepts. A device is not a peer of itself.
 
         References
         ----------
@@ -272,7 +273,7 @@ class Device(Scope):
         """
         return self._backend.driver().can_access_peer(self._ordinal(), Device(peer)._ordinal())
 
-    # -- what it does
+    # -- its actions
 
     def _ordinal(self) -> int:
         return discovery.driver_ordinal(self._backend, self._found)
@@ -303,7 +304,7 @@ class Device(Scope):
 
         Notes
         -----
-        A scope that is open on the thread restores on leaving what was current before it.
+        When a scope that is open on the thread is left, it restores the context from before it.
 
         References
         ----------
@@ -314,7 +315,7 @@ class Device(Scope):
 
     @staticmethod
     def unset_current() -> None:
-        """Leave nothing current on this thread, whoever made current what is.
+        """Leave no context current on this thread, no matter which code made one current.
 
         Raises
         ------
@@ -323,15 +324,15 @@ class Device(Scope):
 
         Notes
         -----
-        The driver keeps a stack of contexts for each thread, and the top one is current. Where
-        another library has pushed contexts and not popped them, all of them are taken off: a pop of
-        that library finds the stack empty and fails with ``CUDA_ERROR_INVALID_CONTEXT``. A scope
-        that is open on the thread restores on leaving what was current before it. Initialises and
-        destroys nothing.
+        The driver keeps a stack of contexts for each thread, and the top one is current. If another
+        library has pushed contexts and not popped them, this takes all of them off. A later pop of
+        that library finds the stack empty and fails with ``CUDA_ERROR_INVALID_CONTEXT``. When a
+        scope that is open on the thread is left, it restores the context from before it. This
+        initialises and destroys nothing.
 
         References
         ----------
-        ``cuCtxSetCurrent``, with no context, as often as one is current.
+        ``cuCtxSetCurrent``, with no context, repeated until no context is current.
 
         Examples
         --------
@@ -343,16 +344,16 @@ class Device(Scope):
         leave_nothing_current()
 
     def synchronize(self) -> None:
-        """Wait until its primary context has done all work that it was given.
+        """Wait until all work of the device's primary context is done.
 
         Raises
         ------
         DriverError
-            That work failed: the error may be of any earlier call.
+            Work failed: any earlier call may have caused the error.
 
         Notes
         -----
-        A device that nobody uses has nothing to wait for, and gets no context by this.
+        An unused device has nothing to wait for; this does not create a context on it.
 
         References
         ----------
@@ -370,19 +371,18 @@ class Device(Scope):
         Returns
         -------
         Synchronized
-            As reusable and reentrant as the device itself, and a decorator: see
+            As reusable and reentrant as the device itself, and also a decorator: see
             :class:`~dask_devctx.cuda.synchronized.Synchronized`.
 
         Raises
         ------
         DriverError
-            On leaving, where the work failed. Where the body raises, that is noted on the
-            body's own exception instead.
+            On leaving, if the work failed. If the body raises, its exception gets a note instead.
 
         Examples
         --------
         >>> with Device(0).synchronized() as device:
-        ...     pass  # everything started in here is done when the block has been left
+        ...     pass  # all work that starts in here is done when the block ends
         """
         return Synchronized(self)
 
@@ -391,10 +391,10 @@ class Device(Scope):
 
         Notes
         -----
-        Of a coroutine or generator function this is a coroutine or generator that enters the scope
-        at each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`. Where
-        the context that was current before cannot be restored, the error has what the function
-        returned as its attribute ``result``.
+        A coroutine or generator function gives a coroutine or generator, which enters the scope at
+        each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`. If the
+        previous context cannot be restored, the error carries the function's result in its
+        attribute ``result``.
         """
         result: T = call(self, fn, *args, **kwargs)
         return result
@@ -413,7 +413,7 @@ def devices() -> tuple[Device, ...]:
     Raises
     ------
     DriverUnavailableError
-        The machine has no GPU that can be found and none is simulated.
+        No GPU can be found on this machine, and none is simulated.
 
     Notes
     -----
@@ -430,5 +430,5 @@ def devices() -> tuple[Device, ...]:
 
 
 def named_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:
-    """Return the devices that are named, each once; None names all that this process sees."""
+    """Return the named devices, each once; None means all devices that this process sees."""
     return devices() if wanted is None else tuple(dict.fromkeys(map(Device, wanted)))

@@ -1,6 +1,6 @@
-"""Whether devices let processes show each other their memory: asked in a process of its own.
+"""Whether processes can share memory of devices: a separate process finds out.
 
-Asking takes a context, which this process would keep.
+The question needs a context, which this process would keep.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ASK = "from dask_devctx.cuda.export import answer; answer()"
 
 
 def can_export(devices: Sequence[Device]) -> bool:
-    """Return whether other processes may open what is allocated on each of the devices.
+    """Return whether other processes may open memory that is allocated on each of the devices.
 
     Notes
     -----
-    MIG instances and Windows' subsystem for Linux have no such thing. Simulated devices have.
+    MIG instances and the Windows Subsystem for Linux cannot do this. Simulated devices can.
     """
     if all(device._backend.simulated for device in devices):
         return True
@@ -48,15 +48,17 @@ def _asked(uuids: tuple[str, ...]) -> bool:
             timeout=_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning("whether devices can show their memory cannot be asked: %s", error)
+        logger.warning(
+            "could not find out whether devices can share memory between processes: %s", error
+        )
         return False
     if done.returncode:
-        logger.info("devices cannot show their memory to other processes: %s", done.stderr.strip())
+        logger.info("devices cannot share memory between processes: %s", done.stderr.strip())
     return done.returncode == 0
 
 
 def answer() -> None:
-    """End this process with status 0 where each device that it is told can export memory."""
+    """End this process with status 0 if each device in its arguments can export memory."""
     try:
         for uuid in sys.argv[1:]:
             with Device(uuid) as device:

@@ -1,4 +1,4 @@
-"""How a context waits, and what else it can be made with."""
+"""The flags of a context: how it waits, and other options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 
 class ContextFlags(enum.IntFlag):
-    """How a context waits, and what else it does: the driver's ``CUctx_flags``."""
+    """How a context waits, and other options: the driver's ``CUctx_flags``."""
 
     SCHED_AUTO = 0x00
     SCHED_SPIN = 0x01
@@ -22,7 +22,7 @@ class ContextFlags(enum.IntFlag):
     SYNC_MEMOPS = 0x80
 
 
-# How a context waits is one of these; the others can be joined to it.
+# A context waits in one of these ways; the other flags can be added.
 _SCHEDULING = ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD | ContextFlags.SCHED_BLOCKING_SYNC
 
 
@@ -33,7 +33,7 @@ def written(flags: ContextFlags) -> str:
 
 
 def joined(flags: ContextFlags | Iterable[object]) -> int:
-    """Return a flag, or those that an iterable has, as one number that the driver takes."""
+    """Return a flag, or all flags of an iterable, as one number for the driver."""
     wanted = _number(flags)
     unknown = wanted & ~sum(map(int, ContextFlags))
     if unknown:

@@ -1,4 +1,4 @@
-"""A report on the machine's devices for a person, found without creating a context."""
+"""A report on the machine's devices for people to read, made without creating a context."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Machine:
     Parameters
     ----------
     devices
-        Those that this process may use, in CUDA's order.
+        The devices that this process may use, in CUDA's order.
     hidden
-        Those that ``CUDA_VISIBLE_DEVICES`` hides.
+        The devices that ``CUDA_VISIBLE_DEVICES`` hides.
     memory
-        Free and total bytes of each device by its UUID; None where NVML does not say.
+        Free and total bytes of each device by its UUID; None if NVML does not say.
     peers
         The UUIDs of the devices whose memory each one can reach, by its UUID.
     visible_devices, device_order
         ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``, or None.
     cuda_version
-        The CUDA version that the driver supports, ``"13.0"``; None where there is no driver.
+        The CUDA version that the driver supports, ``"13.0"``; None without a driver.
     simulated
         Whether the devices are simulated.
     problems
-        What is wrong, in words for a person.
+        The problems that were found, in words for a person.
     """
 
     devices: tuple[DeviceInfo, ...]
@@ -53,7 +53,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Return what there is to know, and what is wrong; raises nothing for what it finds.
+    """Return the machine's devices and the problems with them; a problem raises no error.
 
     Notes
     -----
@@ -99,7 +99,7 @@ def inspect_machine() -> Machine:
 
 def _peers(info: DeviceInfo, others: tuple[DeviceInfo, ...]) -> tuple[str, ...]:
     device = Device(info.uuid)
-    discovery.driver_ordinal(driver.backend(), info)  # that CUDA shows it, alone too
+    discovery.driver_ordinal(driver.backend(), info)  # raises if CUDA hides it, also without peers
     return tuple(
         other.uuid
         for other in others

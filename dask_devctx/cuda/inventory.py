@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class DeviceInfo(NamedTuple):
-    """One device, as found. A field that could not be found out is None.
+    """One device, as found. A field is None if its value is unknown.
 
     Parameters
     ----------
     device_id
-        CUDA's ordinal, after ``CUDA_VISIBLE_DEVICES``; -1 for a device that is hidden.
+        CUDA's ordinal, after ``CUDA_VISIBLE_DEVICES``; -1 for a hidden device.
     uuid
         ``"GPU-…"``, or ``"MIG-…"`` for an instance: the identity that joins NVML and CUDA.
     name
@@ -23,7 +23,7 @@ class DeviceInfo(NamedTuple):
     total_memory
         Bytes.
     nvml_index
-        NVML's index of the GPU, without regard to ``CUDA_VISIBLE_DEVICES``.
+        NVML's index of the GPU; NVML ignores ``CUDA_VISIBLE_DEVICES``.
     numa_node
         The memory node that the GPU is nearest to.
     cpu_affinity
@@ -50,15 +50,15 @@ class Inventory(NamedTuple):
     Parameters
     ----------
     devices
-        Those that this process may use, in CUDA's order: the position is the ordinal.
+        The devices that this process may use, in CUDA's order: the position is the ordinal.
     hidden
-        Those that ``CUDA_VISIBLE_DEVICES`` hides from it.
+        The devices that ``CUDA_VISIBLE_DEVICES`` hides from this process.
     visible_devices
-        The value of ``CUDA_VISIBLE_DEVICES`` that this follows, or None.
+        The value of ``CUDA_VISIBLE_DEVICES`` that applies, or None.
     source
-        ``"nvml"``, or ``"driver"`` where NVML could not answer.
+        ``"nvml"``, or ``"driver"`` if NVML could not answer.
     problems
-        What is wrong, in words for a person; empty where nothing is.
+        The problems that were found, in words for a person; empty if there is none.
     """
 
     devices: tuple[DeviceInfo, ...]

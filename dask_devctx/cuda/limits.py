@@ -12,7 +12,7 @@ from dask_devctx.errors import DriverError
 
 
 class Limit(enum.IntEnum):
-    """A limit of a context: the driver's ``CUlimit``; in bytes where nothing else is said."""
+    """A limit of a context: the driver's ``CUlimit``. In bytes, unless a comment says otherwise."""
 
     STACK_SIZE = 0
     PRINTF_FIFO_SIZE = 1
@@ -29,12 +29,12 @@ class Limit(enum.IntEnum):
 
 _MOST = 2**64 - 1  # the driver takes a size_t
 
-# A driver that is older than a limit says the second.
+# A driver that is older than the limit answers with the second one.
 _NO_SUCH_LIMIT = ("CUDA_ERROR_UNSUPPORTED_LIMIT", "CUDA_ERROR_INVALID_VALUE")
 
 
 class _Limited(Protocol):
-    """A context: what reads and sets its limits."""
+    """A context, as far as this module needs it."""
 
     def run(self, fn: Callable[..., Any], /, *args: Any) -> Any: ...
     @property
@@ -46,9 +46,9 @@ class Limits(Mapping[Limit, int]):
 
     Notes
     -----
-    Iterating gives those that the device has. Reading or setting another raises ``DriverError``
-    with the status ``CUDA_ERROR_UNSUPPORTED_LIMIT``; some can be read and not set. The driver may
-    round what is set: read it back.
+    Iterating gives the limits that the device supports. Reading or setting any other raises
+    ``DriverError`` with the status ``CUDA_ERROR_UNSUPPORTED_LIMIT``. Some limits can be read but
+    not set. The driver may round a value that is set: read it back.
 
     References
     ----------
@@ -68,7 +68,7 @@ class Limits(Mapping[Limit, int]):
         self._context.run(self._context._calls.set_limit, _known(limit), operator.index(number))
 
     def get(self, limit: Limit, default: Any = None) -> Any:
-        """Return a limit, or ``default`` where the device does not have it."""
+        """Return a limit, or ``default`` if the device does not support it."""
         try:
             return self[limit]
         except DriverError as error:

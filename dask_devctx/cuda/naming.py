@@ -1,4 +1,4 @@
-"""From what somebody calls a device to the device: names are read here and nowhere else."""
+"""From a name of a device to the device: only this module reads names."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ ACCEPTED = (
 AUTO: Final = "auto"
 NO_DEVICE: Final = "none"
 
-# torch's names of the device that is current.
+# torch's names of the current device.
 CURRENT: Final = frozenset({"cuda", "gpu"})
 
-# Where Device is, which a scheduler need not import to read names.
+# The module of Device: a scheduler reads names without importing it.
 _OURS: Final = "dask_devctx.cuda.device"
 
 _ORDINAL = re.compile(r"(?:(?:cuda|gpu):)?([0-9]{1,9})")
 _PCI_BUS_ID = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f][0-9a-f-]*", re.IGNORECASE)
-# Without what it is a UUID of, as torch's properties and cuda.core write it; whole ones only.
+# A whole UUID without the prefix "GPU-", as torch's properties and cuda.core write it.
 _BARE_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 
 class Name(NamedTuple):
-    """A device's name as read, whatever machine it is looked for on.
+    """A device's name after reading; it does not depend on the machine.
 
     Parameters
     ----------
     kind
-        ``"ordinal"``, ``"uuid"``, ``"pci"`` (a PCI bus id), ``"current"`` or, where it is none of
-        these, ``"unknown"``.
+        ``"ordinal"``, ``"uuid"``, ``"pci"`` (a PCI bus id), ``"current"``, or ``"unknown"`` for any
+        other name.
     value
-        The ordinal; the UUID or a prefix of it in lower case, as :func:`uuid_names` has it; the PCI
-        bus id; of an unknown name, why it names no device.
+        The ordinal; the UUID or a prefix of it in lower case, as :func:`uuid_names` yields it; the
+        PCI bus id; for an unknown name, the reason why it names no device.
     """
 
     kind: Literal["ordinal", "uuid", "pci", "current", "unknown"]
@@ -50,21 +50,21 @@ class Name(NamedTuple):
 
 
 def read(which: object) -> Name:
-    """Return what a name says; two names are equal that mean the same device.
+    """Return the meaning of a name; two spellings of one name give equal results.
 
     Parameters
     ----------
     which
-        What :class:`~dask_devctx.Device` accepts.
+        Anything that :class:`~dask_devctx.Device` accepts.
 
     Raises
     ------
     TypeError
-        It is no way to name a device.
+        ``which`` does not name a device.
     """
     if isinstance(which, str):
         return _read_text(which)
-    # Asked of the object, which may be a proxy: Numba hands its devices out as such.
+    # The object's own __class__, because it may be a proxy: Numba hands out its devices as proxies.
     module = str(which.__class__.__module__)
     if module == _OURS:
         return Name("uuid", which.uuid.lower())  # type: ignore[attr-defined]
@@ -80,21 +80,21 @@ def read(which: object) -> Name:
 
 
 def find(which: object, inventory: Inventory) -> DeviceInfo | None:
-    """Return the device that ``which`` names; None where it names the current one.
+    """Return the device that ``which`` names; None if it names the current device.
 
     Parameters
     ----------
     which
-        What :class:`~dask_devctx.Device` accepts.
+        Anything that :class:`~dask_devctx.Device` accepts.
     inventory
         The devices to choose from.
 
     Raises
     ------
     DeviceNotFoundError
-        It has the right form, and there is no such device, or several.
+        ``which`` has the right form, but no device or several devices have this name.
     TypeError
-        It is no way to name a device.
+        ``which`` does not name a device.
     """
     name = read(which)
     if name.kind == "current":
@@ -106,7 +106,7 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
 
 
 def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:
-    """Return the devices that a name that was read may mean: one, none, or several."""
+    """Return the devices that a name may mean: one, none, or several."""
     kind, value, devices = name.kind, name.value, inventory.devices
     if kind == "ordinal":
         assert isinstance(value, int)
@@ -120,7 +120,7 @@ def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:
 
 
 def uuid_names(uuid: str) -> Iterator[str]:
-    """Yield the values that a :class:`Name` of kind ``"uuid"`` may have that fits a UUID."""
+    """Yield each value of a :class:`Name` of kind ``"uuid"`` that matches this UUID."""
     uuid = uuid.lower()
     yield uuid[len("GPU-") :]
     for end in range(len("GPU-") + 1, len(uuid) + 1):
@@ -128,9 +128,9 @@ def uuid_names(uuid: str) -> Iterator[str]:
 
 
 def not_found(which: object, inventory: Inventory, hint: str = "") -> DeviceNotFoundError:
-    """Return the error for a device that is not there."""
+    """Return the error for a device that does not exist."""
     available = [str(info) for info in inventory.devices]
-    if inventory.source == "nvml":  # what is wrong may be why: an entry that hides it, a lost GPU
+    if inventory.source == "nvml":  # a problem may be the cause: a hiding entry, a lost GPU
         hint = ". ".join(filter(None, [hint, *inventory.problems]))
     return DeviceNotFoundError(which, available, inventory.visible_devices, hint)
 
@@ -152,7 +152,7 @@ def _why_not(name: Name, found: Sequence[DeviceInfo], inventory: Inventory) -> s
     if found:
         return f"{len(found)} devices have this prefix: add digits"
     if any(_has_prefix(info, str(name.value)) for info in inventory.hidden):
-        return "This machine has it, and CUDA_VISIBLE_DEVICES hides it from this process"
+        return "This machine has it, but CUDA_VISIBLE_DEVICES hides it from this process"
     return "No device of this machine has this UUID"
 
 
@@ -187,16 +187,16 @@ def _read_foreign(which: object, ordinal_of: Callable[[Any], int | None]) -> Nam
 
 
 def _torch_ordinal(device: Any) -> int | None:
-    if not isinstance(device.type, str):  # a tensor's is a method
+    if not isinstance(device.type, str):  # a tensor has a method of this name
         raise TypeError(device)
     if device.type != "cuda":
-        raise LookupError(repr(device))  # the object itself may not travel
+        raise LookupError(repr(device))  # its text: the object may not be picklable
     return None if device.index is None else operator.index(device.index)
 
 
 def _jax_ordinal(device: Any) -> int:
     if device.platform not in ("gpu", "cuda"):
-        raise LookupError(repr(device))  # the object itself may not travel
+        raise LookupError(repr(device))  # its text: the object may not be picklable
     return operator.index(device.local_hardware_id)
 
 
@@ -205,10 +205,10 @@ def _cupy_ordinal(device: Any) -> int:
 
 
 def _numba_ordinal(device: Any) -> int:
-    return int(device.id)  # a CUdevice, which is a number to int() alone
+    return int(device.id)  # a CUdevice: only int() turns it into a number
 
 
-# By the first part of the module that defines the object's class: nothing is imported.
+# By the first part of the module that defines the object's class. This imports nothing.
 _FOREIGN: dict[str, Callable[[Any], int | None]] = {
     "torch": _torch_ordinal,
     "cupy": _cupy_ordinal,

@@ -1,4 +1,4 @@
-"""``on_device``: a function that runs on a device, wherever it is called; without dask."""
+"""``on_device``: a function that runs on one device, wherever it is called. It needs no dask."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ def on_device(
     Parameters
     ----------
     which
-        What :class:`~dask_devctx.Device` accepts. It is looked up when the function is called, in
-        the process that calls it, so that a machine without that GPU can hand the function on.
+        Anything that :class:`~dask_devctx.Device` accepts. The calling process looks it up at each
+        call, so a machine without that GPU can pass the function on.
     synchronize
-        Whether the device's work is waited for before the function or coroutine hands out its
-        result, or the generator an item.
+        Whether to wait for the device's work before a function or coroutine returns its result, and
+        before a generator yields an item.
 
     Returns
     -------
     callable
-        Given a function, coroutine function, generator function or asynchronous generator
-        function, one of the same kind that runs on the device.
+        A decorator. It takes a function, coroutine function, generator function or asynchronous
+        generator function, and returns one of the same kind that runs on the device.
 
     Raises
     ------
     TypeError
-        What is decorated cannot be called, or the device is left out. On calling: ``which`` names
-        no device.
+        The decorated object cannot be called, or the device is missing. On calling: ``which`` does
+        not name a device.
     DeviceNotFoundError
         On calling: this process does not have the device.
 
     Notes
     -----
-    The decorated function can be pickled wherever the function itself can. A coroutine or generator
-    enters the device at each resume and leaves it at each suspend: many, interleaved on one event
-    loop, never see each other's device, and neither does the loop.
+    The decorated function can be pickled if the function itself can. A coroutine or generator
+    enters the device at each resume and leaves it at each suspend. Many of them can share one event
+    loop: they never see each other's device, and the loop sees none.
 
-    Any other result is returned as it is: an iterator of ``map``, or the context
-    manager of ``@contextmanager``, runs where it is used. Put ``@on_device`` below
-    ``@contextmanager``, next to the generator function.
+    Any other result is returned unchanged. An iterator of ``map``, or the context manager of
+    ``@contextmanager``, runs on the device that is current where it is used. Put ``@on_device``
+    below ``@contextmanager``, next to the generator function.
 
     Examples
     --------
@@ -58,7 +58,7 @@ def on_device(
     >>> where("here")
     ('here', 2)
     """
-    import inspect  # not with the module: see dask_devctx.cuda.suspending
+    import inspect  # imported late: see dask_devctx.cuda.suspending
 
     if inspect.isroutine(which) or isinstance(which, type):
         raise TypeError(f"on_device needs a device: write @on_device(1) above {which!r}")
@@ -75,14 +75,14 @@ class DeviceFunction(ScopedFunction[P, T]):
     Attributes
     ----------
     which
-        The device, as it was named.
+        The device, as the caller named it.
     synchronize
-        Whether its work is waited for.
+        Whether it waits for the device's work.
     __wrapped__
         The function itself.
     """
 
-    # A worker and a scheduler know it by this, without importing it.
+    # A worker and a scheduler recognise it by this attribute, without importing the class.
     carries_device: ClassVar = True
 
     which: object

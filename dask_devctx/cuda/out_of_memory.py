@@ -1,6 +1,6 @@
-"""Running out of a device's memory: knowing it, whatever library says it, and making room.
+"""Out of memory on a device: recognise it in the error of any library, and make room.
 
-No library is imported for it: what is not imported raised nothing and holds nothing.
+This imports no library: one that is not imported has raised no error and holds no memory.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _CLASSES = {
     ("cupy", "OutOfMemoryError"),
     ("torch", "OutOfMemoryError"),
 }
-# Libraries whose exceptions carry the driver's or the runtime's status, and where: both number it
-# the same.
+# Libraries whose exceptions carry the status of the driver or the runtime, and the attribute that
+# has it. Driver and runtime use the same number.
 _STATUS = {
     ("cupy_backends", "status"),
     ("cupy", "status"),
     ("numba", "code"),
     ("numba_cuda", "code"),
 }
-# Words by which the others say it: cuBLAS and its like, torch before it had a class, RMM, JAX.
+# The words of other errors: cuBLAS and similar libraries, older torch without a class, RMM, JAX.
 _WORDS = re.compile(
     r"_STATUS_ALLOC_FAILED|CUDA out of memory|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|"
     r"RESOURCE_EXHAUSTED: Out of memory"
@@ -45,12 +45,12 @@ _RMM_SIZE = re.compile(r"(?:allocate|size)\D{0,3}([\d]+) ?(?:bytes|B)", re.IGNOR
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an exception, or what caused it, says that a device's memory ran out."""
+    """Return whether an exception or one of its causes says that a device is out of memory."""
     return any(_says_it(one) for one in _chain(error))
 
 
 def requested_nbytes(error: BaseException) -> int | None:
-    """Return how many bytes were asked for, where the exception says it."""
+    """Return how many bytes the failed call asked for, or None if the exception does not say it."""
     for one in _chain(error):
         text = str(one)
         if match := _CUPY_SIZE.search(text):
@@ -63,12 +63,12 @@ def requested_nbytes(error: BaseException) -> int | None:
 
 
 def release_caches(error: BaseException | None = None) -> None:
-    """Let the libraries give back what they keep of the current device's memory for later.
+    """Make the libraries release the memory of the current device that they cache.
 
     Parameters
     ----------
     error
-        An exception whose frames may hold arrays; they are cleared.
+        An exception whose frames may hold arrays: this clears the frames.
 
     References
     ----------
@@ -76,12 +76,12 @@ def release_caches(error: BaseException | None = None) -> None:
     """
     for one in () if error is None else _chain(error):
         traceback.clear_frames(one.__traceback__)
-    gc.unfreeze()  # what was left out of collections may hold memory
+    gc.unfreeze()  # frozen objects may hold memory, too
     gc.collect()
     for release in (_release_cupy, _release_torch):
         try:
             release()
-        except Exception:  # a library that is half imported, or broken: the retry will tell
+        except Exception:  # the library is half imported or broken: the retry will show it
             logger.warning("a library's cache could not be released", exc_info=True)
 
 
@@ -120,7 +120,7 @@ def _says_it(error: BaseException) -> bool:
     text = str(error)
     if _WORDS.search(text):
         return True
-    # RMM raises Python's own MemoryError, as does a host that is full: the words tell.
+    # RMM raises Python's MemoryError. So does a full host. Only the words differ.
     return isinstance(error, MemoryError) and bool(_RMM_WORDS.search(text))
 
 

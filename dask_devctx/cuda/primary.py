@@ -35,9 +35,9 @@ class PrimaryContext(AnyContext[D]):
 
     Notes
     -----
-    ``PrimaryContext(device)`` is ``device.primary_context``: one object per device. Asking for it
-    creates nothing; the first scope of the device or of this object retains it, once per process.
-    It is an instance of ``Context``, too.
+    ``PrimaryContext(device)`` is ``device.primary_context``: there is one object per device.
+    Getting the object creates nothing. The first scope of the device or of this object retains the
+    context, once per process. The object is an instance of ``Context``, too.
 
     References
     ----------
@@ -52,8 +52,8 @@ class PrimaryContext(AnyContext[D]):
             found: PrimaryContext[Any] = device.primary_context
             return found
         raise TypeError(
-            f"a primary context is a Device's: got {device!r} of type {type(device).__name__}. "
-            "Write Device(...).primary_context"
+            f"a primary context belongs to a Device, got {device!r} of type "
+            f"{type(device).__name__}. Write Device(...).primary_context"
         )
 
     @classmethod
@@ -83,7 +83,7 @@ class PrimaryContext(AnyContext[D]):
 
     @property
     def handle(self) -> int:
-        """The driver's handle, a ``CUcontext``; asking for it retains the context."""
+        """The driver's handle, a ``CUcontext``; reading it retains the context."""
         return self._bind()
 
     @property
@@ -93,13 +93,13 @@ class PrimaryContext(AnyContext[D]):
         return bool(current) and self.has_handle(current)
 
     def has_handle(self, handle: int) -> bool:
-        """Return whether a context's handle is that of this one; creates nothing."""
+        """Return whether this context has the given handle; creates nothing."""
         if self._device._handle:
             return self._device._handle == handle
         ordinal = self._device._ordinal()
         if not self._calls.primary_state(ordinal)[1]:
             return False
-        try:  # another library holds it: its handle is only told to those who retain it too
+        try:  # another library holds the context: the driver only tells the handle on a retain
             return self._calls.primary_retain(ordinal) == handle
         finally:
             self._calls.primary_release(ordinal)
@@ -111,12 +111,12 @@ class PrimaryContext(AnyContext[D]):
 
     @property
     def is_active(self) -> bool:
-        """Whether somebody in this process has retained it; asking does not."""
+        """Whether any code in this process has retained it; reading this does not retain it."""
         return self._calls.primary_state(self._device._ordinal())[1]
 
     @property
     def flags(self) -> ContextFlags:
-        """How it waits; can be read and set whether it is active or not."""
+        """The flags of the context; they can be read and set whether it is active or not."""
         return ContextFlags(self._calls.primary_state(self._device._ordinal())[0])
 
     @flags.setter
@@ -124,16 +124,16 @@ class PrimaryContext(AnyContext[D]):
         self._calls.primary_set_flags(self._device._ordinal(), joined(value))
 
     def release(self) -> None:
-        """Give back this process's hold of it; it is destroyed when no library holds it either.
+        """Release this package's hold of the context; the last holder's release destroys it.
 
         Raises
         ------
         DeviceScopeError
-            A scope of it is open on this thread.
+            A scope of the context is open on this thread.
 
         Notes
         -----
-        The next scope retains it again. No other thread may have a scope of it open.
+        The next scope retains the context again. No other thread may have a scope of it open.
         """
         ours: tuple[object, ...] = (self, self._device)
         if any(scope in ours for scope in open_scopes()):

@@ -1,12 +1,12 @@
-"""The device scope: make a context current, and give back exactly what was before it.
+"""The device scope: make a context current, then restore exactly the context from before.
 
-One stack per thread holds what the driver said was current at each enter; the thread is never
-asked which *device* is current, because "device 0" and "nothing" are different answers to one
-question. Contexts are got and set, never pushed and popped.
+Each thread has one stack. It holds the context that the driver reported as current at each enter.
+A scope never asks which *device* is current: that question cannot tell "device 0" from "nothing".
+Scopes get and set contexts; they never push and pop them.
 
-Where the extension ``_scope`` was built (its source is in ``csrc``) and the driver tells the
-addresses of its functions, the ordinary enter and leave are made in C; everything else is made
-here, on the same stack. Without it all is made here, and nothing else is different.
+The extension ``_scope`` (its source is in ``csrc``) does the ordinary enter and leave in C, if it
+was built and if the driver gives the addresses of its functions. This module does everything else,
+on the same stack. Without the extension it does all of it, with the same results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 try:
     from dask_devctx.driver._scope import ScopeBase, stack
-except ImportError:  # it was not built: no compiler, or a Python without the stable ABI
+except ImportError:  # the extension was not built: no compiler, or a Python without the stable ABI
     from dask_devctx.driver._python_scope import ScopeBase, stack  # type: ignore[assignment]
 
 
@@ -37,7 +37,7 @@ def open_scopes() -> tuple[Scope, ...]:
 class Scope(ScopeBase):
     """A scope that ``with`` enters: the base of ``Device`` and of contexts.
 
-    Reentrant and reusable, from any thread: what one thread enters is that thread's alone.
+    Reentrant and reusable from any thread: entering it affects the calling thread only.
     """
 
     __slots__ = ("__weakref__",)
@@ -54,7 +54,7 @@ class Scope(ScopeBase):
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """Wait for the work that was given to what this makes current."""
+        """Wait for all work of the context that this scope makes current."""
         raise NotImplementedError
 
     def _enter(self) -> Self:
@@ -62,7 +62,7 @@ class Scope(ScopeBase):
         backend = self._backend
         calls = backend.calls
         previous = calls.current()
-        # Where the previous context may die before it is restored, which one it was.
+        # The previous context may be destroyed before it is restored: its number identifies it.
         identity = 0 if previous in backend.lasting else calls.context_id(previous)
         entries = stack()
         depth = len(entries)
@@ -70,7 +70,7 @@ class Scope(ScopeBase):
             entries.append((self, previous, identity))
             calls.set_current(handle)
         except BaseException:
-            # Refused by the driver, or interrupted on either side of the call: as if never entered.
+            # The driver refused, or an interrupt came before or after the call: undo the enter.
             while len(entries) > depth:
                 entries.pop()
             self._undo(previous, identity)
@@ -106,14 +106,14 @@ class Scope(ScopeBase):
             self._restore(previous, identity)
         except Exception:
             raise
-        except BaseException:  # interrupted: the thread gets its context back all the same
+        except BaseException:  # interrupted: the thread still gets its context back
             self._restore(previous, identity)
             raise
         finally:
             entries.pop()
 
     def _failed_restore(self, error: Exception, exc: BaseException | None) -> Literal[False]:
-        """Say what the driver refused in C as :meth:`_exit` does."""
+        """Report an error of the restore in C, as :meth:`_exit` does."""
         raise_or_note(error, exc)
         return False
 
@@ -125,7 +125,7 @@ class Scope(ScopeBase):
         if identity == 0 or self._lives(previous, identity):
             calls.set_current(previous)
             return
-        # Made current, it would end the process: the driver does not look whether it lives.
+        # Making it current would end the process: the driver does not check that it is alive.
         _empty(self._backend.calls)
         when = "before this scope was entered" if identity is None else "in the meantime"
         raise DeviceScopeError(
@@ -135,14 +135,14 @@ class Scope(ScopeBase):
         )
 
     def _lives(self, handle: int, identity: int | None) -> bool:
-        """Whether a handle still means the context with this number."""
+        """Return whether a handle still means the context with this number."""
         backend = self._backend
         if identity is None or identity in backend.destroyed:
             return False
         return backend.calls.context_id(handle) == identity
 
     def _leave_out_of_order(self, entries: Stack) -> NoReturn:
-        """Take this scope out of the stack, so that the others still restore right; then raise."""
+        """Raise, after taking this scope off the stack so that the others restore correctly."""
         for place in range(len(entries) - 1, -1, -1):
             scope, previous, identity = entries[place]
             if scope is self:
@@ -163,16 +163,16 @@ class Scope(ScopeBase):
 
 
 def leave_nothing_current() -> None:
-    """Leave nothing current on this thread, whoever made it so and however deep it is."""
+    """Leave no context current on this thread, no matter how many are on the driver's stack."""
     backend = driver.backend()
     if backend.current_context():
         _empty(backend.calls)
 
 
 def _empty(calls: Calls) -> None:
-    """Take all contexts off the driver's stack of this thread: those that were pushed, too.
+    """Take all contexts off the driver's stack of this thread, also those that others pushed.
 
-    The driver has nothing current where that stack is empty, and setting none takes one off it.
+    No context is current when that stack is empty. Each call with 0 takes one context off it.
     """
     calls.set_current(0)
     while calls.current():
@@ -180,10 +180,10 @@ def _empty(calls: Calls) -> None:
 
 
 def raise_or_note(error: Exception, body: BaseException | None) -> None:
-    """Raise what went wrong on leaving a scope, or note it on the body's own exception."""
+    """Raise the error of leaving a scope, or add it as a note to the body's own exception."""
     if body is None:
         raise error
     body.add_note(f"While leaving the device scope: {type(error).__name__}: {error}")
-    import logging  # not with the module, which is there before most programs log
+    import logging  # imported late: most programs load this module before they log
 
     logging.getLogger(__name__).warning("%s, while %r was on its way out", error, body)

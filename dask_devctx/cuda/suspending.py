@@ -1,7 +1,7 @@
-"""Running a function inside a scope: functions, coroutines and generators, however they suspend.
+"""Running functions, coroutines and generators inside a scope.
 
-The scope is entered at each resume and left at each suspend, so that the device is current for
-the function's own code and for nobody who runs in between.
+A coroutine or generator enters the scope at each resume and leaves it at each suspend. The device
+is current for the function's own code, and not for other code that runs in between.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Waiting(Protocol):
 
 
 def call(scope: Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return ``fn(*args, **kwargs)``, run inside the scope whatever kind of function it is.
+    """Return ``fn(*args, **kwargs)``, run inside the scope, for any kind of function.
 
     Parameters
     ----------
     scope
         A device or a context.
     fn
-        A coroutine function gives a coroutine, a generator function a generator; these enter the
-        scope as often as they are resumed.
+        A coroutine function gives a coroutine, and a generator function a generator. These enter
+        the scope at each resume.
     """
     return within(scope, enter_and_call(scope, fn, *args, **kwargs))
 
@@ -66,7 +66,7 @@ def enter_and_call(scope: Scope, fn: Callable[..., Any], /, *args: Any, **kwargs
 
 
 def _keep_result(error: DevctxError, result: Any) -> None:
-    """Let an error of leaving a scope, which hides what was returned inside, carry that."""
+    """Attach the function's result to an error of leaving the scope, which would hide it."""
     if result is not _NOTHING:
         error.result = result  # type: ignore[attr-defined]
         error.add_note(
@@ -76,29 +76,30 @@ def _keep_result(error: DevctxError, result: Any) -> None:
 
 
 def suspends(result: object) -> bool:
-    """Return whether what a function returned is still to run."""
+    """Return whether a function's result is a coroutine or generator, which has still to run."""
     return isinstance(result, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType))
 
 
 def within(scope: Scope, result: Any, waiting: Waiting | None = None) -> Any:
-    """Return what runs inside the scope, where ``result`` is still to run; else ``result``.
+    """Return a wrapper of a coroutine or generator that runs it inside the scope.
 
-    A coroutine, generator or asynchronous generator gives one of the same kind and name.
+    The wrapper of a coroutine, generator or asynchronous generator has the same kind and name. Any
+    other ``result`` is returned unchanged.
 
     Parameters
     ----------
     waiting
-        What waits for the scope's work before something is handed out; None where nothing does.
+        A scope that waits for its work before a result or item leaves; None for no wait.
     """
     outer: Any
     if isinstance(result, types.CoroutineType):
         outer = _coroutine(scope, result, waiting)
-        # Cancelled before its first step, the outer one never starts the inner one, which would
-        # then complain that nobody awaited it.
+        # An outer one that is cancelled before its first step never starts the inner one. Python
+        # would then warn that the inner one was never awaited.
         weakref.finalize(outer, _close_unstarted, result).atexit = False
     elif isinstance(result, types.GeneratorType):
-        # One that types.coroutine decorates can be awaited.
-        import inspect  # not with the module: it takes longer than all else that this needs
+        # A generator that types.coroutine decorates can be awaited.
+        import inspect  # imported late: it takes longer than all other imports here together
 
         if inspect.isawaitable(result):
             outer = awaiting(scope, _waited(waiting, result))
@@ -120,10 +121,10 @@ def _close_unstarted(inner: Coroutine[Any, Any, Any]) -> None:
 
 
 def drive(scope: AbstractContextManager[Any], inner: _Suspending) -> Generator[Any, Any, Any]:
-    """Run what suspends, with the scope entered at each resume and left at each suspend.
+    """Run ``inner``, entering the scope at each resume and leaving it at each suspend.
 
-    Yields what ``inner`` yields, passes on what is sent and thrown, ``GeneratorExit`` included,
-    and returns what it returns.
+    This yields the items of ``inner``, passes on all that is sent and thrown, ``GeneratorExit``
+    included, and returns its result.
     """
     step: Callable[[Any], Any] = inner.send
     argument: Any = None
@@ -133,10 +134,10 @@ def drive(scope: AbstractContextManager[Any], inner: _Suspending) -> Generator[A
             with scope:
                 try:
                     yielded = step(argument)
-                except StopIteration as stop:  # a return: a failing restore must not hide behind it
+                except StopIteration as stop:  # a return: it must not hide a failing restore
                     result = stop.value
                 finally:
-                    argument = None  # an exception's traceback leads to this frame: make no cycle
+                    argument = None  # an exception's traceback refers to this frame: avoid a cycle
         except DevctxError as error:
             _keep_result(error, result)
             raise
@@ -155,7 +156,7 @@ def awaiting(scope: AbstractContextManager[Any], inner: Any) -> Generator[Any, A
 
 
 def _waited(waiting: Waiting | None, inner: Any) -> Any:
-    """Return what suspends as ``inner`` does, and waits for its work before it returns."""
+    """Return an awaitable like ``inner`` that waits for its work before it returns."""
     return inner if waiting is None else _with_wait(waiting, inner)
 
 
@@ -174,7 +175,7 @@ _END: Any = object()
 
 
 async def _or_end(step: Awaitable[T]) -> T:
-    """Await one step of an asynchronous generator; its end is a value here, and no exception."""
+    """Await one step of an asynchronous generator; its end is a value here, not an exception."""
     try:
         return await step
     except StopAsyncIteration:
@@ -190,7 +191,7 @@ async def _asynchronous_generator(
         try:
             item = await awaiting(scope, _waited(waiting, step))
         finally:
-            step = None  # it may hold an exception whose traceback leads to this frame
+            step = None  # it may hold an exception whose traceback refers to this frame
         if item is _END:
             return
         try:
@@ -203,10 +204,10 @@ async def _asynchronous_generator(
 
 
 def _first_step(inner: AsyncGenerator[T, Any]) -> Awaitable[T]:
-    """Start a generator that the event loop does not come to know.
+    """Start a generator without the event loop's hooks.
 
-    The loop closes the generators it knows when they are dropped and when it is shut down. It knows
-    the outer one, which closes this one on its device.
+    The loop closes the generators that its hooks have seen, when they are dropped and when it shuts
+    down. It has seen the outer one, which closes this one on its device.
     """
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
@@ -217,7 +218,7 @@ def _first_step(inner: AsyncGenerator[T, Any]) -> Awaitable[T]:
 
 
 class ScopedFunction(Generic[P, T]):
-    """A function that runs inside a scope wherever it is called; a subclass knows which one.
+    """A function that runs inside a scope wherever it is called; a subclass chooses the scope.
 
     Parameters
     ----------
@@ -247,7 +248,7 @@ class ScopedFunction(Generic[P, T]):
         return types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        # inspect, and with it asyncio and dask, tells what kind of function this is by its code.
+        # inspect reads the kind of a function from its code. asyncio and dask use inspect.
         if name in ("__code__", "__defaults__", "__kwdefaults__", "__name__"):
             fn: Any = self.__wrapped__
             while isinstance(fn, (functools.partial, staticmethod)):
@@ -256,8 +257,9 @@ class ScopedFunction(Generic[P, T]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __reduce__(self) -> Any:
-        # Decorated in place, the module's name is this object and not the function any more. What
-        # lives in __main__ goes by value, which takes cloudpickle: the other end has another one.
+        # After decoration in place, the module's name means this object and not the function any
+        # more. An object of __main__ goes by value, with cloudpickle: the other process has
+        # another __main__.
         name, module = getattr(self, "__qualname__", ""), getattr(self, "__module__", "")
         found: object = None if module == "__main__" else sys.modules.get(module)
         for part in name.split("."):
@@ -265,7 +267,7 @@ class ScopedFunction(Generic[P, T]):
         return name if found is self else self._rebuilt()
 
     def _rebuilt(self) -> tuple[Any, ...]:
-        """Return what :meth:`__reduce__` does where the function goes by value."""
+        """Return the value of :meth:`__reduce__` for a function that goes by value."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

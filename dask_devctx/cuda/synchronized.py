@@ -26,10 +26,10 @@ class Synchronized(Generic[S]):
 
     Notes
     -----
-    Reusable and reentrant on any thread, as the device itself: it keeps nothing of its own. As a
-    decorator it makes a function, coroutine function or generator function that runs inside the
-    scope. It waits before a function or coroutine hands out its result, and before a generator or
-    asynchronous generator hands out an item; it does not wait at an ``await``.
+    Reusable and reentrant on any thread, as the device itself: it has no state. As a decorator it
+    makes a function, coroutine function or generator function that runs inside the scope. It waits
+    before a function or coroutine returns its result, and before a generator or asynchronous
+    generator yields an item. It does not wait at an ``await``.
     """
 
     __slots__ = ("_scope",)
@@ -67,7 +67,7 @@ class Synchronized(Generic[S]):
         return f"{self._scope!r}.synchronized()"
 
     def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, run inside the scope, with its work waited for."""
+        """Return ``fn(*args, **kwargs)``, run inside the scope, after waiting for its work."""
 
         def and_wait() -> Any:
             with ExitStack() as stack:
@@ -81,14 +81,14 @@ class Synchronized(Generic[S]):
         return result
 
     def at_the_end(self) -> AbstractContextManager[None]:
-        """Return what waits on leaving, and neither enters nor leaves the scope."""
+        """Return a context manager that waits at its end, and does not enter the scope."""
         return _Wait(self._wait)
 
     def _wait(self, exc: BaseException | None) -> None:
         scope = self._scope
         try:
-            # The body may have left another context current, which may be destroyed by now. It is
-            # not what is restored, and must not be what the wait comes back to.
+            # The body may have left another context current, which may be destroyed by now. The
+            # wait restores the current context, so it must not be that one.
             if open_scopes()[-1:] == (scope,):
                 scope.set_current()
             scope.synchronize()

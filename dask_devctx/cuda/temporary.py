@@ -22,7 +22,7 @@ class Temporary(Generic[C]):
     Parameters
     ----------
     make
-        Makes the context.
+        A function that makes the context.
     written
         How the scope is written in code, for messages.
 
@@ -68,7 +68,7 @@ def _close(
     exc: BaseException | None,
     traceback: TracebackType | None,
 ) -> None:
-    """Close a context on leaving, which hides no exception."""
+    """Close a context on leaving, without hiding the body's exception."""
     try:
         context.close()
     except DevctxError as error:

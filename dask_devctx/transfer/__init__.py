@@ -1,7 +1,8 @@
-"""Where a value lives, and how it reaches another device: right, and without the host.
+"""Where a value lives, and how it reaches another device: in order, and without the host.
 
-:data:`device_of` and :data:`to_device` know the arrays of CuPy, torch, Numba and JAX, and what
-users register. A library's part is imported when a value of it first appears.
+:data:`device_of` and :data:`to_device` know the arrays of CuPy, torch, Numba and JAX, and the types
+that users register. The module for a library is imported when a value of that library first
+appears.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _lock = threading.RLock()
 
 def _register_lazily(toplevel: str, module: str) -> None:
     def register() -> None:
-        with _lock:  # once, for all four: not over what a user registered since
+        with _lock:  # once for all four, so that it never replaces a user's later registration
             if module not in _registered:
                 importlib.import_module(f"dask_devctx.transfer.libraries.{module}").register()
                 _registered.add(module)

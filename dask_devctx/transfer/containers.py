@@ -1,4 +1,4 @@
-"""The containers of Python, and what else it keeps values in."""
+"""Protocols for Python's containers and other types that hold values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ListLike(Protocol):
 
 
 class TupleLike(Protocol):
-    """Tuples and named ones, past a ``__new__`` whose arguments nobody knows."""
+    """Tuples and named tuples; their own ``__new__`` is not called: its arguments are unknown."""
 
     base = tuple
 
@@ -60,7 +60,7 @@ class TupleLike(Protocol):
 
 
 class StructSequence(TupleLike):
-    """Named tuples that are made in C, such as ``os.terminal_size`` and what torch returns."""
+    """Named tuples that are made in C, such as ``os.terminal_size`` and torch's results."""
 
     def __init__(self, kind: type) -> None:
         super().__init__(kind)
@@ -125,7 +125,7 @@ class QueueLike(Protocol):
 
 
 class DictLike(Protocol):
-    """Dictionaries, keys and values: an optimizer's state has tensors for keys."""
+    """Dictionaries, both keys and values: an optimizer's state has tensors as keys."""
 
     base: type[dict[Any, Any]] = dict
 

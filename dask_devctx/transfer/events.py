@@ -1,7 +1,7 @@
-"""Order and lifetime of what devices do: points in their work, and what must live until then.
+"""Order of the devices' work, and values that must live until a point in it.
 
-The CPU never waits here. A :class:`Stamp` says "all that these devices had been given by now";
-streams wait for it, and memory that is still being read is held until it is done.
+The CPU never waits here. A :class:`Stamp` means "all work that these devices were given until now".
+Streams wait for it, and memory that the work still reads is held until the work is done.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Event:
 
     def __del__(self) -> None:
         if self._handle:
-            # Where the process ends or its CUDA is broken there is nobody to tell.
+            # If the process ends or its CUDA is broken, no caller can handle the error.
             with suppress(Exception):
                 self._calls.event_destroy(self._handle)
 
@@ -53,17 +53,17 @@ class Event:
 class Stamp:
     """All the work that some devices had been given at one moment.
 
-    Got from :func:`~dask_devctx.transfer.stamp`; handed to ``to_device`` as ``after``.
+    :func:`~dask_devctx.transfer.stamp` returns one; ``to_device`` takes it as ``after``.
 
     Attributes
     ----------
     places
-        The bytes on which devices of the values that it was taken for, None where of none.
+        The bytes per device of the stamped values; None for a stamp without values.
 
     Notes
     -----
-    Usable from any thread of the process, any number of times. Not pickled: it means nothing in
-    another process.
+    Usable from any thread of the process, any number of times. It cannot be pickled: it means
+    nothing in another process.
     """
 
     __slots__ = ("__weakref__", "_done", "_events", "places")
@@ -81,26 +81,26 @@ class Stamp:
     def of_devices(
         cls, devices: Iterable[Device], places: Mapping[Device, int] | None = None
     ) -> Self:
-        """All work of the devices, whichever stream and thread it was given by."""
+        """Return a stamp of all work of the devices, from every stream and thread."""
         return cls({device: _everything(device) for device in devices}, places)
 
     @classmethod
     def of_streams(cls, devices: Iterable[Device]) -> Self:
-        """The work in the streams that are current on this thread, and no other."""
+        """Return a stamp of the work in the streams that are current on this thread only."""
         return cls({device: _current(device) for device in devices})
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Whose work it is."""
+        """The devices that do the work."""
         return tuple(self._events)
 
     def hold_back(self, device: Device, *, of: Device | None = None) -> None:
-        """Let this thread's current streams of ``device`` wait for it, from now on.
+        """Make this thread's current streams of ``device`` wait for the work, from now on.
 
         Parameters
         ----------
         of
-            Wait for this device's work only.
+            The device whose work to wait for; None for all devices of the stamp.
         """
         events = [
             event
@@ -115,38 +115,38 @@ class Stamp:
                         event.holds_back(stream)
 
     def hold_back_stream(self, stream: int) -> None:
-        """Let a stream, of a device that is current, wait for it."""
+        """Make a stream wait for the work; the stream's device is current."""
         for events in self._events.values():
             for event in events:
                 event.holds_back(stream)
 
     def hold_back_unless_done(self, device: Device, *, of: Device | None = None) -> None:
-        """As :meth:`hold_back`, which costs more than to ask whether it is done."""
-        with suppress(DriverError):  # whether it may be waited for is for the wait to say
+        """Do as :meth:`hold_back`, unless the work is done already: to ask costs less."""
+        with suppress(DriverError):  # if the work failed, the wait raises the error
             if self.done():
                 return
         self.hold_back(device, of=of)
 
     def hold_back_readers(self) -> None:
-        """Let this thread's current streams of all these devices wait for it, if it is not done.
+        """Make this thread's current streams of all these devices wait for unfinished work.
 
-        For values that are read where nothing brings them. That a device failed is not told here,
-        but to whoever reads the value.
+        For values that are read without a move. This ignores the error of a failed device: the read
+        of the value raises it.
         """
         with suppress(DevctxError):
             for device in self.devices:
                 self.hold_back_unless_done(device)
 
     def done(self) -> bool:
-        """Return whether that work is done; does not wait.
+        """Return whether the work is done; does not wait.
 
         Raises
         ------
         DriverError
-            It failed.
+            The work failed.
         """
         if not self._done and all(e.done() for events in self._events.values() for e in events):
-            self._done = True  # for ever, so that the driver may have its events back
+            self._done = True  # this never changes back, so the events can be destroyed
             self._events = dict.fromkeys(self._events, ())
         return self._done
 
@@ -157,8 +157,8 @@ class Stamp:
 def _everything(device: Device) -> tuple[Event, ...]:
     with device:
         event = Event(device)
-        # A stream that is not current any more when the task ends, or a thread's own default
-        # stream, can be named by nobody else. The context's event has them all.
+        # This thread cannot name a stream that is no longer current when the task ends, or another
+        # thread's default stream. The event of the context covers all streams.
         if event.record_context(device._handle):
             return (event,)
         return _recorded(device)
@@ -174,17 +174,17 @@ def _recorded(device: Device) -> tuple[Event, ...]:
 
 
 def stamp(*values: object) -> Stamp | None:
-    """Return a stamp of the work that makes ``values``; None where they are on no device.
+    """Return a stamp of the work that makes ``values``; None if they are on no device.
 
-    To be called where that work was given, such as at the end of a task and on its thread. It
-    does not wait.
+    Call it on the thread that gave this work to the devices, such as at the end of a task. It does
+    not wait.
 
     Notes
     -----
-    It means all that the values' devices have been given so far, by any stream and thread: what a
-    task leaves behind in a stream that it made itself has no other name. Where the driver does
-    not have that (before CUDA 12.5, or while a graph is being captured), it means the streams that
-    are current on this thread.
+    The stamp covers all work that the values' devices have been given so far, from every stream and
+    thread: a task may leave work in a stream that it made itself. If the driver cannot do that
+    (before CUDA 12.5, or while a graph is being captured), the stamp covers the streams that are
+    current on this thread.
 
     References
     ----------
@@ -197,7 +197,7 @@ def stamp(*values: object) -> Stamp | None:
     return Stamp.of_devices(places, places) if places else None
 
 
-# -- what must live until some work is done
+# -- values that must live until some work is done
 
 _held: deque[tuple[Stamp, tuple[Any, ...]]] = deque()
 _lock = threading.Lock()
@@ -208,7 +208,7 @@ def hold(stamp: Stamp, *values: Any) -> None:
 
     Notes
     -----
-    They are let go by a call of :func:`release_held` after that, which every move makes.
+    A later call of :func:`release_held` lets them go. Every move makes such a call.
     """
     if not _finished(stamp):
         with _lock:
@@ -216,14 +216,15 @@ def hold(stamp: Stamp, *values: Any) -> None:
 
 
 def release_held(at_most: int | None = None) -> int:
-    """Let go of what was held and is not read any more; return how many holds remain.
+    """Let go of held values whose work is done; return how many holds remain.
 
-    Cheap; a worker may call it with each heartbeat, and when a device's memory runs short.
+    The call is cheap: a worker may make it with each heartbeat, and when a device's memory runs
+    short.
 
     Parameters
     ----------
     at_most
-        How many holds to look at, those not looked at for longest; all by default.
+        How many holds to check, the ones not checked for longest first; all by default.
     """
     if not _held:
         return 0
@@ -233,7 +234,7 @@ def release_held(at_most: int | None = None) -> int:
             entry = _held.popleft()
             (gone if _finished(entry[0]) else _held).append(entry)
         remaining = len(_held)
-    gone.clear()  # outside the lock: what dies here may run anybody's code
+    gone.clear()  # outside the lock: the end of a value may run any code
     return remaining
 
 
@@ -241,4 +242,4 @@ def _finished(stamp: Stamp) -> bool:
     try:
         return stamp.done()
     except DevctxError:
-        return True  # the context is broken, nothing of it will be read; whoever uses it is told
+        return True  # the context is broken: nothing reads from it, and its next use raises

@@ -1,4 +1,4 @@
-"""The host as a place to take values to: ``to_device(value, "cpu")``."""
+"""The host as a destination: ``to_device(value, "cpu")``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dask_devctx.transfer.registry import Registry
 
 
 def is_host(device: object) -> bool:
-    """Return whether the host is meant: ``"cpu"``, or torch's device of that type."""
+    """Return whether a device means the host: ``"cpu"``, or torch's device of that type."""
     kind = getattr(device, "type", device)
     return isinstance(kind, str) and kind == "cpu"
 
 
 class Host:
-    """The host in the place of a device: nothing has to be made current for it."""
+    """The host in the place of a device: entering it makes nothing current."""
 
     def __enter__(self) -> None:
         pass
@@ -28,8 +28,8 @@ def _unknown(value: object) -> None:
     return None
 
 
-# Functions that return a copy of a value in host memory, complete, by the value's type. They are
-# called with the value's device current, whose current streams wait for the work that makes it.
+# Functions that return a complete copy of a value in host memory, by the value's type. At the call
+# the value's device is current, and its current streams wait for the work that makes the value.
 to_host = Registry("to_host", _unknown)
 
 

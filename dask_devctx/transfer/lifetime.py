@@ -1,4 +1,4 @@
-"""What a name stands for, from one value to the next."""
+"""The lifetimes of values under one name, which may mean one value after another."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
 
 
 class Lifetime:
-    """One value's time under a name: from when the name stands for it until it is let go.
+    """One value's time under a name: from its start until the name is forgotten.
 
-    A key of copies that is forgotten for good. Threads may still have the value then, and ask for
-    it: they get copies that nobody keeps. So no copy stays that nobody will ever forget, and none
-    is taken for that of the next value of the same name.
+    It is a key for copies, and ends for good. Threads may still have the value after the end and
+    ask for it: they get copies that are not kept. So no copy stays without an owner that will
+    forget it, and the next value of the same name never gets a copy of this one.
 
     Parameters
     ----------
     after
-        Stamp of the work that makes the value, where one is known.
+        Stamp of the work that makes the value, if one is known.
 
     Attributes
     ----------
     copied
-        Whether there may be copies of it: set before ``ended`` is looked at to keep one, so that
-        whoever ends it and finds this unset has none to drop.
+        Whether copies of the value may exist. It is set before ``ended`` is read to keep a copy: if
+        it is unset at the end, there is no copy to drop.
     ended
-        Whether it was forgotten.
+        Whether the value was forgotten.
     places
-        Its bytes on which devices, all of them counted; None where nobody has looked yet.
+        The value's bytes per device, all of them counted; None before the first count.
     """
 
     __slots__ = ("after", "copied", "ended", "places")

@@ -20,32 +20,33 @@ def _nothing(value: object) -> dict[Device, int]:
 
 
 class DeviceOf(Registry):
-    """The type of :data:`device_of`, a function: where a value lives. Its call is below."""
+    """The type of :data:`device_of`, a function that says where a value lives: see its call."""
 
     def __init__(self) -> None:
         super().__init__("device_of", _unknown)
 
     def __call__(self, value: object) -> Device | None:
-        """Return the device that a value lives on, or None where it lives on none.
+        """Return the device that a value lives on, or None if it is on no device.
 
         Parameters
         ----------
         value
-            Anything. Containers and objects of Python classes are looked into.
+            Anything. The search includes the contents of containers and of objects of Python
+            classes.
 
         Returns
         -------
         Device or None
-            Of a value that is spread over several devices, the one that has most of its bytes;
-            the lower ordinal where they have the same.
+            If the value is spread over several devices, the device with most of its bytes; if two
+            have the same number of bytes, the one with the lower ordinal.
 
         Notes
         -----
-        A type is made known with ``device_of.register(T)``: the function is given the value and
-        returns what :class:`~dask_devctx.Device` accepts, or None. Such a value is taken to live
-        on that one device, with the bytes that its attribute ``nbytes`` says; without one, with
-        those of the parts that the function calls ``device_of`` for. No library is imported, and
-        no context created.
+        ``device_of.register(T)`` makes a type known. The registered function takes the value, and
+        returns anything that :class:`~dask_devctx.Device` accepts, or None. The whole value then
+        counts as living on that device. Its size is its attribute ``nbytes``; without one, the
+        size of the parts for which the function calls ``device_of``. This imports no library and
+        creates no context.
 
         Examples
         --------
@@ -68,24 +69,25 @@ class DeviceOf(Registry):
 
 
 class BytesByDevice(Registry):
-    """The function that :data:`nbytes_by_device` is."""
+    """The type of :data:`nbytes_by_device`, a function that counts bytes: see its call."""
 
     def __init__(self) -> None:
         super().__init__("nbytes_by_device", _nothing)
         self._of_many: dict[type, Callable[[list[Any]], dict[Device, int]]] = {}
 
     def __call__(self, value: object) -> dict[Device, int]:
-        """Return how many bytes a value has on which devices; empty for what is on the host.
+        """Return the number of bytes that a value has on each device; empty for host data.
 
         Parameters
         ----------
         value
-            Anything; looked into as :data:`device_of` does. What is in it twice counts once.
+            Anything; the search is the same as for :data:`device_of`. An object that is in the
+            value twice counts once.
 
         Notes
         -----
-        All of a value is counted in which an array is found. One of which a thousand objects
-        were looked at without finding any counts as host data; the log says so once for its type.
+        If the search finds an array in the value, all of the value is counted. If it finds none in
+        a thousand objects, the value counts as host data; the log says so once for its type.
         """
         found = walk.find(type(value))
         if found is None:
@@ -101,12 +103,12 @@ class BytesByDevice(Registry):
         return {}
 
     def found_in(self, value: object) -> dict[Device, int]:
-        """Return the same, and say nothing in the log."""
+        """Return the same as a call, without a message in the log."""
         seen = walk.look(value, self._count)
         return self.counted(value) if seen.places and not seen.complete else seen.places
 
     def counted(self, value: object) -> dict[Device, int]:
-        """Return the same of a value that is known to hold arrays: all of it is counted."""
+        """Return the same for a value that is known to hold arrays: this counts all of it."""
         total: dict[Device, int] = {}
         for kind, protocol, leaves in walk.walk(value):
             if protocol is None:
@@ -118,11 +120,11 @@ class BytesByDevice(Registry):
         return total
 
     def register_many(self, kind: type, count: Callable[[list[Any]], dict[Device, int]]) -> None:
-        """Register what counts many arrays of exactly one type, faster than one by one."""
+        """Register a function that counts many arrays of exactly one type at once."""
         self._of_many[kind] = count
 
     def estimated(self, value: object) -> walk.Look:
-        """Return about the same, and whether it is exact; takes less than a millisecond."""
+        """Return an estimate, and whether it is exact; takes less than a millisecond."""
         if walk.find(type(value)) is None:
             return _PLAIN
         return walk.look(value, self._count, walk.AT_MOST_ON_LOOP)
@@ -132,7 +134,7 @@ class BytesByDevice(Registry):
         return {} if count is None else count(leaf)
 
     def _look_up(self, kind: type) -> Any:
-        # One registered with ``device_of`` will do.
+        # A function that is registered with ``device_of`` is enough.
         count = super()._look_up(kind)
         if count is None and device_of.find(kind) is not None:
             return _on_one_device
@@ -157,7 +159,7 @@ def _on_one_device(value: Any) -> dict[Device, int]:
 
 
 class _Thread(threading.local):
-    # The bytes of what a registered function has asked ``device_of`` for, while it runs.
+    # While a registered function runs: the bytes of the parts for which it called ``device_of``.
     parts: dict[Device, int] | None = None
 
 

@@ -1,4 +1,4 @@
-"""``to_device``: take a value to another device, in order and with its source kept alive."""
+"""``to_device``: move a value to another device, in order, and keep its source alive meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 After = Stamp | Iterable[Stamp] | None
 
-# How many holds each move looks at: more than it makes, so that none stay for long.
+# The number of holds that each move checks: more than it makes, so that none stays for long.
 _LOOK_AT_MOST = 8
 
 
@@ -54,15 +54,15 @@ class Move:
     Parameters
     ----------
     device
-        Where to.
+        The destination.
     after
         Stamps of the work that makes the value.
     copy
-        Whether what is there already is copied too.
+        Whether to copy arrays that are on the device already, too.
     guard_source
         Whether the source's streams wait for the copies.
     read_only
-        Whether copies are made read-only, where their library can.
+        Whether to make copies read-only, if their library can.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Move:
         self._memo: Memo = {}
 
     def run(self, value: Any) -> Any:
-        """Return the value as it is on the device."""
+        """Return the value on the device."""
         release_held(_LOOK_AT_MOST)
         before, _thread.move = _thread.move, self
         try:
@@ -97,7 +97,7 @@ class Move:
             self._finish()
 
     def take(self, value: Any) -> Any:
-        """Return a value as it is on the device, as a part of this move."""
+        """Return a value on the device, as a part of this move."""
         known = self._memo.get(id(value))
         if known is not None:
             return known[1]
@@ -107,19 +107,19 @@ class Move:
         if found is walk.LEAF:
             return self.leaf(value)
         try:
-            with self.device:  # the reduced are made by their own code
+            with self.device:  # values that are copied like a pickle run their own code
                 return Rebuild(self.leaf, self._memo).run(value)
         except UnmovableError as error:
             why = error.__cause__
             if isinstance(why, DevctxError) or (why is not None and is_out_of_memory(why)):
-                raise why from None  # the device's, and not the type's
+                raise why from None  # the device caused it, and not the type
             kind, reason = error.kind.__qualname__, str(error.reason)
             raise ValueNotMovableError(kind, str(self.device), reason) from error.__cause__
 
     # -- the parts
 
     def leaf(self, value: Any) -> Any:
-        """Take there what is an array, or a type of somebody's."""
+        """Return an array, or a value of a registered type, on the device."""
         known = self._memo.get(id(value))
         if known is not None:
             return known[1]
@@ -133,19 +133,19 @@ class Move:
             with self.device:
                 moved = to_device.function_of(type(value))(value, self.device)
             if self._read_only and moved is not value:
-                with suppress(AttributeError):  # most libraries cannot say it
+                with suppress(AttributeError):  # most libraries have no read-only arrays
                     moved.flags.writeable = False
         elif places:
             self._wait_here()
         return self._memo.setdefault(id(value), (value, moved))[1]
 
     def order(self, source: Device, *, on_source: bool = False) -> None:
-        """Let this thread's streams wait for the work that makes what is on ``source``.
+        """Make this thread's streams wait for the work that makes the value's part on ``source``.
 
         Parameters
         ----------
         on_source
-            The source's streams too, for a library that works there before it copies.
+            Whether the source's streams wait, too: some libraries work there before they copy.
         """
         if source not in self._sources:
             if source is not self.device:
@@ -158,17 +158,17 @@ class Move:
                 stamp.hold_back(source, of=source)
 
     def work_of(self, source: Device) -> list[Stamp]:
-        """Return what the copy waits for on a source."""
+        """Return the stamps on a source that the copy waits for."""
         stamped = [stamp for stamp in self._after if source in stamp.devices]
-        # Never stamped: whatever the source has been given until now.
+        # Without a stamp, wait for all work that the source has been given until now.
         return stamped or [Stamp.of_devices([source])]
 
     def order_copy_after(self, source: Device) -> None:
-        """Let the copy wait for what was just given to the source's current streams."""
+        """Make the copy wait for the work just given to the source's current streams."""
         Stamp.of_streams([source]).hold_back(self.device)
 
     def keep(self, value: Any) -> None:
-        """Keep what a copy reads alive until it is done."""
+        """Keep a value alive until the copy that reads it is done."""
         self._read.append(value)
 
     def _wait_here(self) -> None:
@@ -188,14 +188,14 @@ class Move:
         self.hold_sources(done)
 
     def hold_sources(self, done: Stamp) -> None:
-        """Keep alive what is read, until it was."""
+        """Keep the sources alive until the copies have read them."""
         hold(done, *self._read)
 
 
 class HostMove(Move):
     """One call of ``to_device`` to the host, and all those inside it.
 
-    Each copy is complete when its function returns: nothing is held, and no stream waits for it.
+    Each copy is complete when its function returns. So nothing is held, and no stream waits.
     """
 
     def __init__(self, after: After = None) -> None:
@@ -227,13 +227,13 @@ class HostMove(Move):
 
 
 class ToDevice(Registry):
-    """The type of :data:`to_device`, a function: take a value to a device. Its call is below."""
+    """The type of :data:`to_device`, a function that moves a value to a device: see its call."""
 
     def __init__(self) -> None:
         super().__init__("to_device", _stay)
 
     def function_of(self, kind: type) -> Callable[[Any, Device], Any]:
-        """Return what takes values of a registered type to a device."""
+        """Return the function that moves values of a registered type to a device."""
         found = self.find(kind)
         if found is None:
             return _stay if device_of.find(kind) is None else _stay_unmoved
@@ -248,56 +248,58 @@ class ToDevice(Registry):
         copy: bool = False,
         guard_source: bool = True,
     ) -> T:
-        """Return a value as it is on a device: copied there where it lives on another.
+        """Return a value on a device: a copy if it lives on another device, otherwise itself.
 
         Parameters
         ----------
         value
-            Anything. What lives in host memory stays there. Containers and objects of Python
-            classes are looked into; those in which nothing moves are returned themselves, the
-            others made again around what stays. What is referenced twice is copied once. Nothing
-            is written to the value.
+            Anything. Data in host memory stays there. The search includes the contents of
+            containers and of objects of Python classes. A container in which nothing moves is
+            returned itself; any other is copied, and keeps the contents that do not move. An object
+            that is referenced twice is copied once. The value itself is never changed.
         device
-            What :class:`~dask_devctx.Device` accepts, or ``"cpu"``: the host, where a CuPy array
-            becomes a NumPy array, a torch tensor one of the CPU.
+            Anything that :class:`~dask_devctx.Device` accepts, or ``"cpu"`` for the host. There a
+            CuPy array becomes a NumPy array, and a torch tensor becomes a tensor on the CPU.
         after
-            Stamps of the work that makes the value; see :func:`stamp`. Without one for the
-            device that the value is on, everything that device has been given so far.
+            Stamps of the work that makes the value; see :func:`stamp`. If there is none for the
+            value's device, the copy waits for all work that this device has been given so far.
         copy
-            Also copy what is on the device already: the caller is going to write to it.
+            Also copy arrays that are on the device already: the caller is going to write to them.
         guard_source
-            Let this thread's current streams of the source wait for the copy, so that it may be
-            written to as soon as this returns. False where nobody writes to it, as dask's tasks
-            do not to their inputs: the source's device is not slowed down.
+            Make this thread's current streams of the source wait for the copy, so that the source
+            may be written to as soon as this returns. False if nothing writes to it, as with the
+            inputs of dask's tasks: then the source's device does not slow down.
 
         Returns
         -------
         object
-            It may be used on this thread's current streams of the device. Another thread lets its
-            streams wait for a stamp of it first.
+            The value, for use on this thread's current streams of the device. Another thread first
+            makes its streams wait for a stamp of it.
 
         Raises
         ------
         DeviceNotFoundError
             There is no such device.
         ValueNotMovableError
-            It holds what has to move, and cannot be made again around it.
+            The value holds an array that has to move, and the value cannot be copied around it.
         DriverError
             The driver refuses.
         MemoryError
-            The device has not enough memory left, in the library's own words: torch's is a
-            ``RuntimeError``.
+            The device does not have enough memory left. Each library raises its own class: torch's
+            is a ``RuntimeError``.
 
         Notes
         -----
-        Does not wait for any device; to the host it waits for the copy. The copy is ordered after
-        the work that makes the value and before what this thread's current streams are given later;
-        the source is kept alive until it was read. The device current before is current after.
+        This does not wait for any device, except that a copy to the host is complete on return. The
+        copy comes after the work that makes the value, and before any later work in this thread's
+        current streams. The source is kept alive until the copy has read it. The current device
+        stays current.
 
-        A type is made known in two functions. That of ``to_device.register(T)`` is called for a
-        value on another device with ``device`` current, the ordering done, and whatever the value
-        refers to kept alive; it may call ``to_device`` for its parts. For the host there is a third
-        function, that of ``to_host.register(T)``.
+        Two functions make a type known: one for ``device_of``, and one for ``to_device``. The
+        function of ``to_device.register(T)`` is called for a value on another device. At the call,
+        ``device`` is current, the streams wait, and everything in the value is kept alive. The
+        function may call ``to_device`` for the value's parts. A third function, of
+        ``to_host.register(T)``, copies a value to the host.
 
         Examples
         --------
@@ -348,6 +350,6 @@ to_device = ToDevice()
 
 
 def current_move() -> Move:
-    """Return the move that a registered function is called in."""
+    """Return the move that called the registered function that runs now."""
     assert _thread.move is not None
     return _thread.move

@@ -1,4 +1,4 @@
-"""Objects of classes that are written in Python, and which type is taken apart in which way."""
+"""The protocol for objects of Python classes, and the choice of a protocol for each type."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dask_devctx.transfer.protocols import Protocol, inherited
 
 
 class ObjectLike(Protocol):
-    """Objects of classes written in Python: their attributes, dataclasses' as all others'."""
+    """Objects of classes written in Python, dataclasses included: their attributes are parts."""
 
     _said = (*Protocol._said, "__getnewargs__", "__getnewargs_ex__")
 
     def __init__(self, kind: type) -> None:
         super().__init__(kind)
-        # Two that end what one has begun would end it twice.
+        # A copy with a __del__ would end the same thing a second time.
         self._ends_something = inherited(kind, "__del__") is not None
-        # One with torch's ``to`` lives on one device, whose name it may keep.
+        # An object with a ``to`` like torch's lives on one device, and may store the device's name.
         self._on_one_device = inherited(kind, "to") is not None
 
     @property
@@ -52,12 +52,12 @@ def _as_it_is(part: Any) -> Any:
     return part
 
 
-# By type: what returns the name of the current device for that of another.
+# By type: a function that turns the name of any device into the name of the current device.
 _RENAMED: dict[type, Callable[[Any], Any]] = {}
 
 
 def register_name(kind: type, renamed: Callable[[Any], Any]) -> None:
-    """Say how a library's name of a device is made one of the device that is current."""
+    """Register a function that turns a library's device name into that of the current device."""
     _RENAMED[kind] = renamed
 
 
@@ -81,7 +81,7 @@ _BASES: dict[type, Callable[[type], Protocol]] = {
 
 
 def built_in(kind: type, is_foreign: Callable[[type], bool]) -> Protocol | None:
-    """Return how values of a type are taken apart, or None for those that hold no arrays.
+    """Return the protocol for values of a type, or None for a type that holds no arrays.
 
     Parameters
     ----------

@@ -21,19 +21,19 @@ _lock = threading.Lock()
 
 
 def connect(device: Device, peer: Device) -> bool:
-    """Let ``device`` reach the memory of ``peer`` and back; return whether it does.
+    """Give ``device`` and ``peer`` access to each other's memory; return whether this worked.
 
     Notes
     -----
-    Asked of the driver once per pair of contexts. Where the machine has no such path the answer
-    is False, and copies go through the host.
+    This asks the driver once per pair of contexts. On a machine without such a path the answer is
+    False, and copies go through the host.
 
     References
     ----------
     ``cuDeviceCanAccessPeer``, ``cuCtxEnablePeerAccess``.
     """
     calls = device._backend.calls
-    # A primary context that was released comes back under its old handle and without its peers.
+    # A primary context that was released comes back with its old handle but without its peers.
     pair = frozenset(calls.context_id(each.primary_context.handle) for each in (device, peer))
     with _lock:
         known = _pairs.setdefault(device._backend, {})
@@ -50,7 +50,7 @@ def _enable(device: Device, peer: Device) -> bool:
         context = peer.primary_context.handle
         with device:
             device._backend.calls.enable_peer_access(context)
-    except DriverError as error:  # such as too many peers: slower, and still right
+    except DriverError as error:  # too many peers, for example: copies are slower, but correct
         logger.info("%s does not reach %s directly: %s", device, peer, error)
         return False
     return True
@@ -64,14 +64,13 @@ def copy_bytes(
     Parameters
     ----------
     target, source
-        The addresses, of ``device`` and of ``source_device``, which may be the same.
+        The addresses, on ``device`` and on ``source_device``; both may be the same device.
     stream
         A stream of ``device``, whose context is current on this thread.
 
     Notes
     -----
-    What the stream is given later comes after the copy, and the copy after what it was given
-    before.
+    The copy comes after all earlier work of the stream, and before all later work.
 
     References
     ----------
@@ -83,7 +82,8 @@ def copy_bytes(
     own = device.primary_context.handle
     way = stream
     if stream == LEGACY_STREAM:
-        # There, a copy between devices waits for all work of both and holds back all of both.
+        # In this stream, a copy between devices waits for all work of both and delays all later
+        # work of both.
         way = _copy_stream(device)
         Event(device).record(stream).holds_back(way)
     calls.copy_peer(target, own, source, source_device.primary_context.handle, nbytes, way)
@@ -98,7 +98,7 @@ def _copy_stream(device: Device) -> int:
         streams = _copy_streams.setdefault(device._backend, {})
         known = streams.get(context.handle)
         identity = device._backend.calls.context_id(context.handle)
-        if known is None or known[0] != identity:  # a primary context can die and come again
+        if known is None or known[0] != identity:  # a primary context can end and start again
             known = streams[context.handle] = identity, device._backend.calls.work.stream_create()
     return known[1]
 

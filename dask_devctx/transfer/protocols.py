@@ -1,6 +1,7 @@
-"""How a type of value is taken apart, and one like it put together around other parts.
+"""How to take a value apart, and how to make a similar value with other parts.
 
-A source is only read: with the functions of its built-in base, past whatever its own class does.
+This only reads the source. It uses the functions of the built-in base class, and not those that the
+value's own class overrides.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-# Py_TPFLAGS_HEAPTYPE: a class statement's types have it.
+# Py_TPFLAGS_HEAPTYPE: set for types that a class statement makes.
 _HEAP_TYPE = 1 << 9
 
 
 class Parts(list[Any]):
-    """What is in a value; ``names`` says which attributes the last of them are."""
+    """The parts of a value; the last ones are the attributes in ``names``."""
 
     names: Sequence[Any] = ()
 
 
 class Protocol(ABC):
-    """How a type of value is taken apart and put together again.
+    """How to take values of a type apart and put them together again.
 
     Parameters
     ----------
@@ -34,12 +35,12 @@ class Protocol(ABC):
     Attributes
     ----------
     by_reduce
-        Whether the type says itself how it is copied, as for pickle; then its parts are only looked
-        at, and a value like it is made by :class:`Reduced`.
+        Whether the type defines its own copying, as for pickle. Then this protocol only reads the
+        parts, and :class:`Reduced` makes a new value.
     """
 
     base: type = object
-    # Names that a type defines to say how it is pickled, and so copied.
+    # Methods by which a type defines how it is pickled, and so copied.
     _said: tuple[str, ...] = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
 
     def __init__(self, kind: type) -> None:
@@ -55,7 +56,7 @@ class Protocol(ABC):
             if type(member) is types.MemberDescriptorType
         ]
         self._has_dict = kind.__dictoffset__ != 0
-        # One of a library in another language is made by its own code alone.
+        # Only its own code can make a value of a type that is written in another language.
         self.by_reduce |= any(
             not each.__flags__ & _HEAP_TYPE and each not in (self.base, object)
             for each in kind.__mro__[: kind.__mro__.index(self.base)]
@@ -63,33 +64,33 @@ class Protocol(ABC):
 
     @abstractmethod
     def items(self, value: Any) -> list[Any]:
-        """Return what is inside but for attributes."""
+        """Return the parts of a value without its attributes."""
 
     def first(self, parts: Parts) -> int:
-        """Return how many of the parts :meth:`begin` needs; :meth:`finish` is given the others."""
+        """Return how many of the parts :meth:`begin` needs; :meth:`finish` gets the others."""
         return 0
 
     @abstractmethod
     def begin(self, value: Any, parts: list[Any]) -> Any:
-        """Return a new value of the type, which may be without its other parts yet."""
+        """Return a new value of the type; its other parts may still be missing."""
 
     def finish(self, value: Any, made: Any, items: list[Any]) -> None:
-        """Put what is inside into a value that :meth:`begin` made, where that was not needed."""
+        """Put the remaining items into a value that :meth:`begin` made."""
         return
 
     def some(self, value: Any, at_most: int) -> tuple[list[Any], int]:
-        """Return about so many of the parts, from everywhere, and how many there are."""
+        """Return about ``at_most`` parts, spread over the value, and the number of all parts."""
         items, n_items = self.some_items(value, at_most)
         attributes, _ = self.attributes(value)
         return [*items, *attributes], n_items + len(attributes)
 
     def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
-        """Return so many of what is inside but for attributes, and how much there is."""
+        """Return at most so many parts that are not attributes, and the number of all of them."""
         items = self.items(value)
         return spread(items, at_most), len(items)
 
     def attributes(self, value: Any) -> tuple[list[Any], list[Any]]:
-        """Return a value's attributes, and their names: a slot's is its descriptor."""
+        """Return a value's attributes and their names; the name of a slot is its descriptor."""
         if not (self._has_dict or self._slots):
             return [], []
         found: list[Any] = []
@@ -107,14 +108,14 @@ class Protocol(ABC):
         return found, names
 
     def parts(self, value: Any) -> Parts:
-        """Return what is inside, then its attributes."""
+        """Return the items of a value, then its attributes."""
         parts = Parts(self.items(value))
         attributes, parts.names = self.attributes(value)
         parts += attributes
         return parts
 
     def fill(self, value: Any, made: Any, parts: list[Any], names: Sequence[Any]) -> None:
-        """Put the other parts into a value that :meth:`begin` made, and give it its attributes."""
+        """Put the other parts and the attributes into a value that :meth:`begin` made."""
         n_items = len(parts) - len(names)
         self.finish(value, made, parts[:n_items])
         for name, part in zip(names, parts[n_items:], strict=True):
@@ -125,12 +126,12 @@ class Protocol(ABC):
 
 
 def inherited(kind: type, name: str) -> Any:
-    """Return what a type has under a name, whatever its metaclass says."""
+    """Return a type's attribute of this name, without calling its metaclass."""
     return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
 
 
 def spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
-    """Return so many of some parts: the first, the last, and others at even steps."""
+    """Return at most so many of the parts: the first, the last, and others at even steps."""
     n = len(parts)
     if n <= at_most:
         return parts
@@ -138,7 +139,7 @@ def spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
 
 
 class Reduced(Protocol):
-    """A value as its own ``__reduce_ex__`` says, or what ``copyreg`` knows: as it is pickled."""
+    """Copies a value like a pickle does: by its ``__reduce_ex__``, or by ``copyreg``."""
 
     def items(self, value: Any) -> list[Any]:
         reduce = copyreg.dispatch_table.get(self.kind)
@@ -166,7 +167,7 @@ class Reduced(Protocol):
         state, members, pairs, set_state = items
         if state is not None:
             if type(state) is dict:
-                state = dict(state)  # it may be the source's own, and be kept
+                state = dict(state)  # it may be the source's own dictionary: do not share it
             if set_state is not None:
                 set_state(made, state)
             elif hasattr(made, "__setstate__"):

@@ -1,7 +1,7 @@
-"""The graph of what is in a value, and the same graph around other leaves.
+"""The graph of the objects in a value, and the same graph with other leaves.
 
-What is referenced twice stays one thing, what holds itself does so there too, and what does not
-change stays the same object. The source is only read.
+An object that is referenced twice stays one object. An object that holds itself does so in the
+copy, too. An object in which nothing changes is not copied. This only reads the source.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.protocols import Parts, Protocol, Reduced
 
-# What values become, by identity; each with the value, so that no other can take its place.
+# New values by the identity of the old ones. It keeps the old ones, so that ids are not reused.
 Memo = dict[int, tuple[Any, Any]]
 
 
 class UnmovableError(Exception):
-    """A value of this type cannot be made again around other parts."""
+    """A value of this type cannot be copied with other parts."""
 
     def __init__(self, kind: type, reason: object) -> None:
         super().__init__(kind, reason)
@@ -28,8 +28,8 @@ class UnmovableError(Exception):
 
 class _State(Enum):
     NEW = 0
-    WAITING = 1  # for the parts that it is made of
-    MADE = 2  # maybe without its other parts
+    WAITING = 1  # for the parts that its making needs
+    MADE = 2  # other parts may be missing
 
 
 class _Node:
@@ -45,14 +45,14 @@ class _Node:
 
 
 class Rebuild:
-    """One value, taken apart, and put together again around what its leaves become.
+    """Takes one value apart, and puts it together again with new leaves.
 
     Parameters
     ----------
     leaf
-        Returns what a leaf becomes, and keeps it in ``memo``.
+        Returns the new leaf for a leaf, and keeps it in ``memo``.
     memo
-        What values become; looked at before anything is made again.
+        The new values so far; a value in it is not copied again.
     """
 
     def __init__(self, leaf: Callable[[Any], Any], memo: Memo) -> None:
@@ -64,12 +64,12 @@ class Rebuild:
         self._keep: list[Any] = []
 
     def run(self, root: Any) -> Any:
-        """Return the value around other leaves; itself, where none of them changes.
+        """Return a copy of the value with the new leaves; the value itself if no leaf changes.
 
         Raises
         ------
         UnmovableError
-            Something in it holds what changes, and cannot be made again.
+            An object in the value holds a leaf that changes, and cannot be copied.
         """
         self._discover(root)
         while reduced := [
@@ -108,7 +108,7 @@ class Rebuild:
                 self._holders.setdefault(id(part), []).append(node)
 
     def _spread_change(self, changed: list[Any]) -> None:
-        """Note that all that holds something of what changed is made again."""
+        """Mark all objects that hold a changed object as changed."""
         while changed:
             for node in self._holders.get(id(changed.pop()), ()):
                 if id(node.value) not in self._changed:
@@ -116,7 +116,7 @@ class Rebuild:
                     changed.append(node.value)
 
     def _reduce(self, node: _Node) -> None:
-        """Go by what a value says of itself how it is copied, for its attributes."""
+        """Take a value apart by its own ``__reduce_ex__`` instead of by its attributes."""
         node.protocol = Reduced(node.protocol.kind)
         self._keep.append(node.parts)
         try:
@@ -126,7 +126,7 @@ class Rebuild:
         self._hold(node)
         self._discover(list(node.parts))
 
-    # -- what changed is made again: first what it is made of, then itself, then the rest in it
+    # -- making a changed object: first the parts that the making needs, then it, then the others
 
     def _make(self, root: _Node) -> None:
         unfinished: list[_Node] = []

@@ -1,4 +1,4 @@
-"""A dispatch by type that remembers what it found, for types that nobody registered too."""
+"""A dispatch by type that caches its results, also for types that are not registered."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def _by_name(name: str) -> Registry:
 
 
 class Registry(Dispatch):  # type: ignore[misc]
-    """``dask.utils.Dispatch`` with a function for all types that nobody registered."""
+    """``dask.utils.Dispatch`` with a default function for types that are not registered."""
 
     _every: ClassVar[list[Registry]] = []
-    # What is found in one may depend on another, so that all of it is looked up again.
+    # A result in one registry may depend on another registry: a new registration clears all caches.
     _caches: ClassVar[list[dict[type, Any]]] = []
 
     def __init__(self, name: str, default: Any) -> None:
@@ -32,13 +32,13 @@ class Registry(Dispatch):  # type: ignore[misc]
 
     @classmethod
     def remember(cls) -> dict[type, Any]:
-        """Return a dictionary by type that is emptied whenever somebody registers one."""
+        """Return a dictionary by type that every registration empties."""
         known: dict[type, Any] = {}
         cls._caches.append(known)
         return known
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return _by_name, (self._name,)  # each is one object in a process, as a function is
+        return _by_name, (self._name,)  # a process has one object of each name, like a function
 
     def register(self, type: Any, func: Any = None) -> Any:
         """Register a function for a type, or a tuple of types; without one, a decorator."""
@@ -50,7 +50,7 @@ class Registry(Dispatch):  # type: ignore[misc]
         return registered
 
     def find(self, kind: type) -> Any:
-        """Return what is registered for a type, or None."""
+        """Return the function that is registered for a type, or None."""
         try:
             return self._known[kind]
         except KeyError:
@@ -64,5 +64,5 @@ class Registry(Dispatch):  # type: ignore[misc]
 
     @classmethod
     def any_knows(cls, kind: type) -> bool:
-        """Return whether somebody registered the type with any registry."""
+        """Return whether the type is registered with any registry."""
         return any(registry.find(kind) is not None for registry in cls._every)

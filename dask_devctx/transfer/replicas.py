@@ -1,7 +1,7 @@
 """Copies of tasks' inputs on other devices: made once, shared, and dropped in time.
 
-Nothing here knows dask's cluster: keys are anything hashable, and whoever owns them says when
-they are gone. One that may come to stand for another value has a ``Lifetime`` for each.
+This module does not depend on dask's cluster: a key is anything hashable, and its owner says when
+to forget it. If one name can mean several values over time, each value has a ``Lifetime`` as key.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dask_devctx.transfer.move import After, Move
 
 @dataclass
 class Traffic:
-    """What went from one device to another.
+    """The traffic from one device to another.
 
     Attributes
     ----------
     nbytes, copies
-        Bytes moved, and inputs that were copied.
+        The number of bytes moved, and of inputs copied.
     saved
-        Times that a task found its input there already.
+        How many times a task found a copy of its input there already.
     seconds
-        Time that threads spent on handing the copies to the devices, which they do not wait for.
+        Time that threads spent on starting the copies; they do not wait for the end.
     """
 
     nbytes: int = 0
@@ -45,19 +45,19 @@ class Traffic:
 class _Entry:
     sources: dict[Device, int]
     made: Future[tuple[Any, Stamp]] = field(default_factory=Future)
-    nbytes: int = 0  # counted against the limit; 0 while it is being made
+    nbytes: int = 0  # counts toward the limit; 0 while the copy is being made
     uses: list[Stamp] = field(default_factory=list)
-    expected: bool = False  # made ahead of the task that will be the first to use it
+    expected: bool = False  # made ahead, and no task has used it yet
 
 
 @dataclass(eq=False)
 class _Place:
-    """What is kept on one device."""
+    """The copies on one device."""
 
     limit: int
-    # The one used last is last.
+    # The last one is the most recently used.
     entries: OrderedDict[Hashable, _Entry] = field(default_factory=OrderedDict)
-    nbytes: int = 0  # the sum of the entries', kept: the worker's event loop asks for it
+    nbytes: int = 0  # the sum over the entries, cached: the worker's event loop reads it
 
 
 class Replicas:
@@ -66,8 +66,8 @@ class Replicas:
     Parameters
     ----------
     limit
-        How much of each device's memory copies may take, as a fraction. Beyond it the ones not
-        used for longest are dropped; 0 keeps none.
+        The fraction of each device's memory that copies may take. Beyond it, the least recently
+        used copies are dropped; 0 keeps none.
 
     Raises
     ------
@@ -76,10 +76,10 @@ class Replicas:
 
     Notes
     -----
-    Thread-safe. A copy is shared, and like every input of a dask task it must not be written to:
-    what one task wrote the next would see. Copies are read-only where their library can say so
-    (simulated arrays can, JAX's arrays always are, CuPy's and torch's cannot). A task that writes
-    in place asks for its own: ``to_device(value, device, copy=True)``.
+    Thread-safe. Tasks share a copy. Like every input of a dask task it must not be written to: the
+    next task would see the change. Copies are read-only if their library supports it (simulated
+    arrays do, JAX's arrays always are read-only, CuPy's and torch's cannot be). A task that writes
+    in place makes its own copy: ``to_device(value, device, copy=True)``.
 
     Examples
     --------
@@ -111,42 +111,42 @@ class Replicas:
         ahead: bool = False,
         places: Mapping[Device, int] | None = None,
     ) -> Any:
-        """Return a value as it is on a device: the copy that is there, or one made now.
+        """Return a value on a device: the existing copy there, or a new one.
 
         Parameters
         ----------
         key
-            Stands for the value until it is forgotten. Where it may be forgotten before this is
-            called, a :class:`~dask_devctx.transfer.lifetime.Lifetime`.
+            Identifies the value until it is forgotten. If it may be forgotten before this call, use
+            a :class:`~dask_devctx.transfer.lifetime.Lifetime`.
         value
-            What the key's owner has, wherever it lives.
+            The key owner's value, on any device.
         device
-            What :class:`~dask_devctx.Device` accepts.
+            Anything that :class:`~dask_devctx.Device` accepts.
         after
-            Stamps of the work that makes the value, as ``to_device`` takes them.
+            Stamps of the work that makes the value, as for ``to_device``.
         ahead
-            Whether this is for a task that will ask itself: that one is then not counted as one
-            that was saved a copy.
+            Whether this call prepares a copy for a task that will call this itself. That later call
+            does not count as ``saved``.
         places
-            The value's bytes on which devices, where the caller knows.
+            The value's bytes per device, if the caller knows them.
 
         Returns
         -------
         object
-            It may be used on this thread's current streams of the device.
+            The value, for use on this thread's current streams of the device.
 
         Raises
         ------
         Exception
-            What ``to_device`` raises. A device without memory is tried again once, without the
-            copies that others do not use. Nothing is remembered of a failure, and threads that
-            waited for it try for themselves.
+            Any error of ``to_device``. If the device is out of memory, this drops all finished
+            copies there and tries once more. A failure is not kept: threads that waited for the
+            same copy try for themselves.
         """
         device = Device(device)
         sources = nbytes_by_device(value) if places is None else dict(places)
         here = sources.pop(device, None)
         if not sources:
-            # Of most inputs this is all: a move that moves nothing takes twice as long to begin.
+            # Most inputs end here: a move without a copy would take twice as long to start.
             if here is not None:
                 release_held(1)
                 for stamp in (
@@ -167,7 +167,7 @@ class Replicas:
                     entries.move_to_end(key)
             if mine:
                 return self._make(key, entry, value, device, after)
-            if entry.made.exception() is not None:  # waits; the maker's error is the maker's
+            if entry.made.exception() is not None:  # waits; the maker's thread raises the error
                 continue
             moved, stamp = entry.made.result()
             with self._lock:
@@ -207,27 +207,27 @@ class Replicas:
 
     @staticmethod
     def _move(value: Any, device: Device, after: After) -> Any:
-        # Nobody writes to a task's input, so that its device need not wait for the copy.
+        # Nothing writes to a task's input, so its device does not have to wait for the copy.
         return Move(device, after, guard_source=False, read_only=True).run(value)
 
     def used(
         self, copies: Iterable[tuple[Hashable, Any]], device: object, stamp: Stamp | None
     ) -> None:
-        """Say that the work of ``stamp`` reads copies on a device.
+        """Note that the work of ``stamp`` reads copies on a device.
 
-        To be called when a task has given its work to the device: a copy that is dropped while it
-        is still being read is kept alive until then. Needed where threads use streams of their
-        own; with the default stream the library keeps this order itself.
+        Call this when a task has given its work to the device. A copy that is dropped while the
+        work reads it is then kept alive until the work is done. Threads with their own streams need
+        this; with the default stream the library itself keeps this order.
 
         Parameters
         ----------
         copies
-            What :meth:`get` returned, each with its key. Those that are not kept any more are
-            held until the work is done.
+            Results of :meth:`get`, each with its key. Copies that were dropped already are held
+            until the work is done.
         device
-            Where they are.
+            The device of the copies.
         stamp
-            The work; None for none.
+            The work; with None this does nothing.
         """
         if stamp is None:
             return
@@ -244,7 +244,7 @@ class Replicas:
             hold(stamp, *dropped)
 
     def forget(self, key: Hashable) -> None:
-        """Drop the copies of a key on all devices: its owner has let it go."""
+        """Drop the copies of a key on all devices; its owner does not need it any more."""
         with self._lock:
             if isinstance(key, Lifetime):
                 key.ended = True
@@ -254,7 +254,7 @@ class Replicas:
                     self._remove(device, key, entry)
 
     def drop_all(self, device: object = None) -> int:
-        """Drop every copy on a device, or on all; return the bytes. The keys stay usable."""
+        """Drop every finished copy on a device, or on all; return the bytes. Keys stay usable."""
         with self._lock:
             wanted = None if device is None else Device(device)
             dropped = 0
@@ -268,13 +268,13 @@ class Replicas:
         return dropped
 
     def wants(self, key: Hashable, device: Device, nbytes: int) -> bool:
-        """Return whether a copy is not there yet, and fits beside the others there."""
+        """Return whether the device has no copy for a key yet, and has room for one."""
         with self._lock:
             place = self._place(device)
             return key not in place.entries and place.nbytes + nbytes <= place.limit
 
     def devices(self, key: Hashable) -> list[Device]:
-        """Return the devices that have a copy for a key, or are about to."""
+        """Return the devices that have a copy for a key, or will have one soon."""
         with self._lock:
             return [device for device, place in self._places.items() if key in place.entries]
 
@@ -286,7 +286,7 @@ class Replicas:
 
     @property
     def traffic(self) -> dict[tuple[Device, Device], Traffic]:
-        """What went from which device to which, until now."""
+        """The traffic until now, for each pair of source and destination."""
         with self._lock:
             return {pair: replace(traffic) for pair, traffic in self._traffic.items()}
 
@@ -309,7 +309,7 @@ class Replicas:
     def _keep_to_limit(self, device: Device) -> None:
         place = self._places[device]
         while place.nbytes > place.limit:
-            # The others are being made: they come here when they are.
+            # Entries of 0 bytes are still being made: each calls this when it is done.
             key, entry = next(item for item in place.entries.items() if item[1].nbytes)
             self._remove(device, key, entry)
 

@@ -1,4 +1,4 @@
-"""Which streams a thread gives its work to: what each loaded library says is current."""
+"""The streams that a thread gives its work to: the current stream of each loaded library."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def current_streams(device: Device) -> tuple[int, ...]:
     Parameters
     ----------
     device
-        Whose streams; its context must be current on this thread.
+        The device of the streams; its context must be current on this thread.
 
     Returns
     -------
     tuple of int
-        One for each different stream of the loaded libraries; the legacy default stream where no
-        library says anything. JAX keeps its streams to itself and orders its own work.
+        One for each different stream of the loaded libraries; the legacy default stream if no
+        library names a stream. JAX does not reveal its streams and orders its own work.
 
     Notes
     -----
-    No library is imported or initialised. "Current" is a matter of the calling thread.
+    This imports and initialises no library. Each thread has its own current streams.
     """
     ordinal = device.device_id
-    # A simulated device is none of the libraries', whose own device of this number is another.
+    # The libraries do not know simulated devices: their device of this number is another one.
     libraries = () if device._backend.simulated else _LIBRARIES
     found = dict.fromkeys(
         stream for library in libraries if (stream := library(ordinal)) is not None
@@ -51,7 +51,7 @@ def _torch(ordinal: int) -> int | None:
 
 
 def _numba(ordinal: int) -> int | None:
-    # Numba has no current stream: a launch that names none goes to the default one.
+    # Numba has no current stream: a launch uses the default stream if it names none.
     if "numba.cuda" not in sys.modules:
         return None
     config = getattr(sys.modules.get("numba"), "config", None)

@@ -1,13 +1,12 @@
-"""The walk through a value: where its arrays are, whatever it is made of.
+"""The walk through a value, which finds the arrays in it.
 
-Locating, counting and moving all go this way. It is no pytree's: those of optree, JAX and torch
-are trees of registered types, rebuilt whole. They go round for ever in a value that holds itself,
-make two of what is referenced twice, take sets, dictionaries' keys and all other objects for
-leaves, raise ``RecursionError`` 1,000 deep, and know no bound.
+Locating, counting and moving all use this walk. It is not a pytree's. The pytrees of optree, JAX
+and torch are trees of registered types, and are rebuilt whole. They never end in a value that holds
+itself, and make two objects of one that is referenced twice. Sets, dictionaries' keys and all other
+objects are leaves to them. They raise ``RecursionError`` at a depth of 1,000, and have no bound.
 
-Nothing here recurses. A type belongs to one of three: *plain*, which holds no arrays; a *leaf*,
-which somebody registered; and all others, taken apart by a
-:class:`~dask_devctx.transfer.protocols.Protocol`.
+Nothing here recurses. There are three kinds of types: *plain* types hold no arrays; a *leaf* is a
+registered type; and a :class:`~dask_devctx.transfer.protocols.Protocol` takes all others apart.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-# So many objects of a value are looked at before it counts as one without arrays,
+# The number of objects of a value to look at before the value counts as one without arrays.
 AT_MOST: Final = 1000
-# and so many where the event loop waits: less than a millisecond.
+# The same on the event loop, which waits for it: less than a millisecond.
 AT_MOST_ON_LOOP: Final = 100
-# The types of so many parts are looked at, for each object of the bound.
+# The number of parts whose type to look at, for each object of the bound.
 _TYPES_PER_OBJECT = 20
-# So many of one container's parts of one type are looked at before all others.
+# The number of parts of one type in one container to look at first.
 _SAMPLE = 16
-# Whether they are different is told from so many.
+# The number of parts that tells whether they are different objects.
 _HEAD = 256
 
-# Nothing of these libraries keeps arrays on devices; of the standard library only some types do.
+# No type of these libraries keeps arrays on devices; in the standard library only these modules do.
 _HOST_LIBRARIES = frozenset(
     {"dask", "dask_devctx", "distributed", "numpy", "pandas", "pyarrow", "scipy", "tornado"}
 )
@@ -50,13 +49,13 @@ _registered: dict[type, Callable[[type], Protocol]] = {}
 
 
 def register_protocol(kind: type, protocol: Callable[[type], Protocol]) -> None:
-    """Say how values of a type, and of its subclasses, are taken apart."""
+    """Register the protocol that takes values of a type and of its subclasses apart."""
     _registered[kind] = protocol
     _found.clear()
 
 
 def find(kind: type) -> Any:
-    """Return how values of a type are walked: a protocol, ``LEAF``, or None for plain ones."""
+    """Return a protocol for values of a type, ``LEAF``, or None for plain types."""
     try:
         return _found[kind]
     except KeyError:
@@ -71,8 +70,8 @@ def _taken_apart(kind: type) -> Protocol | None:
             if each in _registered:
                 return _registered[each](kind)
         return built_in(kind, _is_foreign)
-    except Exception:  # a class or metaclass that does not let itself be looked at
-        logger.debug("how a %r is taken apart cannot be told", kind, exc_info=True)
+    except Exception:  # a class or metaclass whose attributes cannot be read
+        logger.debug("found no way to take a %r apart", kind, exc_info=True)
         return None
 
 
@@ -85,20 +84,20 @@ def _is_foreign(kind: type) -> bool:
 
 
 def walk(root: Any) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
-    """Yield all of a value that may hold arrays.
+    """Yield all objects in a value that may hold arrays.
 
     Yields
     ------
     value, protocol, parts
-        For each that is looked into. What cannot be taken apart is host data, and so is what has
-        plain parts only: neither is yielded.
+        For each object with parts. An object that cannot be taken apart is host data. So is an
+        object with plain parts only. Neither is yielded.
     kind, None, leaves
         For leaves of one type, each of them once.
     """
     found = find(type(root))
     if found is LEAF:
         yield type(root), None, [root]
-    seen = {id(root): root}  # with the value, so that no other can take its place in memory
+    seen = {id(root): root}  # keeps the values, so that ids are not reused
     stack = [root] if isinstance(found, Protocol) else []
     while stack:
         value = stack.pop()
@@ -106,7 +105,7 @@ def walk(root: Any) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
         try:
             parts = protocol.parts(value)
         except Exception:
-            logger.debug("a %s cannot be looked into", type(value), exc_info=True)
+            logger.debug("the parts of a %s cannot be read", type(value), exc_info=True)
             continue
         wanted = _not_plain(parts)
         if not wanted:
@@ -128,14 +127,14 @@ def _not_plain(values: Any) -> set[type]:
 
 
 class Look(NamedTuple):
-    """What is found in a value by looking at some of it.
+    """The result of a look at some of a value.
 
     Parameters
     ----------
     places
-        The bytes on which devices, scaled up from what was looked at; empty where none was found.
+        The bytes per device, scaled up from the sample; empty if no array was found.
     complete
-        Whether all of it was looked at.
+        Whether the look covered the whole value.
     """
 
     places: dict[Device, int]
@@ -143,22 +142,22 @@ class Look(NamedTuple):
 
 
 def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT_MOST) -> Look:
-    """Look for arrays in a value, at no more than so many of its objects.
+    """Look for arrays in a value, at no more than ``at_most`` of its objects.
 
     Parameters
     ----------
     root
         The value.
     count
-        Returns the bytes of a leaf on which devices.
+        Returns the bytes of a leaf per device.
     at_most
         The bound.
 
     Notes
     -----
-    Level by level, some of each level first: what is alike in many items of a list is found in the
-    first of them, however long the list and however much else there is. The others have their turn
-    where nothing was found.
+    The search goes level by level, and looks at a sample of each level first. The items of a list
+    are often similar: a sample finds the arrays in them, however long the list is. The search
+    looks at the other items only if it has found nothing.
     """
     places: dict[Device, int] = {}
     complete = True
@@ -205,7 +204,7 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
                 different = len(set(map(id, head)))
                 if different == len(head):
                     scaled *= len(some) / _SAMPLE
-                else:  # the same ones again and again
+                else:  # the same objects, many times
                     scaled = max(different / _SAMPLE, 1)
                 some = list(spread(some, _SAMPLE))
             new = {id(part): part for part in some if id(part) not in seen}
@@ -218,14 +217,14 @@ _told: set[type] = set()
 
 
 def tell_cut_short(value: object) -> None:
-    """Say once for a type that one of its values was not looked through."""
+    """Log, once per type, that the search in one of its values was cut short."""
     kind = type(value)
     if kind not in _told:
         _told.add(kind)
         logger.warning(
-            "a %s has more than the %d objects that are looked at for arrays on devices. None was "
-            "found, and such a value counts as host data: tasks are given it as it is. If it holds "
-            "arrays, keep them nearer to its top, or in an object of a type that you register with "
+            "a %s has more than the %d objects that a search for arrays looks at. None was "
+            "found, so the value counts as host data and does not move. If it holds arrays, keep "
+            "them nearer to its top, or in an object of a type that you register with "
             "device_of.register and to_device.register",
             kind.__qualname__,
             AT_MOST,

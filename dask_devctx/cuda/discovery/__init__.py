@@ -1,8 +1,8 @@
 """Which devices this process may use, found without creating a context.
 
-NVML answers, and the rule of ``CUDA_VISIBLE_DEVICES`` foretells what CUDA will show. Where NVML
-cannot answer, and where only CUDA knows its own order, the driver is asked: initialising it
-creates no context either. NVML's indices and CUDA's ordinals are joined by UUID alone.
+NVML lists the devices, and the rule of ``CUDA_VISIBLE_DEVICES`` predicts which ones CUDA will show.
+If NVML cannot answer, or if only CUDA knows its own order, this asks the driver: initialising it
+creates no context either. Only the UUID joins NVML's indices and CUDA's ordinals.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _lock = ProcessLock()
 
 
 def inventory(backend: Backend) -> Inventory:
-    """Return the devices of this machine, as the environment shows them.
+    """Return the devices of this machine, as the environment variables show them.
 
     Raises
     ------
     DriverUnavailableError
-        Neither NVML nor the driver is there.
+        There is neither NVML nor a driver.
 
     Notes
     -----
-    Asked once per value of ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``, and not again
-    once CUDA was initialised: it has read them then.
+    Looked up once per value of ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``, and not again
+    after CUDA was initialised: CUDA has read the variables by then.
     """
     with _lock:
         known = _known.setdefault(backend, {})
@@ -67,7 +67,7 @@ def ordinal_if_known(backend: Backend, uuid: str) -> int | None:
 
 
 def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:
-    """Return free and total bytes by NVML, or None where it does not say."""
+    """Return free and total bytes from NVML, or None if it does not say."""
     from dask_devctx.cuda.discovery import nvml
 
     return nvml.memory_info(backend.nvml, info)
@@ -81,7 +81,7 @@ def processes(backend: Backend, info: DeviceInfo) -> tuple[tuple[int, int | None
 
 
 def is_lost(backend: Backend, info: DeviceInfo) -> bool:
-    """Return whether NVML says that a device is not there any more."""
+    """Return whether NVML says that a device is lost."""
     from dask_devctx.cuda.discovery import nvml
 
     return nvml.is_lost(backend.nvml, info)
@@ -95,7 +95,7 @@ def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
     DriverUnavailableError
         There is no driver.
     VisibleDevicesError
-        The driver does not show this device, or shows it at another place.
+        The driver does not show this device, or shows it under another ordinal.
     """
     shown = backend.uuids()
     wanted = _bare(info.uuid)
@@ -103,7 +103,7 @@ def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
     if wanted not in shown:
         raise VisibleDevicesError(
             value,
-            f"the environment shows {info}, and CUDA does not. CUDA read the variable when it was "
+            f"the environment shows {info}, but CUDA does not. CUDA read the variable when it was "
             "initialised: set it before anything uses CUDA, and do not change it afterwards",
         )
     ordinal = shown.index(wanted)
@@ -123,7 +123,7 @@ def by_driver_ordinal(backend: Backend, ordinal: int) -> DeviceInfo:
     Raises
     ------
     VisibleDevicesError
-        The environment hides this device now, and did not when CUDA was initialised.
+        The environment hides this device now, but did not when CUDA was initialised.
     """
     wanted = backend.uuids()[ordinal]
     for info in inventory(backend).devices:
@@ -141,7 +141,7 @@ def _bare(uuid: str) -> str:
 
 
 def _discover(backend: Backend, visible: str | None, order: str | None) -> Inventory:
-    from dask_devctx.cuda.discovery import nvml  # with pynvml, which takes a while to import
+    from dask_devctx.cuda.discovery import nvml  # imports pynvml, which takes a while
 
     try:
         gpus, problems = nvml.read(backend.nvml)
@@ -184,10 +184,11 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
 
 
 def _order_is_known(gpus: list[nvml.NvmlGPU], visible: str | None, order: str | None) -> bool:
-    """Whether the environment alone says which ordinal each device gets.
+    """Return whether the environment alone determines the ordinal of each device.
 
-    CUDA puts the fastest first, and among equals goes by the bus, as NVML does. Which of several
-    kinds it takes for the fastest only CUDA knows; UUIDs are in the order in which they are given.
+    CUDA puts the fastest device first. Among equal devices it uses the order of the bus, as NVML
+    does. With several kinds, only CUDA knows which one it considers the fastest. UUIDs keep the
+    order in which they are given.
     """
     kinds = {(gpu.info.name, gpu.info.compute_capability) for gpu in gpus}
     return (
@@ -202,7 +203,7 @@ def _numbered(known: Mapping[str, DeviceInfo], uuids: Iterable[str]) -> tuple[De
 
 
 def _joined(backend: Backend, known: Mapping[str, DeviceInfo]) -> Iterator[DeviceInfo]:
-    """The driver's devices in its order; what NVML left out is as the driver describes it."""
+    """Yield the driver's devices in its order; the driver describes those that NVML left out."""
     by_bare = {_bare(uuid): info for uuid, info in known.items()}
     for ordinal, uuid in enumerate(backend.uuids()):
         info = by_bare.get(uuid)

@@ -1,4 +1,4 @@
-"""Reading NVML, which answers without a context and may leave any question open."""
+"""Reading NVML, which needs no context and may leave any question unanswered."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _WORD_BITS = 64
 
 @dataclass(frozen=True)
 class NvmlGPU:
-    """A GPU as NVML shows it, without regard to ``CUDA_VISIBLE_DEVICES``.
+    """A GPU as NVML shows it; NVML ignores ``CUDA_VISIBLE_DEVICES``.
 
     Parameters
     ----------
     info
-        With ``device_id`` -1: NVML knows no ordinals.
+        The GPU, with ``device_id`` -1: NVML does not know ordinals.
     mig_enabled
         Whether MIG mode is on.
     mig
-        Its instances, with ``device_id`` -1.
+        Its MIG instances, with ``device_id`` -1.
     """
 
     info: DeviceInfo
@@ -39,14 +39,14 @@ class NvmlGPU:
 
 
 def read(nvml: Nvml) -> tuple[list[NvmlGPU], list[str]]:
-    """Return the GPUs in NVML's order, which is that of the PCI bus, and what is wrong.
+    """Return the GPUs in NVML's order, which is that of the PCI bus, and a list of problems.
 
     Raises
     ------
     NVMLError
         NVML is missing or does not start.
     """
-    nvml.nvmlInit()  # counted by NVML; in a forked process the parent's start does not hold
+    nvml.nvmlInit()  # NVML counts the calls; a forked process needs its own
     found: list[NvmlGPU] = []
     problems: list[str] = []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -58,11 +58,11 @@ def read(nvml: Nvml) -> tuple[list[NvmlGPU], list[str]]:
 
 
 def memory_info(nvml: Nvml, info: DeviceInfo) -> tuple[int, int] | None:
-    """Return free and total bytes of a device, or None where NVML does not say.
+    """Return free and total bytes of a device, or None if NVML does not say.
 
     References
     ----------
-    ``nvmlDeviceGetMemoryInfo``. What is not free may be any process's.
+    ``nvmlDeviceGetMemoryInfo``. Any process may hold the memory that is not free.
     """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, info))
@@ -72,11 +72,12 @@ def memory_info(nvml: Nvml, info: DeviceInfo) -> tuple[int, int] | None:
 
 
 def processes(nvml: Nvml, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
-    """Return pairs of a process' id and the bytes that it holds; empty where NVML does not say.
+    """Return pairs of a process's id and the bytes that it holds; empty if NVML does not say.
 
     References
     ----------
-    ``nvmlDeviceGetComputeRunningProcesses``. In a container only its own are seen, or none.
+    ``nvmlDeviceGetComputeRunningProcesses``. In a container, NVML shows the container's own
+    processes only, or none.
     """
     try:
         found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, info))
@@ -89,7 +90,7 @@ def processes(nvml: Nvml, info: DeviceInfo) -> tuple[tuple[int, int | None], ...
 
 
 def is_lost(nvml: Nvml, info: DeviceInfo) -> bool:
-    """Return whether NVML says that a device fell off the bus; False where it says nothing."""
+    """Return whether NVML says that a device fell off the bus; False if NVML does not answer."""
     try:
         nvml.nvmlDeviceGetUUID(_handle(nvml, info))
     except NVMLError as error:
@@ -151,11 +152,11 @@ def _instances(nvml: Nvml, handle: Any) -> Iterator[Any]:
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
         except NVMLError:
-            continue  # the places of instances that were not made answer NOT_FOUND
+            continue  # a number without an instance answers NOT_FOUND
 
 
 def _or_none(question: Callable[[Any], T], handle: Any) -> T | None:
-    """NVML on WSL, Jetson and in some containers leaves open what it answers elsewhere."""
+    """Return NVML's answer, or None: on WSL, Jetson and in some containers NVML answers less."""
     try:
         return question(handle)
     except NVMLError:
@@ -171,7 +172,7 @@ def _uuid(nvml: Nvml, handle: Any) -> str:
 
 
 def _cuda_bus_id(value: str | bytes) -> str:
-    """NVML writes the domain with eight digits and capitals, CUDA with four and without."""
+    """Return a bus id as CUDA writes it: NVML writes the domain with eight digits, in capitals."""
     domain, _, rest = _text(value).lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
@@ -187,9 +188,9 @@ def _cpu_affinity(nvml: Nvml, handle: Any) -> frozenset[int] | None:
 
 
 def _numa_node(nvml: Nvml, handle: Any) -> int | None:
-    """The first node of the memory affinity: the GPU's own node number is not asked.
+    """Return the first node of the memory affinity, not the GPU's own node number.
 
-    That number (``nvmlDeviceGetNumaNodeId``) is only there where the GPU's memory is a node.
+    That number (``nvmlDeviceGetNumaNodeId``) only exists if the GPU's memory is itself a node.
     """
     return next(_bits(nvml.nvmlDeviceGetMemoryAffinity(handle, 1, 0)), None)
 

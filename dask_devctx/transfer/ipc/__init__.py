@@ -1,7 +1,8 @@
-"""Values on a device to another process of this machine, by CUDA IPC and without the host.
+"""Sending values on a device to another process of this machine, by CUDA IPC, without the host.
 
-A value is packed (:mod:`.parcel`): a pickle without the bytes that are on a device, and a list of
-those. They are copied into staging memory (:mod:`.staging`), which other processes may open. The
-receiver allocates with the value's own library (:mod:`.frames`), opens the staging memory once
-(:mod:`.opened`), copies, and unpacks. Nothing here knows how the two talk to each other.
+The sender packs a value (:mod:`.parcel`): a pickle without the bytes on a device, and a list of
+those bytes. It copies them into staging memory (:mod:`.staging`), which other processes may open.
+The receiver allocates memory with the value's own library (:mod:`.frames`), opens the staging
+memory once (:mod:`.opened`), copies, and unpacks. The messages between the two are not defined
+here.
 """

@@ -12,18 +12,18 @@ from dask_devctx.cuda.device import Device
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Bytes on a device that travel as they lie.
+    """Bytes on a device that travel unchanged.
 
     Parameters
     ----------
     pointer, nbytes
-        Where they are, and how many.
+        Their address and number.
     kind
-        Which library has memory for them on the other side: a key of :data:`allocators`.
+        The library that allocates memory for them on the other side: a key of :data:`allocators`.
     detail
-        What that needs beside their number; plain data.
+        Plain data that this library needs beside the number of bytes.
     owner
-        What keeps them alive.
+        An object that keeps the bytes alive.
     """
 
     pointer: int
@@ -34,12 +34,12 @@ class Part:
 
     @property
     def description(self) -> tuple[str, int, Any]:
-        """What the other side needs to make room for it."""
+        """The data that the other side needs to allocate memory for the part."""
         return self.kind, self.nbytes, self.detail
 
 
-# Memory on a device that is current, by kind: given the bytes, the detail and the device, what the
-# library has them in, and its address.
+# Functions that allocate memory on the current device, by kind. From the number of bytes, the
+# detail and the device they return the library's own object and its address.
 Allocate = Callable[[int, Any, Device], tuple[Any, int]]
 allocators: dict[str, Allocate] = {}
 
@@ -56,12 +56,12 @@ _KINDS = {
 
 
 def is_on_device(frame: object) -> bool:
-    """Return whether a frame is memory of a device."""
+    """Return whether a frame is device memory."""
     return hasattr(frame, "__cuda_array_interface__")
 
 
 def part_of(frame: Any) -> Part:
-    """Return the bytes of a frame that is on a device, dense and of any type.
+    """Return the bytes of a frame that is on a device; it is dense and of any type.
 
     References
     ----------
@@ -78,17 +78,18 @@ def part_of(frame: Any) -> Part:
 
 
 def _any_kind() -> str:
-    # As distributed's own comms choose it, for a type of somebody's that takes any memory.
+    # The same order as in distributed's own comms, for a user's type that takes any memory.
     return next(kind for kind in ("rmm", "cupy", "numba") if kind in sys.modules or kind == "numba")
 
 
 def allocate(kind: str, nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
-    """Return memory for a part on a device, which is current, and its address.
+    """Return memory for a part on the current device, and its address.
 
     Raises
     ------
     MemoryError
-        There is not enough, in the library's own words: torch's is a ``RuntimeError``.
+        There is not enough memory. Each library raises its own class: torch's is a
+        ``RuntimeError``.
     """
     return allocators[kind](nbytes, detail, device)
 
@@ -104,7 +105,7 @@ def _numba(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
     import numpy
     from numba import cuda
 
-    # Numba remembers by itself which device a thread uses, and has to be told.
+    # Numba keeps its own record of the device that a thread uses: set that, too.
     with cuda.gpus[device.device_id]:
         array = cuda.device_array(nbytes, numpy.uint8)
     return array, int(array.__cuda_array_interface__["data"][0] or 0)

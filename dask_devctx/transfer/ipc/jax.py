@@ -1,4 +1,4 @@
-"""JAX's arrays on one device: each arrives as an array of its own, which was filled before."""
+"""JAX's arrays on one device: each arrives in a new array, filled before JAX uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_devctx.transfer.ipc.parcel import Parts, Reduce
 
 
 def find(kind: type) -> Reduce | None:
-    """Return how a type of JAX's is pickled without its memory on a device."""
+    """Return the function that pickles a type of JAX without its device memory, or None."""
     return _array if issubclass(kind, jax.Array) else None
 
 
@@ -22,7 +22,7 @@ def _array(array: Any, parts: Parts) -> Any:
     (device,) = array.sharding.device_set
     if device.platform not in ("gpu", "cuda") or not array.size:
         return NotImplemented
-    array.block_until_ready()  # JAX tells nobody else in which stream it works
+    array.block_until_ready()  # JAX does not reveal the stream in which it works
     detail = [list(array.shape), array.dtype.name]
     part = Part(array.unsafe_buffer_pointer(), int(array.nbytes), "jax", detail, array)
     return operator.itemgetter(0), ((parts.add(part),),)

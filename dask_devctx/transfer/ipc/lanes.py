@@ -1,4 +1,4 @@
-"""Streams for copies alone, each used by one transfer at a time."""
+"""Streams that only do copies, each used by one transfer at a time."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from dask_devctx.transfer.streams import current_streams
 
 
 class Lane:
-    """A stream of one device, of which nobody else waits for the work.
+    """A stream of one device; only its current user waits for its work.
 
     Parameters
     ----------
     device
-        Its device, which is current on the thread that makes it.
+        The device of the stream; it is current on the calling thread.
     """
 
     def __init__(self, device: Device) -> None:
@@ -32,16 +32,16 @@ class Lane:
 
     @property
     def usable(self) -> bool:
-        """Whether its context is still the device's: a primary context can die and come again."""
+        """Whether its context is still the device's: a primary context can end and start again."""
         return self._calls.context_id(self.device.primary_context.handle) == self._context
 
     def after(self, stamp: Stamp | None) -> None:
-        """Let what is copied from now on wait for some work."""
+        """Make all later copies wait for the work of a stamp."""
         if stamp is not None:
             stamp.hold_back_stream(self._stream)
 
     def after_current_streams(self) -> None:
-        """Let what is copied from now on wait for what this thread's streams were given."""
+        """Make all later copies wait for the work in this thread's current streams."""
         for stream in current_streams(self.device):
             Event(self.device).record(stream).holds_back(self._stream)
 
@@ -50,22 +50,22 @@ class Lane:
         self._calls.work.copy(target, source, nbytes, self._stream)
 
     def mark(self) -> None:
-        """Note that all copies were given, so that :meth:`done` can tell."""
+        """Mark the end of the copies: :meth:`done` asks about this point."""
         self._reached.record(self._stream)
 
     def done(self) -> bool:
-        """Return whether what was given until the mark is done; does not wait."""
+        """Return whether all work before the mark is done; does not wait."""
         return self._reached.done()
 
     def done_soon(self, within_s: float) -> bool:
-        """Return whether it is done, after a moment in which it may be."""
+        """Return whether all work before the mark is done within a short time."""
         until = time.perf_counter() + within_s
         while not (done := self.done()) and time.perf_counter() < until:
             pass
         return done
 
     def wait(self) -> None:
-        """Wait until all that it was given is done."""
+        """Wait until all work in the stream is done."""
         self._calls.work.stream_synchronize(self._stream)
 
 
@@ -74,7 +74,7 @@ _lock = threading.Lock()
 
 
 def take(device: Device) -> Lane:
-    """Return a lane of a device, which is current; :func:`give` it back when its work is done."""
+    """Return a lane of the current device; :func:`give` it back when its work is done."""
     with _lock:
         lanes = _free.setdefault(device._backend, {}).setdefault(device, [])
         lane = lanes.pop() if lanes else None
@@ -82,13 +82,13 @@ def take(device: Device) -> Lane:
 
 
 def give(lane: Lane) -> None:
-    """Let others use a lane of which all work is done."""
+    """Make a lane available again; all its work is done."""
     with _lock:
         _free[lane.device._backend][lane.device].append(lane)
 
 
 def drop(lane: Lane) -> None:
-    """Wait for a lane whose work is not wanted: it may write to memory that is let go now."""
-    with suppress(DevctxError), lane.device:  # one that failed writes nothing any more
+    """Wait for a lane whose result is not needed: it may write to memory that is freed next."""
+    with suppress(DevctxError), lane.device:  # a lane that failed does not write any more
         lane.wait()
         give(lane)

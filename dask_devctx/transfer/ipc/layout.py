@@ -1,4 +1,4 @@
-"""How several parts lie behind each other as one stretch, and where its pieces meet them."""
+"""The layout of several parts in one block of bytes, and the pieces of that block."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Span(NamedTuple):
     Parameters
     ----------
     part
-        The part's place in the list of parts.
+        The part's index in the list of parts.
     in_part, in_piece
-        Where they begin in either.
+        The offset of the bytes in the part and in the piece.
     nbytes
-        How many.
+        Their number.
     """
 
     part: int
@@ -28,12 +28,12 @@ class Span(NamedTuple):
 
 
 class Layout:
-    """Parts behind each other, each aligned; both sides work it out from the sizes alone.
+    """Parts one after another, each aligned; both sides compute this from the sizes alone.
 
     Parameters
     ----------
     sizes
-        The parts' bytes.
+        The number of bytes of each part.
 
     Examples
     --------
@@ -55,12 +55,12 @@ class Layout:
             end += aligned(size)
 
     def spans(self, start: int, end: int) -> Iterator[Span]:
-        """Yield which parts lie between two places of the stretch."""
+        """Yield the spans between two offsets of the block."""
         for part, (begins, size) in enumerate(zip(self._starts, self._sizes, strict=True)):
             first, last = max(begins, start), min(begins + size, end)
             if first < last:
                 yield Span(part, first - begins, first - start, last - first)
 
     def pieces(self, nbytes: int) -> int:
-        """Return in how many pieces of that length it passes."""
+        """Return the number of pieces of that length that hold the whole block."""
         return -(-self.nbytes // nbytes)

@@ -1,4 +1,4 @@
-"""Other processes' memory that this process has open: opened once, and read many times."""
+"""Memory of other processes that this process has open: opened once, read many times."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Opened:
     Parameters
     ----------
     device
-        Where it was opened.
+        The device on which it is open.
     pointer
-        Its address there.
+        Its address on that device.
     """
 
     device: Device
@@ -30,12 +30,12 @@ class Opened:
 
 
 class OpenedBuffers:
-    """What is open of the staging memory of others.
+    """The staging buffers of other processes that are open here.
 
     Notes
     -----
-    Thread-safe. Opening takes milliseconds, so that what is open stays so until it is told
-    otherwise. What is being read is closed by its last reader.
+    Thread-safe. Opening takes milliseconds, so a buffer stays open until :meth:`close`. If it is
+    being read then, its last reader closes it.
 
     References
     ----------
@@ -51,23 +51,23 @@ class OpenedBuffers:
         return (peer, number, device) in self._opened
 
     def begin(self, peer: Hashable, number: int, handle: bytes, device: Device) -> Opened:
-        """Return another process' buffer, opened on a device, which is current.
+        """Return another process's buffer, open on the current device.
 
         Parameters
         ----------
         peer, number
-            Whose buffer, and which.
+            The other process, and its number for the buffer.
         handle
-            What that process exported.
+            The handle that the other process exported.
 
         Raises
         ------
         DriverError
-            It cannot be opened here.
+            The buffer cannot be opened here.
 
         Notes
         -----
-        It stays open until :meth:`end` is called with it, at least.
+        The buffer stays open at least until the matching :meth:`end`.
         """
         name = (peer, number, device)
         with self._lock:
@@ -79,7 +79,7 @@ class OpenedBuffers:
         return found
 
     def end(self, opened: Opened) -> None:
-        """Note that a reader is done with a buffer."""
+        """End one read of a buffer."""
         with self._lock:
             opened.readers -= 1
             last = opened.closing and not opened.readers
@@ -92,9 +92,9 @@ class OpenedBuffers:
         Parameters
         ----------
         peer
-            Whose; None for everybody's.
+            The process that owns them; None for all processes.
         numbers
-            Which; None for all.
+            Their numbers; None for all.
         """
         with self._lock:
             names = [
@@ -112,6 +112,6 @@ class OpenedBuffers:
 
 
 def _close(opened: Opened) -> None:
-    # Where the process' CUDA is broken, what it has open goes with it.
+    # If the process's CUDA is broken, its open buffers end with it.
     with suppress(DevctxError), opened.device:
         opened.device._backend.calls.work.ipc_close(opened.pointer)

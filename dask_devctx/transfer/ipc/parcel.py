@@ -1,7 +1,7 @@
-"""A value as one pickle, with its bytes on a device left out of it: packed, and unpacked again.
+"""A value as one pickle without its bytes on a device: packed, and unpacked again.
 
-It is pickled whole, so that what its parts share they share afterwards, and what it is made of,
-such as a dictionary, a data class or a module, needs nobody who knows it.
+One pickle holds the whole value. Its parts still share the same memory and objects afterwards, and
+containers such as a dictionary, a data class or a module need no code of their own here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Parts:
     all
         The parts.
     gathered
-        Whether some are copies that this thread's current streams were told to make.
+        Whether this thread's current streams make some of them as copies.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Parts:
         self._known: dict[tuple[str, int, int, str], _Place] = {}
 
     def add(self, part: Part) -> object:
-        """Note a part; return what stands for it in a pickle."""
+        """Add a part; return an object that represents it in a pickle."""
         name = (part.kind, part.pointer, part.nbytes, str(part.detail))
         place = self._known.get(name) if part.pointer else None
         if place is None:
@@ -46,7 +46,7 @@ class Parts:
 
 
 class _Place:
-    """Stands for a part in a pickle: it is the part's memory where it is unpickled."""
+    """Represents a part in a pickle: unpickling gives the part's memory."""
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -55,27 +55,27 @@ class _Place:
         return _arrived, (self.place,)
 
 
-# How a value of a type is pickled: as ``__reduce_ex__`` says it, with what `Parts.add` returned in
-# the place of memory.
+# Returns the reduced value of an object, like ``__reduce_ex__``, with the results of `Parts.add` in
+# the place of device memory.
 Reduce = Callable[[Any, Parts], Any]
-# Says how, given a type; None where it has nothing on a device.
+# Returns the function for a type; None if the type has nothing on a device.
 Find = Callable[[type], Reduce | None]
 
 
 @dataclass(eq=False)
 class Parcel:
-    """A value that is packed.
+    """A packed value.
 
     Parameters
     ----------
     pickled
-        All of it that is on the host.
+        The pickle, with everything that is on the host but for ``buffers``.
     buffers
-        The host's memory that the pickle left out.
+        Host memory that is not in the pickle.
     parts
-        The device's.
+        Device memory that is not in the pickle.
     gathered
-        Whether this thread's current streams were told to make some of those.
+        Whether this thread's current streams make some of the parts as copies.
     """
 
     pickled: bytes
@@ -85,26 +85,26 @@ class Parcel:
 
 
 def pack(value: object, find: Find) -> Parcel:
-    """Return a value as a pickle and the memory that is left out of it.
+    """Return a value as a pickle and the memory that is not in the pickle.
 
     Parameters
     ----------
     value
         Anything that can be pickled.
     find
-        Says for a type how its memory on a device is left out.
+        Returns for a type the function that pickles it without its device memory.
     """
     try:
         packed = _packed(_Pickler, value, find)
         if b"__main__" not in packed.pickled:
             return packed
-    except Exception:  # such as of a function that has no name; the next one says what is wrong
+    except Exception:  # a function without a name, for example; the next attempt raises or works
         pass
     return _packed(_CloudPickler, value, find)
 
 
 def unpack(pickled: Any, buffers: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """Return a value from its pickle and memory; ``parts`` are what their libraries have."""
+    """Return a value from its pickle and memory; ``parts`` are objects of their libraries."""
     before, _unpacking.parts = _unpacking.parts, parts
     try:
         return pickle.loads(pickled, buffers=buffers)
@@ -130,7 +130,7 @@ def _packed(kind: Any, value: object, find: Find) -> Parcel:
     def leave_out(buffer: pickle.PickleBuffer) -> bool:
         try:
             buffers.append(buffer.raw())
-        except BufferError:  # it has gaps
+        except BufferError:  # the memory has gaps
             return True
         return False
 

@@ -1,10 +1,10 @@
-"""Pieces of one stretch of memory, given out and taken back."""
+"""Pieces of one block of memory, given out and taken back."""
 
 from __future__ import annotations
 
 from bisect import bisect
 
-# As far as the driver itself aligns what it allocates.
+# The driver aligns its own allocations like this.
 ALIGNMENT = 256
 
 
@@ -14,12 +14,12 @@ def aligned(nbytes: int) -> int:
 
 
 class Ranges:
-    """Gives out pieces of ``nbytes`` bytes, the first that fits.
+    """Gives out pieces of a block of ``nbytes`` bytes, from the first gap that fits.
 
     Parameters
     ----------
     nbytes
-        How many bytes there are.
+        The size of the block.
 
     Examples
     --------
@@ -47,7 +47,7 @@ class Ranges:
         return sum(self._taken.values())
 
     def take(self, nbytes: int) -> int | None:
-        """Return the offset of a piece of at least ``nbytes``; None where no gap is that long."""
+        """Return the offset of a piece of at least ``nbytes``; None if no gap is that long."""
         wanted = aligned(max(nbytes, 1))
         for place, (offset, length) in enumerate(self._free):
             if length >= wanted:

@@ -1,4 +1,4 @@
-"""One transfer on its receiver's side: from a peer's staging memory to memory of its own."""
+"""The receiving side of one transfer: from a peer's staging memory to this process's memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_devctx.transfer.ipc.lanes import Lane
 from dask_devctx.transfer.ipc.layout import Layout
 from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
 
-# What names a piece: a buffer's number and handle, and where in it the piece is.
+# A piece: the number and handle of its buffer, and its offset and length there.
 Description = tuple[int, bytes, int, int]
 
 
@@ -22,22 +22,22 @@ class Receiving:
     Parameters
     ----------
     peer
-        Whose they are.
+        The process that sends them.
     parts
-        What each needs: its kind, bytes and detail, as ``Part.description`` says.
+        The kind, number of bytes and detail of each, as in ``Part.description``.
     piece
-        The bytes of a piece.
+        The number of bytes of a piece.
     device
-        Where they go.
+        The device that they go to.
     opened
-        What is open of the peers' memory.
+        The open buffers of the peers.
 
     Attributes
     ----------
     memory
-        What each part's library has it in, when :meth:`allocate` was called.
+        The object of each part's library that holds the part; :meth:`allocate` makes them.
     pieces
-        In how many pieces it passes.
+        The number of pieces.
     """
 
     def __init__(
@@ -60,12 +60,13 @@ class Receiving:
         self.pieces = self._layout.pieces(piece)
 
     def allocate(self) -> None:
-        """Make room for all of it, by each part's own library.
+        """Allocate memory for all parts, each with its own library.
 
         Raises
         ------
         MemoryError
-            There is none, in the library's own words: torch's is a ``RuntimeError``.
+            There is not enough memory. Each library raises its own class: torch's is a
+            ``RuntimeError``.
         """
         self.memory, self._pointers = [], []
         with self.device:
@@ -75,12 +76,12 @@ class Receiving:
                 self._pointers.append(pointer)
 
     def start(self, index: int, where: Description) -> tuple[Lane, Opened]:
-        """Begin to copy a piece.
+        """Start the copy of a piece.
 
         Returns
         -------
         Lane, Opened
-            Whoever waits for it gives them to :meth:`finish`.
+            The arguments of :meth:`finish`, which waits for the copy.
 
         Raises
         ------
@@ -94,8 +95,7 @@ class Receiving:
             try:
                 lane = lanes.take(self.device)
                 try:
-                    # The libraries give memory out again that is still read by what was given to
-                    # their streams before.
+                    # The libraries reuse memory that earlier work in their streams still reads.
                     lane.after_current_streams()
                     base = opened.pointer + offset
                     for span in self._layout.spans(begin, end):
@@ -111,7 +111,7 @@ class Receiving:
         return lane, opened
 
     def finish(self, lane: Lane, opened: Opened) -> None:
-        """Wait until a piece is there."""
+        """Wait until a piece has arrived."""
         try:
             with self.device:
                 try:
@@ -124,5 +124,5 @@ class Receiving:
             self._opened.end(opened)
 
     def is_quick(self, where: Description) -> bool:
-        """Return whether it begins without a call that may take milliseconds."""
+        """Return whether :meth:`start` needs no call that may take milliseconds."""
         return self._opened.has(self._peer, where[0], self.device)

@@ -1,4 +1,4 @@
-"""One transfer on its sender's side: from where the parts are to staging memory."""
+"""The sending side of one transfer: from the parts' own memory to staging memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Sending:
     Parameters
     ----------
     parts
-        The parts; they are kept alive with it.
+        The parts; this object keeps them alive.
     staging
         Staging memory of the device that has most of them.
     after
         Stamps of the work that makes them.
     gathered
-        Whether this thread's current streams were given some of that work just now.
+        Whether some of that work was just given to this thread's current streams.
 
     Attributes
     ----------
     nbytes, piece
-        The bytes in all, and of a piece.
+        The number of bytes of all parts, and of a piece.
     """
 
     def __init__(
@@ -52,16 +52,16 @@ class Sending:
             self.in_pieces()
 
     def in_pieces(self) -> None:
-        """Let it pass in pieces, for which there is room sooner; before any was begun."""
+        """Split the transfer into pieces, which fit sooner; call this before the first start."""
         self.piece = min(self.staging.piece, self.piece)
 
     def start(self, index: int) -> Lane | None:
-        """Begin to copy a piece into staging memory; None where there is no room now.
+        """Start the copy of a piece into staging memory; None if there is no room now.
 
         Returns
         -------
         Lane or None
-            Whoever waits for it gives it to :meth:`finish`.
+            The argument of :meth:`finish`, which waits for the copy.
 
         Raises
         ------
@@ -72,7 +72,7 @@ class Sending:
         staged = self.staging.take(end - begin)
         if staged is None:
             return None
-        self._staged[index] = staged  # given back by whoever closes this, whatever happens here
+        self._staged[index] = staged  # close() gives it back, also after an error here
         device = self.staging.device
         with device:
             lane = lanes.take(device)
@@ -92,7 +92,7 @@ class Sending:
         return lane
 
     def finish(self, lane: Lane) -> None:
-        """Wait until a piece is there."""
+        """Wait until a piece is in staging memory."""
         with lane.device:
             try:
                 lane.wait()
@@ -102,15 +102,15 @@ class Sending:
             lanes.give(lane)
 
     def description(self, index: int) -> tuple[int, bytes, int, int]:
-        """Return what another process needs to read a piece."""
+        """Return the data that another process needs to read a piece."""
         return self._staged[index].description
 
     def was_read(self, until: int) -> None:
-        """Give back the pieces before this one: the receiver has read them."""
+        """Give back the pieces before ``until``: the receiver has read them."""
         for index in [index for index in self._staged if index < until]:
             self.staging.give([self._staged.pop(index)])
 
     def close(self) -> None:
-        """Give back all pieces: nobody reads them any more."""
+        """Give back all pieces: no process reads them any more."""
         staged, self._staged = self._staged, {}
         self.staging.give(staged.values())

@@ -1,4 +1,4 @@
-"""Memory of a device that other processes may open: few buffers, exported once and used often."""
+"""Device memory that other processes may open: few buffers, exported once and used often."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.ranges import Ranges, aligned
 
-# The least that is allocated at a time, and the least that a device's limit is.
+# The smallest allocation, and the smallest limit of a device.
 _LEAST = 2 * 2**20
 
 
@@ -24,11 +24,11 @@ class Buffer:
     Parameters
     ----------
     number
-        Names it among those of this process.
+        Identifies it among the buffers of this process.
     pointer, nbytes
-        Where it is, and how long.
+        Its address and size.
     handle
-        What another process opens it with.
+        The driver's handle, with which another process opens it.
     """
 
     number: int
@@ -48,9 +48,9 @@ class Staged:
     Parameters
     ----------
     buffer
-        What it is a piece of.
+        The buffer that it is a piece of.
     offset, nbytes
-        Where in it, and how much of it is used.
+        Its offset in the buffer, and the number of bytes used.
     """
 
     buffer: Buffer
@@ -63,7 +63,7 @@ class Staged:
 
     @property
     def description(self) -> tuple[int, bytes, int, int]:
-        """What another process needs to read it."""
+        """The data that another process needs to read it."""
         return self.buffer.number, self.buffer.handle, self.offset, self.nbytes
 
 
@@ -73,16 +73,16 @@ class Staging:
     Parameters
     ----------
     device
-        Whose memory.
+        The device.
     limit
-        How many bytes of it may be used.
+        The most bytes to use.
 
     Notes
     -----
-    Thread-safe. The memory comes from the driver and from no library's allocator: a handle shows
-    another process a whole allocation, and one that is open elsewhere must not be freed. So
-    :meth:`retire` only takes buffers out of use, and :meth:`free` is called when no process has
-    them open.
+    Thread-safe. The memory comes from the driver and not from a library's allocator, for two
+    reasons. A handle shows another process a whole allocation. And an allocation that another
+    process has open must not be freed: :meth:`retire` only takes buffers out of use, and the caller
+    calls :meth:`free` when no process has them open.
 
     References
     ----------
@@ -95,31 +95,31 @@ class Staging:
         self.used_at = time.monotonic()
         self._calls = device._backend.calls
         self._buffers: list[Buffer] = []
-        self._nbytes = 0  # of all that is allocated, what was retired included
+        self._nbytes = 0  # of all allocated buffers, the retired ones included
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
-        """How much memory it holds."""
+        """The bytes of all its buffers."""
         return self._nbytes
 
     @property
     def in_use(self) -> int:
-        """How much of it holds something that is on its way."""
+        """The bytes that transfers use now."""
         with self._lock:
             return sum(buffer.ranges.taken for buffer in self._buffers)
 
     @property
     def piece(self) -> int:
-        """How long a piece is of what does not pass at once; two of one transfer are there."""
+        """The bytes of a piece of a large transfer, which has two pieces here at a time."""
         return max(self.limit // 8 // 256 * 256, 256)
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether so much passes at once; the rest is left to others."""
+        """Return whether so many bytes pass in one piece and leave room for other transfers."""
         return nbytes <= max(self.limit // 4, _LEAST // 2)
 
     def take(self, nbytes: int) -> Staged | None:
-        """Return a piece of staging memory; None where there is no room now.
+        """Return a piece of staging memory; None if there is no room now.
 
         Raises
         ------
@@ -140,7 +140,7 @@ class Staging:
             return Staged(grown, offset, nbytes)
 
     def has_room(self, nbytes: int) -> bool:
-        """Return whether a piece can be had without an allocation; for the moment, at least."""
+        """Return whether there is room for a piece now, without a new allocation."""
         with self._lock:
             for buffer in self._buffers:
                 offset = buffer.ranges.take(nbytes)
@@ -150,20 +150,20 @@ class Staging:
         return False
 
     def give(self, pieces: Iterable[Staged]) -> None:
-        """Take pieces back which nobody reads any more."""
+        """Take back pieces that no process reads any more."""
         with self._lock:
             for piece in pieces:
                 piece.buffer.ranges.give(piece.offset)
 
     def retire(self) -> list[Buffer]:
-        """Take those buffers out of use of which no piece is in use, and return them."""
+        """Return the buffers that have no piece in use, after taking them out of use."""
         with self._lock:
             retired = [buffer for buffer in self._buffers if buffer.ranges.unused]
             self._buffers = [buffer for buffer in self._buffers if not buffer.ranges.unused]
         return retired
 
     def free(self, buffers: Iterable[Buffer]) -> None:
-        """Give retired buffers back to the device: no process may have them open."""
+        """Give retired buffers back to the device; no process may have them open."""
         for buffer in buffers:
             with self.device:
                 self._calls.work.free(buffer.pointer)
@@ -171,7 +171,7 @@ class Staging:
                 self._nbytes -= buffer.nbytes
 
     def _grow(self, nbytes: int) -> Buffer | None:
-        # Powers of two, so that there are few of them: each is opened once by each peer.
+        # Powers of two give few buffers: each peer opens each buffer once.
         wanted = max(_LEAST, 1 << (aligned(nbytes) - 1).bit_length())
         wanted = min(wanted, self.limit - self._nbytes)
         if wanted < aligned(nbytes):

@@ -1,7 +1,7 @@
-"""torch's storages: the memory under tensors of every type and layout, shared as it was.
+"""torch's storages: the memory under tensors of every type and layout.
 
-A tensor is pickled by torch itself, around its storage. So each type and layout arrives that torch
-can pickle, and what looked at one storage does so afterwards.
+torch itself pickles a tensor around its storage. So every type and layout arrives that torch can
+pickle, and tensors that share a storage still share it afterwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dask_devctx.transfer.ipc.parcel import Parts, Reduce
 
 
 def find(kind: type) -> Reduce | None:
-    """Return how a type of torch's is pickled without its memory on a device."""
+    """Return the function that pickles a type of torch without its device memory, or None."""
     if issubclass(kind, torch.Tensor):
         return _tensor
     if issubclass(kind, torch.storage.TypedStorage):

@@ -1,1 +1,1 @@
-"""How each library's arrays are located and moved; imported when a value of theirs appears."""
+"""How to locate and move each library's arrays; imported when a value of the library appears."""

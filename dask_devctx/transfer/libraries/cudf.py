@@ -1,7 +1,7 @@
-"""cuDF's frames, series and indices: on one device in a process, which libcudf is made for.
+"""cuDF's frames, series and indices: libcudf is made for one device per process.
 
-They are located, and never moved. Where a second device of a process gets to have one, that is
-refused before libcudf fails in ways that say nothing.
+They can be located, but never move. A second device in a process raises an error here, before
+libcudf fails with an error that explains nothing.
 """
 
 from __future__ import annotations

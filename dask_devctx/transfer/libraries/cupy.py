@@ -1,4 +1,4 @@
-"""CuPy's arrays. The bytes are copied as they lie, on the destination's current stream."""
+"""CuPy's arrays. The destination's current stream copies the bytes unchanged."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _to_device(array: Any, device: Device) -> Any:
         return cupy.empty(array.shape, array.dtype)
     source = _device_of(array)
     if not _is_dense(array):
-        # Gathered where it is, so that only its own elements travel. CuPy does that on the
-        # source's current stream, which has to wait for the array as the copy does.
+        # Made dense on its own device, so that only its own elements travel. CuPy does that on the
+        # source's current stream, which has to wait for the array, like the copy.
         move = current_move()
         move.order(source, on_source=True)
         with source:
@@ -51,7 +51,7 @@ def _to_device(array: Any, device: Device) -> Any:
 
 
 def _to_host(array: Any) -> Any:
-    return array.get(order="A")  # Fortran's order stays
+    return array.get(order="A")  # keeps Fortran's order
 
 
 def _is_dense(array: Any) -> bool:

@@ -1,4 +1,4 @@
-"""CuPy's sparse matrices: the arrays inside move, and the matrix is made anew around them."""
+"""CuPy's sparse matrices: the arrays inside move, and a new matrix is made around them."""
 
 from __future__ import annotations
 
@@ -34,15 +34,14 @@ def _to_device(matrix: Any, device: Device) -> Any:
         moved = type(matrix)((arrays[0], arrays[1:]), shape=matrix.shape)
     else:
         moved = type(matrix)(arrays, shape=matrix.shape)
-    # What the matrix knows about itself would have to be found out on the device again, and that
-    # waits for it.
+    # The matrix has cached these facts. To find them again, the CPU would wait for the device.
     for name in ("has_canonical_format", "_has_canonical_format", "_has_sorted_indices"):
         if name in vars(matrix):
             setattr(moved, name, getattr(matrix, name))
     return moved
 
 
-_KINDS = ("matrix", "array")  # the arrays are CuPy 14's
+_KINDS = ("matrix", "array")  # the arrays are new in CuPy 14
 
 
 def register() -> None:

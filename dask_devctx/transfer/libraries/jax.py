@@ -1,4 +1,4 @@
-"""JAX's arrays. JAX orders its own copies and keeps what they read: it is only told where to."""
+"""JAX's arrays. JAX itself orders its copies and keeps their sources alive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _bytes(array: Any) -> dict[Device, int]:
 
 
 def _to_device(array: Any, device: Device) -> Any:
-    # Somebody spread it over devices on purpose, and it is computed on by all of them.
+    # An array is spread over devices on purpose: all of them compute on it.
     if len(array.sharding.device_set) > 1:
         return array
     for candidate in jax.local_devices(backend="gpu"):

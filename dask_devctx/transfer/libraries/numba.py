@@ -1,4 +1,4 @@
-"""Numba's device arrays. Numba has no current stream: launches that name none use the default."""
+"""Numba's device arrays. Numba has no current stream, only a default for launches without one."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def _extent(array: Any) -> int:
 def _to_device(array: Any, device: Device) -> Any:
     source = _device_of(array)
     if min(array.strides, default=0) < 0:
-        # Numba turns an array round by a kernel, on the source's default stream.
+        # Numba reverses an array with a kernel, on the source's default stream.
         move = current_move()
         move.order(source, on_source=True)
         with source, cuda.gpus[source.device_id]:
             dense = cuda.device_array(array.shape, array.dtype)
-            dense[(slice(None),) * array.ndim] = array  # Numba knows no ellipsis here
+            dense[(slice(None),) * array.ndim] = array  # Numba takes no ellipsis here
         move.order_copy_after(source)
         move.keep(dense)
         array = dense
-    # Numba remembers by itself which device a thread uses, and has to be told.
+    # Numba keeps its own record of the device that a thread uses: set that, too.
     with cuda.gpus[device.device_id]:
         moved = cuda.device_array(array.shape, array.dtype, strides=array.strides)
     copy_bytes(
@@ -55,7 +55,7 @@ def _to_device(array: Any, device: Device) -> Any:
         device,
         _address(array),
         source,
-        _extent(array),  # with the gaps of a strided one, which keeps its strides
+        _extent(array),  # a strided array keeps its strides, so its gaps travel, too
         numba_stream(device.device_id),
     )
     return moved

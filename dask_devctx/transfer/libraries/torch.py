@@ -1,8 +1,8 @@
 """torch's tensors, parameters, modules, optimizers and generators.
 
-A tensor's bytes are copied on the destination's current stream. torch's own ``to`` copies on the
-source's and makes it wait for the destination: a device that produces would be slowed down by the
-one that consumes. Where a tensor has a history (``grad_fn``), ``to`` is what keeps it.
+The destination's current stream copies a tensor's bytes. torch's own ``to`` copies on the source's
+stream and makes it wait for the destination: the consumer would slow down the producer. A tensor
+with a history (``grad_fn``) still goes by ``to``, which keeps the history.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _tensor_bytes(tensor: Any) -> dict[Device, int]:
 
 
 def _stored(tensor: Any) -> tuple[Any, ...]:
-    """Return the tensors that hold a tensor's elements: sparse and nested ones have no size."""
+    """Return the tensors that hold a tensor's elements: sparse and nested tensors have several."""
     if torch.nn.parameter.is_lazy(tensor):
         return ()
     if tensor.is_nested:
@@ -100,7 +100,7 @@ def _copied(tensor: Any, device: Device) -> Any:
 
 
 def _is_dense(tensor: Any) -> bool:
-    """Return whether its elements fill a stretch of memory in some order of the axes."""
+    """Return whether its elements fill a block of memory in some order of the axes."""
     expected = 1
     for stride, length in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if length == 1:
@@ -113,7 +113,7 @@ def _is_dense(tensor: Any) -> bool:
 
 def _parameter_to_device(parameter: Any, device: Device) -> Any:
     if torch.nn.parameter.is_lazy(parameter):
-        # It has no elements yet, and makes them on the device that it names.
+        # It has no elements yet, and will make them on the device in its attribute.
         where = torch.device("cuda", device.device_id)
         return type(parameter)(parameter.requires_grad, device=where, dtype=parameter.dtype)
     moved = torch.nn.Parameter(
@@ -133,11 +133,11 @@ def _parameter_to_host(parameter: Any) -> Any:
     return moved
 
 
-# -- modules, optimizers and schedulers are made again around what moves: the source keeps its own
+# -- modules, optimizers and schedulers: new ones hold the moved tensors, the source stays unchanged
 
 
 def module_tensors(module: Any) -> list[Any]:
-    """Return a module's parameters and buffers; none of one that was not initialised."""
+    """Return a module's parameters and buffers; an uninitialised module has none."""
     if "_parameters" not in vars(module):
         return []
     kind = torch.nn.Module  # a subclass may have other functions of these names
@@ -145,9 +145,10 @@ def module_tensors(module: Any) -> list[Any]:
 
 
 class _Owning(ObjectLike):
-    """Objects whose collections, of parameters, submodules and hooks, are theirs alone.
+    """Objects that own their collections of parameters, submodules and hooks.
 
-    By their attributes, and not as they are pickled: that leaves out what an optimizer needs.
+    A copy is made from the attributes and not from the pickle, which lacks state that an optimizer
+    needs.
     """
 
     def __init__(self, kind: type) -> None:
@@ -169,16 +170,16 @@ class _Optimizer(_Owning):
             made.step = _tracked_step(made)
 
 
-# What an LR scheduler sets on the function that it puts in the place of an optimizer's step.
+# An LR scheduler replaces an optimizer's step, and sets this attribute on the new function.
 _TRACKED = "_wrapped_by_lr_sched"
 
 
 def _tracked_step(optimizer: Any) -> Any:
-    """Return an optimizer's step that its scheduler can see, as the scheduler's own is of another.
+    """Return a step for this optimizer that its scheduler can see; the old one has another owner.
 
     References
     ----------
-    ``torch.optim.lr_scheduler.LRScheduler``, which warns without it.
+    ``torch.optim.lr_scheduler.LRScheduler``, which warns without such a step.
     """
     function, found = type(optimizer).step, weakref.ref(optimizer)
 
@@ -198,7 +199,7 @@ def _script_bytes(module: Any) -> dict[Device, int]:
 
 
 def _script_to_device(module: Any, device: Device) -> Any:
-    # It keeps its parameters in C++: copied there where they are, then moved by torch.
+    # It keeps its parameters in C++: copy it on its own device, then torch moves the copy.
     move = current_move()
     for source in _script_bytes(module):
         move.order(source, on_source=True)
@@ -208,7 +209,7 @@ def _script_to_device(module: Any, device: Device) -> Any:
     return module.to(torch.device("cuda", device.device_id))
 
 
-# -- what has no elements that could be copied
+# -- types without elements to copy
 
 
 def _generator_device(generator: Any) -> Device | None:
