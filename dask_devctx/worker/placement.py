@@ -187,7 +187,9 @@ class Placement:
                 continue
             copies = one.copies
             total = sum(places.values())
-            home = next(iter(places)) if len(places) == 1 else None  # a value on several devices must be joined
+            home = (
+                next(iter(places)) if len(places) == 1 else None
+            )  # a value on several devices must be joined
             for device in moves:
                 if device is not home and device not in copies:
                     moves[device] += 1
