@@ -176,5 +176,5 @@ def _warn_of_mistaken(name: str) -> None:
 
 
 def is_watched(annotations: Mapping[str, Any] | None) -> bool:
-    """Return whether a task with these annotations is to be watched."""
+    """Return whether a task with these annotations is watched."""
     return bool(annotations) and WATCHED in annotations  # type: ignore[operator]

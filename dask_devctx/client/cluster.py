@@ -65,7 +65,7 @@ class LocalDeviceCluster(WatchedCluster):
     DevicesInUseError
         Workers outside this cluster hold devices that it needs.
     DriverUnavailableError
-        No GPU is found, and none is simulated.
+        No GPU was found, and no device is simulated.
     TypeError
         An argument is unknown, or ``plugin`` is given together with its options.
     ValueError

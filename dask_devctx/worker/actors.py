@@ -36,7 +36,7 @@ class DeviceActors(dict[Hashable, Any]):
     monitor
         Monitors the calls of their methods.
     move_inputs
-        Whether a method's arguments are brought to its actor's device.
+        Whether a method's arguments are copied to its actor's device.
 
     Notes
     -----

@@ -1,4 +1,4 @@
-"""Data that a worker receives and sends: the device where it arrives, and the time of sending."""
+"""Data that a worker receives and sends: its device on arrival, and its order after its work."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class DeviceExtension:
             )
             steps.enter_context(set_for_devices(worker, interval_s))
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
-            steps.enter_context(self._tasks_in_hand())
+            steps.enter_context(self._tasks_assigned())
             self._steps = steps.pop_all()
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class DeviceExtension:
         return placement
 
     @contextmanager
-    def _tasks_in_hand(self) -> Iterator[None]:
+    def _tasks_assigned(self) -> Iterator[None]:
         """While it is open, tasks that have not begun get their devices."""
         try:
             for ts in tasks.about_to_begin(self._worker):

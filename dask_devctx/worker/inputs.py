@@ -228,7 +228,7 @@ class Inputs:
                         lifetime, one.value, device, after=after, ahead=True, places=lifetime.places
                     )
             except Exception:  # the task tries again, and fails with this error if it remains
-                logger.debug("%r was not brought to %s ahead", one.key, device, exc_info=True)
+                logger.debug("%r was not copied ahead to %s", one.key, device, exc_info=True)
 
     def bring(
         self, data: Mapping[Hashable, Any], lifetimes: Mapping[Hashable, Lifetime], device: Device

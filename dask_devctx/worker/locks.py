@@ -149,7 +149,7 @@ class LockDirectory:
         try:
             fd = self._open(name, os.O_RDONLY)
         except FileNotFoundError:
-            return "nobody any more"
+            return "an unknown process, whose lock file is gone"
         try:
             return os.pread(fd, _NOTE_NBYTES, 0).decode(errors="replace") or "another process"
         finally:

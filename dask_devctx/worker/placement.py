@@ -187,9 +187,8 @@ class Placement:
                 continue
             copies = one.copies
             total = sum(places.values())
-            home = (
-                next(iter(places)) if len(places) == 1 else None
-            )  # a value on several devices must be joined
+            # A value on several devices has no home: its parts must be joined.
+            home = next(iter(places)) if len(places) == 1 else None
             for device in moves:
                 if device is not home and device not in copies:
                     moves[device] += 1

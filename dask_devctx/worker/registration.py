@@ -126,7 +126,7 @@ async def refuse(worker: Worker, error: Exception) -> None:
         except Exception as untold:
             logger.debug("The scheduler was not told: %r", untold)
     if leaves:
-        logger.error("This worker leaves the cluster, as it cannot take its devices: %s", error)
+        logger.error("This worker leaves the cluster because it cannot take its devices: %s", error)
         worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
 
 

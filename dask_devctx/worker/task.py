@@ -185,7 +185,7 @@ def _run_elsewhere(
 def _warn_forked() -> None:
     logger.warning(
         "This process was forked after CUDA was initialised and can use no device: tasks that name "
-        "no device run without one. Make the pool with multiprocessing's 'spawn' context"
+        "no device run without one. Create the pool with multiprocessing's 'spawn' context"
     )
 
 

@@ -250,7 +250,7 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
         events = [event for _, event in await client.get_events("devctx")]
         assert len(events) == told
         if told:
-            assert "Start it with nthreads=32" in events[0]["message"]
+            assert "Start the worker with nthreads=32" in events[0]["message"]
 
     check()
 

@@ -70,9 +70,7 @@ class Checkup:
         calls = device._backend.calls
         if calls.current() != device._handle:
             self._note_left_behind(key, device)
-            calls.set_current(
-                device._handle
-            )  # without a current context, the probe finds no failure
+            calls.set_current(device._handle)  # without a context, the probe finds no failure
         with RelaxedCapture(calls.work):
             if wait:
                 ended = self._suspects.count(device)

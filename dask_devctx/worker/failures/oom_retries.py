@@ -122,7 +122,7 @@ class Retries:
         try:
             with device:
                 release_caches(error)
-        except DevctxError:  # not even a context fits: the caches hold nothing here then
+        except DevctxError:  # there is no room for a context, so no cache is on it
             logger.debug("no caches released on %s", device, exc_info=True)
         return dropped
 

@@ -19,7 +19,7 @@ class Watch:
     Parameters
     ----------
     turn_s
-        How long a task waits for its turn before it goes on without, in seconds.
+        How long a task waits for its turn, in seconds, before it continues without a turn.
 
     Notes
     -----

@@ -156,9 +156,8 @@ class PeerTransfers:
         if self._pairs is not None:
             self._pairs.close()
             self._opened.close()
-        if (
-            self._pairs is None or self._worker.status is Status.closing
-        ):  # the process ends with its memory
+        # A worker that closes frees no staging memory: it goes with its process.
+        if self._pairs is None or self._worker.status is Status.closing:
             self._executor.shutdown(wait=False)
         else:
             self._worker.loop.add_callback(self._end)
