@@ -53,7 +53,7 @@ def wrapped_handler(
 
 
 def answer_for_good(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
-    """Replace the handler of a message for good; on any thread."""
+    """Replace the handler of a message permanently; on any thread."""
     worker.handlers[op] = handler
 
 
