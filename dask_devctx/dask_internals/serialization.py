@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def register_instead(registry: Any, kind: type, serialize: Callable[[Any], Any]) -> None:
+def register_instead(registry: Any, kind: type, serialize: Callable[..., Any]) -> None:
     """Register a function for a type, and for its subclasses that used the type's old function."""
     found = registry._lookup  # dispatching runs lazy registrations, and this may be one
     theirs = found[kind]

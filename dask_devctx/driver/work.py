@@ -5,8 +5,6 @@ Scopes do not need them. Copies between devices do, and so do probes of a device
 
 from __future__ import annotations
 
-import ctypes
-
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
 
@@ -144,6 +142,8 @@ class WorkCalls:
 
     def ipc_export(self, pointer: int) -> bytes:
         """Return a handle with which other processes open the allocation around this address."""
+        import ctypes  # not with the module: a subinterpreter cannot load it
+
         handle = self._value(self.driver.cuIpcGetMemHandle, self.types.CUdeviceptr(pointer))
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
@@ -153,6 +153,8 @@ class WorkCalls:
         The first opening takes milliseconds. Each further opening gives the same address. The
         allocation must be closed in the same context, as often as it was opened.
         """
+        import ctypes
+
         given = self.types.CUipcMemHandle()
         if len(handle) != IPC_HANDLE_NBYTES:
             raise ValueError(f"a handle has {IPC_HANDLE_NBYTES} bytes, got {len(handle)}")
@@ -175,12 +177,17 @@ class WorkCalls:
 
     def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
         """Return the bytes at a device address, after all earlier work of the default stream."""
+        import ctypes
+
         host = ctypes.create_string_buffer(nbytes)
         device = self.types.CUdeviceptr(pointer)
         self._value(self.driver.cuMemcpyDtoH, ctypes.addressof(host), device, nbytes)
         return host.raw
 
     def copy_from_host(self, pointer: int, data: bytes) -> None:
+        """Copy bytes to a device address."""
+        import ctypes
+
         host = ctypes.create_string_buffer(data, len(data))
         device = self.types.CUdeviceptr(pointer)
         self._value(self.driver.cuMemcpyHtoD, device, ctypes.addressof(host), len(data))

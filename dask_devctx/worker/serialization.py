@@ -27,9 +27,11 @@ def register() -> None:
 
     Notes
     -----
-    The values go through host memory, and arrive on the device that is current where they are
-    unpacked. The receiver does not need this package. torch itself pickles modules, and tensors
-    whose type or layout NumPy does not have: they arrive on the device of the same number.
+    The values go through host memory and arrive on the device that is current where they are
+    unpacked. Tensors of a type that NumPy does not have, such as ``bfloat16``, are sent as bytes:
+    the receiver needs this registration too. For all other values, the receiver does not need this
+    package. torch itself pickles sparse tensors and modules: they arrive on the device of the same
+    number.
 
     The registration lasts as long as the process.
 
@@ -54,14 +56,25 @@ def _register_torch() -> None:
     from dask_devctx.transfer.libraries.torch import module_tensors
 
     def serialize_tensor(tensor: Any) -> Serialized:
-        if not tensor.is_cuda:
+        numpys = is_numpys(tensor)
+        if numpys and not tensor.is_cuda:
             return theirs.serialize_torch_Tensor(tensor)  # type: ignore[no-any-return]
-        if type(tensor) is not torch.Tensor or not is_numpys(tensor):
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             raise NotImplementedError("torch pickles it")
         on_host = tensor.detach().cpu().resolve_conj().resolve_neg()
-        on_host.requires_grad_(tensor.requires_grad)
+        more: dict[str, Any] = {"device": "cuda" if tensor.is_cuda else "cpu"}
+        if not numpys:
+            more |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
+            on_host = on_host.contiguous().view(-1).view(torch.uint8)
         header, frames = theirs.serialize_torch_Tensor(on_host)
-        return {**header, "device": "cuda"}, frames
+        return {**header, **more, "requires_grad": tensor.requires_grad}, frames
+
+    def deserialize_tensor(header: dict[str, Any], frames: list[Any]) -> Any:
+        if "dtype" not in header:
+            return theirs.deserialize_torch_Tensor(header, frames)
+        flat = theirs.deserialize_torch_Tensor({**header, "requires_grad": False}, frames)
+        tensor = flat.view(getattr(torch, header["dtype"])).view(header["shape"])
+        return tensor.requires_grad_(header["requires_grad"])
 
     def is_numpys(tensor: Any) -> bool:
         try:
@@ -76,6 +89,7 @@ def _register_torch() -> None:
         return dask_object_with_dict_serializer.serialize(module)  # type: ignore[no-any-return]
 
     register_instead(dask_serialize, torch.Tensor, serialize_tensor)
+    register_instead(dask_deserialize, torch.Tensor, deserialize_tensor)
     register_instead(dask_serialize, torch.nn.Module, serialize_module)
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 TORCH = """
 import numpy
 from types import SimpleNamespace
-strided = "strided"
+strided, uint8, bfloat16 = "strided", "uint8", "bfloat16"
 def tensor(data, device="cpu", requires_grad=False):
     return Tensor(data, device, requires_grad)
 def empty(n, dtype, layout):
@@ -37,6 +37,11 @@ class Tensor:
     def detach(self): return self.on(self.device.type)
     def resolve_conj(self): return self
     def resolve_neg(self): return self
+    def contiguous(self): return self
+    shape = property(lambda self: self.data.shape)
+    def view(self, what):
+        same = what == -1 or isinstance(what, tuple)
+        return self if same else Tensor(self.data, self.device.type, dtype=what)
     def requires_grad_(self, required=True):
         self.requires_grad = required
         return self
@@ -81,7 +86,9 @@ for device in ("cpu", "cuda"):
     y = there_and_back(x, "dask")
     assert type(y) is torch.Tensor and y.device.type == device and y.requires_grad
     assert y.data.tolist() == [1, 2]
-there_and_back(torch.Tensor([1.0], "cuda", dtype="bfloat16"), "pickle")
+for device in ("cpu", "cuda"):
+    y = there_and_back(torch.Tensor([1.0], device, dtype="bfloat16"), "dask")
+    assert (y.dtype, y.device.type, y.data.tolist()) == ("bfloat16", device, [1.0])
 there_and_back(torch.Linear(torch.tensor([1.0], "cpu")), "dask")
 tied = torch.Linear(x, x)
 y = there_and_back(tied, "pickle")

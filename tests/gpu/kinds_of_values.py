@@ -181,7 +181,7 @@ class Holder:
 
 def _generator() -> Any:
     torch = _torch()
-    return torch.Generator("cuda").manual_seed(5)
+    return torch.Generator(f"cuda:{torch.cuda.current_device()}").manual_seed(5)
 
 
 def _use_generator(generator: Any) -> Any:
@@ -426,7 +426,9 @@ def _csr(kind: str) -> Callable[[], Any]:
     def make() -> Any:
         from cupyx.scipy import sparse
 
-        return getattr(sparse, f"{kind}_matrix")(sparse.csr_matrix(_c() * (_c() > 1)))
+        if kind == "dia":
+            return sparse.dia_matrix((_c()[:2], _cupy().asarray([0, 1])), shape=(6, 6))
+        return sparse.csr_matrix(_c() * (_c() > 1)).asformat(kind)
 
     return make
 
@@ -481,11 +483,11 @@ _CUPY = [
 ]
 
 
-def _numba() -> Any:
+def _numba(order: str = "C") -> Any:
     import numpy
     from numba import cuda
 
-    return cuda.to_device(numpy.arange(24.0).reshape(4, 6))
+    return cuda.to_device(numpy.arange(24.0).reshape((4, 6), order=order))
 
 
 def _jax() -> Any:
@@ -512,7 +514,7 @@ def _use_jax(array: Any) -> Any:
 _OTHERS = [
     Kind("numba array", _numba, lambda v: v.copy_to_host().tolist()),
     Kind("numba strided view", lambda: _numba()[::2, ::3], lambda v: v.copy_to_host().tolist()),
-    Kind("numba Fortran order", lambda: _numba().T, lambda v: v.copy_to_host().tolist()),
+    Kind("numba Fortran order", lambda: _numba("F"), lambda v: v.copy_to_host().tolist()),
     Kind("jax array", _jax, _use_jax),
     Kind("jax nested", lambda: {"a": [_jax()]}, lambda v: _use_jax(v["a"][0])),
 ]

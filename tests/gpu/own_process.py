@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,17 @@ def answer_of(module: str, *arguments: str, **variables: str) -> Any:
         if name not in ("DASK_DEVCTX__SIMULATED_DEVICES", "CUDA_VISIBLE_DEVICES")
     }
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as locks:  # other tests use the GPUs at the same time
+        environment["DASK_DEVCTX__LOCK_DIRECTORY"] = locks
+        done = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-6000:]}"
     assert lines, f"{done.stdout}\n{done.stderr[-6000:]}"

@@ -48,6 +48,10 @@ class Handle(NamedTuple):
     def is_of(self, gpu: SimulatedGPU) -> bool:
         return self.gpu.bytes == uuid.UUID(gpu.uuid.removeprefix("GPU-")).bytes
 
+    @property
+    def is_of_a_dead_process(self) -> bool:
+        return not os.path.exists(f"/proc/{self.pid}")
+
     def contents(self) -> mmap.mmap | None:
         """Map the exporter's memory; None where it was freed, or is in another container."""
         if self.fd < 0:
@@ -234,6 +238,8 @@ class Memory:
                     if theirs == (handle.pid, handle.gpu) and block.context is not context:
                         return (Status.CUDA_ERROR_ALREADY_MAPPED,)
             contents = handle.contents()
+            if contents is None and handle.is_of_a_dead_process:
+                return (Status.CUDA_ERROR_INVALID_HANDLE,)
             if contents is None:
                 return (Status.CUDA_ERROR_INVALID_VALUE,)
             block = self._add(context, handle.nbytes, contents)

@@ -27,10 +27,33 @@ def find(kind: type) -> Reduce | None:
 
 
 def _tensor(tensor: Any, parts: Parts) -> Any:
-    if not tensor.is_cuda or not tensor.is_leaf or tensor.grad is None:
+    if not tensor.is_cuda:
         return NotImplemented
-    made = tensor.__reduce_ex__(5)  # which leaves the gradient out
+    if type(tensor) is torch.Tensor and tensor.dtype in _UNREADABLE:
+        layout = tensor.storage_offset(), tensor.size(), tensor.stride()
+        made = _around, (tensor.untyped_storage(), tensor.dtype, *layout, tensor.requires_grad)
+    elif tensor.is_leaf and tensor.grad is not None:
+        made = tensor.__reduce_ex__(5)  # it leaves the gradient out
+    else:
+        return NotImplemented
+    if not tensor.is_leaf or tensor.grad is None:
+        return made
     return (*made[:2], tensor.grad, None, None, _set_grad)
+
+
+# torch pickles a tensor of these types so that only torch.load can read it.
+_UNREADABLE = frozenset(
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and name.startswith(("float8", "float4", "uint", "bits"))
+) - {torch.uint8}
+
+
+def _around(
+    storage: Any, dtype: Any, offset: int, size: Any, stride: Any, requires_grad: bool
+) -> Any:
+    tensor = torch.empty(0, dtype=dtype, device=storage.device)
+    return tensor.set_(storage, offset, size, stride).requires_grad_(requires_grad)
 
 
 def _set_grad(tensor: Any, grad: Any) -> None:
