@@ -1,4 +1,4 @@
-"""Run dask tasks, and anything else, on the GPU that they were assigned.
+"""Run dask tasks, and any other code, on the GPU that is assigned to them.
 
 ``Device``, ``Context`` and ``on_device`` work alone; importing them imports neither dask nor
 distributed and touches no driver. The distributed half is imported on first use.
@@ -78,14 +78,14 @@ __all__ = [
     "to_device",
 ]
 
-# What needs dask, and where it is.
+# The names that need dask, and the module of each.
 _DISTRIBUTED_HALF = {
     "DevicePlugin": "dask_devctx.plugin",
     "DeviceRouting": "dask_devctx.scheduler.routing",
     "LocalDeviceCluster": "dask_devctx.client.cluster",
     # `--preload dask_devctx` looks for this here
     "dask_setup": "dask_devctx.cli.preload",
-    "SimulatedArray": "dask_devctx.simulated_array",  # needs NumPy, which nothing else does
+    "SimulatedArray": "dask_devctx.simulated_array",  # only this needs NumPy
     "Candidate": "dask_devctx.worker.policy",
     "device_of": "dask_devctx.transfer",
     "report": "dask_devctx.client.report",
@@ -95,7 +95,7 @@ _DISTRIBUTED_HALF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":  # reading it takes longer than all else here
+    if name == "__version__":  # reading it takes longer than the rest of the import
         return import_module("importlib.metadata").version("dask-devctx")
     if name not in _DISTRIBUTED_HALF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

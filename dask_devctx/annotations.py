@@ -1,4 +1,4 @@
-"""What a task asks for: its ``device`` annotation, or the device that its function carries."""
+"""The device that a task asks for, by its ``device`` annotation or by its function."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 logger = logging.getLogger(__name__)
 
 ANNOTATION: Final = "device"
-# On a task that may have broken a device: who runs it watches it. An annotation, because dask sends
-# those to whichever worker runs the task.
+# Marks a task that may have broken a device: the worker that runs the task watches it. The mark is
+# an annotation, because dask sends annotations to the worker that runs the task.
 WATCHED: Final = "devctx-watched"
 
-# Annotations that mean nothing to this package nor to dask, and seem to.
+# Annotations that seem to name a device, but mean nothing to this package and dask.
 _MISTAKEN: Final = frozenset({"Device", "cuda", "devices", "gpu", "gpus", "num_gpus"})
 
 Unannotated = Literal["assign", "leave"]
 
 
 def carried_device(task: object) -> object:
-    """Return the device that a task's own function names, ``on_device(...)(fn)``; None for none.
+    """Return the device that a task's function carries by ``on_device(...)(fn)``, or None.
 
-    Where dask has fused the function with others, the task is all of them and names none.
+    A task that dask has fused from several functions carries no device.
     """
     fn = getattr(task, "func", None)
     return fn.which if getattr(type(fn), "carries_device", False) else None  # type: ignore[union-attr]
@@ -39,29 +39,30 @@ def requested_device(
     unannotated: Unannotated,
     task: object = None,
 ) -> object:
-    """Return what a task asks for.
+    """Return the device that a task asks for.
 
     Parameters
     ----------
     annotations
         The task's annotations as they reached the worker.
     key
-        The task's key, which a callable annotation is given.
+        The task's key, the argument of a callable annotation.
     unannotated
-        What a task that says nothing gets: ``"assign"`` or ``"leave"``.
+        The rule for a task that names no device: ``"assign"`` gives it any device, ``"leave"``
+        gives it none.
     task
-        What is to be executed, which may carry a device; the annotation wins.
+        The task itself. Its function may carry a device; an annotation takes precedence.
 
     Returns
     -------
     object
-        ``"auto"`` for any device, None for none, else what :class:`~dask_devctx.Device` is to make
-        a device of; that is not tried here.
+        ``"auto"`` for any device, None for no device, or the argument for
+        :class:`~dask_devctx.Device`. That argument is not checked here.
 
     Raises
     ------
     Exception
-        A function that is to name the device has raised, here or where it was called.
+        The function that names the device raised, here or on the scheduler.
     """
     if annotations and ANNOTATION in annotations:
         wanted = annotations[ANNOTATION]
@@ -76,18 +77,18 @@ def requested_device(
             return AUTO if unannotated == "assign" else None
     if wanted.__class__ is int:
         return wanted
-    if isinstance(wanted, Exception):  # in the place of an answer
+    if isinstance(wanted, Exception):  # the function raised it
         raise wanted
     if isinstance(wanted, str):
         if wanted == NO_DEVICE:
             return None
-        if wanted in CURRENT:  # of a task, that is the one that it is given
+        if wanted in CURRENT:  # a task's current device is the device that it gets
             return AUTO
     return wanted
 
 
 def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
-    """Return a task's annotations with the device in the place of a function that names it.
+    """Return a task's annotations, with a function that names the device replaced by its answer.
 
     Parameters
     ----------
@@ -96,9 +97,9 @@ def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str,
 
     Notes
     -----
-    The function is called once, where the task's worker is chosen, so that the worker runs the task
-    on the device for which it was chosen. If it raises, the exception stands in its place: the
-    worker fails the task with it.
+    The function is called once, on the scheduler. So the worker that is chosen for the device runs
+    the task on this same device. If the function raises, the exception takes the function's place,
+    and the worker fails the task with it.
     """
     if not annotations or not _is_function(wanted := annotations.get(ANNOTATION)):
         return annotations
@@ -111,13 +112,13 @@ def _is_function(wanted: object) -> TypeGuard[Callable[[Hashable], object]]:
 
 
 def _answer_of(function: Callable[[Hashable], object], key: Hashable) -> object:
-    """Return what a function names for a task, or the exception that it raises."""
+    """Return the device that a function names for a task, or the exception that it raises."""
     try:
         given = function(key)
     except Exception as error:
         error.add_note(
-            f"Raised by the function {_shown(function)} that the annotation 'device' gives: it is "
-            f"to name the device of the task {key!r}"
+            f"Raised by the function {_shown(function)} in the annotation 'device', which names "
+            f"the device of the task {key!r}"
         )
         return error.with_traceback(None)
     return not_an_annotation(given) if _is_function(given) else given
@@ -128,7 +129,7 @@ def _shown(function: object) -> str:
 
 
 def _can_be_sent(value: object) -> bool:
-    """Return whether a value reaches a worker; one that does not would end the connection to it."""
+    """Return whether a value can be sent to a worker. Any other would end the connection."""
     if value is None or isinstance(value, (int, str)):
         return True
     try:
@@ -157,15 +158,15 @@ def not_an_annotation(wanted: object) -> TypeError:
 
 
 def mistaken(annotations: Mapping[str, Any]) -> Iterable[str]:
-    """Return the names of annotations that mean nothing and seem to name a device."""
+    """Return the names of annotations that seem to name a device, but mean nothing."""
     return () if _MISTAKEN.isdisjoint(annotations) else sorted(_MISTAKEN & annotations.keys())
 
 
 def about_mistaken(name: str) -> str:
-    """Return what to say of such an annotation."""
+    """Return the warning about such an annotation."""
     return (
-        f"the annotation {name!r} means nothing to dask-devctx and dask, and its tasks get a "
-        f"device as if it were not there: write dask.annotate({ANNOTATION}=1)"
+        f"the annotation {name!r} means nothing to dask-devctx and dask, and has no effect on the "
+        f"device of its tasks. To name a device, write dask.annotate({ANNOTATION}=1)"
     )
 
 
@@ -175,5 +176,5 @@ def _warn_of_mistaken(name: str) -> None:
 
 
 def is_watched(annotations: Mapping[str, Any] | None) -> bool:
-    """Return whether a task with these annotations is to be watched."""
+    """Return whether a task with these annotations is watched."""
     return bool(annotations) and WATCHED in annotations  # type: ignore[operator]

@@ -26,7 +26,7 @@ from dask_devctx.worker.interpreter import switch_interval
 
 @documents_options
 class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
-    """Run each task of a worker on the GPU that it was assigned.
+    """Run each task of a worker on the GPU that is assigned to it.
 
     Parameters
     ----------
@@ -35,11 +35,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     Raises
     ------
     TypeError
-        ``devices`` is not a sequence, or there is no option of a name that is given.
+        ``devices`` is not a sequence, or an option is unknown.
     UnsupportedDaskError
         The installed dask or distributed lacks a name that this package uses.
     ValueError
-        An option, or the configuration that stands in for it, is out of range.
+        An option, or its configured value, is out of range.
 
     Attributes
     ----------
@@ -48,13 +48,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     Notes
     -----
-    What is not given is taken from dask's configuration (``devctx.*``) where the plugin is made.
-    It works on a cluster that is running and on workers that join later, and is wholly undone by
-    ``client.unregister_worker_plugin("devctx")``, while tasks run. A worker that joins and finds
-    too few devices free for ``devices_per_worker`` leaves again.
+    Options that are not given come from dask's configuration (``devctx.*``), in the process that
+    makes the plugin. The plugin works on a running cluster and on workers that join later.
+    ``client.unregister_worker_plugin("devctx")`` removes it completely, also while tasks run. A
+    worker that joins leaves again if fewer than ``devices_per_worker`` devices are free.
 
-    Making one also makes ``device`` annotations of this process' arrays, bags and delayed values
-    survive dask's optimization: see :func:`~dask_devctx.graph.keep.keep_annotations`.
+    The plugin also keeps the ``device`` annotations of this process's arrays, bags and delayed
+    values through dask's optimization: see :func:`~dask_devctx.graph.keep.keep_annotations`.
 
     Examples
     --------
@@ -68,7 +68,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     """
 
     name = "devctx"
-    # What it has set up on its worker.
+    # Set on a worker, while the plugin is set up there.
     extension: DeviceExtension | None = None
 
     @takes_only(Options)
@@ -78,50 +78,51 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
         self.options = Options(**given)
-        remembered_tasks()  # this and the next are read by each worker, and refused here
+        remembered_tasks()  # each worker reads this and the next; a bad value is refused here
         switch_interval()
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
-        """The devices that its worker uses, where it is set up on one."""
+        """The devices that its worker uses; empty where the plugin is not set up."""
         return () if self.extension is None else self.extension.placement.devices
 
     def report(self) -> dict[str, list[dict[str, Any]]] | None:
         """Return the worker's tasks and their devices, as plain data; None where it is not set up.
 
-        To be called on the worker's event loop.
+        Call this on the worker's event loop.
         """
         return None if self.extension is None else self.extension.report()
 
     # -- dask's hooks
 
     async def setup(self, worker: Worker) -> None:
-        """Take the worker's tasks in hand; those that run already are left as they are.
+        """Run the worker's tasks on its devices from now on; a task that runs stays as it is.
 
         Raises
         ------
         DevctxError, TypeError
-            The worker does not have the devices. It goes on without, unless they are others':
-            tasks that ask for a device fail on it with the same error, and all others run as they
-            did. dask keeps the plugin; a note on the error says how to get out.
+            The worker does not have the devices. A worker that joins leaves again if other workers
+            hold the devices. Any other worker continues without devices: tasks that ask for one
+            fail with the same error, and all other tasks run as before. dask keeps the plugin; a
+            note on the error says how to remove it.
         UnsupportedDaskError
             The worker's dask or distributed lacks a name that this package uses.
         ValueError
-            The worker has another plugin of this kind, by another name.
+            The worker has another plugin of this kind, with another name.
 
         Notes
         -----
-        Where it raises, but for the first case, the worker is as it was.
+        If this raises, except in the first case, the worker is unchanged.
         """
         for name, other in worker.plugins.items():
             if isinstance(other, DevicePlugin) and other is not self:
                 raise ValueError(
-                    f"this worker has a DevicePlugin already, by the name {name!r}, and one drives "
-                    "all its devices. Register it without a name of its own, and it takes the "
-                    "other's place, or take that away first: "
+                    f"this worker has a DevicePlugin already, by the name {name!r}, and one plugin "
+                    "drives all its devices. Register the new plugin without a name of its own to "
+                    "replace the other, or remove the other first: "
                     f"client.unregister_worker_plugin({name!r})"
                 )
-        if self.extension is not None:  # it is the plugin of another worker of this process, too
+        if self.extension is not None:  # another worker of this process uses this object
             own = copy.copy(self)
             own.extension = None
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
@@ -136,14 +137,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             raise failure  # dask tells the client, and keeps the plugin
 
     async def teardown(self, worker: Worker) -> None:
-        """Leave the worker as it was before :meth:`setup`; running tasks run on to their end."""
-        # Nothing is awaited in here: dask calls no hook of a plugin that it is about to replace,
-        # and a task that begins in between would run on no device, or on another plugin's.
+        """Restore the worker as it was before :meth:`setup`; running tasks run to their end."""
+        # Nothing is awaited here: dask calls no hook of a plugin that it is about to replace. A
+        # task that began in between would run on no device, or on a device of another plugin.
         if self.extension is not None:
             self.extension.close()
             self.extension = None
             registration.withdraw(worker)
-        self.annotations_kept.close()  # where it was made in this process
+        self.annotations_kept.close()  # for the process that made the plugin
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Follow each task of the worker from state to state."""

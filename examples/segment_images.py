@@ -1,10 +1,10 @@
 """Find and measure the regions in photographs and micrographs, on every GPU of this machine.
 
 Each image goes through a small graph of its own: load, denoise, threshold, label, measure.
-Loading is not GPU work and stays on dask's own threads. The two largest images are pinned to the
-first and to the last device. Each other task gets a device automatically. The same lines compute
-with CuPy on GPUs, and with NumPy and SciPy on simulated devices. The measurements are compared
-with a run without dask.
+Loading is not GPU work and stays on dask's own threads. The two largest images are assigned to
+the first and to the last device. Each other task gets a device automatically. The same lines
+compute with CuPy on GPUs, and with NumPy and SciPy on simulated devices. The measurements are
+compared with a run without dask.
 
     pip install -e ".[demo]"  # in a checkout
     python examples/segment_images.py --out results
@@ -161,11 +161,11 @@ def run_stage(fn: Callable[[Any], Any], image: str, stage: str, before: Step | N
     return Step(value, image, stage, device_id, start, time.time())
 
 
-def submit(client: Client, image: str, pinned: Device | None, simulated: bool) -> list[Future]:
+def submit(client: Client, image: str, device: Device | None, simulated: bool) -> list[Future]:
     """Send an image's graph to the cluster; one future per stage."""
     with dask.annotate(device=None):
         steps = [client.submit(run_stage, load, image, "load", None, pure=False)]
-    with dask.annotate(device="auto" if pinned is None else pinned.uuid):
+    with dask.annotate(device="auto" if device is None else device.uuid):
         for stage, fn in zip(STAGES[1:], (denoise, threshold, label, measure), strict=True):
             on = partial(fn, simulated=simulated)
             steps.append(client.submit(run_stage, on, image, stage, steps[-1], pure=False))
@@ -280,10 +280,10 @@ def segment(images: list[str], out: Path, found: tuple[Device, ...], simulated: 
     """Segment the images, show the results, and return the exit status."""
     sizes = {name: load(name).size for name in images}
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    pinned = dict(zip(largest[:2], (found[0], found[-1]), strict=False))
+    assigned = dict(zip(largest[:2], (found[0], found[-1]), strict=False))
 
     with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
-        graphs = {name: submit(client, name, pinned.get(name), simulated) for name in images}
+        graphs = {name: submit(client, name, assigned.get(name), simulated) for name in images}
         everything = [future for graph in graphs.values() for future in graph]
         progress(everything, notebook=False)
         print()
@@ -299,7 +299,7 @@ def segment(images: list[str], out: Path, found: tuple[Device, ...], simulated: 
     for name, step in results.items():
         own = [one for one in steps if one.image == name and one.device_id is not None]
         where = ",".join(map(str, sorted({one.device_id for one in own})))
-        where += " (pinned)" if name in pinned else ""
+        where += " (assigned)" if name in assigned else ""
         milliseconds = 1000 * sum(one.stop - one.start for one in own)
         fits = same(step.value[0], without_dask(name))
         wrong += not fits

@@ -71,7 +71,7 @@ def _say_why_last(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Show the exception that ends this process, and why the worker did not start last."""
+    """Show the exception that ends this process, then the reason why the worker did not start."""
     show(kind, error, traceback)
     cause: BaseException | None = error
     while cause is not None:

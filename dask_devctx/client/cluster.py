@@ -1,4 +1,4 @@
-"""A cluster on this machine whose workers drive its GPUs: one line, as ``LocalCluster`` is."""
+"""A cluster on this machine whose workers use its GPUs; one line starts it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
-# Arguments of dask-cuda's cluster, which users who come from there may still write.
+# Arguments of dask-cuda's cluster. Users who come from there may still give them.
 _DASK_CUDAS = frozenset(
     {"CUDA_VISIBLE_DEVICES", "device_memory_limit", "jit_unspill", "rmm_async"}
     | {"rmm_managed_memory", "rmm_maximum_pool_size", "rmm_pool_size", "enable_cudf_spill"}
@@ -38,38 +38,38 @@ _DASK_CUDAS = frozenset(
 
 @documents_options
 class LocalDeviceCluster(WatchedCluster):
-    """A ``LocalCluster`` with :class:`~dask_devctx.DevicePlugin` and numbers that suit GPUs.
+    """A ``LocalCluster`` with :class:`~dask_devctx.DevicePlugin` and defaults that suit GPUs.
 
     Parameters
     ----------
     n_workers
-        How many worker processes. Several share the devices out evenly, each has its own. By
-        default one for each device where processes can show each other their devices' memory, and
-        else one for all. 1 is one for all: for tasks that use several devices, and for large data
-        in host memory that all of them read.
+        The number of worker processes. The devices are divided evenly among them. By default,
+        there is one worker for each device if processes can open each other's device memory, and
+        one worker for all devices if they cannot. 1 suits tasks that use several devices, and
+        large data in host memory that all tasks read.
     {options}
     threads_per_worker
-        How many tasks dask lets a worker have at a time, and threads of dask's own for those
-        without a device. By default 8 for each that its devices run at a time, so that a queue for
-        one device does not keep another waiting; fewer, and fewer results are held at a time.
+        The number of tasks that dask gives a worker at a time. It is also the number of dask's own
+        threads, which run the tasks without a device. By default, it is 8 for each task that the
+        worker's devices run at a time, so that a queue for one device does not keep another device
+        waiting. With a smaller number, the worker holds fewer results at a time.
     plugin
         The plugin itself, instead of its options.
     **kwargs
-        What ``LocalCluster`` takes, and its workers.
+        Further arguments of ``LocalCluster`` and of its workers.
 
     Raises
     ------
     DeviceNotFoundError
-        There is no device of ``devices``.
+        A device of ``devices`` does not exist.
     DevicesInUseError
-        Workers outside this cluster have taken devices that it needs.
+        Workers outside this cluster hold devices that it needs.
     DriverUnavailableError
-        The machine has no GPU that can be found and none is simulated.
+        No GPU was found, and no device is simulated.
     TypeError
-        There is no argument of a name that is given, or ``plugin`` is given together with its
-        options.
+        An argument is unknown, or ``plugin`` is given together with its options.
     ValueError
-        There are fewer devices than the workers need; on scaling up, too.
+        The workers need more devices than there are. Scaling up raises this too.
 
     Examples
     --------
@@ -100,7 +100,7 @@ class LocalDeviceCluster(WatchedCluster):
             if plugin.options.devices is not None:  # a worker may see them in another order
                 own["devices"] = [device.uuid for device in used]
         elif any(value is not None for value in given.values()):
-            raise TypeError(f"give either a plugin, or its options ({', '.join(given)})")
+            raise TypeError(f"give either a plugin or its options, got both: {', '.join(given)}")
         else:
             used = named_devices(plugin.options.devices)
         if n_workers is None:
@@ -126,12 +126,12 @@ class LocalDeviceCluster(WatchedCluster):
         super().scale(n, memory=memory, cores=cores)
 
     def adapt(self, *args: Any, **kwargs: Any) -> Any:
-        """Scale by the load, as ``LocalCluster`` does; to as many workers as there is room for.
+        """Scale by the load, as ``LocalCluster`` does, to at most as many workers as have devices.
 
         Raises
         ------
         ValueError
-            ``maximum`` is more than that.
+            ``maximum`` workers need more devices than there are.
         """
         if kwargs.get("maximum", math.inf) < math.inf:
             self._check_enough(kwargs["maximum"])
@@ -145,8 +145,9 @@ class LocalDeviceCluster(WatchedCluster):
         if per_worker is None:
             if n_workers > 1:
                 warnings.warn(
-                    f"each of the {n_workers} workers will use all {self._n_devices} devices. For "
-                    "a share of its own for each, give LocalDeviceCluster devices_per_worker",
+                    f"each of the {n_workers} workers will use all {self._n_devices} devices. To "
+                    "give each worker its own devices, pass devices_per_worker to "
+                    "LocalDeviceCluster",
                     stacklevel=3,
                 )
         elif n_workers * per_worker > self._n_devices:
@@ -156,7 +157,7 @@ class LocalDeviceCluster(WatchedCluster):
                 "devices_per_worker"
             )
 
-    # -- as it is told
+    # -- the hooks of WatchedCluster
 
     async def _scheduler_runs(self) -> None:
         await add_plugin(self.scheduler, self._routing)
@@ -167,7 +168,7 @@ class LocalDeviceCluster(WatchedCluster):
             self._plugin.annotations_kept.close()
 
     def _worker_left(self) -> None:
-        """Let scaling start others in the place of workers that could not use their devices."""
+        """Let scaling replace the workers that could not use their devices."""
         there = {worker.name for worker in self.scheduler.workers.values()}
         for name in self._routing.refused.keys() - there:
             self._forget(name)
@@ -185,7 +186,7 @@ class LocalDeviceCluster(WatchedCluster):
 
 
 def _n_workers(used: Sequence[Device], options: Options, kwargs: Mapping[str, Any]) -> int:
-    """Return how many workers there are where nobody said it."""
+    """Return the default number of workers."""
     if kwargs.get("processes") is False or len(used) < 2:
         return 1
     if options.devices_per_worker is not None:
@@ -197,8 +198,8 @@ def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
     theirs = sorted(given.keys() & _DASK_CUDAS)
     if theirs:
         raise TypeError(
-            f"{', '.join(theirs)}: of LocalCUDACluster. Its devices are devices=[...] here; "
-            "for the others see docs/from-dask-cuda.md"
+            f"{', '.join(theirs)}: not an argument of LocalDeviceCluster, but of LocalCUDACluster. "
+            "Give the devices as devices=[...]; for the other arguments see docs/from-dask-cuda.md"
         )
     # LocalCluster hands the arguments that it does not know on to its workers.
     worker_class = given.get("worker_class")

@@ -1,13 +1,13 @@
-"""The one door to what dask and distributed do not document.
+"""The only package that uses undocumented parts of dask and distributed.
 
-All other modules call plain functions and classes of this package, one module for each place:
+All other packages call its functions and classes. Each module covers one place:
 :mod:`~dask_devctx.dask_internals.tasks`, :mod:`~dask_devctx.dask_internals.threads`,
 :mod:`~dask_devctx.dask_internals.worker`, :mod:`~dask_devctx.dask_internals.scheduler`,
 :mod:`~dask_devctx.dask_internals.cluster`, :mod:`~dask_devctx.dask_internals.serialization` and
 :mod:`~dask_devctx.dask_internals.graphs`.
 
-A release of dask may rename any of it. :func:`check` looks for every name before anything is
-changed, so that such a release is refused with one clear error.
+A release of dask may rename any of these parts. :func:`check` looks for every name before anything
+is changed. A release that lacks a name is refused with one clear error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dask_devctx.errors import UnsupportedDaskError
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
-# A module, a colon, and the way from there: attributes, [keys], and () for a call.
+# A module, a colon, and the path from there: attributes, [keys], and () for a call.
 NAMES: Final = (
     "dask._task_spec:DataNode.value",
     "dask._task_spec:GraphNode.is_coro",
@@ -86,7 +86,7 @@ ON_A_WORKER: Final = (
     "state.actors",
     "stream_handlers[close]",
 )
-# Where a worker has a memory limit: its data is then a zict.Buffer.
+# For a worker with a memory limit: its data is a zict.Buffer.
 ON_SPILLING_DATA: Final = (
     "fast.on_evict",
     "fast.weight",
@@ -106,12 +106,12 @@ _STEP = re.compile(r"\.?(\w+)|\[([\w-]+)\]|(\(\))")
 
 @functools.cache
 def check() -> None:
-    """Find every name that no object has to be at hand for; the answer is kept for the process.
+    """Check every name that needs no worker and no scheduler; once in each process.
 
     Raises
     ------
     UnsupportedDaskError
-        One is missing.
+        A name is missing.
     """
     for name in NAMES:
         module, _, way = name.partition(":")
@@ -123,7 +123,7 @@ def check() -> None:
 
 
 def check_worker(worker: Worker) -> None:
-    """Find every name that is used on a worker; raise as :func:`check` does."""
+    """Check every name that is used on a worker; raise as :func:`check` does."""
     from zict import Buffer
 
     check()
@@ -135,7 +135,7 @@ def check_worker(worker: Worker) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Find every name that is used on a scheduler; raise as :func:`check` does."""
+    """Check every name that is used on a scheduler; raise as :func:`check` does."""
     check()
     for way in ON_A_SCHEDULER:
         _find(scheduler, way, "distributed.Scheduler")
@@ -169,7 +169,7 @@ def _find(found: Any, way: str, start: str) -> None:
 
 
 def _of_a_class(kind: type, name: str) -> Any:
-    """Return what a class of dask's has from dask: the standard library's bases do not count."""
+    """Return an attribute that a class has from dask, not from a base in the standard library."""
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] in ("dask", "distributed") and name in vars(base):
             return getattr(kind, name)

@@ -1,4 +1,4 @@
-"""A cluster of local workers that tells what happens to it, and closes when it cannot start."""
+"""A cluster of local workers with hooks for its subclasses; it closes when it cannot start."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
         """Called when a worker has left the scheduler."""
 
     def _scaling(self) -> AbstractContextManager[None]:
-        """Return what is entered while workers are started and closed."""
+        """Return a context manager that is open while workers are started and closed."""
         return nullcontext()
 
     def _has_closed(self) -> None:
-        """Called when all of the cluster is closed."""
+        """Called when the whole cluster is closed."""
 
     def _forget(self, name: object) -> None:
-        """Let scaling start another worker in the place of one that is gone, by another name."""
+        """Let scaling replace a worker that is gone by one with another name."""
         if self.worker_spec.pop(name, None):
-            self._names_left_out += 1  # dask knows this one still
+            self._names_left_out += 1  # dask still knows this name
 
     # -- dask's own
 
@@ -41,13 +41,13 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
         return super()._new_worker_name(worker_number + self._names_left_out)
 
     def _update_worker_status(self, op: str, msg: Any) -> None:
-        # Some time after a worker was lost, dask closes the nanny if no worker of its name is there
-        # at that moment: also where it had come back and was lost again just now. A nanny that runs
-        # starts another worker by itself; it is left to do so.
+        # Some time after a worker was lost, dask closes its nanny if no worker of this name is
+        # there at that moment. But the worker may have come back and been lost again just now. A
+        # nanny that runs starts another worker by itself, so it stays open.
         if op == "remove":
             self._worker_left()
             if msg not in self.scheduler_info["workers"]:
-                return  # dask has asked the scheduler meanwhile, and would stop to listen here
+                return  # dask has newer data from the scheduler, and would stop listening here
             name = self.scheduler_info["workers"][msg]["name"]
             if getattr(self.workers.get(name), "status", None) == Status.running:
                 super(SpecCluster, self)._update_worker_status(op, msg)
@@ -70,7 +70,7 @@ class WatchedCluster(LocalCluster):  # type: ignore[misc]
         return self._start_or_close().__await__()
 
     async def _start_or_close(self) -> Self:
-        starting = self.status is Status.created  # a client waits for one that runs, too
+        starting = self.status is Status.created  # a client also awaits a cluster that runs
         try:
             return await self._start_all()
         except BaseException:

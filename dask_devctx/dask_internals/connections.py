@@ -1,4 +1,4 @@
-"""The connections on which a worker asks others, and what it asks for data on them."""
+"""A worker's connections to other workers, and its requests for data on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Connect = Callable[..., Awaitable[Any]]
 
 @contextmanager
 def wrapped_connect(worker: Worker, wrap: Callable[[Connect], Connect]) -> Iterator[None]:
-    """While it is open, a worker gets its connections to others by a function around its own."""
+    """While it is open, a wrapper makes a worker's connections to other workers."""
     pool = worker.rpc
     before = pool.connect
     pool.connect = ours = wrap(before)
@@ -42,13 +42,13 @@ def answering(worker: Worker, handlers: Mapping[str, Callable[..., Any]]) -> Ite
 async def data_of(
     worker: Worker, address: str, keys: Sequence[Hashable], who: str | None
 ) -> Mapping[Hashable, Any]:
-    """Ask another worker for values; what it does not have, or not now, is left out."""
+    """Return values of another worker, without those that it cannot send or does not have."""
     answer = await get_data_from_worker(worker.rpc, keys=keys, worker=address, who=who)
     found: Mapping[Hashable, Any] = answer.get("data", {})
     return found
 
 
 def drop_replicas(worker: Worker, keys: Iterable[Hashable]) -> None:
-    """Have a worker drop values that others have too, when no task needs them; not at once."""
+    """Let a worker drop, later, values that other workers have too and that no task needs."""
     event = RemoveReplicasEvent(keys=list(keys), stimulus_id=f"devctx-{time.time()}")
     worker.loop.add_callback(worker.handle_stimulus, event)

@@ -1,7 +1,7 @@
 """dask's graphs, arrays and frames on the client. This module needs dask alone.
 
-The functions of dask that it names stay dask's own, so that they can be sent to a scheduler which
-does not have this package.
+The functions of dask are passed on unchanged, so that they can be sent to a scheduler that does not
+have this package.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def before_each_frame(call: Callable[[], None]) -> Iterator[bool]:
         yield True
     finally:
         opened = False
-        if frame.__init__ is calling:  # else somebody else's is around it
+        if frame.__init__ is calling:  # another wrapper may be around it
             frame.__init__ = init
 
 
 def count_elements_on_device(kind: type) -> bool:
-    """Let dask.array, once it is imported, count a type's elements as an array of that type.
+    """Let dask.array, if it is imported, count a type's elements as an array of that type.
 
     Returns
     -------
     bool
-        Whether it was imported.
+        Whether dask.array is imported.
     """
     if "dask.array.backends" not in sys.modules:
         return False

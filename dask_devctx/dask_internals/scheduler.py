@@ -1,4 +1,4 @@
-"""A scheduler's own parts: its messages, a task's restrictions and annotations, its transitions."""
+"""Access to a scheduler: its messages and transitions, a task's restrictions and annotations."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from distributed.protocol.pickle import dumps
 
 
 async def add_plugin(scheduler: Scheduler, plugin: SchedulerPlugin) -> None:
-    """Give a scheduler of this process a plugin, in the place of one of its name."""
+    """Register a plugin on a scheduler of this process; it replaces one of the same name."""
     await scheduler.register_scheduler_plugin(plugin, idempotent=False)
 
 
 async def add_worker_plugin(scheduler: Scheduler, plugin: WorkerPlugin) -> None:
-    """Give a plugin to all workers of a scheduler of this process, now and while they join."""
+    """Register a plugin on all workers, now and when they join, of a scheduler of this process."""
     await scheduler.register_worker_plugin(None, dumps(plugin), name=plugin.name, idempotent=False)
 
 
 def answer(scheduler: Scheduler, handlers: Mapping[str, Callable[..., Any]]) -> None:
-    """Answer further messages."""
+    """Add handlers for messages to a scheduler."""
     scheduler.handlers.update(handlers)
 
 
 def answer_no_more(scheduler: Scheduler, ops: Iterable[str]) -> None:
-    """Answer these messages no more."""
+    """Remove a scheduler's handlers for these messages."""
     for op in ops:
         scheduler.handlers.pop(op, None)
 
@@ -45,10 +45,10 @@ def addresses_at(scheduler: Scheduler, host: str) -> set[str]:
 def restrict(
     ts: Any, workers: set[str] | None, hosts: Set[str] | None, *, loose: bool = False
 ) -> None:
-    """Let a task run on certain workers and hosts only; ``loose`` makes that a preference.
+    """Restrict a task to certain workers and hosts; ``loose`` makes this a preference.
 
-    dask never changes the set of workers, and an empty one restricts nothing: many tasks may share
-    one, and what is changed in it holds for all of them.
+    An empty set of workers restricts nothing. dask never changes the set: many tasks may share one,
+    and a change to it holds for all of them.
     """
     ts.worker_restrictions, ts.host_restrictions = workers, hosts
     ts.loose_restrictions = loose
@@ -60,18 +60,18 @@ def restrictions(ts: Any) -> tuple[set[str] | None, set[str] | None, bool]:
 
 
 def set_annotations(ts: Any, annotations: Mapping[str, Any] | None) -> None:
-    """Give a task other annotations."""
+    """Replace a task's annotations."""
     ts.annotations = annotations
 
 
 def annotate(ts: Any, name: str, value: object) -> None:
     """Add an annotation to a task."""
-    # Another dictionary: one may belong to many tasks.
+    # A new dictionary, because the old one may belong to many tasks.
     ts.annotations = {**(ts.annotations or {}), name: value}
 
 
 def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:
-    """Look for workers again for those tasks that wait for one, the most urgent first."""
+    """Let dask look again for a worker for each task that waits, the most urgent task first."""
     moves: dict[Hashable, str] = {}
     for ts in sorted(tasks, key=_priority, reverse=True):  # dask takes the last first
         if ts.state == "no-worker":

@@ -1,4 +1,4 @@
-"""distributed's registries of serializers: another function in the place of one that is there."""
+"""Replacement of functions in distributed's registries of serializers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def register_instead(registry: Any, kind: type, serialize: Callable[..., Any]) -> None:
-    """Register a function for a type and for those of its subclasses that had their base's."""
-    found = registry._lookup  # dispatching would call what registers lazily, which this may be
+    """Register a function for a type, and for its subclasses that used the type's old function."""
+    found = registry._lookup  # dispatching runs lazy registrations, and this may be one
     theirs = found[kind]
     for each in [each for each, known in found.items() if known is theirs]:
         registry.register(each, serialize)

@@ -1,4 +1,4 @@
-"""A worker's tasks: another call in a task's place, and the executor that it goes to."""
+"""A worker's tasks: the call that replaces a task, and the executor that runs it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor, send_next
 
 # A node of dask's graph: a task, a value, or a container of further nodes.
 Node: Final[Any] = GraphNode
-# Those attributes of a node that hold values or further nodes. All others only name things.
+# The attributes of a node that hold values or further nodes. All others hold only names.
 NODE_PARTS: Final = ("args", "func", "kwargs", "value")
 
 
 def node_parts(node: Any) -> tuple[Any, ...]:
-    """Return the function, the values and the nodes that a node holds; none of any other object."""
+    """Return the function, values and nodes that a node holds; nothing for any other object."""
     if isinstance(node, Task):
         return (node.func, *node.args, *node.kwargs.values())
     return (node.value,) if isinstance(node, DataNode) else ()
 
 
 class TaskStandIn:
-    """A task's place in a worker, taken by something else that is called as the task was.
+    """A stand-in that a worker calls in the place of a task.
 
     Parameters
     ----------
     task
-        The task, dask's ``GraphNode``. All that this class lacks is asked of it.
+        The task, dask's ``GraphNode``. Attributes that this class lacks come from it.
     executor
-        The threads that the task goes to; None leaves it on those that dask chose.
+        The executor that runs the task; None leaves the task on the executor that dask chose.
     priority
-        The task's place among those that wait for these threads; the least goes first.
+        The task's priority in the executor's queue; the smallest runs first.
 
     Notes
     -----
-    dask reads ``is_coro`` right before it submits the task, in the same context. The threads are
-    named at that moment, and not in the annotation ``executor``: that one is the user's, and
+    dask reads ``is_coro`` right before it submits the task, in the same context. The executor is
+    set at that moment. The annotation ``executor`` is not used: it belongs to the user, and
     everybody sees it.
     """
 
@@ -56,7 +56,7 @@ class TaskStandIn:
 
     @property
     def is_coro(self) -> bool:
-        """Whether the task is a coroutine function's, which dask runs on its event loop."""
+        """Whether the task calls a coroutine function, which dask runs on its event loop."""
         is_coro = bool(self.task.is_coro)  # type: ignore[attr-defined]
         if self.executor is not None and not is_coro:
             send_next_task_to(self.executor, self.priority)
@@ -72,12 +72,12 @@ class TaskStandIn:
 
 
 def replace(ts: Any, run_spec: Any) -> None:
-    """Let a worker call something else in the place of a task."""
+    """Let a worker call ``run_spec`` in the place of a task."""
     ts.run_spec = run_spec
 
 
 def restore(ts: Any) -> None:
-    """Let a worker call a task itself again, where something else has its place."""
+    """Let a worker call a task itself again, if a stand-in has its place."""
     if isinstance(ts.run_spec, TaskStandIn):
         ts.run_spec = ts.run_spec.task
 
@@ -90,7 +90,7 @@ def about_to_begin(worker: Worker) -> Iterator[Any]:
 
 
 def add_metadata(ts: Any, name: str, value: str) -> None:
-    """Add to what a worker tells the scheduler about a task."""
+    """Add an entry to the metadata of a task, which its worker sends to the scheduler."""
     ts.metadata[name] = value
 
 

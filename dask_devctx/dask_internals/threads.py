@@ -1,4 +1,4 @@
-"""dask's pools of threads: a queue of one's own, and tasks that are sent from one to another."""
+"""dask's thread pools: a pool with its own kind of queue, and tasks that go to another pool."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ Priority = tuple[int, ...]
 
 
 class Work(Protocol):
-    """What a thread of a pool takes from its queue."""
+    """An entry of a pool's queue."""
 
     def run(self) -> None:
-        """Do it, and raise nothing."""
+        """Do the work, and raise nothing."""
 
 
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
-    """dask's pool of threads, with a queue of one's own.
+    """dask's thread pool, with a queue that its subclass gives it.
 
     Parameters
     ----------
     name
-        What the threads are called.
+        The prefix of the threads' names.
     threads
-        How many there are.
+        The number of threads.
     work
         The queue of :class:`Work`. None in it ends the threads.
 
     Notes
     -----
-    dask takes an executor for one of threads by its class's name, which has to say
-    ``ThreadPoolExecutor``. It is a distributed one, so that ``secede`` and ``rejoin`` work in it.
+    dask recognizes a thread pool by the name of its class, which must contain
+    ``ThreadPoolExecutor``. The base class is distributed's, so that ``secede`` and ``rejoin`` work.
     """
 
     def __init__(self, name: str, threads: int, work: queue.Queue[Work | None]) -> None:
@@ -50,11 +50,11 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     def submit_task(
         self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any] | asyncio.Future[Any]:
-        """Run a task of dask's; the least priority goes first."""
+        """Run a task of dask's; the task with the smallest priority runs first."""
         raise NotImplementedError
 
     def give(self, work: Work) -> bool:
-        """Queue work; return whether the pool takes any still."""
+        """Queue work; return False if the pool is shut down."""
         with self._shutdown_lock:
             if self._shutdown:
                 return False
@@ -63,7 +63,7 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
             return True
 
     def let_back_in(self) -> bool:
-        """Let the threads that wait to rejoin go on; return whether there were any."""
+        """Let the threads that wait to rejoin continue; return whether there were any."""
         with self._rejoin_lock:
             waiting: list[tuple[threading.Thread, threading.Event]] = self._rejoin_list[:]
             self._rejoin_list.clear()
@@ -73,17 +73,17 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         return bool(waiting)
 
 
-# Where the next task of this context goes: an executor and a priority, taken out by whoever reads
-# it, since the task itself runs in a copy of this context.
+# The executor and the priority of the next task of this context. A reader takes the entry out of
+# the list, since the task itself runs in a copy of this context.
 _next_task: ContextVar[list[tuple[TaskThreadPoolExecutor, Priority | None]] | None] = ContextVar(
     "next_task", default=None
 )
 
 
 def send_next_task_to(executor: TaskThreadPoolExecutor, priority: Priority | None) -> None:
-    """Let the next task that this context submits run on other threads.
+    """Send the next task that this context submits to another executor.
 
-    It concerns executors that :func:`sending_tasks_on` is open for.
+    This works for executors for which :func:`sending_tasks_on` is open.
     """
     _next_task.set([(executor, priority)])
 
@@ -94,7 +94,7 @@ _opening = threading.Lock()
 
 @contextmanager
 def sending_tasks_on(executor: Executor) -> Iterator[None]:
-    """While it is open, an executor sends those tasks on that are meant for others.
+    """While it is open, an executor passes on the tasks that are meant for another executor.
 
     Several workers may share the executor. The last one to leave restores it.
     """

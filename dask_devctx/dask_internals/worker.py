@@ -1,4 +1,4 @@
-"""A worker's own parts: its handlers, metrics, actors, nanny, streams, plugins and data."""
+"""Access to a worker: its handlers, metrics, actors, nanny, streams, plugins and data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MISSING = object()
 
 @contextmanager
 def _replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Iterator[None]:
-    """While it is open, a name has another value; whatever others put there since stays."""
+    """While it is open, a name has another value; a value that others set meanwhile stays."""
     before = entries.get(name, _MISSING)
     entries[name] = value
     try:
@@ -37,7 +37,7 @@ def _replaced(entries: MutableMapping[str, Any], name: str, value: object) -> It
 def wrapped_handler(
     worker: Worker, op: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """While it is open, a worker answers a message by a function around its own.
+    """While it is open, a wrapper around a worker's handler answers a message.
 
     Parameters
     ----------
@@ -46,21 +46,21 @@ def wrapped_handler(
     op
         The message, such as ``"get_data"``.
     wrap
-        Given the function that answers it now, returns the one that is to.
+        Given the present handler, returns the new one.
     """
     with _replaced(worker.handlers, op, wrap(worker.handlers[op])):
         yield
 
 
 def answer_for_good(worker: Worker, op: str, handler: Callable[..., Any]) -> None:
-    """Answer a message by another function from now on; on any thread."""
+    """Replace the handler of a message permanently; on any thread."""
     worker.handlers[op] = handler
 
 
 def metric(
     worker: Worker, name: str, function: Callable[[Worker], object]
 ) -> AbstractContextManager[None]:
-    """Return what adds to a worker's heartbeat while it is open."""
+    """Return a context manager that adds a metric to a worker's heartbeat while it is open."""
     return _replaced(worker.metrics, name, function)
 
 
@@ -87,14 +87,14 @@ def in_an_actor() -> bool:
     return bool(getattr(thread_state, "actor", False))
 
 
-# -- its start
+# -- start
 
 
 def set_up_at_start(worker: Worker, plugin: WorkerPlugin) -> None:
-    """Have a plugin set up while a worker starts; if that fails, the worker does not start."""
+    """Set a plugin up while a worker starts; if that fails, the worker does not start."""
     if not hasattr(worker, "_pending_plugins"):
         raise unsupported("distributed.Worker._pending_plugins")
-    # What a preload raises itself, dask logs and goes on.
+    # If the preload itself raised, dask would log the exception and continue.
     worker._pending_plugins = (*worker._pending_plugins, plugin)
 
 
@@ -108,14 +108,14 @@ def has_nanny(worker: Worker) -> bool:
     return bool(worker.nanny)
 
 
-# -- its end
+# -- end
 
 
 def leave_nanny(worker: Worker) -> str | None:
-    """Make a worker's end its own affair; return its nanny's address, if it has a nanny.
+    """Detach a worker from its nanny; return the nanny's address, or None without a nanny.
 
-    A worker that its scheduler removed is told to close, and closes its nanny too. After this it
-    does neither, and the nanny starts another.
+    A scheduler tells a worker that it has removed to close, and the worker closes its nanny too.
+    After this call the worker does neither, and the nanny starts another worker.
     """
     nanny: str | None = worker.nanny
     worker.nanny = None
@@ -125,18 +125,18 @@ def leave_nanny(worker: Worker) -> str | None:
 
 
 async def _stay(**kwargs: Any) -> None:
-    """Do not close by order: the end is under way."""
+    """Ignore the order to close: the worker is ending already."""
 
 
 async def unsettled(worker: Worker, keys: Collection[Hashable]) -> set[Hashable]:
-    """Return those tasks that the scheduler believes a worker still has to do."""
+    """Return the tasks, among ``keys``, that the scheduler still expects from a worker."""
     address = worker.contact_address
     processing = await worker.scheduler.processing(workers=[address])
     return set(keys) & set(processing.get(address, ()))
 
 
 def report_error(worker: Worker, key: Hashable, error: Exception) -> None:
-    """Tell the scheduler that a task erred whose own thread is still at work."""
+    """Tell the scheduler that a task erred, although the task's thread still runs."""
     ts = worker.state.tasks.get(key)
     if ts is not None and ts.state in ("executing", "long-running"):
         worker.batched_send(
@@ -153,7 +153,7 @@ def report_error(worker: Worker, key: Hashable, error: Exception) -> None:
 
 
 async def leave_scheduler(worker: Worker, *, expected: bool) -> None:
-    """Leave; if that was not expected, each task of the worker may count as one that killed it."""
+    """Unregister a worker; unless ``expected``, dask counts the loss against the tasks there."""
     await worker.scheduler.unregister(
         address=worker.contact_address, expected=expected, stimulus_id=_stimulus()
     )
@@ -163,7 +163,7 @@ def _stimulus() -> str:
     return f"devctx-device-failed-{time.time()}"
 
 
-# -- what it holds
+# -- data
 
 
 def in_memory(worker: Worker) -> Mapping[Hashable, Any]:
@@ -180,12 +180,12 @@ def spilling(
     written: Callable[[Hashable, object], None],
     read_back: Callable[[Hashable, object], None],
 ) -> Iterator[None]:
-    """While it is open, a worker that spills weighs what it holds in another way, and tells of it.
+    """While it is open, a worker that spills weighs its data by a function, and reports spilling.
 
     Parameters
     ----------
     worker
-        The worker. One without a memory limit spills nothing, and stays as it is.
+        The worker. A worker without a memory limit spills nothing, and stays as it is.
     weigh
         Given a value and dask's count of its bytes, returns the bytes that count.
     written
@@ -207,7 +207,7 @@ def spilling(
         return weigh(value, by_dask(key, value))
 
     data.weight = data.fast.weight = weight
-    data.fast.on_evict.insert(0, written)  # the next one writes it
+    data.fast.on_evict.insert(0, written)  # the next callback writes the value
     data.slow_to_fast_callbacks.append(read_back)
     try:
         yield

@@ -1,1 +1,1 @@
-"""What runs in the scheduler's process: tasks led to the workers that have their devices."""
+"""The part in the scheduler's process: it sends tasks to the workers that have their devices."""

@@ -1,4 +1,4 @@
-"""What workers tell the scheduler, and how it is checked: nothing is believed unread."""
+"""The messages that workers send to the scheduler, and the checks of their content."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from dask_devctx.cuda.inventory import DeviceInfo, Inventory
 from dask_devctx.errors import DevicesInUseError, LockDirectoryError
 from dask_devctx.scheduler.holdings import Holdings
 
-# What workers call on the scheduler.
+# The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
 WITHDRAW: Final = "devctx_withdraw"
 REFUSE: Final = "devctx_refuse"
 
-# More devices than any machine has, and longer than any name of one.
+# More devices than any machine has, and more characters than any name of a device.
 _DEVICES_LIMIT = 1024
 _TEXT_LIMIT = 256
 
-# Why a worker leaves that could not take its devices.
+# The errors with which a worker leaves that could not take its devices.
 _REFUSALS: Mapping[str, Callable[..., Exception]] = {
     kind.__name__: kind for kind in (DevicesInUseError, LockDirectoryError)
 }
 
 
 class MalformedError(ValueError):
-    """A worker's message does not say what it should; the text says what is wrong with it."""
+    """A worker's message has wrong content; the text names the mistake."""
 
 
 def read_address(message: Mapping[str, Any]) -> str:
-    """Return the worker's address as it gave it."""
+    """Return the worker's address as the message gives it."""
     return _text(message.get("address"), "address")
 
 
 def read_holdings(message: Mapping[str, Any]) -> Holdings:
-    """Return what an announcement says of a worker's devices.
+    """Return a worker's devices from its announcement.
 
     Notes
     -----
-    Fields of a device that are not known here are left out: workers may be of another version.
+    Unknown fields of a device are ignored, because workers may have another version.
     """
     seen = _items(message.get("seen"), "seen")
     devices = tuple(_device(ordinal, fields) for ordinal, fields in enumerate(seen))
@@ -47,7 +47,7 @@ def read_holdings(message: Mapping[str, Any]) -> Holdings:
         raise MalformedError("'seen' has a UUID twice")
     used = frozenset(_text(uuid, "used") for uuid in _items(message.get("used"), "used"))
     if not used <= uuids:
-        raise MalformedError(f"'used' has what is not seen: {sorted(used - uuids)[:3]}")
+        raise MalformedError(f"'used' has UUIDs that 'seen' lacks: {sorted(used - uuids)[:3]}")
     return Holdings(Inventory(devices), used)
 
 
@@ -56,7 +56,7 @@ def read_refusal(message: Mapping[str, Any]) -> Exception:
 
     Notes
     -----
-    It is plain data, made an error of ours here: nothing is unpickled that a worker sends.
+    The message is plain data, and the error is made here: no message is unpickled.
     """
     kind = _text(message.get("kind"), "kind")
     if kind not in _REFUSALS:

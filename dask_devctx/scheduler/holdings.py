@@ -1,4 +1,4 @@
-"""Which worker has which devices: what was announced, by every name that a task may use."""
+"""The devices of each worker, as announced, found by every name that a task may use."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from dask_devctx.cuda.naming import Name
 
 # Any worker with devices has one that is current.
 _CURRENT = Name("current")
-# How long a UUID is with nothing before it; what is longer is no prefix that is worth a search.
+# The length of a UUID without "GPU-". A longer text is not searched for as a prefix.
 _WHOLE_UUID = 36
-# A worker that starts may announce its devices before it joins: how many such announcements are
-# kept, and for how long.
+# A worker that starts may announce its devices before it joins. This many such announcements are
+# kept, for this long.
 _EARLY_LIMIT = 1000
 _EARLY_S = 300.0
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What one worker said of its devices.
+    """The devices of one worker, as it announced them.
 
     Parameters
     ----------
     seen
-        The devices that its process sees: ordinals are positions in it.
+        The devices that its process sees. An ordinal is a position in this inventory.
     used
-        The UUIDs of those that it uses.
+        The UUIDs of the devices that it uses.
     """
 
     seen: Inventory
     used: frozenset[str]
 
     def have(self, name: Name) -> bool:
-        """Return whether the worker uses the device; the one that is current is any worker's."""
+        """Return whether the worker uses the device; every worker has the current device."""
         if name == _CURRENT:
             return True
         found = naming.among(name, self.seen)
@@ -51,7 +51,7 @@ class Holdings:
                 yield Name("uuid", value)
 
     def exact_names(self) -> Iterator[Name]:
-        """Yield the names that are no prefixes."""
+        """Yield the names by which tasks may ask for the worker's devices, without prefixes."""
         yield _CURRENT
         for ordinal, info in self._used():
             yield from _exact_names(ordinal, info)
@@ -70,11 +70,11 @@ def _exact_names(ordinal: int, info: DeviceInfo) -> Iterator[Name]:
 
 
 class Index:
-    """Workers and what they have, found by worker and by the devices' names."""
+    """Workers and their devices, found by worker and by the devices' names."""
 
     def __init__(self) -> None:
         self.by_worker: dict[str, Holdings] = {}
-        # Those of them that use devices at all.
+        # The workers that use any devices.
         self.using: set[str] = set()
         self._by_name: defaultdict[Name, set[str]] = defaultdict(set)
 
@@ -97,7 +97,7 @@ class Index:
         return holdings
 
     def holders(self, name: Name) -> set[str]:
-        """Return the addresses of the workers that have a device, in a set of the caller's own."""
+        """Return the addresses of the workers that have a device, as a new set."""
         if (exact := self._by_name.get(name)) is not None:
             return set(exact)
         start = str(name.value)
@@ -118,18 +118,18 @@ class Index:
 
 @dataclass
 class Cluster:
-    """The workers, and what is known of their devices. Addresses are the scheduler's.
+    """The workers of a cluster, and their devices as far as they are known.
 
     Attributes
     ----------
     workers
-        Those that have joined.
+        The workers that have joined, by the scheduler's addresses.
     present
-        What those of them have that said so.
+        The devices of these workers, once a worker has announced them.
     left
-        What workers had that left, for as long as they may come back.
+        The devices of workers that left, as long as they may come back.
     unheard
-        Workers that joined without having said yet what they have, and when.
+        The workers that have joined but not announced their devices yet, with the time of joining.
     """
 
     workers: set[str]
@@ -140,7 +140,7 @@ class Cluster:
     _early: dict[str, tuple[Holdings, float]] = field(default_factory=dict)
 
     def join(self, address: str, now: float) -> Holdings | None:
-        """Count a worker in; return what it has if it said so before it joined."""
+        """Add a worker that joins; return its devices if it announced them before."""
         self.workers.add(address)
         self._forget_left(address)
         self._expire_early(now)
@@ -152,7 +152,7 @@ class Cluster:
         return holdings
 
     def leave(self, address: str, now: float) -> Holdings | None:
-        """Count a worker out; return what it had."""
+        """Remove a worker that leaves; return its devices."""
         self.workers.discard(address)
         self.unheard.pop(address, None)
         holdings = self.present.remove(address)
@@ -162,24 +162,24 @@ class Cluster:
         return holdings
 
     def announce_early(self, address: str, holdings: Holdings, now: float) -> None:
-        """Remember what a worker has that is to join yet."""
+        """Remember the devices of a worker that has not joined yet."""
         self._early.pop(address, None)
         self._early[address] = holdings, now
         self._expire_early(now)
 
     def announce(self, address: str, holdings: Holdings) -> Holdings | None:
-        """Note what a worker has that has joined; return what it had until now."""
+        """Note the devices of a worker that has joined; return its devices until now."""
         self.unheard.pop(address, None)
         before = self.present.remove(address)
         self.present.add(address, holdings)
         return before
 
     def withdraw(self, address: str) -> Holdings | None:
-        """Note that a worker stays and uses no devices any more; return what it had."""
+        """Note that a worker stays but uses no devices from now on; return its devices."""
         return self.present.remove(address)
 
     def expire(self, before: float) -> bool:
-        """Wait no longer for workers that left or joined before a time; return if any did."""
+        """Forget workers that left or joined before a time; return whether there were any."""
         unheard = [address for address, since in self.unheard.items() if since <= before]
         left = [address for address, since in self._left_at.items() if since <= before]
         for address in unheard:

@@ -40,26 +40,26 @@ Handler = Callable[[str, Mapping[str, Any]], None]
 
 
 class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
-    """Lead each task that names a device to the workers that have it.
+    """Send each task that names a device to the workers that have it.
 
     Attributes
     ----------
     refused
-        The errors of workers that could not use their devices and left, by name.
+        The errors of workers that could not use their devices and left, by worker name.
 
     Notes
     -----
-    Tasks that every worker can run are left alone, so where one worker has all devices nothing is
-    restricted. An ordinal is a worker's own: every worker that has it will do. Where no worker has
-    the device, the task goes to one that fails it with
-    :class:`~dask_devctx.errors.DeviceNotFoundError`; but it waits for
-    ``devctx.missing-device-timeout`` if a worker that had it has just left, since it may be
-    restarting, or if a worker has just joined that has not said yet what it has.
+    A task that every worker can run is not restricted. An ordinal belongs to a worker: any worker
+    that has this ordinal can run the task. If no worker has the device, the task goes to a worker
+    that fails it with :class:`~dask_devctx.errors.DeviceNotFoundError`. But first the task waits
+    for ``devctx.missing-device-timeout`` if a worker that had the device has just left, since that
+    worker may be restarting, or if a worker has just joined and has not announced its devices yet.
 
-    The restrictions that a user gave (``workers=``) hold as well; with ``allow_other_workers=True``
-    they are a preference among the workers that have the device.
+    The restrictions that a user gave (``workers=``) hold as well. With
+    ``allow_other_workers=True`` they are a preference among the workers that have the device.
 
-    Workers bring this plugin to the scheduler; ``dask scheduler --preload dask_devctx`` does too.
+    Workers send this plugin to the scheduler; ``dask scheduler --preload dask_devctx`` installs it
+    too.
     """
 
     name = "devctx-routing"
@@ -77,12 +77,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     # -- dask's hooks
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Take up the work; tasks that are there already are led as well.
+        """Start to restrict tasks, also those that are on the scheduler already.
 
         Raises
         ------
         UnsupportedDaskError
-            The scheduler's dask lacks a name that this uses.
+            The scheduler's dask lacks a name that this plugin uses.
         """
         check_scheduler(scheduler)
         self.scheduler = scheduler
@@ -99,7 +99,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._look_again_later()
 
     async def close(self) -> None:
-        """Stop serving the workers."""
+        """Stop answering the workers' messages."""
         internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE))
 
     def update_graph(
@@ -142,7 +142,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         """Mark the tasks that may have broken a worker's devices."""
         suspects.mark(self.scheduler, topic, msg)
 
-    # -- what workers say
+    # -- messages of workers
 
     def _handler(self, op: str, act: Handler) -> Callable[..., str]:
         """Return a handler for dask, which refuses a malformed message with a log line."""
@@ -182,7 +182,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         try:
             return internals.resolved(self.scheduler, address)
         except Exception as error:  # each transport has its own
-            raise MalformedError(f"'address' is none: {address!r:.80} ({error})") from None
+            raise MalformedError(f"'address' is no address: {address!r:.80} ({error})") from None
 
     def _known(self, address: str) -> None:
         if address not in self._cluster.workers:
@@ -191,20 +191,20 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     # -- tasks
 
     def _note(self, tasks: Iterable[Any]) -> None:
-        """Restrict those tasks that name a device."""
+        """Restrict the tasks that name a device."""
         for ts in tasks:
             wanted: object
             try:
                 annotations = answer(ts.annotations, ts.key)
                 internals.set_annotations(ts, annotations)
                 wanted = requested_device(annotations, ts.key, "leave", ts.run_spec)
-            except Exception as error:  # of a user's function or object: a worker fails the task
+            except Exception as error:  # of a user's function or object; a worker fails the task
                 wanted = error.with_traceback(None)
             if wanted is not None and not (isinstance(wanted, str) and wanted == AUTO):
                 self._wishes.note(ts, wanted)
 
     def _move(self, tasks: Iterable[Any]) -> None:
-        """Have dask look once more at tasks that wait for a worker."""
+        """Let dask look again for a worker for tasks that wait."""
         internals.schedule_again(self.scheduler, tasks)
 
     def _workers_on(self, host: str) -> Iterable[str]:
@@ -217,6 +217,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.scheduler.loop.call_later(self._grace_s + 0.01, self._stop_waiting)
 
     def _stop_waiting(self) -> None:
-        """Wait no longer for workers that have had their time."""
+        """Stop waiting for the workers whose time is over."""
         if self._cluster.expire(time() - self._grace_s):
             self._move(self._wishes.review_absent())

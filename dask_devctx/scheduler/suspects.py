@@ -1,4 +1,4 @@
-"""The tasks that may have broken a device: whoever runs them next is to watch them."""
+"""The tasks that may have broken a device: the next worker that runs them watches them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dask_devctx.dask_internals.scheduler import annotate
 
 logger = logging.getLogger(__name__)
 
-# The event by which a worker names them; see :mod:`dask_devctx.worker.failures.attribution`.
+# The event in which a worker names these tasks; see
+# :mod:`dask_devctx.worker.failures.attribution`.
 TOPIC: Final = "devctx"
 ACTION: Final = "device-failed"
 
@@ -22,7 +23,7 @@ _LIMIT = 10_000
 
 
 def mark(scheduler: Scheduler, topic: str, event: Any) -> None:
-    """Mark the tasks that an event names, if it is a failure's; refuse one that is malformed."""
+    """Mark the tasks that the event of a failure names; refuse a malformed event."""
     if topic != TOPIC or not isinstance(event, Mapping) or event.get("action") != ACTION:
         return
     suspects: Any = event.get("suspects")

@@ -1,8 +1,8 @@
-"""Which workers a task may go to that names a device: dask's restrictions, kept up to date.
+"""The restrictions of tasks that name a device to the workers that have it, kept up to date.
 
-Tasks that ask for the same device on the same terms share one set of addresses, which dask reads
-as their ``worker_restrictions``; an empty set restricts nothing. Where workers come and go, the set
-changes and the tasks are not touched, however many they are.
+Tasks that ask for the same device on the same terms share one set of addresses. dask reads this set
+as their ``worker_restrictions``; an empty set restricts nothing. When workers come and go, only the
+set changes, for any number of tasks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dask_devctx.cuda.naming import Name
 from dask_devctx.dask_internals.scheduler import restrict, restrictions
 from dask_devctx.scheduler.holdings import Cluster, Holdings
 
-# A restriction to no worker: the task waits in "no-worker", as dask's own do, until it is lifted.
+# A restriction to no worker: the task waits in dask's state "no-worker" until it is lifted.
 _NOBODY: Final = frozenset({"devctx://waiting-for-the-device"})
-# What a task's state is called where it waits for a worker.
+# The states of a task that waits for a worker.
 _WAITING: Final = frozenset({"no-worker", "queued"})
-# Devices that no task names any more are forgotten when there are more than this and twice as many
-# as are named.
+# Devices that no task names any more are forgotten when there are more devices than this, and more
+# than twice as many devices as tasks.
 _KEPT: Final = 1000
 
 Terms = tuple[bool, frozenset[str], frozenset[str], bool]
@@ -39,7 +39,7 @@ class Demand:
     groups
         The tasks, by the terms on which they ask for it.
     said
-        The ways in which they do, where that is a number or a text.
+        The numbers and texts with which tasks name it.
     """
 
     __slots__ = ("groups", "holders", "name", "said")
@@ -57,16 +57,17 @@ class Group:
     Attributes
     ----------
     terms
-        Whether they may wait for a worker; the workers and hosts that their user gave; and whether
-        these are a preference only.
+        Whether the tasks may wait for a worker; the workers and hosts that their user gave; and
+        whether these are only a preference.
     restrictions
-        The addresses of the workers that they may go to, empty for all: dask reads this very set.
+        The addresses of the workers that the tasks may go to, empty for all. dask reads this set
+        itself, not a copy.
     hosts, loose
-        dask's other two restrictions, which apply where the user's own do.
+        dask's other two restrictions, which are set where the user's own restrictions apply.
     tasks
         The tasks, by key.
     waiting
-        The keys of those that wait for a worker.
+        The keys of the tasks that wait for a worker.
     """
 
     __slots__ = ("demand", "hosts", "loose", "restrictions", "tasks", "terms", "waiting")
@@ -81,7 +82,7 @@ class Group:
         self.waiting: dict[Hashable, None] = {}
 
     def restrict(self, ts: Any) -> None:
-        """Make a task one that goes where the group goes."""
+        """Give a task the restrictions of the group."""
         restrict(ts, self.restrictions, self.hosts, loose=self.loose)
 
 
@@ -91,7 +92,7 @@ class Wishes:
     Parameters
     ----------
     cluster
-        Who has which device. Whoever changes it says so by :meth:`review`.
+        The workers and their devices. Its owner calls :meth:`review` after each change.
     workers_on
         Returns the addresses of a host's workers.
     """
@@ -100,25 +101,26 @@ class Wishes:
         self._cluster = cluster
         self._workers_on = workers_on
         self._demands: dict[Name, Demand] = {}
-        # The same by how many workers have the device: none and all are what matters.
+        # The same, by the number of workers that have the device: none and all matter.
         self._by_count: defaultdict[int, set[Demand]] = defaultdict(set)
-        # Tasks by their keys, and what most of them say, by what they say.
+        # The groups by the keys of their tasks, and the usual ones by the number or text in the
+        # annotation.
         self._groups: dict[Hashable, Group] = {}
         self._usual: dict[tuple[type, object], Group] = {}
 
     def __len__(self) -> int:
-        """Return for how many devices and terms the restrictions are kept up to date."""
+        """Return the number of groups whose restrictions are kept up to date."""
         return sum(len(demand.groups) for demand in self._demands.values())
 
     # -- tasks
 
     def note(self, ts: Any, wanted: object) -> None:
-        """Restrict a task that names a device; it is not scheduled yet, or waits for a worker."""
+        """Restrict a task that names a device. It is not scheduled yet, or waits for a worker."""
         key = ts.key
         old = self._groups.get(key)
         if old is not None:
             if old.tasks[key] is ts:
-                return  # its restrictions are not its user's
+                return  # its restrictions are those of its group, not its user's
             self.forget(key)
         said = wanted.__class__, wanted
         common = said[0] in (int, str) and not (ts.actor or any(restrictions(ts)))
@@ -135,7 +137,7 @@ class Wishes:
         group.restrict(ts)
 
     def moved(self, key: Hashable, state: str) -> None:
-        """Follow a task, of which dask says where it is now."""
+        """Note the new state of a task."""
         group = self._groups.get(key)
         if group is None:
             return
@@ -147,11 +149,11 @@ class Wishes:
             self.forget(key)
 
     def forget(self, key: Hashable) -> None:
-        """Follow a task no longer."""
+        """Forget a task."""
         group = self._groups.pop(key)
         del group.tasks[key]
         group.waiting.pop(key, None)
-        if not group.tasks and group.terms[1:] != _ANYWHERE[1:]:  # there may be many of its kind
+        if not group.tasks and group.terms[1:] != _ANYWHERE[1:]:  # there may be many such groups
             del group.demand.groups[group.terms]
 
     def _group(self, ts: Any, name: Name) -> Group:
@@ -189,21 +191,21 @@ class Wishes:
     def review(
         self, address: str, before: Holdings | None, now: Holdings | None, joined: int = 0
     ) -> list[Any]:
-        """Lead tasks according to what has changed with one worker.
+        """Update the restrictions of tasks after a change of one worker.
 
         Parameters
         ----------
         address
-            The worker's.
+            The worker's address.
         before, now
-            What it had, and what it has.
+            Its devices before the change and now.
         joined
-            1 where it has just joined, -1 where it has just left.
+            1 if the worker has just joined, -1 if it has just left.
 
         Returns
         -------
         list
-            The tasks that wait for a worker and may now go to others than before.
+            The tasks that wait for a worker and may now go to other workers than before.
         """
         there = len(self._cluster.workers)
         self._forget_unnamed(list(self._by_count[0]))
@@ -219,11 +221,11 @@ class Wishes:
                 (demand.holders.add if has else demand.holders.discard)(address)
                 self._by_count[len(demand.holders)].add(demand)
                 touched.add(demand)
-        # Devices that everybody had or has now, or that nobody has, concern all who name them.
+        # A device that all workers had or have now, or that no worker has: all its tasks change.
         return self._lead_all(touched | self._by_count[there] | self._by_count[0])
 
     def review_absent(self) -> list[Any]:
-        """Do so where workers are not waited for any longer."""
+        """Update the restrictions for devices that no worker has, after the wait for workers."""
         return self._lead_all(self._by_count[0])
 
     def _lead_all(self, demands: Iterable[Demand]) -> list[Any]:
@@ -238,7 +240,7 @@ class Wishes:
             return False
         group.restrictions.clear()
         group.restrictions.update(workers)
-        if others:  # of tasks alone whose user restricted them
+        if others:  # only for tasks that their user restricted
             group.hosts, group.loose = hosts, loose
             for ts in group.tasks.values():
                 group.restrict(ts)
@@ -251,7 +253,7 @@ class Wishes:
         if not holders:
             if may_wait and (cluster.unheard or cluster.left.has(group.demand.name)):
                 return _NOBODY, None, False
-            # Whoever has devices at all tells best that this one is not there.
+            # A worker that has devices gives the best error about one that is not there.
             targets = cluster.present.using or cluster.present.by_worker.keys()
         if targets and len(targets) < len(cluster.workers):
             if not workers and not hosts:
@@ -259,15 +261,15 @@ class Wishes:
             allowed = workers.union(*(self._workers_on(host) for host in hosts))
             both = allowed & targets
             if both or loose:
-                # A preference that cannot be had is none. dask's own way to see it would send the
-                # task to workers that do not have the device.
+                # A preference that cannot be met is ignored. dask's own loose restrictions would
+                # send the task to workers that do not have the device.
                 return both or targets, None, False
-            # else the user sends it where the device is not: let it fail there
+            # The user restricts the task to workers without the device: it fails there.
         return workers, hosts or None, loose
 
 
 def _name(wanted: object) -> Name:
     try:
         return naming.read(wanted)
-    except Exception:  # no name at all, or a user's object that cannot be asked: the worker says so
+    except Exception:  # no name, or a user's object that raises: the worker reports it
         return Name("unknown")

@@ -1,1 +1,1 @@
-"""What runs in a worker's process: a task's way from its arrival to its result."""
+"""The part in a worker's process: a task's way from its arrival to its result."""

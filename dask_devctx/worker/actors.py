@@ -1,4 +1,4 @@
-"""Actors on their devices: what a worker calls and reads of an actor, after its constructor."""
+"""Actors on their devices: the calls and attribute reads of an actor after its constructor."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.task import Arguments, Bring, DeviceMethod
 
 _POLL_S = 0.01
-# So long an error may be on its way to the caller of a method.
+# The time that an error may take to reach the caller of a method.
 _ON_ITS_WAY_S = 0.2
 
-# By the state of the task that made the actor: an actor keeps its device while it lives, also when
-# the plugin is registered again.
+# The actors' devices, by the state of the task that made the actor. An actor keeps its device while
+# it lives, also when the plugin is registered again.
 _devices: weakref.WeakKeyDictionary[Any, Device] = weakref.WeakKeyDictionary()
 
 
 class DeviceActors(dict[Hashable, Any]):
-    """A worker's actors by key; who is about to call one is given a stand-in.
+    """A worker's actors by key; a caller of an actor's method gets a stand-in.
 
     Parameters
     ----------
@@ -36,13 +36,13 @@ class DeviceActors(dict[Hashable, Any]):
     monitor
         Monitors the calls of their methods.
     move_inputs
-        Whether what a method is given is brought to its actor's device.
+        Whether a method's arguments are copied to its actor's device.
 
     Notes
     -----
-    dask calls an actor's methods in two ways: by a message to the worker, and, from a method of
-    another actor on the same worker, at once on the same thread. Both look the actor up here.
-    Everybody else is given the actor itself.
+    dask calls an actor's methods in two ways: by a message to the worker, and directly on the same
+    thread, from a method of another actor on the same worker. Both look the actor up here. All
+    other code gets the actor itself.
     """
 
     def __init__(self, worker: Worker, monitor: Monitor, *, move_inputs: bool) -> None:
@@ -66,7 +66,7 @@ class DeviceActors(dict[Hashable, Any]):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leave the worker as it was; calls that are under way end on their devices."""
+        """Restore the worker; running calls end on their devices."""
         self._steps.close()
 
     def live_on(self, ts: Any, device: Device) -> None:
@@ -74,7 +74,7 @@ class DeviceActors(dict[Hashable, Any]):
         _devices[ts] = device
 
     async def answered(self, keys: Collection[Hashable]) -> None:
-        """Wait until those who called methods of these actors know how they ended."""
+        """Wait until the callers of these actors' methods have their answers."""
         while any(self._unanswered[key] for key in keys):
             await asyncio.sleep(_POLL_S)
 
@@ -95,7 +95,7 @@ class DeviceActors(dict[Hashable, Any]):
 
     def _executing(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         async def execute_on_device(actor: Hashable = None, **kwargs: Any) -> Any:
-            self._called = actor  # it is looked up before anything else runs on this loop
+            self._called = actor  # dask looks it up before other code runs on this loop
             self._unanswered[actor] += 1
             failed = True
             try:
@@ -103,7 +103,7 @@ class DeviceActors(dict[Hashable, Any]):
                 failed = answer["status"] != "OK"
             finally:
                 self._called = None
-                if failed:  # it is sent when this has returned
+                if failed:  # the error is sent after this returns
                     self._worker.loop.call_later(_ON_ITS_WAY_S, self._has_answered, actor)
                 else:
                     self._has_answered(actor)
@@ -125,9 +125,9 @@ class DeviceActors(dict[Hashable, Any]):
             del self._unanswered[actor]
 
     def _to_send(self, key: Hashable, answer: dict[str, Any]) -> dict[str, Any]:
-        """Return what an actor answers, to be read after the work that makes it."""
+        """Return an actor's answer; its readers wait for the work that makes it."""
         if self._device_of(key) is not None and "result" in answer:
-            with suppress(Exception):  # somebody's type, or a device that is not well
+            with suppress(Exception):  # a user's type raised, or the device failed
                 made = stamp(answer["result"].data)
                 if made is not None:
                     made.hold_back_readers()
@@ -155,7 +155,7 @@ class _OnDevice:
 
 
 def _brought(arguments: Arguments, device: Device) -> Arguments:
-    """Return what a method is given as it is on its actor's device."""
+    """Return a method's arguments on its actor's device."""
     if nbytes_by_device(arguments).keys() - {device}:
         return to_device(arguments, device, after=stamp(arguments))
     return arguments

@@ -1,4 +1,4 @@
-"""Advice on a worker that is shown too few tasks to keep its devices busy."""
+"""Advice on a worker whose ``nthreads`` is too small to keep its devices busy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Advice:
-    """What to change of a worker that is shown too few tasks to keep its devices busy; said once.
+    """Warns once if dask gives a worker too few tasks to keep its devices busy.
 
     Parameters
     ----------
@@ -29,14 +29,14 @@ class Advice:
         if nthreads < 2 * running:
             self._text = (
                 f"This worker has nthreads={nthreads}, and its devices run {running} tasks at a "
-                "time: dask will not show it enough tasks to keep them busy, and a queue for one "
-                "device can keep the others waiting. Start it with nthreads="
+                "time: dask will not give it enough tasks to keep them busy, and a queue for one "
+                "device can keep the other devices waiting. Start the worker with nthreads="
                 f"{LOOK_AHEAD * running}, as LocalDeviceCluster does: the devices' own threads run "
-                "the tasks, and this says how far ahead it may look"
+                "the tasks, and nthreads only limits how many tasks the worker gets ahead"
             )
 
     def give(self) -> None:
-        """Say it, where the client can read it too: the worker's events of ``devctx``."""
+        """Log the warning, also as an event of ``devctx``, which the client can read."""
         if self._text:
             logger.warning("%s: %s", self._worker.address, self._text)
             self._worker.log_event("devctx", {"level": "warning", "message": self._text})

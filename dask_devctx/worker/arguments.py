@@ -1,4 +1,4 @@
-"""Where dask keeps what a task is given by value: in the nodes of its graph."""
+"""The arguments that a task is given by value: dask keeps them in the nodes of its graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dask_devctx.transfer.objects import ObjectLike
 
 
 class NodeLike(ObjectLike):
-    """dask's nodes: a task that is not done yet, its arguments, and lists of those."""
+    """dask's nodes: a task that is not done yet, its arguments, and lists of them."""
 
     def __init__(self, kind: type) -> None:
         super().__init__(kind)
@@ -29,7 +29,7 @@ class NodeLike(ObjectLike):
 
 
 def may_hold_arrays(task: Any) -> bool:
-    """Return whether a task may keep arrays itself; quick where it is given plain values only."""
+    """Return whether a task may hold arrays itself; fast if all its arguments are plain values."""
     find = walk.find
     nodes = [task]
     for node in nodes:
@@ -43,5 +43,5 @@ def may_hold_arrays(task: Any) -> bool:
 
 
 def register() -> None:
-    """Have arrays found in dask's nodes."""
+    """Register dask's nodes, so that arrays in them are found."""
     walk.register_protocol(Node, NodeLike)

@@ -1,4 +1,4 @@
-"""A worker's way in and out for data: where it lands, and when it may leave."""
+"""Data that a worker receives and sends: its device on arrival, and its order after its work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dask_devctx.worker.inputs import Inputs
 
 @contextmanager
 def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
-    """While it is open, data that a worker receives lands on no device that is not its own.
+    """While it is open, data that a worker receives arrives only on the worker's own devices.
 
     Parameters
     ----------
@@ -26,16 +26,16 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
 
     Notes
     -----
-    Libraries unpack an array on their default device, CUDA's first, where no other is current. A
-    worker that does not use the first one has one of its own made current on the threads that
-    unpack: the event loop's, and that of the ``offload`` executor. Afterwards no device is current
-    on either, unless somebody else made another so.
+    Libraries unpack an array on their default device, CUDA's first, if no other device is current.
+    For a worker that does not use the first device, this makes one of the worker's devices current
+    on the threads that unpack: the event loop's thread, and that of the ``offload`` executor. When
+    this closes, no device is current on these threads, unless other code made another one current.
     """
     if not devices or any(device.device_id == 0 for device in devices):
         yield
         return
     device, offload = devices[0], worker.executors["offload"]
-    # For good, and no scope: several workers of one process open and close in any order.
+    # Set without a scope: several workers of one process open and close in any order.
     device.set_current()
     offload.submit(device.set_current)
     try:
@@ -46,30 +46,30 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
 
 
 def _unset(device: Device) -> None:
-    """Leave nothing current on this thread, where its current context is the device's primary."""
+    """Unset this thread's current context, if it is the device's primary context."""
     if device.primary_context.is_current:
         device.unset_current()
 
 
 @contextmanager
 def leaving_after_its_work(worker: Worker, inputs: Inputs) -> Iterator[None]:
-    """While it is open, data that a worker sends is read after the work that makes it.
+    """While it is open, a worker reads the data that it sends after the work that makes the data.
 
     Parameters
     ----------
     worker
         The worker.
     inputs
-        Knows that work.
+        Knows the work that makes each value.
 
     Notes
     -----
     dask serializes the values on the threads of the event loop and of the ``offload`` executor,
-    whose current streams are the libraries' default ones. They know nothing of a stream that a task
-    made for itself, and would read before it has written.
+    whose current streams are the libraries' default streams. These do not wait for a stream that a
+    task made for itself: a read could come before the task's write.
 
-    Each function around ``get_data`` is a step of its own, like this one; the last to be opened is
-    the first to be called.
+    Each wrapper around ``get_data`` is a separate step, like this one. The wrapper that is opened
+    last is called first.
     """
 
     def after_its_work(get_data: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """The threads of a device: a pool that starts the most urgent task first.
 
-A GPU's tasks run on the GPU's own threads, near it, so that what libraries keep per thread and GPU
-(handles, workspaces) is made once.
+A GPU's tasks run on the GPU's own threads, on CPUs near it. So libraries make the handles and
+workspaces that they keep for each thread and GPU only once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from distributed import Status, Worker
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.threads import Priority, TaskThreadPoolExecutor, sending_tasks_on
 
-# Of a call that is no task's, such as that with which a thread comes back to its pool.
+# The priority of a call that is no task, such as the call with which a thread rejoins its pool.
 _FIRST: tuple[float, ...] = (float("-inf"),)
 _LAST: tuple[float, ...] = (float("inf"),)
 
@@ -34,18 +34,19 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     Parameters
     ----------
     name
-        What the threads are called.
+        The prefix of the threads' names.
     threads
         How many tasks run at a time.
     cpus
-        The CPUs that the threads keep to; None for any that the process may use.
+        The CPUs on which the threads run; None for any that the process may use.
 
     Notes
     -----
-    What was submitted before it was shut down still runs, and who has left it can still come back.
+    Calls that were submitted before the shutdown still run, and threads that seceded can still
+    rejoin.
 
-    A task that an event loop submits gives it a future of its own, and not one for threads that has
-    to be watched by another: half the work, and one wakeup for all that end until the loop looks.
+    An event loop that submits a task gets an asyncio future directly, not a thread's future that a
+    second one wraps. This halves the work, and one wakeup of the loop serves all tasks that ended.
     """
 
     def __init__(self, name: str, threads: int, cpus: frozenset[int] | None) -> None:
@@ -55,10 +56,10 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         self._outcomes = _Outcomes()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run a call before all tasks that wait."""
+        """Run a call before all waiting tasks."""
         call = _Call(_FIRST, self._nearby(fn, args, kwargs), Future())
         if not self.give(call):
-            # Else it is how a thread asks to come back: no task waits any more for its place.
+            # The pool is shut down. A thread that rejoins calls this too: it continues at once.
             if not self.let_back_in():
                 raise _shut_down()
             call.future.set_result(None)
@@ -67,7 +68,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     def submit_task(
         self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any] | asyncio.Future[Any]:
-        """Run a task of dask's; the least priority goes first."""
+        """Run a task of dask's; the task with the smallest priority runs first."""
         work: _Call | _LoopCall
         near, urgency = self._nearby(fn, args, kwargs), priority or _FIRST
         loop = asyncio._get_running_loop()
@@ -95,7 +96,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
 def device_threads(
     worker: Worker, devices: Sequence[Device], threads: int
 ) -> Iterator[dict[Device, DeviceThreadPoolExecutor]]:
-    """While it is open, a worker has threads for each device, and sends their tasks there.
+    """While it is open, a worker has threads for each device, and runs the device's tasks there.
 
     Parameters
     ----------
@@ -109,7 +110,7 @@ def device_threads(
     Yields
     ------
     dict
-        Each device's threads.
+        The executor of each device.
     """
     pools = {
         device: DeviceThreadPoolExecutor(
@@ -119,7 +120,7 @@ def device_threads(
     }
 
     def end(name: str, pool: DeviceThreadPoolExecutor) -> None:
-        # A worker that is closing empties and ends its executors itself, and waits for them.
+        # A worker that closes shuts its executors down itself, and waits for them.
         if worker.status is not Status.closing:
             worker.executors.pop(name, None)
             pool.shutdown(wait=False)
@@ -138,7 +139,7 @@ def _shut_down() -> RuntimeError:
 
 
 def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
-    """Return those of a device's CPUs that this process may use; None where that says nothing."""
+    """Return the CPUs near a device that this process may use; None for no restriction."""
     if not cpus or not hasattr(os, "sched_setaffinity"):
         return None
     usable = frozenset(os.sched_getaffinity(0))
@@ -147,7 +148,7 @@ def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
 
 
 class _Outcomes:
-    """The way of tasks' outcomes from their threads to the event loop that submitted them."""
+    """Brings the outcomes of tasks from their threads to the event loop that submitted them."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -155,22 +156,22 @@ class _Outcomes:
         self._woken = False
 
     def go_to(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Return whether this is the loop that they go to; the first one is."""
+        """Return whether outcomes go to this loop; they go to the first loop that asks."""
         if self._loop is None:
             self._loop = loop
         return self._loop is loop
 
     def put(self, future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-        """Called by a thread."""
+        """Add an outcome; called on a device's thread."""
         self._waiting.append((future, result, error))
         if not self._woken:
             self._woken = True
             assert self._loop is not None
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._woken = False  # first: what is put from now on wakes the loop again
+        self._woken = False  # first: an outcome that is added from now on wakes the loop again
         while self._waiting:
             future, result, error = self._waiting.popleft()
             if future.done():  # cancelled
@@ -182,7 +183,7 @@ class _Outcomes:
 
 
 class _Call(NamedTuple):
-    """A call whose outcome any thread may wait for."""
+    """A call with a future for which any thread may wait."""
 
     priority: tuple[float, ...]
     fn: Callable[[], Any]
@@ -200,7 +201,7 @@ class _Call(NamedTuple):
 
 
 class _LoopCall(NamedTuple):
-    """A call whose outcome an event loop waits for."""
+    """A call with a future for which an event loop waits."""
 
     priority: tuple[float, ...]
     fn: Callable[[], Any]
@@ -219,7 +220,7 @@ class _LoopCall(NamedTuple):
 
 
 class _ByPriority(queue.Queue[Any]):
-    """A queue of calls; the least priority first, then the earliest."""
+    """A queue of calls, ordered by the smallest priority, then by arrival."""
 
     def _init(self, maxsize: int) -> None:
         self.queue: Any = []

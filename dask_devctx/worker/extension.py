@@ -1,4 +1,4 @@
-"""A task's way through a worker: it gets its device, is wrapped, runs on it, and is counted."""
+"""A task's way through a worker: it gets a device and a stand-in, runs there, and is counted."""
 
 from __future__ import annotations
 
@@ -53,27 +53,27 @@ class DeviceExtension:
     Attributes
     ----------
     failure
-        Why the worker does not have the devices, or None. It goes on without: tasks that ask for
-        one fail with this, and all others run as they did.
+        The reason why the worker does not have the devices, or None. The worker continues without
+        them: tasks that ask for a device fail with this error, and all other tasks run as before.
     placement
-        Which task is on which device.
+        The device of each task.
     record
-        What ran where.
-    guard
+        The tasks that ran on each device.
+    monitor
         Monitors the tasks.
     inputs
-        Brings their inputs; None where they are left where they are.
+        Brings the tasks' inputs; None if inputs stay where they are.
     pools
-        The devices' threads.
+        The executor of each device.
     """
 
     def __init__(self, worker: Worker, options: Options) -> None:
         self._worker = worker
-        self._tasks = worker.state.tasks  # looked into at every transition of every task
+        self._tasks = worker.state.tasks  # read at every transition of every task
         self.failure: Exception | None = None
         self.inputs: Inputs | None = None
         check_worker(worker)
-        with ExitStack() as steps:  # each undoes itself, also where a later one fails
+        with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
             history, interval_s = 0, None
             try:
                 history = remembered_tasks()
@@ -128,15 +128,15 @@ class DeviceExtension:
             )
             steps.enter_context(set_for_devices(worker, interval_s))
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
-            steps.enter_context(self._tasks_in_hand())
+            steps.enter_context(self._tasks_assigned())
             self._steps = steps.pop_all()
 
     def close(self) -> None:
-        """Leave the worker as it was; what runs, runs on to its end."""
+        """Restore the worker; running tasks run to their end."""
         self._steps.close()
 
     def _devices(self, steps: ExitStack, options: Options) -> Placement:
-        """Take the worker's devices: all that it is to have, or none."""
+        """Take all devices that the worker asks for, or none of them."""
         with ExitStack() as taking:
             devices = taking.enter_context(
                 leases.leased_to_worker(
@@ -154,11 +154,11 @@ class DeviceExtension:
         return placement
 
     @contextmanager
-    def _tasks_in_hand(self) -> Iterator[None]:
-        """While it is open, tasks that have not begun are taken to their devices."""
+    def _tasks_assigned(self) -> Iterator[None]:
+        """While it is open, tasks that have not begun get their devices."""
         try:
             for ts in tasks.about_to_begin(self._worker):
-                self._pin(ts)
+                self._assign(ts)
             yield
         finally:
             if self._worker.status is not Status.closing:
@@ -166,21 +166,21 @@ class DeviceExtension:
                     tasks.restore(ts)
 
     def report(self) -> dict[str, list[dict[str, Any]]]:
-        """Return what ran where, and what was moved, as plain data."""
+        """Return the tasks that ran on each device, and the transfers, as plain data."""
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
         transfers = [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
         return {**self.record.report(), "transfers": transfers}
 
     def transition(self, key: Hashable, start: str, finish: str) -> None:
-        """Take a task that is about to run to its device; stop counting one that is done."""
+        """Give a task that is about to run its device; stop counting a task that is done."""
         ts = self._tasks.get(key)
-        # A task that was cancelled and asked for again comes back to "executing" without a
-        # transition to it, so what counts is the state and not `finish`.
+        # A task that was cancelled and requested again returns to "executing" without a transition
+        # to it. So this looks at the state, and not at `finish`.
         if ts is not None and ts.state == "executing":
             if ts.run_spec.__class__ is not DeviceTask:
-                self._pin(ts)
+                self._assign(ts)
         elif key in self.placement.placed:
-            if finish == "long-running":  # also of one that was cancelled, and stays so
+            if finish == "long-running":  # a cancelled task, too, which stays cancelled
                 self.monitor.seceded(key)
             if ts is None or ts.state not in _UNDER_WAY:
                 self._done(key, ts)
@@ -193,27 +193,27 @@ class DeviceExtension:
         elif self.peers.unreadable and finish == "error" and ts is not None:
             self.peers.unreadable.let_go(ts)
 
-    def _pin(self, ts: Any) -> None:
-        """Wrap the task, and send it to its device's threads unless it asked for others."""
+    def _assign(self, ts: Any) -> None:
+        """Give a task its device, and the device's threads unless it asked for other threads."""
         annotations = ts.annotations
         try:
             if self.peers.unreadable:
                 self.peers.unreadable.check(ts)
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
-                self._done(ts.key, None)  # where it was asked for again, in other words
+                self._done(ts.key, None)  # if it had a device before it was requested again
                 if self.inputs is not None:
                     self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
-            if not asked_for:  # after it ran out of memory elsewhere, it is known where to
+            if not asked_for:  # a task that ran out of memory elsewhere may have a next device
                 wanted = self.monitor.retries.redirect(ts.key) or wanted
-            before = self.placement.placed.get(ts.key)  # where it was asked for again
+            before = self.placement.placed.get(ts.key)  # if it was requested again
             inputs = self._inputs(ts) if ts.dependencies else []
             device = self.placement.place(ts.key, ts.prefix, wanted, inputs)
             self.record.placed(ts, device, before)
-        except Exception as error:  # raised here, dask would log it and run the task unpinned
-            failure = error.with_traceback(None)  # where it was found says nothing to the user
+        except Exception as error:  # dask would log it, and run the task without a device
+            failure = error.with_traceback(None)  # this traceback does not help the user
             tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
@@ -233,7 +233,7 @@ class DeviceExtension:
         tasks.replace(ts, stand_in)
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
-            # One that is asked for again while it runs may have lost its inputs meanwhile.
+            # A task that is requested again while it runs may have lost its inputs meanwhile.
             stand_in.lifetimes = {
                 dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
             }
@@ -248,12 +248,12 @@ class DeviceExtension:
         run = self.record.left(device, ts)
         if run is not None and run.start is not None and run.stop is not None:
             self.placement.record_duration(run.prefix, run.stop - run.start)
-        # Nothing is known of one that came to nothing, or is to be computed again.
+        # A task that failed, was dropped or runs again has no value whose lifetime begins here.
         if ts is not None and ts.state == "memory":
             self._arrived(key, ts)
 
     def _ended_later(self, key: Hashable, ts: Any) -> None:
-        """Note what came of a task that seceded; it gave up its place on its device then."""
+        """Note the outcome of a task that seceded; it gave up its place on its device then."""
         spec = ts.run_spec
         if spec.__class__ is DeviceTask and isinstance(spec.device, Device):
             if ts.state in ("memory", "error"):
@@ -267,15 +267,15 @@ class DeviceExtension:
             self.inputs.arrived(key, made)
 
     def _on_failure(self, failure: Failure) -> None:
-        """End the worker; called on the thread of the task that noticed."""
-        refuse_data(self._worker)  # now: whoever is told may ask before the event loop has its turn
+        """End the worker; called on the thread of the task that noticed the failure."""
+        refuse_data(self._worker)  # now: others may ask for data before the event loop runs
         tell_scheduler(self._worker, failure)
         self._worker.loop.add_callback(
             end_failed_worker, self._worker, failure, self._actors.answered
         )
 
     def _written(self, key: Hashable, value: object) -> None:
-        """Called when dask is about to write a value to disk, which may be one just made."""
+        """Called when dask is about to write a value to disk; its work may still be running."""
         ts = self._tasks.get(key)
         made = None if ts is None else _work_of(ts)
         if made is not None:
@@ -287,7 +287,7 @@ class DeviceExtension:
             self.inputs.read_back(key)
 
     def _inputs(self, ts: Any) -> list[Input]:
-        """Return those inputs of a task that are in memory; what is on disk stays there."""
+        """Return the inputs of a task that are in memory; those on disk stay there."""
         data = in_memory(self._worker)
         keys = [dep.key for dep in ts.dependencies if dep.key in data]
         return [Input(key, data[key], self.inputs) for key in keys]
@@ -295,17 +295,17 @@ class DeviceExtension:
 
 @contextmanager
 def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-    """Make what is closed afterwards."""
+    """Make an object, and close it at the end."""
     with closing(kind(*args, **kwargs)) as made:  # type: ignore[type-var]
         yield made
 
 
 def _urgency(ts: Any) -> tuple[Any, ...]:
-    """Return a task's place among those that wait for its device; the least goes first.
+    """Return a task's priority in the queue of its device; the smallest runs first.
 
-    It is dask's own priority; but among those of one priority of the user's, those go first that
-    use up an input which no other task waits for: their device has less to hold when they are done.
-    Else a device fills up with what many tasks make before the first of it is used.
+    It is dask's own priority, with one change. Among tasks of the same user priority, tasks that
+    use up an input that no other task waits for run first: the device holds less data when they are
+    done. Without this, a device fills up with the results of many tasks before the first is used.
     """
     by_user, *others = ts.priority
     for dep in ts.dependencies:
@@ -317,14 +317,14 @@ def _urgency(ts: Any) -> tuple[Any, ...]:
 def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
     """Return whether a task was cancelled; on any thread.
 
-    dask believes that it runs from when it is given to its device's threads. There it may wait for
-    long, and nobody wants it when its turn comes.
+    dask counts a task as running as soon as its device's threads have it. It may wait there for a
+    long time, and may not be needed any more when it begins.
     """
     ts = tasks.get(key)
     return ts is not None and ts.state == "cancelled"
 
 
 def _work_of(ts: Any) -> Stamp | None:
-    """Return the stamp of the work that makes a task's value, where it was made here."""
+    """Return the stamp of the work that makes a task's value, if the task ran here."""
     spec = ts.run_spec
     return spec.made if spec.__class__ is DeviceTask else None

@@ -1,4 +1,4 @@
-"""What a worker holds in host memory, as dask counts it: not what is on its devices."""
+"""The host memory of a worker as dask counts it: values on devices do not count."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def counting_host_memory(
     written: Callable[[Hashable, object], None],
     read_back: Callable[[Hashable, object], None],
 ) -> AbstractContextManager[None]:
-    """While it is open, a worker spills what is in host memory, and not for what is on devices.
+    """While it is open, only values in host memory count towards a worker's spilling to disk.
 
     Parameters
     ----------
     worker
-        The worker. What it holds when this is closed stays counted as it was.
+        The worker. Values that it holds when this closes stay counted in this way.
     written
         Called with a key and its value whenever dask is about to write it to disk.
     read_back
@@ -30,12 +30,12 @@ def counting_host_memory(
 
     Notes
     -----
-    dask counts the bytes of a CuPy array like those of a NumPy one, and writes to disk what goes
-    beyond a share of ``memory_limit``, which is host memory. A machine whose GPUs have more memory
-    than its host would spill long before they are full, and make no room by it.
+    dask counts the bytes of a CuPy array like those of a NumPy array. It writes values to disk if
+    they exceed a fraction of ``memory_limit``, which is host memory. A machine whose GPUs have more
+    memory than its host would spill long before the GPUs are full, and free no host memory by it.
 
-    Concerns the share ``distributed.worker.memory.target``. What dask spills since the process
-    itself has grown beyond ``…memory.spill``, it chooses by age alone, values on devices too.
+    This concerns the fraction ``distributed.worker.memory.target``. When the process itself grows
+    beyond ``…memory.spill``, dask chooses values by age alone, also values on devices.
     """
     return spilling(worker, weigh=_in_host_memory, written=written, read_back=read_back)
 
@@ -43,7 +43,7 @@ def counting_host_memory(
 def _in_host_memory(value: object, counted: float) -> float:
     try:
         on_devices = sum(nbytes_by_device.estimated(value).places.values())
-    except Exception:  # somebody's type; the task that is given the value will say so
+    except Exception:  # of a user's type; the task that gets the value fails with it
         return counted
-    # Not every library's arrays count as large as they are.
+    # dask counts some libraries' arrays smaller than they are.
     return max(counted - on_devices, 0)

@@ -1,4 +1,4 @@
-"""The inputs of a worker's tasks: brought to each task's device, before it and in order."""
+"""The inputs of a worker's tasks: copied to each task's device, before the task and in order."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from dask_devctx.worker import arguments
 
 logger = logging.getLogger(__name__)
 
-# How often memory is let go of that a copy has read by now, where nothing else is moved.
+# How often memory that finished copies have read is released, if no other values move.
 _RELEASE_INTERVAL_MS = 500
-# How often a task that ran out of memory looks whether what reads the dropped copies is done.
+# How often a task that ran out of memory checks whether the readers of dropped copies are done.
 _LOOK_INTERVAL_S = 0.001
 
 
-# Those of a task's inputs that were brought: the copies, each with the lifetime of its source.
+# The copies among a task's inputs, each with the lifetime of its source.
 Copies = list[tuple[Lifetime, Any]]
 
-# Of what nobody knows when it goes: no copy of it is kept.
+# The lifetime of a value whose end is unknown: no copy of it is kept.
 _UNKNOWN = Lifetime()
 _UNKNOWN.ended = True
-# Of what is on no device.
+# The stamp of a value that is on no device.
 _ON_THE_HOST = Stamp({}, {})
 
 
 class Input:
-    """One value that a task is given. Where it is, is found out once, when somebody asks.
+    """One input of a task. Its place is looked up once, on first use.
 
     Parameters
     ----------
     key, value
         The value, and its key.
     inputs
-        Knows of its copies; None where none are made.
+        Knows the copies of the value; None if no copies are made.
     """
 
     __slots__ = ("_inputs", "_nbytes", "key", "value")
@@ -61,11 +61,11 @@ class Input:
 
     @property
     def nbytes(self) -> Mapping[Device, int]:
-        """About how many bytes it has on which devices; empty for what is on the host.
+        """The approximate bytes of the value on each device; empty for a value on the host.
 
-        So is what cannot be told, as somebody's type raised: the task asks again when it is given
-        the value, and fails with that. A large value of which nobody knows is looked at in part,
-        for less than a millisecond: the task looks again.
+        It is empty too if a user's type raises: the task looks again when it gets the value, and
+        fails with that error. Of a large value that was not looked at before, this looks only at a
+        part, for less than a millisecond: the task looks again.
         """
         if self._nbytes is None:
             lifetime = None if self._inputs is None else self._inputs.lifetimes.get(self.key)
@@ -75,7 +75,7 @@ class Input:
             try:
                 self._nbytes, complete = nbytes_by_device.estimated(self.value)
             except Exception:
-                logger.debug("where %r is cannot be told", self.key, exc_info=True)
+                logger.debug("the devices of %r are unknown", self.key, exc_info=True)
                 self._nbytes, complete = {}, False
             if complete and lifetime is not None:
                 lifetime.places = self._nbytes
@@ -88,29 +88,29 @@ class Input:
 
 
 class Inputs:
-    """What the tasks of one worker are given, on their devices.
+    """Copies the inputs of one worker's tasks to the tasks' devices.
 
     Parameters
     ----------
     limit
-        How much of each device's memory copies may take, as a fraction.
+        The fraction of each device's memory that copies may take.
 
     Attributes
     ----------
     lifetimes
-        By key, of the values in the worker's memory that a task made here, or that one is given:
-        looking one up begins it where it is not known, :meth:`forget` ends it.
+        The lifetimes, by key, of values in the worker's memory that a task made here or gets as
+        input. A look-up begins a lifetime that is not known; :meth:`forget` ends it.
 
     Notes
     -----
     :meth:`bring`, :meth:`made` and :meth:`gave_up` are called on the task's thread, inside its
-    device's scope; all else from the worker's event loop, but for :meth:`drop_replicas`, which is
-    called from either. One thread of its own starts copies ahead of their tasks, and drops those of
-    values that dask let go.
+    device's scope. :meth:`drop_replicas` is called there or on the worker's event loop, and all
+    other methods on the event loop. A separate thread starts copies ahead of their tasks, and drops
+    the copies of values that dask has released.
 
     Copies belong to a value's :class:`~dask_devctx.transfer.lifetime.Lifetime` and not to its key:
-    a task that was cancelled runs on with values that dask has let go, and a copy that was to be
-    made ahead may have its turn when they are gone.
+    a cancelled task still runs with values that dask has released, and the turn of a copy ahead may
+    come after its value is gone.
     """
 
     metric: Final = "devctx-traffic"
@@ -129,38 +129,38 @@ class Inputs:
         self._release()
 
     def close(self) -> None:
-        """Start no more copies, and forget those that are there; what is read stays until then."""
+        """Start no more copies, and drop all copies; memory that is being read stays until then."""
         self._open = False
         self._later.put(None)
-        for lifetime in self.lifetimes.values():  # what runs now keeps no copies any more
+        for lifetime in self.lifetimes.values():  # running tasks keep no copies from now on
             self.replicas.forget(lifetime)
         self.lifetimes.clear()
         self._release()
 
     def _release(self) -> None:
-        """Let go of what was read, now and later: while it is open, or something is still read."""
+        """Release memory that was read, repeatedly until this is closed and all memory is read."""
         if not release_held() and not self._open:
             self._releasing.stop()
         elif not self._releasing.is_running():
             self._releasing.start()
 
-    # -- a value's way
+    # -- values
 
     def arrived(self, key: Hashable, after: Stamp) -> None:
-        """Note of which work the value of a key is that a task has made here."""
+        """Note the work that makes the value of a key, after a task of this worker returned."""
         self.forget(key)
         self.lifetimes[key] = Lifetime(after)
 
     def forget(self, key: Hashable) -> None:
-        """Drop the copies of what a key stood for: dask has let it go."""
+        """Drop the copies of a key's value, which dask has released."""
         lifetime = self.lifetimes.pop(key, None)
         if lifetime is not None:
             lifetime.ended = True
-            if lifetime.copied:  # what is freed then, and the lock, are not for the event loop
+            if lifetime.copied:  # freeing memory, and the lock, would delay the event loop
                 self._later.put(partial(self.replicas.forget, lifetime))
 
     def read_back(self, key: Hashable) -> None:
-        """Note that the value of a key comes from disk now: not of the work that was noted."""
+        """Note that a key's value was read from disk: the work noted before did not make it."""
         lifetime = self.lifetimes.get(key)
         if lifetime is not None:
             lifetime.after = lifetime.places = None
@@ -171,9 +171,9 @@ class Inputs:
         return () if lifetime is None or not lifetime.copied else self.replicas.devices(lifetime)
 
     def hold_back_for(self, keys: Iterable[Hashable]) -> None:
-        """Let what this thread's streams are given next wait for the work that makes some values.
+        """Let further work on this thread's streams wait for the work that makes some values.
 
-        For those that are read where nothing brings them: on the worker's default streams.
+        This is for values that are read without :meth:`bring`, on the worker's default streams.
         """
         for key in keys:
             lifetime = self.lifetimes.get(key)
@@ -181,7 +181,7 @@ class Inputs:
             if after is not None:
                 after.hold_back_readers()
 
-    # -- a task's way
+    # -- tasks
 
     def start_moving(
         self,
@@ -189,17 +189,17 @@ class Inputs:
         lifetimes: Mapping[Hashable, Lifetime],
         device: Device,
     ) -> None:
-        """Begin to copy what a task will need, while it waits for its turn.
+        """Begin to copy a task's inputs while the task waits for its turn.
 
         Parameters
         ----------
         inputs
-            Those that the worker has by now.
+            The inputs that the worker has by now.
         lifetimes
-            The lifetimes of its inputs.
+            The lifetimes of the task's inputs.
         device
-            The task's device. No more is brought than there is room for: what is not brought
-            ahead is when the task's turn comes.
+            The task's device. Inputs are copied ahead only as far as there is room; the others are
+            copied when the task's turn comes.
         """
         far = []
         for one in inputs:
@@ -208,13 +208,13 @@ class Inputs:
             lifetime = lifetimes.get(one.key)
             if nbytes and lifetime is not None and device not in one.copies:
                 far.append((one, lifetime, nbytes))
-        if far:  # else that thread is not woken: it would take Python's lock from the others
+        if far:  # do not wake the thread for nothing: it takes Python's lock from other threads
             self._later.put(partial(self._move_ahead, far, device))
 
     def _do_later(self) -> None:
         while (do := self._later.get()) is not None:
             do()
-            del do  # while nothing is to be done, nothing is kept
+            del do  # keep no values while the thread waits
 
     def _move_ahead(self, far: Iterable[tuple[Input, Lifetime, int]], device: Device) -> None:
         for one, lifetime, nbytes in far:
@@ -227,13 +227,13 @@ class Inputs:
                     self.replicas.get(
                         lifetime, one.value, device, after=after, ahead=True, places=lifetime.places
                     )
-            except Exception:  # the task will try for itself, and fail with this if it must
-                logger.debug("%r was not brought to %s ahead", one.key, device, exc_info=True)
+            except Exception:  # the task tries again, and fails with this error if it remains
+                logger.debug("%r was not copied ahead to %s", one.key, device, exc_info=True)
 
     def bring(
         self, data: Mapping[Hashable, Any], lifetimes: Mapping[Hashable, Lifetime], device: Device
     ) -> tuple[dict[Hashable, Any], Copies]:
-        """Return a task's inputs as they are on its device, and which of them are copies."""
+        """Return a task's inputs on its device, and the copies among them."""
         inputs, copies = {}, []
         for key, value in data.items():
             lifetime = lifetimes.get(key, _UNKNOWN)
@@ -241,11 +241,11 @@ class Inputs:
             if places is None:
                 places = nbytes_by_device(value)
                 if lifetime is not _UNKNOWN:
-                    lifetime.places = places  # looked for once, also where there is nothing
+                    lifetime.places = places  # looked up once, also if it is empty
             if not places:
                 inputs[key] = value
                 continue
-            # Of what arrived from elsewhere, or was there before, nobody knows the work.
+            # The work is unknown for a value that came from elsewhere, or was there before.
             after = lifetime.after
             if after is None:
                 after = Stamp.of_devices(places)
@@ -259,7 +259,7 @@ class Inputs:
         return inputs, copies
 
     def bring_arguments(self, task: Any, device: Device) -> Any:
-        """Return a task with the arrays that it keeps itself on its device, given by value.
+        """Return a task whose own arrays, given by value, are on its device.
 
         Parameters
         ----------
@@ -278,33 +278,34 @@ class Inputs:
         Returns
         -------
         Stamp or None
-            Of the work that makes its result, for :meth:`arrived`; None of a number or the like.
+            The stamp of the work that makes its result, for :meth:`arrived`; None for a result that
+            holds no arrays, such as a number.
         """
         after = None
         if walk.find(type(result)) is not None:
-            after = stamp(result) or _ON_THE_HOST  # nobody looks again
+            after = stamp(result) or _ON_THE_HOST  # so that it is not looked up again
         if copies:
-            # A result on the host says nothing of work that may not be done.
+            # A result on the host does not show whether the device's work is done.
             known = after is not None and device in after.devices
             self._used(copies, device, after if known else Stamp.of_devices([device]))
         return after
 
     def gave_up(self, copies: Copies, device: Device) -> None:
-        """Note that a task raised: what it gave to its device until then may still run."""
+        """Note that a task raised: its work on the device may still run."""
         if copies:
-            with suppress(DevctxError):  # the device is not well; the task's own exception counts
+            with suppress(DevctxError):  # the device failed; the task's own exception counts
                 self._used(copies, device, Stamp.of_devices([device]))
 
     def _used(self, copies: Copies, device: Device, after: Stamp | None) -> None:
         self.replicas.used(copies, device, after)
-        if not self._open:  # the task outlived the plugin, and nobody looks any more
+        if not self._open:  # the task outlived the plugin, whose periodic release has stopped
             self._loop.add_callback(self._release)
 
     def drop_replicas(self, device: Device) -> int:
         """Drop the copies on a device whose memory ran out; return their bytes."""
         dropped = self.replicas.drop_all(device)
         if dropped and threading.get_ident() != self._event_loop:
-            # The memory of one that is being read is there when that is done.
+            # A copy that is being read frees its memory when the read is done.
             with suppress(DevctxError):
                 reading = Stamp.of_devices([device])
                 while not reading.done():
@@ -313,10 +314,10 @@ class Inputs:
         return dropped
 
     def metrics(self, worker: object) -> list[dict[str, Any]]:
-        """Return what the worker's heartbeat tells: a row for each pair of devices, plain data.
+        """Return the heartbeat's rows, one for each pair of devices, as plain data.
 
-        ``nbytes`` and ``copies`` count what was moved, ``saved`` the times that a task found its
-        input there already; ``seconds`` is the time that threads spent on starting the copies.
+        ``nbytes`` and ``copies`` count the copied bytes and values, and ``saved`` the times that a
+        copy was there already. ``seconds`` is the time that threads spent on starting the copies.
         """
         return [
             {

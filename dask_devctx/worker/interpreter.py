@@ -17,12 +17,12 @@ _LOOK_INTERVAL_MS = 1000
 
 
 def switch_interval() -> float | None:
-    """Return the switch interval that is configured, in seconds; None where it is left alone.
+    """Return the configured switch interval in seconds; None to leave Python's own.
 
     Raises
     ------
     ValueError
-        It is no time, or out of range.
+        The configured value is no time, or is out of range.
     """
     found = config.seconds("switch-interval")
     if found is not None and not 0 < found < 1000:  # Python keeps it as an int of microseconds
@@ -34,7 +34,7 @@ def switch_interval() -> float | None:
 
 
 class _Interval:
-    """The process' switch interval: of several workers, the first sets and the last restores."""
+    """The process's switch interval: the first worker sets it, the last worker restores it."""
 
     workers = 0
     before_s = 0.0
@@ -54,17 +54,17 @@ def set_for_devices(worker: Worker, interval_s: float | None) -> Iterator[None]:
 
     Notes
     -----
-    Libraries give Python's lock up in each call into CUDA, for a few microseconds. A thread that
-    has it then keeps it for ``sys.getswitchinterval()``, 5 ms by default, and beside a busy event
-    loop each kernel waits that long. ``devctx.switch-interval`` is what it is set to.
+    Libraries release Python's lock in each call into CUDA, for a few microseconds. Another thread
+    that takes the lock then keeps it for ``sys.getswitchinterval()``, 5 ms by default. Beside a
+    busy event loop, each kernel waits that long. ``devctx.switch-interval`` sets this interval.
 
-    A full garbage collection looks at every object of the imported libraries, and all GPUs wait for
-    it. With ``devctx.gc-freeze`` these objects are left out (``gc.freeze``): whenever modules were
-    imported since the last time and no task is there whose objects could be among them. Only where
-    the worker has a nanny, since its process is the worker's alone then. Where memory runs out,
-    nothing is left out any more.
+    A full garbage collection visits every object of the imported libraries, and all GPUs wait for
+    it. ``devctx.gc-freeze`` excludes these objects (``gc.freeze``): each time that new modules were
+    imported and the worker has no task whose objects could be among them. This needs a nanny,
+    because the process then belongs to the worker alone. When memory runs out, all objects are
+    included again.
 
-    Both belong to the process. What somebody else has set since stays.
+    Both settings belong to the process. A switch interval that other code sets meanwhile stays.
     """
     with ExitStack() as steps:
         steps.enter_context(_switching_every(interval_s))

@@ -1,6 +1,6 @@
-"""Sharing out a machine's devices among its workers, without anybody who coordinates them.
+"""The division of a machine's devices among its workers, without a coordinator.
 
-A worker that wants devices for itself locks each one's UUID; see :mod:`dask_devctx.worker.locks`.
+A worker that takes devices for itself locks their UUIDs; see :mod:`dask_devctx.worker.locks`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
 from dask_devctx.worker.locks import Lock, LockDirectory, default_directory
 
-# Choosing takes well under a millisecond; who takes longer was stopped in the middle of it.
+# The choice takes well under a millisecond. A process that takes longer was stopped meanwhile.
 _CHOOSING_TIMEOUT_S = 10.0
 
 
@@ -28,7 +28,7 @@ class Lease:
     devices
         The devices.
     locks
-        What keeps other workers off them.
+        The locks that keep other workers from these devices.
     """
 
     def __init__(self, devices: Sequence[Device], locks: Sequence[Lock] = ()) -> None:
@@ -36,7 +36,7 @@ class Lease:
         self._locks = tuple(locks)
 
     def release(self) -> None:
-        """Let other workers have them."""
+        """Release the devices to other workers."""
         for lock in self._locks:
             lock.release()
 
@@ -57,9 +57,9 @@ def leased_to_worker(
         Its devices, each anything that :class:`~dask_devctx.Device` accepts; None for all that the
         process sees.
     count
-        How many of them it takes for itself; None for all, shared with anybody.
+        How many of them it takes for itself; None for all, shared with other workers.
     holder, directory
-        As :func:`acquire` has them.
+        As for :func:`acquire`.
 
     Yields
     ------
@@ -69,7 +69,7 @@ def leased_to_worker(
     Raises
     ------
     DeviceNotFoundError
-        There is none, or not one that was named.
+        There is no device, or a named one is missing.
     DevicesInUseError, LockDirectoryError
         As :func:`acquire` raises them.
     """
@@ -79,7 +79,7 @@ def leased_to_worker(
             "any",
             (),
             None,
-            "The worker sees no GPU: check CUDA_VISIBLE_DEVICES, or give it devices",
+            "The worker sees no GPU: check CUDA_VISIBLE_DEVICES and the option devices",
         )
     if count is None:
         yield found
@@ -103,29 +103,29 @@ def acquire(
     Parameters
     ----------
     devices
-        Those to choose from; the first that are free are taken.
+        The devices to choose from; the first free ones are taken.
     count
-        How many.
+        The number of devices to take.
     holder
-        Who takes them, for the error that others get.
+        The name of the worker that takes them, for the error in other workers.
     directory
         Where the locks are; :func:`~dask_devctx.worker.locks.default_directory` by default.
 
     Raises
     ------
     DevicesInUseError
-        Fewer are free. None is taken then.
+        Fewer devices are free. Then no device is taken.
     LockDirectoryError
         The directory cannot be trusted, or cannot be used.
 
     Notes
     -----
-    Processes exclude each other that see the same directory: containers do where one directory of
-    the host is mounted into all of them. Users do not exclude each other.
+    Processes that use the same directory exclude each other. For containers, mount one directory of
+    the host into all of them. Processes of different users do not exclude each other.
 
-    The devices are free again when the lease is released or when the process has ended, however
-    it ended. One at a time chooses, so that of two workers that want three of four devices one
-    gets them.
+    The devices are free again when the lease is released or when the process has ended for any
+    reason. Workers choose one at a time: if two workers want three of four devices each, one of
+    them gets its three.
     """
     note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
     free: list[Device] = []

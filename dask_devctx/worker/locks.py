@@ -1,7 +1,7 @@
-"""Locks that die with their process: files in a directory that only this user can write.
+"""Locks that end with their process: files in a directory that only this user can write.
 
-``flock`` is held by an open file, not by a process: two workers of one process exclude each other
-as two processes do, and the kernel frees a lock when its file is closed, however the process ends.
+An open file, not a process, holds a ``flock``. So two workers of one process exclude each other as
+two processes do, and the kernel frees a lock when its file is closed, also after a crash.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _NOTE_NBYTES = 512
 
 
 def default_directory() -> Path:
-    """Return the directory where this user's processes lock, ``/tmp/dask-devctx-<uid>``.
+    """Return the directory of this user's locks, ``/tmp/dask-devctx-<uid>``.
 
     Notes
     -----
-    It depends on nothing but the user, because processes that look in different places do not
-    exclude each other: ``TMPDIR`` is a job's own under many batch systems, and
-    ``XDG_RUNTIME_DIR`` is set in a login session, not in a service, and is deleted when the last
-    session ends. ``systemd-tmpfiles`` leaves files alone that are locked.
+    The directory depends only on the user, because processes with different directories do not
+    exclude each other. Under many batch systems, each job has its own ``TMPDIR``.
+    ``XDG_RUNTIME_DIR`` is set in a login session but not in a service, and is deleted when the last
+    session ends. ``systemd-tmpfiles`` does not delete locked files.
     """
     place = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
     return Path(place) / f"dask-devctx-{os.geteuid()}"
@@ -44,7 +44,7 @@ class Lock:
     Parameters
     ----------
     fd
-        The open file; it is the lock's from now on.
+        The open file; the lock owns it from now on.
     """
 
     def __init__(self, fd: int) -> None:
@@ -52,10 +52,10 @@ class Lock:
         _held.add(self)
 
     def release(self) -> None:
-        """Free it; nothing happens if it is free."""
+        """Free the lock; nothing happens if it is free already."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
-            # Explicitly: a forked child may have the file open, and closing ours would not do.
+            # Closing is not enough: a forked child may have the file open.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
@@ -71,24 +71,24 @@ class LockDirectory:
     Parameters
     ----------
     path
-        Where; made, with mode 0700, if it is not there.
+        The directory. It is made, with mode 0700, if it does not exist.
 
     Raises
     ------
     LockDirectoryError
-        It is a symbolic link, is no directory, is another user's, or others can use it.
+        The path is a symbolic link or no directory, belongs to another user, or others can write
+        there.
 
     Notes
     -----
-    A directory in ``/tmp`` could have been put there by anyone, so nothing in it is trusted that
-    is not ours: files are opened relative to the directory that was checked and never through a
-    symbolic link.
+    Any user may make a directory in ``/tmp``, so only this user's own files are trusted. Files are
+    opened relative to the checked directory, and never through a symbolic link.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
-            # The mode is the last directory's alone; those above it are made as usual.
+            # Only the last directory gets this mode; its parents are made as usual.
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.mkdir(0o700, exist_ok=True)
             self._fd = os.open(
@@ -111,19 +111,19 @@ class LockDirectory:
         self.close()
 
     def try_lock(self, name: str, note: str) -> Lock | None:
-        """Return the lock of this name, or None if somebody else holds it.
+        """Return the lock of this name, or None if another process or worker holds it.
 
         Parameters
         ----------
         name
             The file's name.
         note
-            What :meth:`note` is to tell others about us.
+            The text about the holder, which :meth:`note` returns to others.
 
         Raises
         ------
         LockDirectoryError
-            The file is a symbolic link or another user's.
+            The file is a symbolic link or belongs to another user.
         """
         while True:
             fd = self._open(name, os.O_RDWR | os.O_CREAT)
@@ -137,7 +137,7 @@ class LockDirectory:
                 os.close(fd)
                 raise
             if there is None or (mine.st_ino, mine.st_dev) != (there.st_ino, there.st_dev):
-                os.close(fd)  # it was deleted meanwhile: a lock on it would keep nobody out
+                os.close(fd)  # it was deleted meanwhile: others would lock a new file
                 continue
             lock = Lock(fd)
             os.ftruncate(fd, 0)
@@ -145,11 +145,11 @@ class LockDirectory:
             return lock
 
     def note(self, name: str) -> str:
-        """Return what the holder of a lock said about itself."""
+        """Return the text that the holder of a lock wrote about itself."""
         try:
             fd = self._open(name, os.O_RDONLY)
         except FileNotFoundError:
-            return "nobody any more"
+            return "an unknown process, whose lock file is gone"
         try:
             return os.pread(fd, _NOTE_NBYTES, 0).decode(errors="replace") or "another process"
         finally:
@@ -157,12 +157,12 @@ class LockDirectory:
 
     @contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """Keep everybody else out of the directory for as long as it takes to choose locks.
+        """Exclude others from choosing locks in the directory while this is open.
 
         Raises
         ------
         LockDirectoryError
-            Somebody else was in there for ``timeout_s`` seconds.
+            Another process chose locks for ``timeout_s`` seconds.
         """
         deadline = time.monotonic() + timeout_s
         note = f"pid {os.getpid()}"
@@ -180,7 +180,7 @@ class LockDirectory:
 
     def _open(self, name: str, flags: int) -> int:
         path = str(self.path / name)
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe's open would wait
+        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe would wait
         try:
             fd = os.open(name, flags, 0o600, dir_fd=self._fd)
         except FileNotFoundError:
@@ -204,12 +204,12 @@ class LockDirectory:
 
 
 def why_not_ours(found: os.stat_result, uid: int) -> str:
-    """Return why a directory or file cannot be trusted by a user, or "".
+    """Return the reason why a user cannot trust a directory or file, or "".
 
     Parameters
     ----------
     found
-        What ``fstat`` says of it.
+        The result of ``fstat``.
     uid
         The user.
     """
@@ -221,7 +221,7 @@ def why_not_ours(found: os.stat_result, uid: int) -> str:
 
 
 def _why_not_opened(error: OSError) -> str:
-    # A link gives ELOOP, and ENOTDIR or EEXIST where a directory was wanted.
+    # A link gives ELOOP; in the place of a directory, it gives ENOTDIR or EEXIST.
     if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EEXIST):
         return "is a symbolic link or no directory"
     return f"cannot be opened: {error.strerror}"
@@ -231,7 +231,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
-    # Else a forked child would keep the locks of a worker that was killed.
+    # Without this, a forked child would keep the locks of a worker that was killed.
     for lock in list(_held):
         lock._leave_to_parent()
 

@@ -1,4 +1,4 @@
-"""What ran where on one worker: counts for its metrics, and the latest tasks one by one."""
+"""The tasks that ran on each device of a worker: counts for its metrics, and the latest tasks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.tasks import add_metadata
 
-# The key under which a task's metadata and a task's row name the device.
+# The key of the device in a task's metadata and in a task's row.
 METADATA: Final = "device"
 
 
@@ -25,14 +25,14 @@ class TaskRun:
     key
         Its key.
     prefix
-        What tasks of its kind are called.
+        The common name of tasks of its kind.
     uuid
         The device's UUID.
     device_id
         The device's ordinal in the worker's process.
     start, stop
-        When it ran, in seconds since the epoch by the scheduler's clock; None where it failed
-        before it could run.
+        The time of its start and end, in seconds since the epoch by the scheduler's clock; None if
+        it failed before it could run.
     outcome
         ``"memory"`` or ``"error"``.
     """
@@ -48,16 +48,16 @@ class TaskRun:
 
 @dataclass(frozen=True)
 class RefusedTask:
-    """One task that failed before it had a device: nobody has the one that it names, say.
+    """One task that failed before it had a device, for example because no worker has the device.
 
     Parameters
     ----------
     key
         Its key.
     prefix
-        What tasks of its kind are called.
+        The common name of tasks of its kind.
     reason
-        The error, in words.
+        The error as text.
     """
 
     key: Hashable
@@ -77,7 +77,7 @@ class _Tally:
 
 
 class Record:
-    """Which task ran on which device of a worker.
+    """Records which tasks ran on each device of a worker.
 
     Parameters
     ----------
@@ -91,14 +91,14 @@ class Record:
     Attributes
     ----------
     runs
-        The latest tasks, the last one last.
+        The latest tasks, in order of their ends.
     refusals
         The latest tasks that got no device.
 
     Notes
     -----
-    Used from the worker's event loop alone. :meth:`placed` puts the device's UUID into the task's
-    metadata too, where dask's own task stream shows it to whoever reads that.
+    Use it only on the worker's event loop. :meth:`placed` also adds the device's UUID to the task's
+    metadata, which readers of dask's own task stream see.
     """
 
     metric = "devctx"
@@ -110,37 +110,37 @@ class Record:
         self._tasks_per_device = tasks_per_device
 
     def placed(self, ts: Any, device: Device, before: Device | None) -> None:
-        """Count a task that is about to run on a device; no longer on the one it was on before."""
+        """Count a task that is about to run on a device, and no longer on its device before."""
         if before is not None:
             self._tallies[before].under_way -= 1
         self._tallies[device].under_way += 1
         add_metadata(ts, METADATA, device.uuid)
 
     def refused(self, ts: Any, error: Exception) -> None:
-        """Note a task that got no device, and fails with this error."""
+        """Note a task that got no device and fails with this error."""
         self.refusals.append(RefusedTask(ts.key, ts.prefix, f"{type(error).__name__}: {error}"))
 
     def left(self, device: Device, ts: Any) -> TaskRun | None:
-        """Count a task that was on a device and is not any more; return its run, if it was one.
+        """Count a task that leaves its device; return its run, or None if it did not end.
 
         Parameters
         ----------
         device
-            Where it was.
+            The device that it leaves.
         ts
-            The worker's state of it, or None where it was forgotten.
+            The worker's state of the task, or None if the worker forgot the task.
         """
         tally = self._tallies[device]
         tally.under_way -= 1
         if ts is None or ts.state not in ("memory", "error"):
-            return None  # given up or started anew, or it seceded: not a run yet
+            return None  # it was given up, started again or seceded: it has no run yet
         run = self.ended(device, ts)
         if run.start is not None and run.stop is not None:
             tally.busy_s += run.stop - run.start
         return run
 
     def ended(self, device: Device, ts: Any) -> TaskRun:
-        """Remember a task that is done or failed; directly, of one that seceded before."""
+        """Remember a task that is done or failed; call it directly for a task that seceded."""
         tally = self._tallies[device]
         start = stop = None
         for times in ts.startstops:
@@ -163,12 +163,12 @@ class Record:
         }
 
     def metrics(self, worker: object) -> list[dict[str, Any]]:
-        """Return what the worker's heartbeat tells: a row for each device, plain data.
+        """Return the heartbeat's rows, one for each device, as plain data.
 
-        ``queued`` and ``running`` count tasks now, ``done`` and ``failed`` since the start;
-        ``busy_s`` adds up the seconds of those that are done, but for tasks that seceded, most of
-        which only wait for others. ``memory_free`` and ``memory_total`` are bytes of the whole
-        device, or None where NVML does not say.
+        ``queued`` and ``running`` count tasks now, ``done`` and ``failed`` since the start.
+        ``busy_s`` is the sum of the seconds of tasks that ended. Tasks that seceded do not count,
+        because most of them only wait for others. ``memory_free`` and ``memory_total`` are bytes of
+        the whole device, or None if NVML does not know them.
         """
         rows = []
         for device, tally in self._tallies.items():

@@ -1,4 +1,4 @@
-"""The devices of one worker: who is on which, and who goes where next."""
+"""The devices of one worker: the tasks on each, and the choice of a device for the next task."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from dask_devctx.cuda.naming import AUTO
 from dask_devctx.errors import DeviceNotFoundError
 from dask_devctx.worker.policy import RELUCTANCE_S, Candidate, Policy, start_soonest
 
-# How much a new measurement counts against what was known of a prefix' duration.
+# The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT = 0.5
-# What a task of a kind that was never measured is expected to take at least: long enough for
-# nothing to wait for it out of reluctance to move.
+# The least duration that is expected of a task whose prefix was never measured. It is so long that
+# no task waits for it only to avoid a copy of its inputs.
 _UNKNOWN_S = 10 * RELUCTANCE_S
-# How long an answer about the devices' free memory is good for: each takes microseconds.
+# How long a reading of the devices' free memory is used: each takes microseconds.
 _MEMORY_AGE_S = 0.5
 
 
 class Located(Protocol):
-    """Where a value is."""
+    """The place of a value."""
 
     @property
     def nbytes(self) -> Mapping[Device, int]:
-        """The bytes that it has on which devices; empty for what is on the host."""
+        """The bytes of the value on each device; empty for a value on the host."""
 
     @property
     def copies(self) -> Collection[Device]:
@@ -36,20 +36,20 @@ class Located(Protocol):
 
 
 class _Load:
-    """What a device has to do: the prefix of each task there, by key, and how many of each."""
+    """The tasks of a device: the prefix of each task, by key, and the number of tasks by prefix."""
 
     __slots__ = ("counts", "device", "free_nbytes", "last_turn", "prefixes")
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.prefixes: dict[Hashable, str] = {}
-        self.counts: dict[str, int] = {}  # kept: a queue may be long
+        self.counts: dict[str, int] = {}  # kept up to date, since a queue may be long
         self.last_turn = 0
         self.free_nbytes: int | None = None
 
 
 class Placement:
-    """Which task is on which device of a worker.
+    """Chooses a device of a worker for each task, and counts the tasks on each device.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class Placement:
 
     Notes
     -----
-    Used from the worker's event loop alone.
+    Use it only on the worker's event loop.
     """
 
     def __init__(self, devices: Sequence[Device], tasks_per_device: int, policy: Policy) -> None:
@@ -85,27 +85,27 @@ class Placement:
     def place(
         self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
     ) -> Device:
-        """Return the device that a task runs on, and count it there until :meth:`remove`.
+        """Return the device that a task runs on, and count the task there until :meth:`remove`.
 
-        A task that is counted already and asks for any device stays where it is.
+        A task that is counted already and asks for any device stays on its device.
 
         Parameters
         ----------
         key
             The task's key.
         prefix
-            What tasks of its kind are called, by which durations are known.
+            The common name of tasks of its kind, by which durations are known.
         wanted
-            ``"auto"``, or what :class:`~dask_devctx.Device` accepts.
+            ``"auto"``, or an argument that :class:`~dask_devctx.Device` accepts.
         inputs
-            The values that the task is given; looked at where there is something to choose.
+            The inputs of the task; they are read only if there is a choice.
 
         Raises
         ------
         DeviceNotFoundError
             The worker does not have the device.
         TypeError
-            It is no way to name a device.
+            ``wanted`` names no device.
         """
         if wanted.__class__ is str and wanted == AUTO:
             device = self.placed.get(key) or self._assign(inputs)
@@ -121,7 +121,7 @@ class Placement:
         return device
 
     def remove(self, key: Hashable) -> Device | None:
-        """Forget a task that is done; return where it was, or None."""
+        """Stop counting a task; return its device, or None."""
         device = self.placed.pop(key, None)
         if device is not None:
             load = self._loads[device]
@@ -132,7 +132,7 @@ class Placement:
         return device
 
     def has_queue(self, device: Device) -> bool:
-        """Return whether the task that was placed last waits for others on its device."""
+        """Return whether the task that was placed last on a device waits for others there."""
         return len(self._loads[device].prefixes) > self._tasks_per_device
 
     def record_duration(self, prefix: str, seconds: float) -> None:
@@ -142,7 +142,7 @@ class Placement:
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
     def _busy_s(self, load: _Load) -> float:
-        """Return how long a device needs for what it has, as far as is known now."""
+        """Return how long a device needs for its tasks, as far as durations are known."""
         known, unknown_s = self._durations_s, max(self._typical_s, _UNKNOWN_S)
         busy_s = 0.0
         for prefix, count in load.counts.items():
@@ -187,7 +187,8 @@ class Placement:
                 continue
             copies = one.copies
             total = sum(places.values())
-            home = next(iter(places)) if len(places) == 1 else None  # else it has to be joined
+            # A value on several devices has no home: its parts must be joined.
+            home = next(iter(places)) if len(places) == 1 else None
             for device in moves:
                 if device is not home and device not in copies:
                     moves[device] += 1
@@ -196,7 +197,7 @@ class Placement:
 
     def _asked_for(self, wanted: object) -> Device:
         name = wanted.__class__, wanted
-        if name[0] in (int, str):  # these always mean the same device, and are found faster here
+        if name[0] in (int, str):  # such a name always means the same device: look it up here
             device = self._named.get(name)
             if device is not None:
                 return device
@@ -210,7 +211,7 @@ class Placement:
                 [str(mine.info) for mine in self.devices],
                 discovery.inventory(driver.backend()).visible_devices,
                 f"The machine has {device.info}, which this worker does not use, and no worker "
-                "that uses it was found, among those that the task may run on",
+                "that uses it was found among the workers that the task may run on",
             )
         if name[0] in (int, str):
             self._named[name] = device
@@ -218,12 +219,12 @@ class Placement:
 
 
 class NoDevices:
-    """What a worker has in place of :class:`Placement` whose devices could not be found.
+    """Takes the place of :class:`Placement` on a worker that does not have its devices.
 
     Parameters
     ----------
     reason
-        Why; whoever asks for a device is told.
+        The reason; a task that asks for a device fails with it.
     """
 
     devices: tuple[Device, ...] = ()

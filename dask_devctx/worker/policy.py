@@ -1,4 +1,4 @@
-"""Which device a task gets that asks for none: a policy, which is one function."""
+"""The policy that chooses a device for a task that names none; a policy is one function."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from typing import NamedTuple
 
 from dask_devctx.cuda.device import Device
 
-# What a link between two GPUs carries, in bytes per second: PCIe 5 at 16 lanes, the slower one.
+# The speed of a link between two GPUs, in bytes per second. PCIe 5 with 16 lanes is assumed; NVLink
+# is faster.
 LINK_BYTES_PER_S = 50e9
-# What starting a copy takes of a worker's time, which its devices share, however small it is.
+# The time of a worker that the start of a copy takes, for any size. A worker's devices share it.
 COPY_S = 1e-4
-# How far behind a device has to be before its inputs are taken to one that has work, too. Queues of
+# A task's inputs move to a device that is busy too only if this saves so much time. The queues of
 # short tasks differ by some milliseconds all the time.
 RELUCTANCE_S = 0.01
-# What a context and the libraries on it take before any data: with less, a device is full.
+# The memory that a context and the libraries on it take before any data: with less, a device is
+# full.
 FULL_NBYTES = 512 * 2**20
 
 
 class Candidate(NamedTuple):
-    """A device that a task could get, as things stand.
+    """A device that a task could get, with its present state.
 
     Parameters
     ----------
@@ -28,17 +30,17 @@ class Candidate(NamedTuple):
     queued
         How many tasks run there or wait for it.
     busy_s
-        In how many seconds the last of them is expected to be done.
+        The expected seconds until the last of them is done.
     move_nbytes
-        How many bytes of the task's inputs are not there, nor is a copy of them.
+        The bytes of the task's inputs that are not there, also not as a copy.
     since
-        How many tasks were assigned since this device last got one; larger is longer ago.
+        The number of tasks that were assigned since this device last got one.
     free_nbytes
-        How much of its memory is free; None where nobody says.
+        The free bytes of its memory; None if they are unknown.
     moves
-        How many of the task's inputs are not there, nor is a copy of them.
+        The number of the task's inputs that are not there, also not as a copy.
     waits
-        Whether the task would wait there for others.
+        Whether the task would wait there for other tasks.
     """
 
     device: Device
@@ -57,11 +59,11 @@ Policy = Callable[[Sequence[Candidate]], Candidate]
 def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
     """Return the candidate where the task would start first.
 
-    It has to wait for what is queued there and for its inputs to be moved. Its inputs are not taken
-    to a device where it waits as well, unless the one where they are is far behind: what is gained
-    there is lost on copies. Among equals the one with the shortest queue, then the one that has
-    waited longest for a task: round-robin. A device whose memory is full, or would be with the
-    inputs moved there, comes after all others.
+    A task waits for the queue of its device and for its inputs to move there. If it would wait on
+    another device too, its inputs move there only if the device that has them is far behind: the
+    copies cost more than the gain. Among equal candidates, the one with the shortest queue wins,
+    then the one that has waited longest for a task (round-robin). A device comes last if its memory
+    is full, or would be full with the inputs.
 
     Parameters
     ----------
@@ -76,7 +78,7 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
     True
     """
     moving_s = [c.moves * COPY_S + c.move_nbytes / LINK_BYTES_PER_S for c in candidates]
-    far_s = min(moving_s) + COPY_S / 2  # at least one copy more than the nearest
+    far_s = min(moving_s) + COPY_S / 2  # at least one copy more than for the nearest device
 
     def cost(which: int) -> tuple[bool, float, int, int]:
         _, queued, busy_s, move_nbytes, since, free_nbytes, _, waits = candidates[which]

@@ -1,4 +1,4 @@
-"""What a worker tells of its devices: to the scheduler which it has, to a person why not."""
+"""The announcement of a worker's devices, or of the reason why it has none."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ NOT_STARTED = (
     "info` shows what this machine has"
 )
 _WAY_OUT = (
-    "The worker {!r} goes on without devices: tasks that ask for one fail there with this error. "
-    "dask keeps the plugin all the same, and gives it to workers that join later. To get out, take "
-    'it away with client.unregister_worker_plugin("devctx"), or register it again with devices '
-    "that exist: client.register_plugin(DevicePlugin(devices=[...]))"
+    "The worker {!r} continues without devices: tasks that ask for a device fail there with this "
+    "error. But dask keeps the plugin, and gives it to workers that join later. Remove it with "
+    'client.unregister_worker_plugin("devctx"), or register it again with devices that exist: '
+    "client.register_plugin(DevicePlugin(devices=[...]))"
 )
 
 
@@ -41,15 +41,16 @@ async def announce(worker: Worker, used: Sequence[Device]) -> None:
     Parameters
     ----------
     worker
-        The worker; it need not have joined yet.
+        The worker; it may not have joined yet.
     used
-        The devices that it uses. What it sees beyond them is told too, for the ordinals.
+        The devices that it uses. The other devices that it sees are announced too, because the
+        ordinals need them.
 
     Notes
     -----
-    Brings :class:`~dask_devctx.scheduler.routing.DeviceRouting` to the scheduler where it is
-    missing. A scheduler that cannot have it, because this package is not installed there, is no
-    error: tasks then run on any worker, and those that name a device of another worker fail.
+    This sends :class:`~dask_devctx.scheduler.routing.DeviceRouting` to a scheduler that lacks it.
+    It is no error if the scheduler cannot install it, because this package is missing there: tasks
+    then run on any worker, and a task that names a device of another worker fails.
     """
     seen = [
         {"device_id": info.device_id, "uuid": info.uuid, "pci_bus_id": info.pci_bus_id}
@@ -63,20 +64,20 @@ async def announce(worker: Worker, used: Sequence[Device]) -> None:
             await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
         except Exception as error:
             logger.warning(
-                "Tasks that name a device are not led to the worker that has it: the scheduler "
-                "does not take dask-devctx' plugin (%r). Install dask-devctx where the scheduler "
-                "runs.",
+                "Tasks that name a device may go to a worker that does not have it: the scheduler "
+                "did not accept the plugin of dask-devctx (%r). Install dask-devctx where the "
+                "scheduler runs.",
                 error,
             )
 
 
 def withdraw(worker: Worker) -> None:
-    """Tell the scheduler soon that a worker uses no devices any more, and stays.
+    """Tell the scheduler soon that a worker uses no devices from now on, but stays.
 
     Notes
     -----
-    Nothing is told where another plugin takes this one's place at once. In between, tasks would be
-    led to workers that do not have their device.
+    No message is sent if another plugin takes this one's place at once: between the two messages,
+    tasks would go to workers that do not have their device.
     """
     if worker.status in (Status.running, Status.paused):
         worker.loop.add_callback(_withdraw, worker, _Turn(worker))
@@ -93,21 +94,21 @@ async def _withdraw(worker: Worker, turn: _Turn) -> None:
 
 
 async def refuse(worker: Worker, error: Exception) -> None:
-    """Tell the scheduler that a worker has no devices; one that joins without its share leaves.
+    """Tell the scheduler that a worker has no devices; a worker that joins may leave again.
 
     Parameters
     ----------
     worker
-        The worker. One that joined earlier stays as it is: whoever registered the plugin is told.
+        The worker. It leaves if it is just joining and could not take its devices. A worker that
+        joined earlier stays, and the client that registered the plugin gets the error.
     error
-        Why. A note on it says what to do, where the error itself does not: in a worker that stays,
-        or that is starting.
+        The reason. For a worker that stays or starts, a note with the remedy is added to it.
 
     Notes
     -----
-    dask logs the error and lets a worker join whose plugin could not be set up. That suits a
-    worker on a machine without GPUs; one whose machine's devices are taken would run tasks on
-    devices that are others'.
+    If a plugin's setup fails, dask logs the error and lets the worker join. This suits a worker on
+    a machine without GPUs. But if other workers hold the machine's devices, the worker would run
+    tasks on these devices.
     """
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start
@@ -125,15 +126,15 @@ async def refuse(worker: Worker, error: Exception) -> None:
         except Exception as untold:
             logger.debug("The scheduler was not told: %r", untold)
     if leaves:
-        logger.error("This worker leaves the cluster, as it cannot take its devices: %s", error)
+        logger.error("This worker leaves the cluster because it cannot take its devices: %s", error)
         worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
 
 
 class _Turn:
-    """A worker's turn to tell what it has; void when it has something newer to tell by then.
+    """A worker's turn to announce its devices; void if a newer announcement waits by then.
 
-    Plugins may take each other's place faster than the scheduler answers, and two messages that are
-    under way at once arrive in any order.
+    Plugins may replace each other faster than the scheduler answers, and two messages that are on
+    their way at once arrive in any order.
     """
 
     _locks: ClassVar[WeakKeyDictionary[Worker, asyncio.Lock]] = WeakKeyDictionary()

@@ -1,8 +1,8 @@
-"""How what is on a device travels, where distributed sends it wrongly or not at all.
+"""Serialization of values on a device that distributed sends wrongly or not at all.
 
-- A tensor's memory is taken for the host's, and a module is taken apart into its attributes: what
-  two of them share is two things afterwards.
-- Numba's arrays with gaps are refused.
+- distributed takes a tensor's memory for host memory. It takes a module apart into its attributes,
+  so that a tensor which two attributes share arrives as two tensors.
+- distributed refuses Numba's arrays with gaps.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ Serialize = Callable[[Any], Serialized]
 
 
 def register() -> None:
-    """Make torch's and Numba's values on devices known to distributed, once the library is there.
+    """Let distributed send torch's and Numba's values on devices, once the library is imported.
 
     Notes
     -----
-    They go through host memory and arrive on the device that is current where they are unpacked.
-    Tensors of a type that NumPy does not have, such as ``bfloat16``, go by their bytes: the process
-    that unpacks them needs this registration too. All others need nothing of this package there.
-    torch pickles sparse tensors and modules: they arrive on the device of the same number.
+    The values go through host memory and arrive on the device that is current where they are
+    unpacked. Tensors of a type that NumPy does not have, such as ``bfloat16``, are sent as bytes:
+    the receiver needs this registration too. For all other values, the receiver does not need this
+    package. torch itself pickles sparse tensors and modules: they arrive on the device of the same
+    number.
 
-    It lasts as long as the process.
+    The registration lasts as long as the process.
 
     References
     ----------
     ``distributed.protocol.torch``, ``distributed.protocol.numba``.
     """
     for library, with_it in (("torch", _register_torch), ("numba", _register_numba)):
-        # Whichever is asked first takes the library's registrations of all four with it.
+        # The first registry that is used makes the library's registrations in all four.
         for registry in (dask_serialize, dask_deserialize, cuda_serialize, cuda_deserialize):
             registry.register_lazy(library, with_it)
-        if f"distributed.protocol.{library}" in sys.modules:  # then nobody asks for it any more
+        if f"distributed.protocol.{library}" in sys.modules:  # then no lazy registration runs
             with_it()
 
 

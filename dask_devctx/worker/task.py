@@ -1,8 +1,8 @@
 """One call on its device: a task, or an actor's method, as the worker calls it.
 
-The way of each is the same: bring the inputs, call, and note the work that makes the result, all
-with the device current and inside a
-:class:`~dask_devctx.worker.failures.calls.MonitoredCall`, which says how it ends.
+The steps are the same for both: copy the inputs to the device, call, and note the work that makes
+the result. The device is current meanwhile, inside a
+:class:`~dask_devctx.worker.failures.calls.MonitoredCall`, which decides the outcome.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _NONE: Mapping[Hashable, Lifetime] = MappingProxyType({})
 
-# The positional and the named arguments of a method; and the function that takes them to a device.
+# The positional and the named arguments of a method, and a function that copies them to a device.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Bring = Callable[[Arguments, Device], Arguments]
 
@@ -47,32 +47,32 @@ class DeviceTask(TaskStandIn):
     task
         The task itself, a callable of its inputs' values by key.
     device
-        Its device, or the error with which it is to fail.
+        Its device, or the error with which it fails.
     executor
-        The device's threads; None leaves it on those that dask chose.
+        The device's executor; None leaves the task on the executor that dask chose.
     priority
-        Its place among the tasks that wait for them; the least runs first.
+        Its priority in the executor's queue; the smallest runs first.
     asked_for
-        Whether somebody asked for this device; else any would have done.
+        Whether the user asked for this device. If not, any device would do.
     watched
         Whether it may have broken a device before.
     inputs
-        Brings the inputs to the device; None leaves them where they are.
+        Copies the inputs to the device; None leaves them where they are.
     monitor
-        Monitors the device; None only where the task is to fail.
+        Monitors the device; None only if ``device`` is an error.
 
     Attributes
     ----------
     lifetimes
-        The lifetimes of the inputs' values, by key; set where it has any.
+        The lifetimes of the inputs' values, by key; set if there are inputs.
     made
-        Stamp of the work that makes its result, when it has returned one that is on a device.
+        The stamp of the work that makes its result, after it returned a result on a device.
 
     Notes
     -----
-    It can be pickled, so that it runs in another process on a device of the same UUID there, with
-    its inputs as they are and without a monitor. In a process forked after CUDA was initialised no
-    device can be used: a task that asked for none runs there without one, any other fails.
+    It can be pickled. In another process, it runs on the device of the same UUID, without a
+    monitor, and its inputs stay as they are. A process that was forked after CUDA was initialized
+    can use no device: there a task that asked for no device runs without one, and any other fails.
     """
 
     __slots__ = ("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "watched")
@@ -105,7 +105,7 @@ class DeviceTask(TaskStandIn):
             raise device
         assert monitor is not None
         if monitor.is_cancelled(task.key):
-            raise Reschedule  # which comes to nothing, unless it was asked for again just now
+            raise Reschedule  # dask ignores this, unless the task was requested again just now
         call = MonitoredCall(
             monitor, task.key, device, movable=not self.asked_for, watched=self.watched
         )
@@ -143,7 +143,7 @@ class DeviceTask(TaskStandIn):
         return result
 
     def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
-        """Return the task and its inputs as they are on the device, and which are copies."""
+        """Return the task and its inputs on the device, and the copies among the inputs."""
         if self.inputs is None:
             return self.task, data, []
         task = self.inputs.bring_arguments(self.task, device)
@@ -167,7 +167,7 @@ class DeviceTask(TaskStandIn):
 def _run_elsewhere(
     task: Callable[[Any], Any], device: Device | Exception, asked_for: bool, data: Any = ()
 ) -> Any:
-    """Return the result of a task, run in the process that unpickled it."""
+    """Run a task in the process that unpickled it; return its result."""
     if isinstance(device, Exception):
         raise device
     backend = driver.current_backend()
@@ -184,8 +184,8 @@ def _run_elsewhere(
 @functools.cache
 def _warn_forked() -> None:
     logger.warning(
-        "This process was forked after CUDA was initialised and can use no device: tasks that ask "
-        "for none run without one. Make the pool with multiprocessing's 'spawn' context"
+        "This process was forked after CUDA was initialised and can use no device: tasks that name "
+        "no device run without one. Create the pool with multiprocessing's 'spawn' context"
     )
 
 
@@ -203,8 +203,8 @@ class DeviceMethod(DeviceFunction[..., Any]):
     method
         The method.
     bring
-        Called inside the device's scope, returns the arguments that the method is given; None
-        leaves them where they are.
+        Called inside the device's scope, returns the method's arguments on the device; None leaves
+        them where they are.
     """
 
     def __init__(

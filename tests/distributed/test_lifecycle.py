@@ -100,7 +100,7 @@ async def test_registering_while_tasks_run(client: Any, scheduler: Any, worker: 
         await client.register_plugin(DevicePlugin())
         assert await client.submit(here) == 3
     await Event("go-on", client).set()
-    assert await running is None  # it was not pinned when it began
+    assert await running is None  # it had no device when it began
 
 
 @with_plugin(8)
@@ -250,7 +250,7 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
         events = [event for _, event in await client.get_events("devctx")]
         assert len(events) == told
         if told:
-            assert "Start it with nthreads=32" in events[0]["message"]
+            assert "Start the worker with nthreads=32" in events[0]["message"]
 
     check()
 
@@ -279,7 +279,7 @@ def compute(key: str, device: int) -> ComputeTaskEvent:
 
 
 @with_plugin()
-async def test_tasks_that_begin_while_the_plugin_is_replaced_are_pinned(
+async def test_tasks_that_begin_while_the_plugin_is_replaced_get_a_device(
     client: Any, scheduler: Any, worker: Any
 ) -> None:
     """Those that come while the scheduler is told, and those that were about to begin."""

@@ -199,7 +199,7 @@ def test_pandas_makes_a_frame_of_it(client: Client) -> None:
     assert pandas.DataFrame(found.devices).done.sum() == 24
 
 
-def test_retried_and_unpinned_tasks(client: Client) -> None:
+def test_retried_tasks_and_tasks_without_a_device(client: Client) -> None:
     with dask.annotate(device="none"):
         client.submit(sum, [1], key="cpu-1").result()
     with dask.annotate(device=0):

@@ -384,7 +384,7 @@ def test_errors_of_a_function_that_names_the_device_reach_the_task_once(
     assert Answers.calls == 1
     if isinstance(answer, Exception):
         (note,) = caught.value.__notes__
-        assert "Answers that the annotation 'device' gives" in note
+        assert "Answers in the annotation 'device'" in note
         assert "the device of the task 'broken-key'" in note
     assert client.submit(sum, [1, 2], pure=False).result(timeout=10) == 3  # all are well
 
@@ -405,7 +405,7 @@ def test_without_the_schedulers_plugin_the_worker_asks() -> None:
         assert future.result(timeout=10)[1] == 3
         error = submit(client, Answers(KeyError("none")), worker_and_device).exception(timeout=10)
         assert isinstance(error, KeyError)
-        assert "that the annotation 'device' gives" in error.__notes__[0]
+        assert "in the annotation 'device'" in error.__notes__[0]
 
 
 @pytest.mark.parametrize("name", ["devices", "gpu", "gpus", "cuda", "num_gpus", "Device"])

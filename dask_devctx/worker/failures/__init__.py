@@ -1,1 +1,1 @@
-"""When things break: the right task is blamed, nothing is lost, and the worker comes back."""
+"""Failures of devices and memory: the right task errs, no result is lost, the worker restarts."""

@@ -1,4 +1,4 @@
-"""Which tasks err when a device failed, and which are run again."""
+"""The choice of the tasks that err when a device failed, and of the tasks that run again."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a process' use of its devices.
+    """A failure that ended the use of the devices in this process.
 
     Parameters
     ----------
     error
-        What happened.
+        The error of the device.
     errors
-        What each of the tasks that are to blame errs with, by key.
+        The error of each blamed task, by key.
     suspects
         The keys of all tasks that may have caused it.
     """
@@ -40,30 +40,30 @@ class Failure:
 
 
 class Blame:
-    """Decides which tasks of this process err with the failure of a device, once.
+    """Decides once which tasks of this process err with the failure of a device.
 
     Parameters
     ----------
     synchronize
-        Whether each task is waited for.
+        Whether the worker waits for the device after each task.
     on_failure
-        Called once, on the thread of the task that noticed, before any task is told.
+        Called once, before any task errs, on the thread of the task that noticed the failure.
 
     Attributes
     ----------
     failure
-        What happened, or None.
+        The failure, or None.
     suspects
         The tasks whose work may not be done yet.
     watch
-        Those tasks of them that may have broken a device before.
+        The watched tasks: they may have broken a device before.
 
     Notes
     -----
-    The watched tasks that run are to blame; where there are none, it is the task that noticed. So
-    each failure costs a task, and one that always kills is not run for ever. One failure costs
-    none: that which a watched task finds before it was given its device. Whoever it was is a
-    suspect now, and is watched when it is run again.
+    The running watched tasks are blamed; if there are none, the task that noticed the failure is.
+    So each failure costs a task, and a task that always breaks its device is not run endlessly. One
+    failure costs no task: a failure that a watched task finds before it gets its device. The tasks
+    that may have caused it are suspects, and are watched when they run again.
     """
 
     def __init__(self, synchronize: bool, on_failure: Callable[[Failure], None]) -> None:
@@ -75,18 +75,18 @@ class Blame:
         self._lock = threading.Lock()
 
     def refuse_after_failure(self) -> None:
-        """Let no task begin, or end well, in a process whose devices failed.
+        """Raise if this process's devices failed, so that no task begins or ends well here.
 
         Raises
         ------
         distributed.Reschedule
-            They failed.
+            The devices failed.
         """
         if self.failure is not None:
             raise Reschedule
 
     def error_of(self, key: Hashable) -> DeviceFailedError | None:
-        """Return the error of a task that is to blame, or None."""
+        """Return the error of a blamed task; None for any other task."""
         return None if self.failure is None else self.failure.errors.get(key)
 
     def noticed(
@@ -99,19 +99,19 @@ class Blame:
         key, device
             The task and its device.
         found
-            What the driver said.
+            The driver's error.
         began
-            Whether the task had been given its device.
+            Whether the task had its device.
         """
         with self._lock:
             if self.failure is None:
                 failure = self._decided(Suspect(key, device), found, began)
-                self._on_failure(failure)  # first: tasks that run again are marked by then
+                self._on_failure(failure)  # first, so that tasks are marked before they run again
                 self.failure = failure
         return self.failure.errors.get(key) or Reschedule()
 
     def noticed_between(self, device: Device, found: DriverError) -> None:
-        """Note a failure that no task noticed, such as one while a value is sent: nobody errs."""
+        """Note a failure that no task noticed, such as one during a transfer: no task errs."""
         with self._lock:
             if self.failure is None:
                 suspects = [one for one in self.suspects.named(None, device) if one.key is not None]
@@ -122,14 +122,14 @@ class Blame:
 
     def _decided(self, who: Suspect, found: DriverError, began: bool) -> Failure:
         suspects = self.suspects.named(*who)
-        # A device that is gone is seen to be by its own tasks only.
+        # Only a device's own tasks notice that it is gone.
         watched = [
             one
             for one in self.watch.running()
             if found.code in statuses.STICKY or one.device is who.device
         ]
         if not began and set(suspects) <= {who, *watched}:
-            began = True  # there is nobody else that watching would find
+            began = True  # there are no other suspects to watch
         blamed = watched or ([who] if began else [])
         named = watched or suspects[0 if began else 1 :]
         errors = {
@@ -168,17 +168,17 @@ def tell_scheduler(worker: Worker, failure: Failure) -> None:
     worker
         The worker.
     failure
-        What happened. The scheduler marks its suspects, so that they are watched when they are run
-        again; its error is for the readers of the events of ``devctx``.
+        The failure. The scheduler marks its suspects, so that they are watched when they run again.
+        Its error is for readers of the events of ``devctx``.
 
     Notes
     -----
     An event goes the same way as the tasks' outcomes: if this is called before a task raises, the
-    mark is there before the task is run again. A scheduler that does not know this package keeps it
-    with its other events.
+    mark is there before the task runs again. A scheduler without this package only stores the
+    event.
     """
     event = {"action": ACTION, "error": str(failure.error), "suspects": list(failure.suspects)}
     try:
         worker.log_event(TOPIC, event)
-    except Exception as error:  # the worker ends all the same
+    except Exception as error:  # the worker ends in any case
         logger.warning("the scheduler was not told which tasks to watch: %r", error)

@@ -1,4 +1,4 @@
-"""One monitored call on a device: is the device well afterwards, and was there room."""
+"""One monitored call on a device: afterwards, the device's health and memory errors are checked."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import portable
 from dask_devctx.worker.failures.suspects import Suspect
 
-_POLL_S: Final = 0.02  # many may be waiting for their turn on one event loop
+_POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
 
 
 class MonitoredCall:
-    """One call of a task or method on its device, to be used until it is no longer unfinished.
+    """One call of a task or method on its device; use it in a loop while it is ``unfinished``.
 
     Parameters
     ----------
@@ -32,27 +32,28 @@ class MonitoredCall:
     device
         Its device.
     movable
-        Whether it may be tried again on another device: the user named none.
+        Whether it may be tried again on another device, because the user named no device.
     watched
-        Whether it may have broken a device before. It waits for its turn and is waited for.
+        Whether it may have broken a device before. Then it waits for its turn, and the worker waits
+        for the device after it.
     is_method
-        Whether it is a call of an actor's method: it is not waited for, and never run again, since
-        it may have changed its actor already.
+        Whether it is a call of an actor's method. The worker does not wait for the device after it,
+        and never runs it again, since it may have changed its actor already.
 
     Attributes
     ----------
     unfinished
-        Whether there is something to call: at first, and again after memory ran out.
+        Whether to call it: true at first, and again after memory ran out.
 
     Raises
     ------
     DeviceFailedError
         On leaving: the device failed in this call, or this call is the first to notice it.
     DeviceOutOfMemoryError
-        On leaving: there was not enough memory, also when it was tried again.
+        On leaving: there was not enough memory, also in the last retry.
     distributed.Reschedule
-        On entering or leaving: it is to be run again, on another device, or in another process
-        since this one's devices failed.
+        On entering or leaving: it must run again, on another device, or in another process because
+        this process's devices failed.
 
     Notes
     -----
@@ -176,7 +177,7 @@ class MonitoredCall:
         return self._monitor.watch.turns(self._key, self._monitor.blame.refuse_after_failure)
 
     def _begin(self, *, stay: bool) -> None:
-        """Count the call, and look at its device; ``stay`` leaves that current."""
+        """Count the call, and check its device; ``stay`` leaves the device current."""
         monitor, key, device = self._monitor, self._key, self._device
         if self._watched:
             monitor.watch.began(Suspect(key, device))
@@ -198,7 +199,7 @@ class MonitoredCall:
             raise
 
     def _look(self, error: Exception | None, *, wait: bool) -> Exception | None:
-        """Look at the device, inside its scope, after the call returned or raised ``error``.
+        """Check the device, inside its scope, after the call returned or raised ``error``.
 
         Returns
         -------
@@ -222,7 +223,7 @@ class MonitoredCall:
         return error
 
     def _leave(self, outcome: BaseException | None, raised: BaseException | None) -> bool:
-        """Raise the outcome of a call, or return whether ``raised`` is dealt with."""
+        """Raise the outcome of a call, or return whether ``raised`` is to be suppressed."""
         monitor, key = self._monitor, self._key
         if outcome is None and self._watched:
             outcome = monitor.blame.error_of(key)
@@ -237,18 +238,18 @@ class MonitoredCall:
             if outcome is None:
                 return True
             if outcome is raised:
-                # The interpreter goes on with this, and does not add the frame that it is in.
+                # The interpreter raises it again without adding a frame of this method.
                 raised.__traceback__ = of_the_task(raised)
                 return False
             try:
                 raise outcome
             finally:
-                outcome.__context__ = None  # its cause says it, and is sent
+                outcome.__context__ = None  # its cause says the same, and is sent to the client
         finally:
             del outcome, raised  # a traceback holds this frame: make no cycle
 
     def _decided(self, error: BaseException) -> BaseException | None:
-        """Return the exception that a call ends with, or None: it is tried again."""
+        """Return the exception that a call ends with, or None to try it again."""
         monitor, key, device = self._monitor, self._key, self._device
         if isinstance(error, DriverError) and error.code in statuses.STICKY:
             blamed = monitor.blame.noticed(key, device, error)
@@ -266,7 +267,7 @@ class MonitoredCall:
         return monitor.retries.make_room(key, self._movable, device, error)
 
 
-# A task is called through these: the reader of its traceback looks for the task's own code.
+# The modules that call a task. A traceback leaves them out, to begin with the task's own code.
 _ON_THE_WAY = (
     *("dask_devctx.worker.task", "dask_devctx.worker.failures", "dask_devctx.cuda.suspending"),
     *("dask_devctx.cuda.on_device", "dask._task_spec"),

@@ -1,4 +1,4 @@
-"""Is a device well after a task."""
+"""The check whether a device still works after a task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WARN_EVERY_S = 10.0
 
 
 class Checkup:
-    """Looks at devices, and clears the suspects whose work is seen to be done.
+    """Checks devices, and clears the suspects whose work is done.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class Checkup:
         self._warned_at: dict[Device, float] = {}
 
     def before(self, device: Device) -> None:
-        """Look at a device inside its scope, before a task that is not waited for.
+        """Check a device inside its scope, before a task for which the worker does not wait.
 
         Raises
         ------
@@ -51,7 +51,7 @@ class Checkup:
                 self._suspects.look(device, calls, mark=False)
 
     def after(self, key: Hashable, device: Device, *, wait: bool) -> None:
-        """Look at a device inside its scope, after a task.
+        """Check a device inside its scope, after a task.
 
         Parameters
         ----------
@@ -60,17 +60,17 @@ class Checkup:
         device
             The device.
         wait
-            Wait until it has done all that it was given.
+            Whether to wait until the device has done all its work.
 
         Raises
         ------
         DriverError
-            It failed, or the driver cannot be asked.
+            The device failed, or the driver gives no answer.
         """
         calls = device._backend.calls
         if calls.current() != device._handle:
             self._note_left_behind(key, device)
-            calls.set_current(device._handle)  # with none current, the probe sees nothing
+            calls.set_current(device._handle)  # without a context, the probe finds no failure
         with RelaxedCapture(calls.work):
             if wait:
                 ended = self._suspects.count(device)
@@ -81,9 +81,9 @@ class Checkup:
             calls.work.probe()
 
     def between(self) -> None:
-        """Look at the devices while no task asks: those whose work is long done are no suspects.
+        """Check the devices between tasks, and clear the suspects whose work is done.
 
-        A device that failed meanwhile is left to the next task, which errs with it.
+        A failure that is found here is ignored: the next task on the device notices it and errs.
         """
         for device in self._suspects.left():
             with suppress(DevctxError), device, RelaxedCapture(device._backend.calls.work):
@@ -96,8 +96,8 @@ class Checkup:
             self._warned_at[device] = now
             logger.warning(
                 "the task %r changed the current CUDA context on %s and did not restore it (seen "
-                "%d times on this device). It did no harm: the earlier one was restored. "
-                "'with Device(n):' restores by itself",
+                "%d times on this device). It did no harm: the earlier context was restored. "
+                "'with Device(n):' restores the context by itself",
                 key,
                 device,
                 self.left_behind[device],

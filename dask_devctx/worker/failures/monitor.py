@@ -31,7 +31,7 @@ class Monitor:
     on_failure
         Called once, on the task's thread, when a device failed.
     is_cancelled
-        Says, given a task's key when its turn comes, that nobody wants it any more.
+        Given the key of a task that is about to begin, returns whether the task was cancelled.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Monitor:
     watch
         The tasks that are watched, since they may have broken a device before.
     checkup
-        Looks at the devices.
+        Checks the devices.
     retries
         The tasks that ran out of memory.
 
@@ -83,11 +83,11 @@ class Monitor:
         }
 
     def seceded(self, key: Hashable) -> None:
-        """Note that a task left its thread to others: it may be waiting for them."""
+        """Note that a task seceded from its thread: it may be waiting for other tasks."""
         self.watch.seceded(key)
 
     def drain(self, key: Hashable, device: Device) -> None:
-        """Wait for the work that others gave a device: a failure after it is not theirs.
+        """Wait for the work of other tasks on a device: a later failure is not theirs.
 
         Parameters
         ----------
@@ -103,11 +103,11 @@ class Monitor:
             with device:
                 self.checkup.after(key, device, wait=True)
         except DriverError as found:
-            if found.code in statuses.STICKY:  # anything else meets the task, too
+            if found.code in statuses.STICKY:  # the task itself meets any other error
                 raise self.blame.noticed(key, device, found, began=False) from found
 
     def close(self) -> None:
-        """Give back what it holds; calls that are under way are monitored to their end."""
+        """Release the monitor's resources; running calls are monitored to their end."""
         self._looking.stop()
         self.suspects.close()
         self.watch.close()

@@ -1,4 +1,4 @@
-"""A task that ran out of a device's memory: room is made, and it is tried again."""
+"""Retries of tasks that ran out of a device's memory, after memory is freed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dask_devctx.errors import DevctxError, DeviceOutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
-# Tasks that ran out of memory are remembered until they are done here. One that was sent to another
-# worker never is: the oldest is forgotten then.
+# A task that ran out of memory is remembered until it is done on this worker. A task that moved to
+# another worker is never done here, so the oldest tasks are forgotten beyond this number.
 _REMEMBERED_RETRIES = 10_000
 
 
@@ -38,7 +38,7 @@ class Retries:
     counted
         How often memory ran out, by device.
     drop_replicas
-        Frees the copies of other devices' values that are kept on a device; returns the bytes.
+        Frees the copies of other devices' values on a device; returns their bytes.
     """
 
     def __init__(self, devices: Sequence[Device], most: int) -> None:
@@ -51,8 +51,8 @@ class Retries:
         self._next_device: OrderedDict[Hashable, Device] = OrderedDict()
 
     def redirect(self, key: Hashable) -> Device | None:
-        """Return where a task is to be tried again, once; None where it may go anywhere."""
-        if not self._next_device:  # asked for each task
+        """Return, once, the device for a task's next attempt; None for any device."""
+        if not self._next_device:  # called for each task
             return None
         with self._lock:
             return self._next_device.pop(key, None)
@@ -60,7 +60,7 @@ class Retries:
     def make_room(
         self, key: Hashable, movable: bool, device: Device, error: Exception
     ) -> Exception | None:
-        """Make room for a task that ran out of memory, and return its exception.
+        """Free memory for a task that ran out of it, and return the exception to raise.
 
         Parameters
         ----------
@@ -69,16 +69,16 @@ class Retries:
         movable
             Whether it may be tried on another device.
         device
-            Where it was.
+            The device on which it ran.
         error
-            What it raised.
+            The exception that it raised.
 
         Returns
         -------
         Exception or None
-            None where it is to be tried again here and now. ``DeviceOutOfMemoryError`` where it was
-            tried often enough, ``distributed.Reschedule`` where it is to be tried on another
-            device, and ``error`` itself where that is not about memory.
+            None to try it again here at once, ``DeviceOutOfMemoryError`` after the last retry,
+            ``distributed.Reschedule`` to try it on another device, and ``error`` itself if it does
+            not concern memory.
         """
         if not is_out_of_memory(error):
             if not isinstance(error, Reschedule):
@@ -109,8 +109,8 @@ class Retries:
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
         if best is device:
             return None
-        # By way of the scheduler, so that it runs on the other device's own threads and its inputs
-        # get there as any task's do.
+        # The task goes through the scheduler, so that it runs on the other device's own threads and
+        # its inputs move there as for any task.
         with self._lock:
             self._next_device[key] = best
             _forget_the_oldest(self._next_device)
@@ -122,7 +122,7 @@ class Retries:
         try:
             with device:
                 release_caches(error)
-        except DevctxError:  # not even a context fits: the caches hold nothing here then
+        except DevctxError:  # there is no room for a context, so no cache is on it
             logger.debug("no caches released on %s", device, exc_info=True)
         return dropped
 
@@ -132,8 +132,8 @@ class Retries:
         return best if free[best] > free.get(device, 0) else device
 
     def forget(self, key: Hashable) -> None:
-        """Count from the beginning when the task runs out of memory again."""
-        if self._tried:  # asked for each task
+        """Forget the attempts of a task."""
+        if self._tried:  # called for each task
             with self._lock:
                 self._tried.pop(key, None)
 
@@ -144,7 +144,7 @@ def _forget_the_oldest(remembered: OrderedDict[Hashable, Any]) -> None:
 
 
 def portable(error: BaseException) -> BaseException:
-    """Return an exception that reaches the client: one that cannot be sent takes ours with it."""
+    """Return an exception that can be sent to the client; one that cannot is replaced."""
     try:
         loads(dumps(error))
     except Exception:
@@ -153,7 +153,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def _memory_info(device: Device) -> tuple[int | None, int | None]:
-    """Free and total bytes, where anybody says; asking makes no context."""
+    """Return free and total bytes, each None if unknown; this makes no context."""
     try:
         return discovery.memory_info(device._backend, device.info) or _by_driver(device)
     except DevctxError:

@@ -1,4 +1,4 @@
-"""The end of a worker whose devices failed, in an order in which nothing is lost or handed on."""
+"""The end of a worker whose devices failed, in an order that loses and passes on no result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 # How long each step of the end may take: the scheduler may be gone, and calls into CUDA may hang.
 _STEP_S = 5.0
 _POLL_S = 0.01
-# So long the process stays to refuse who had been told that the data is here. Where nobody answers,
-# dask tries to connect for half a minute.
+# The process stays this long to refuse workers that still ask for its data. Without an answer, dask
+# tries to connect for half a minute.
 _REFUSING_S = 0.5
-_EXIT_STATUS = 70  # EX_SOFTWARE: what the nanny's log says of the process
+_EXIT_STATUS = 70  # EX_SOFTWARE; the nanny's log shows it
 
 
 def refuse_data(worker: Worker) -> None:
-    """Hand on nothing that is in this process from now on; on any thread."""
+    """Refuse all requests for data of this process from now on; on any thread."""
     internals.answer_for_good(worker, "get_data", _refuse)
 
 
@@ -41,26 +41,30 @@ async def end_failed_worker(
     worker
         The worker.
     failure
-        What happened, and who errs with it.
+        The failure, and the errors of the blamed tasks.
     answered
-        Given the keys of actors, waits until those who called their methods were told.
+        Given the keys of actors, waits until the callers of their methods have their answers.
 
     Notes
     -----
-    Runs on the worker's event loop. In this order: the worker takes no more tasks and hands on no
-    more data; the error of each task that is to blame reaches the scheduler, also where the task
-    does not end, and that of an actor's method its caller; the worker leaves the scheduler as one
-    that was expected to, so that no task that happened to be there is blamed, and what it held is
-    recomputed; the process exits. A nanny starts another.
-    Nothing is done with the devices: a process whose primary context is reset under its libraries
-    is worse than none, and any call may hang.
+    Runs on the worker's event loop, in this order:
 
-    Where the scheduler could not be told an error, the worker leaves it unexpected. Then dask
-    counts, and ends the turns of a task that ends its worker each time.
+    1. The worker takes no more tasks and sends no more data.
+    2. The error of each blamed task reaches the scheduler, also if the task does not end. The error
+       of an actor's method reaches its caller.
+    3. The worker leaves the scheduler as expected, so that dask blames no other task. dask computes
+       the worker's results again.
+    4. The process exits. A nanny starts another.
+
+    This makes no call to the devices: any call may hang, and libraries do not survive a reset of
+    their primary context.
+
+    If an error could not be sent to the scheduler, the worker leaves unexpectedly. Then dask counts
+    the loss of the worker, and fails a task that ends its worker each time.
     """
     error = failure.error
     logger.error("%s", error)
-    # Not "paused": the worker would resume by itself when it finds that it has memory enough.
+    # Not "paused": the worker would resume by itself when it has enough memory.
     worker.status = Status.closing_gracefully
     refuse_data(worker)
     nanny = internals.leave_nanny(worker)
@@ -73,7 +77,7 @@ async def end_failed_worker(
         for key, task_error in failure.errors.items():
             internals.report_error(worker, key, task_error)
         reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
-    await _bounded(answered(failure.errors), "answer who called an actor")
+    await _bounded(answered(failure.errors), "answer the callers of its actors")
     await _bounded(internals.leave_scheduler(worker, expected=reported), "leave the scheduler")
     await asyncio.sleep(_REFUSING_S)
     if nanny:
@@ -81,29 +85,29 @@ async def end_failed_worker(
         logging.shutdown()
         os._exit(_EXIT_STATUS)
     logger.error(
-        "the worker closes and has no nanny that starts another. Start it with one "
+        "the worker closes and has no nanny that starts another. Start workers with a nanny "
         "(dask worker --nanny, LocalDeviceCluster(processes=True))"
     )
     await worker.close(nanny=False, executor_wait=False, reason=str(error))
 
 
 async def _reported(worker: Worker, keys: Collection[Hashable]) -> None:
-    """Wait until the scheduler has heard what became of some tasks."""
+    """Wait until the scheduler has the outcomes of some tasks."""
     while await internals.unsettled(worker, keys):
         await asyncio.sleep(_POLL_S)
 
 
 async def _bounded(step: Awaitable[Any], what: str) -> bool:
-    """Return whether a step of the end was taken in its time."""
+    """Return whether a step of the end succeeded within its time."""
     try:
         await asyncio.wait_for(step, _STEP_S)
-    except Exception as error:  # whatever it is, the worker ends
+    except Exception as error:  # the worker ends after any error
         logger.warning("the worker could not %s before it ends: %r", what, error)
         return False
     return True
 
 
 async def _refuse(comm: Any, **kwargs: Any) -> Any:
-    """Answer whoever asks for data as a worker does that is gone."""
+    """Close the connection of a request for data, like a worker that is gone."""
     comm.abort()
     return Status.dont_reply

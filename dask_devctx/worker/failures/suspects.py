@@ -1,4 +1,4 @@
-"""Which tasks may have broken the devices of this process: those whose work may not be done yet."""
+"""The tasks that may have broken this process's devices, since their work may not be done yet."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from dask_devctx.errors import DevctxError, DriverError
 
 logger = logging.getLogger(__name__)
 
-# So many tasks are remembered per device where the driver never says that their work is done.
+# The number of tasks that are remembered for a device whose driver never reports their work done.
 _REMEMBERED = 64
 
 
 class Suspect(NamedTuple):
-    """A task and the device that it was given work for."""
+    """A task and the device to which it gave work."""
 
     key: Hashable
     device: Device
@@ -31,7 +31,7 @@ class Suspect(NamedTuple):
 
 
 class _Work:
-    """What a device was given: the tasks that ended there and may have left work running."""
+    """The tasks that ended on a device and whose work may still be running."""
 
     def __init__(self) -> None:
         self.left: deque[Suspect] = deque(maxlen=_REMEMBERED)
@@ -41,7 +41,7 @@ class _Work:
         self.looking = False  # one thread at a time: there is one event
 
     def done(self, ended: int) -> None:
-        """Forget the tasks that were among the first ``ended``."""
+        """Forget the first ``ended`` tasks."""
         while self.left and self.ended - len(self.left) < ended:
             self.left.popleft()
 
@@ -51,11 +51,11 @@ class Suspects:
 
     Notes
     -----
-    A kernel can still be running when its task's Python has returned. So a task is a suspect from
-    its start until its device was seen to have done all that it had been given when the task
-    ended: by an event, which is recorded and looked at without waiting, or by waiting.
+    A kernel can still be running after its task's Python has returned. So a task is a suspect from
+    its start until its device has done all work that it had when the task ended. This is known from
+    an event, which is recorded and queried without waiting, or by waiting for the device.
 
-    Thread-safe. A sticky error of one device is one of all: the whole process is asked.
+    Thread-safe. All devices report a sticky error of one device, so the tasks of all are suspects.
     """
 
     def __init__(self) -> None:
@@ -82,24 +82,24 @@ class Suspects:
             work.ended += 1
 
     def left(self) -> tuple[Device, ...]:
-        """Return the devices that were not seen to be done with the tasks' work."""
+        """Return the devices that may still have work of tasks that ended."""
         with self._lock:
             return tuple(device for device, work in self._work.items() if work.left)
 
     def marked(self, device: Device) -> bool:
-        """Return whether there is a mark to be asked for, without which a look tells nothing."""
+        """Return whether a device has a mark; without one, :meth:`look` finds nothing."""
         work = self._work.get(device)
         return work is not None and work.marked is not None
 
     def look(self, device: Device, calls: WorkCalls, *, mark: bool) -> None:
-        """Ask how far the device is, without waiting; on a thread where it is current.
+        """Query a device's progress without waiting, on a thread where the device is current.
 
         Parameters
         ----------
         device, calls
             The device, and its driver's calls about work.
         mark
-            Also mark the work that it has by now, to be asked for next time.
+            Whether to mark the work that it has now, for the next query.
 
         Raises
         ------
@@ -108,15 +108,15 @@ class Suspects:
 
         Notes
         -----
-        Where a mark was reached and a probe finds nothing, the tasks that had ended at the mark are
-        cleared: their work is done, and done right. There is one event per device, recorded again
-        when it was reached.
+        If the device reached the mark and a probe finds no error, the tasks that had ended at the
+        mark are cleared: their work succeeded. Each device has one event, which is recorded again
+        after the device reached it.
         """
         with self._lock:
             work = self._work[device]
             if self._closed or work.looking:
                 return
-            # An event of the whole context ends a graph's capture that another thread may be at.
+            # Recording an event on the whole context ends a graph capture of another thread.
             mark = mark and not any(one.device is device for one in self._running)
             work.looking, ended = True, work.ended
         try:
@@ -128,18 +128,18 @@ class Suspects:
             if mark and work.marked is None:
                 if not work.event:
                     work.event = calls.event_create()
-                # A driver that is too old for it clears nobody.
+                # A driver that is too old for this clears no suspect.
                 if calls.event_record_context(work.event, device._handle):
                     work.marked = ended
         except DriverError as error:
             if statuses.failed(error.code):
                 raise
-            logger.debug("how far %s is cannot be said: %s", device, error)
+            logger.debug("the progress of %s is unknown: %s", device, error)
         finally:
             work.looking = False
 
     def close(self) -> None:
-        """Give the driver its events back."""
+        """Destroy the driver's events."""
         with self._lock:
             self._closed = True
             works = {device: work for device, work in self._work.items() if not work.looking}
@@ -149,7 +149,7 @@ class Suspects:
                     device._backend.calls.work.event_destroy(work.event)
 
     def idle(self, device: Device, ended: int) -> None:
-        """Clear the first ``ended`` tasks of a device: it was waited for since."""
+        """Clear the first ``ended`` tasks of a device, after a wait for the device."""
         with self._lock:
             self._work[device].done(ended)
 
@@ -160,7 +160,7 @@ class Suspects:
             return 0 if work is None else work.ended
 
     def named(self, key: Hashable, device: Device) -> tuple[Suspect, ...]:
-        """Return all suspects: the one given, those that run, those that ended, latest first."""
+        """Return all suspects: the given one, then running tasks, then ended ones, latest first."""
         with self._lock:
             first = Suspect(key, device)
             left = [s for work in self._work.values() for s in reversed(work.left)]

@@ -1,7 +1,8 @@
-"""Values on a device go to another worker of this machine by CUDA IPC, over whatever comm.
+"""Transfers of values on a device to another worker of this machine by CUDA IPC, with any comm.
 
-dask's own messages name where the sender has staged them. The receiver reads them from there
-before anybody sees the answer, so that dask's "OK" says that the sender may use the memory again.
+dask's own messages name the place where the sender has staged the values. The receiver reads them
+from there before it passes the answer on. So dask's "OK" means that the sender may use the staging
+memory again.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ logger = logging.getLogger(__name__)
 __all__ = ["PeerTransfers"]
 
 _CLOSE: Final = "devctx_ipc_close"
-# Each of them waits for one transfer's devices.
+# Each thread waits for the devices of one transfer.
 _THREADS: Final = 16
-# Staging memory that nobody used for so long goes back to its device.
+# Staging memory that was not used for this long goes back to its device.
 _IDLE_S: Final = 60.0
 _LOOK_EVERY_MS: Final = 5_000
 _LOOK_S: Final = 0.05
@@ -48,31 +49,32 @@ _CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class PeerTransfers:
-    """While it is open, a worker sends and receives what is on its devices without the host.
+    """While it is open, a worker sends and receives values on its devices without the host.
 
     Parameters
     ----------
     worker
         The worker, on whose event loop this is called.
     devices
-        Its devices; none, and all goes as dask sends it.
+        Its devices; without devices, dask sends all values.
     inputs
-        Knows of which work its values are; None where nothing is known.
+        Knows the work that makes each value; None if no work is known.
     staging
         How much of each device's memory may be used for staging: a fraction, or bytes.
     use
-        ``"auto"``, True or False: never. ``"auto"`` leaves to UCX what goes by it.
+        False for never, True for always, or ``"auto"`` for always except with a UCX comm, which
+        makes such transfers itself.
     make_room
         Called with a device that has no memory left.
     on_failure
-        Called with a device that failed, and what the driver said.
+        Called with a device that failed, and the driver's error.
 
     Attributes
     ----------
     metric
-        The name of what the worker's heartbeat tells of it.
+        The name of the counts that the worker's heartbeat carries.
     unreadable
-        Values that arrived and could not be read.
+        The values that arrived and could not be read.
     """
 
     metric: Final = "devctx-ipc"
@@ -148,13 +150,14 @@ class PeerTransfers:
         self._looking.start()
 
     def close(self) -> None:
-        """Send and receive as dask does from now on."""
+        """Leave transfers to dask from now on."""
         self._looking.stop()
         self._steps.close()
         if self._pairs is not None:
             self._pairs.close()
             self._opened.close()
-        if self._pairs is None or self._worker.status is Status.closing:  # its memory goes with it
+        # A worker that closes frees no staging memory: it goes with its process.
+        if self._pairs is None or self._worker.status is Status.closing:
             self._executor.shutdown(wait=False)
         else:
             self._worker.loop.add_callback(self._end)
@@ -169,7 +172,7 @@ class PeerTransfers:
 
     @property
     def in_use(self) -> int:
-        """How many bytes of staging memory hold something that is on its way."""
+        """The bytes of staging memory that hold values on their way."""
         return sum(staging.in_use for staging in self._stagings.values())
 
     def _handlers(self) -> dict[str, Any]:
@@ -185,9 +188,10 @@ class PeerTransfers:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     def free_staging(self, device: Device) -> int:
-        """Give a device that ran out of memory its staging memory back; return the bytes.
+        """Free the staging memory of a device that ran out of memory; return the freed bytes.
 
-        Called on the thread of a task, which waits for it, or on the event loop's, which does not.
+        Called on the thread of a task, which waits for it, or on the event loop, which does not
+        wait.
         """
         staging = self._stagings.get(device)
         if self._pairs is None or staging is None or not staging.nbytes:
@@ -199,7 +203,7 @@ class PeerTransfers:
                 done.result(_CLOSE_TIMEOUT_S)
         return before - staging.nbytes
 
-    # -- for the connections
+    # -- the callbacks of the connections
 
     async def _settle(self, address: str) -> None:
         if self._pairs is not None:
@@ -221,7 +225,7 @@ class PeerTransfers:
     # -- staging memory that is not needed
 
     async def _look(self) -> None:
-        """Let go of the memory of workers that are gone, and of what nobody used for a while."""
+        """Release the memory of workers that are gone, and staging memory that was long unused."""
         if self._pairs is None:
             return
         for address in list(self._pairs.tokens):
@@ -236,7 +240,7 @@ class PeerTransfers:
             await self.give_back(idle)
 
     async def give_back(self, stagings: Sequence[Staging] | None = None) -> None:
-        """Give staging memory back that is not in use, once no other worker has it open."""
+        """Free staging memory that is not in use, once no other worker has it open."""
         assert self._pairs is not None
         found = [
             (staging, staging.retire())
@@ -248,12 +252,12 @@ class PeerTransfers:
         closed = await asyncio.gather(
             *[self._ask_to_close(address, numbers) for address in list(self._pairs.receivers)]
         )
-        if False not in closed:  # else it stays as it is until this process ends
+        if False not in closed:  # if one has it open, it stays until this process ends
             for staging, buffers in found:
                 await self._run(staging.free, buffers)
 
     async def _ask_to_close(self, address: str, numbers: list[int]) -> bool | None:
-        """Return whether another worker has closed buffers of this one; None where it is gone."""
+        """Return whether another worker has closed this worker's buffers; None if it is gone."""
         assert self._pairs is not None
         call = getattr(self._worker.rpc(address), _CLOSE)
         try:
@@ -262,7 +266,7 @@ class PeerTransfers:
             )
         except TimeoutError:
             return False
-        except OSError:  # its process is gone, with what it had open
+        except OSError:  # its process is gone, and so are its open buffers
             self._pairs.receivers.pop(address, None)
             return None
         except RuntimeError:  # this worker is closing

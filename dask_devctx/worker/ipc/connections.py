@@ -1,7 +1,7 @@
-"""What a worker reads from other workers: completed, or given up with its connection.
+"""A worker's connections to others: each answer is completed, or its connection is closed.
 
-Each connection that the worker opens to another reads and writes through here, and each that asks
-it for data is answered through here.
+All connections that the worker opens to other workers read and write through this module, and so do
+its answers to requests for data.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ Message = dict[str, Any]
 
 
 class Connections:
-    """While it is open, what a worker reads and what it hands on goes through two functions.
+    """While it is open, two functions see the values that a worker receives and sends.
 
     Parameters
     ----------
     worker
         The worker.
     unreadable
-        Told of values that cannot be read.
+        Collects the values that cannot be read.
     settle
-        Called with a worker's address before it is asked for data.
+        Called with a worker's address before this worker asks it for data.
     complete
-        Called with a worker's address and its answer, before anybody sees that.
+        Called with a worker's address and its answer, before dask sees the answer.
     prepare
-        Called with the address of the worker that asked and what it is to be sent; returns what is
-        sent instead, and what to call when that was read, with whether it was.
+        Called with the address of the worker that asked and the answer to it. Returns the answer to
+        send instead, and a function to call when the exchange ends, with True if the answer was
+        read; or None.
     lost
         Called with the address of a worker whose connection ended.
 
     Notes
     -----
-    dask gives a connection back to be used again also where its answer could not be read, while
-    the other side still waits for the end of it: the next request on it is taken for that end, and
-    both wait for ever. Here, such a connection is closed.
+    dask returns a connection to its pool also if an answer on it could not be read. But the other
+    side still waits for the confirmation: it takes the next request for this confirmation, and both
+    sides wait without end. Here, such a connection is closed.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Connections:
             comm = await connect(addr, timeout)
             asking = getattr(comm.read, "__self__", None)
             if isinstance(asking, _Asking):
-                asking.connections = self  # it may be of an earlier plugin
+                asking.connections = self  # an earlier plugin may have made it
             else:
                 asking = _Asking(self, comm, addr)
                 comm.read, comm.write = asking.read, asking.write
@@ -95,7 +96,7 @@ class Connections:
         return connected
 
     async def _one_by_one(self, address: str, keys: list[Hashable], who: str | None) -> Message:
-        """Ask for each value by itself, so that one which cannot be read is known."""
+        """Ask for each value separately, to find the values that cannot be read."""
         data: dict[Hashable, Any] = {}
         for key in keys:
             data.update(await data_of(self._worker, address, [key], who))
@@ -148,7 +149,7 @@ class _Asking:
             return msg
         except Exception as error:
             failure = error
-            # dask takes the end of a pickle that is too short for the end of the connection.
+            # If a pickle is too short, dask takes its end for the end of the connection.
             if self._comm.closed() and isinstance(error.__context__, EOFError):
                 failure = error.__context__
             elif isinstance(error, CommClosedError) or self._comm.closed():
@@ -157,9 +158,9 @@ class _Asking:
                 raise
             self._comm.abort()
         except BaseException:
-            self._comm.abort()  # the rest of the answer is for nobody
+            self._comm.abort()  # the rest of the answer is not read
             raise
-        logger.warning("an answer of %s could not be read", address, exc_info=failure)
+        logger.warning("an answer from %s could not be read", address, exc_info=failure)
         self._answered = True
         keys = list(request["keys"])
         if len(keys) == 1:

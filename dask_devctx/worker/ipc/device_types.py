@@ -1,4 +1,4 @@
-"""Which types have memory on a device, and how each is pickled without it."""
+"""The types with memory on a device, and the functions that pickle them without this memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _known: dict[type, Reduce | None] = {}
 
 
 def find(kind: type) -> Reduce | None:
-    """Return how a type is pickled without its memory on a device; None where it has none.
+    """Return the function that pickles a type without its memory on a device, or None.
 
     Notes
     -----
-    torch's and JAX's types, and every type that has functions in distributed's ``cuda_serialize``
-    and ``cuda_deserialize``: whoever registers one there makes it known here.
+    There are functions for torch's and JAX's types, and for every type that is registered in
+    distributed's ``cuda_serialize`` and ``cuda_deserialize``.
     """
     try:
         return _known[kind]
@@ -47,7 +47,8 @@ def _look_up(kind: type) -> Reduce | None:
         cuda_deserialize.dispatch(kind)
     except TypeError:
         return None
-    # Attribute by attribute, what those share would be two things afterwards: pickle can do it.
+    # This would send each attribute separately, and memory that two attributes share would arrive
+    # twice. pickle keeps it shared.
     if isinstance(getattr(serialize, "__self__", None), ObjectDictSerializer):
         return None
     return functools.partial(_by_frames, serialize)

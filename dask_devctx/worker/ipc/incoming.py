@@ -1,4 +1,4 @@
-"""Values that arrive from another worker of this machine: read from its memory."""
+"""Values from another worker of this machine: they are read from its staging memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Arriving:
-    """A value of which only what was on the host has arrived."""
+    """A value of which only the part in host memory has arrived."""
 
     def __init__(self, header: dict[str, Any], frames: Sequence[Any]) -> None:
         self.first = header["first"]
@@ -45,12 +45,12 @@ class Arriving:
 
 
 def register() -> None:
-    """Make values that were staged known to distributed; this lasts as long as the process."""
+    """Let distributed unpack staged values; this lasts as long as the process."""
     register_serialization_family(FAMILY, None, Arriving)
 
 
 class Incoming:
-    """What one worker reads of others of its machine.
+    """Reads the values that other workers of the machine have staged for one worker.
 
     Parameters
     ----------
@@ -59,19 +59,19 @@ class Incoming:
     devices
         Its devices.
     opened
-        What it has open of others' memory.
+        The buffers of other workers that it has open.
     pairs
-        Whose memory it can read.
+        Knows the workers whose memory it can read.
     unreadable
-        Told of values that cannot be put together.
+        Collects the values that cannot be put together.
     make_room
         Called with a device that has no memory left.
     run
         Runs a function on a thread that may wait.
     traffic
-        Where what arrives is counted.
+        Counts the values that arrive.
     on_failure
-        Called with a device that failed, and what the driver said.
+        Called with a device that failed, and the driver's error.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Incoming:
         Raises
         ------
         CommClosedError
-            What it has staged cannot be read. dask asks again, or somebody else.
+            The staged values cannot be read. dask asks again, or asks another worker.
         """
         about = msg.pop(FAMILY, None)
         if about is None:
@@ -126,9 +126,9 @@ class Incoming:
                 return
             if isinstance(error, DriverError) and has_failed(receiving.device, error):
                 self._on_failure(receiving.device, error)
-            elif not isinstance(error, OSError):  # then it will not be better later
+            elif not isinstance(error, OSError):  # a later attempt would fail too
                 await self._pairs.refuse(address, f"its memory cannot be read: {error}")
-            raise CommClosedError(f"values of {address} could not be read: {error}") from error
+            raise CommClosedError(f"values from {address} could not be read: {error}") from error
         except Exception as error:
             data.update(self._failed(arriving, error, address))
             return
@@ -180,7 +180,7 @@ class Incoming:
                 if asked is not None:
                     said = await asked
                     if said is None:
-                        raise CommClosedError(f"{address} gave a transfer up")
+                        raise CommClosedError(f"{address} gave up a transfer")
                     where = said
             except BaseException:
                 if asked is not None:

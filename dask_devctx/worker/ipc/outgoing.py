@@ -1,4 +1,4 @@
-"""Values that leave for another worker of this machine: staged where that one reads them."""
+"""Values for another worker of this machine: they are staged, and that worker reads them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ from dask_devctx.worker.ipc.traffic import Traffic
 logger = logging.getLogger(__name__)
 
 NEXT: Final = "devctx_ipc_next"
-# The name of the values among distributed's serializers, and of what belongs to a whole message.
+# The name of staged values among distributed's serializers, and of a message's entry about them.
 FAMILY: Final = "devctx-ipc"
-# What is smaller than this is sent without another thread, where it is a matter of microseconds.
+# Values up to this size are sent without another thread, if that takes only microseconds.
 QUICK_NBYTES: Final = 2**20
 QUICK_S: Final = 300e-6
-# So long a transfer waits for others to give staging memory back, before it goes another way.
+# A transfer waits this long for other transfers to release staging memory, then goes through the
+# host.
 _ROOM_TIMEOUT_S: Final = 10.0
 _ROOM_LOOK_S: Final = 0.001
-# Where a connection ended, its receiver may be in the middle of a copy that nobody will look at.
+# After a connection ended, its receiver may still be in the middle of a copy. The staging memory is
+# kept for this long.
 _GRACE_S: Final = 5.0
 
 
 class Outgoing:
-    """What one worker sends to others of its machine.
+    """Stages the values that one worker sends to other workers of its machine.
 
     Parameters
     ----------
@@ -50,17 +52,17 @@ class Outgoing:
     stagings
         Staging memory of each of its devices.
     inputs
-        Knows of which work its values are; None where nothing is known.
+        Knows the work that makes each value; None if no work is known.
     receivers
         The workers that can read that memory, by address.
     token
-        Names this worker among those that send.
+        The name of this worker among senders.
     run
         Runs a function on a thread that may wait.
     traffic
-        Where what is sent otherwise is counted.
+        Counts the values that go through the host.
     on_failure
-        Called with a device that failed, and what the driver said.
+        Called with a device that failed, and the driver's error.
     """
 
     def __init__(
@@ -88,9 +90,9 @@ class Outgoing:
     async def prepare(
         self, who: str | None, msg: dict[str, Any]
     ) -> tuple[dict[str, Any], Callable[[bool], None]] | None:
-        """Return a message whose values are staged, and what is called when it was read.
+        """Return a message whose values are staged, and a function to call when the exchange ends.
 
-        None where nothing in it is on a device, or the receiver cannot read it.
+        None if no value is on a device, or if the receiver cannot read staging memory.
         """
         places = self._on_devices(msg["data"])
         if not places:
@@ -106,7 +108,7 @@ class Outgoing:
             if isinstance(error, DriverError) and has_failed(device, error):
                 self._on_failure(device, error)
                 raise CommClosedError(f"the device failed: {error}") from error
-            logger.warning("values go to %s through the host, for once", who, exc_info=True)
+            logger.warning("values go to %s through the host this time", who, exc_info=True)
             begun = None
         if begun is None:
             self._count_host(places, who)
@@ -116,9 +118,7 @@ class Outgoing:
         return self._message(msg, number, sending, parcels), lambda read: self._end(number, read)
 
     async def next(self, token: str, number: int, index: int) -> Any:
-        """Stage a piece, and return where it is; called by the receiver, which has read those
-        before the one before it.
-        """
+        """Stage a piece and return its place, while the receiver reads the piece before it."""
         sending = self._sendings.get(number)
         if sending is None or token not in self._receivers.values():
             return None
@@ -130,7 +130,7 @@ class Outgoing:
     # -- the steps
 
     def _on_devices(self, data: dict[Hashable, Any]) -> dict[Hashable, dict[Device, int]]:
-        """Return which values are on devices, and how many bytes of each on which."""
+        """Return the values that are on devices, each with its bytes by device."""
         found = {}
         for key, wrapped in data.items():
             if not isinstance(wrapped, Serialize):
@@ -142,7 +142,7 @@ class Outgoing:
                 continue
             try:
                 places = nbytes_by_device(value)
-            except Exception:  # somebody's type; it goes as it always did
+            except Exception:  # of a user's type; dask sends the value
                 continue
             if not places and find(type(value)) is not None:
                 places = {next(iter(self._stagings)): 0}
@@ -218,7 +218,7 @@ class Outgoing:
         return stamps
 
     async def _stage(self, sending: Sending, index: int, quick: bool = False) -> bool:
-        """Copy a piece into staging memory, and wait until it is there; False if there is none."""
+        """Copy a piece into staging memory and wait for it; return False if there is no room."""
         until = time.monotonic() + _ROOM_TIMEOUT_S
         while True:
             if quick:
@@ -277,7 +277,7 @@ class Outgoing:
 
 
 def has_failed(device: Device, error: DriverError) -> bool:
-    """Return whether a call failed because its device, or this process' CUDA, did."""
+    """Return whether a call failed because its device, or CUDA in this process, has failed."""
     if error.code in statuses.STICKY:
         return True
     if error.code not in statuses.GONE:

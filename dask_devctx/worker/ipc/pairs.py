@@ -1,4 +1,4 @@
-"""Which workers can open each other's memory: tried once for each pair, and remembered."""
+"""Pairs of workers that can open each other's memory: each pair is tried once and remembered."""
 
 from __future__ import annotations
 
@@ -23,43 +23,46 @@ logger = logging.getLogger(__name__)
 
 HELLO: Final = "devctx_ipc_hello"
 AGREE: Final = "devctx_ipc_agree"
-# What the receiver must find in the sender's memory.
+# The size of the content that the receiver must find in the sender's memory.
 _NBYTES: Final = 256
 _TIMEOUT_S: Final = 10.0
-# A refusal that may have passed by then is not remembered for longer.
+# A refusal for a passing reason is remembered for this long.
 _AGAIN_S: Final = 60.0
-# This process, wherever it is: a handle cannot be opened where it was made.
+# The name of this process. A handle cannot be opened in the process that made it.
 _PROCESS: Final = uuid.uuid4().hex
 
 
 class Pairs:
-    """What one worker knows of the others.
+    """Finds out which other workers can exchange values with one worker by CUDA IPC.
 
     Parameters
     ----------
     worker
         The worker.
     staging
-        Staging memory, of the first of its devices.
+        The staging memory of its first device.
     device
-        Where it opens others' memory.
+        The device on which it opens other workers' memory.
     opened
-        What it has open.
+        The buffers of other workers that it has open.
     run
         Runs a function on a thread that may wait.
+    reasons
+        A dictionary for the attribute of this name.
 
     Attributes
     ----------
     token
-        Names this worker's staging memory among that of all workers.
+        The name of this worker's staging memory among all workers.
     receivers
-        The workers that can read it, by address, each with its own token.
+        The workers that can read this memory, by address, each with its own token.
     reasons
-        Why it is not read by others, by address.
+        The reasons why other workers do not read this memory, by address.
     tokens
-        What names the memory of the workers whose memory was tried, by address.
+        The names of the workers' memory that was tried, by address.
     ways
-        Why the others' memory is not read, by address; None where it is.
+        The reasons why this worker does not read other workers' memory, by address; None if it
+        reads a worker's memory.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Pairs:
         self._shown: dict[str, Staged] = {}
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stop asking other workers, and release the memory shown to them."""
         for task in self._asking.values():
             task.cancel()
         self._staging.give(self._shown.values())
@@ -94,7 +97,7 @@ class Pairs:
     # -- as the receiver
 
     async def settle(self, address: str) -> None:
-        """Find out, where it is not known yet, whether the memory of a worker can be read."""
+        """Find out whether the memory of a worker can be read, unless it is known already."""
         if address in self.ways:
             return
         task = self._asking.get(address)
@@ -104,20 +107,17 @@ class Pairs:
         await asyncio.shield(task)
 
     def forget(self, address: str) -> None:
-        """Ask again the next time: the worker may be another one by then, or gone.
-
-        Memory that is open here stays with a process that has ended.
-        """
-        if self.ways.get(address) is None:  # what was refused for good stays so
+        """Forget a worker, and close its memory; another worker may have the address later."""
+        if self.ways.get(address) is None:  # a final refusal stays
             self.ways.pop(address, None)
         token = self.tokens.pop(address, None)
         if token is not None:
             self._worker.loop.add_callback(self._run, self._opened.close, token)
 
     async def refuse(self, address: str, reason: str) -> None:
-        """Read a worker's memory no more."""
+        """Stop reading a worker's memory."""
         self._remember(address, reason)
-        with suppress(OSError):  # one that cannot be told sends nothing either
+        with suppress(OSError):  # a worker that cannot be reached sends nothing either
             await self._agree(address, reason)
 
     async def _ask(self, address: str) -> None:
@@ -141,11 +141,11 @@ class Pairs:
         except OSError as error:  # or it took too long
             self._remember(address, f"it does not answer: {error!r}", again=True)
         except Exception as error:
-            logger.exception("%s cannot be asked how it sends", address)
+            logger.exception("the test of CUDA IPC with %s failed", address)
             self._remember(address, repr(error), again=True)
 
     def _try(self, said: dict[str, Any]) -> str | None:
-        """Read what the other worker shows; return what is wrong."""
+        """Read the memory that the other worker shows; return the reason if that fails."""
         number, handle, offset, nbytes = said["shown"]
         device = self._device
         try:
@@ -180,7 +180,7 @@ class Pairs:
     # -- as the sender
 
     async def hello(self, address: str, process: str, host: str) -> dict[str, Any]:
-        """Show another worker a piece of memory, for it to try; called by that worker."""
+        """Show another worker a piece of memory that it tries to read; called by that worker."""
         self.receivers.pop(address, None)
         said = await self._said(address, process, host)
         if "error" in said:
@@ -234,7 +234,7 @@ class Pairs:
 
 
 def _host() -> str:
-    """Return what names this machine and, where it is in one, this container."""
+    """Return a name for this machine and, in a container, for the container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -1,4 +1,4 @@
-"""What went between workers, and which way."""
+"""Counts of the transfers between workers, by the way that they take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Traffic:
     Attributes
     ----------
     reasons
-        Why values go to another worker through the host, by its address.
+        The reasons why values go to another worker through the host, by its address.
     """
 
     def __init__(self) -> None:
@@ -21,14 +21,14 @@ class Traffic:
     def count(
         self, source: str, destination: str, way: str, nbytes: int, seconds: float, copies: int = 1
     ) -> None:
-        """Count a transfer: each end a device's UUID, or a worker's address where that is known."""
+        """Count a transfer. Each end is a device's UUID, or a worker's address."""
         row = self._rows.setdefault((source, destination, way), [0, 0, 0.0])
         row[0] += nbytes
         row[1] += copies
         row[2] += seconds
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each, plain data."""
+        """Return a row for each source, destination and way, as plain data."""
         return [
             {
                 "source": source,

@@ -1,6 +1,6 @@
-"""Values that could not be read when they arrived: the tasks that need them fail with the reason.
+"""Values that could not be read when they arrived: the tasks that need them fail with the error.
 
-dask leaves such a task waiting for ever (distributed's issue 6705).
+With dask alone, such a task waits without end (distributed's issue 6705).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Unreadable:
     Parameters
     ----------
     error
-        Why.
+        The error of reading it.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -33,12 +33,12 @@ class Unreadable:
 
 
 class UnreadableValues:
-    """Those that one worker has, and what becomes of the tasks that need them.
+    """The unreadable values of one worker; fails the tasks that need them.
 
     Parameters
     ----------
     worker
-        The worker, on whose event loop all is called.
+        The worker, on whose event loop all methods are called.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -49,32 +49,32 @@ class UnreadableValues:
         return bool(self._errors)
 
     def add(self, key: Hashable, error: Exception, sender: str) -> Unreadable:
-        """Note that a value could not be read; return what stands for it."""
+        """Note that a value could not be read; return an object that stands for it."""
         error = error.with_traceback(None)
         error.add_note(f"{key!r} could not be read when it arrived from {sender}")
         self._errors[key] = error
         return Unreadable(error)
 
     def check(self, ts: Any) -> None:
-        """Raise the reason why an input of a task could not be read, where there is such a one."""
+        """Raise the error of a task's unreadable input, if there is one."""
         for dep in ts.dependencies:
             error = self._errors.get(dep.key)
             if error is not None and isinstance(self._worker.data.get(dep.key), Unreadable):
                 raise error
 
     def forget(self, key: Hashable) -> None:
-        """Note that a key stands for this no more."""
+        """Forget the unreadable value of a key."""
         self._errors.pop(key, None)
 
     def let_go(self, ts: Any) -> None:
-        """Have the worker ask others again for what a task, which has failed, could not read."""
+        """Drop the unreadable inputs of a task that failed, so that the worker asks again later."""
         keys = [dep.key for dep in ts.dependencies if dep.key in self._errors]
         if keys:
             drop_replicas(self._worker, keys)
 
 
 def without_unreadable(data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
-    """Return what a worker may hand on, of what it is asked for: others ask elsewhere then."""
+    """Return the readable values of an answer; for the rest, the receiver asks other workers."""
     return {
         key: value
         for key, value in data.items()
