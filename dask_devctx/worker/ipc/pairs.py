@@ -101,7 +101,7 @@ class Pairs:
         if task is None:
             task = self._asking[address] = asyncio.create_task(self._ask(address))
             task.add_done_callback(lambda _: self._asking.pop(address, None))
-        await asyncio.shield(task)
+        await asyncio.wait([task])  # who asks for data goes on where this was cancelled
 
     def forget(self, address: str) -> None:
         """Ask again the next time: the worker may be another one by then, or gone.
