@@ -128,6 +128,23 @@ def test_nothing_stays_open_where_the_plugin_goes_in_the_middle() -> None:
         assert _until(lambda: client.run(_opened, workers=workers[1:])[workers[1]] == 0, 5)
 
 
+def _hello_with_other_contents(dask_worker: Worker) -> None:
+    hello = dask_worker.handlers["devctx_ipc_hello"]
+
+    async def other(**kwargs: Any) -> Any:
+        return {**await hello(**kwargs), "content": b"other"}
+
+    dask_worker.handlers["devctx_ipc_hello"] = other
+
+
+def test_memory_that_is_not_read_does_not_stay_open() -> None:
+    with peers.cluster(2) as (client, workers):
+        client.run(_hello_with_other_contents, workers=workers[:1])
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert peers.ways(client) == {"host": 1}
+        assert client.run(_opened, workers=workers[1:])[workers[1]] == 0
+
+
 def _pid() -> int:
     return os.getpid()
 

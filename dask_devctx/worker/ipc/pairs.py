@@ -117,8 +117,15 @@ class Pairs:
     async def refuse(self, address: str, reason: str) -> None:
         """Read a worker's memory no more."""
         self._remember(address, reason)
+        await self._close(address)
         with suppress(OSError):  # one that cannot be told sends nothing either
             await self._agree(address, reason)
+
+    async def _close(self, address: str) -> None:
+        """Close a worker's memory: one that is told a reason may free it without asking."""
+        token = self.tokens.pop(address, None)
+        if token is not None:
+            await self._run(self._opened.close, token)
 
     async def _ask(self, address: str) -> None:
         own = self._worker.address
@@ -136,6 +143,8 @@ class Pairs:
                 return
             self.tokens[address] = said["token"]
             error = await self._run(self._try, said)
+            if error is not None:
+                await self._close(address)
             await self._agree(address, error)
             self._remember(address, error)
         except OSError as error:  # or it took too long
