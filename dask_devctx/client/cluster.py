@@ -118,6 +118,8 @@ class LocalDeviceCluster(WatchedCluster):
             per_worker = plugin.options.devices_per_worker or len(used)
             running = per_worker * plugin.options.tasks_per_device
             threads_per_worker = LOOK_AHEAD * max(running, 1)
+        if _has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
+            kwargs["env"] = {**_as_environment(plugin.options), **kwargs.get("env", {})}
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
@@ -192,6 +194,23 @@ def _n_workers(used: Sequence[Device], options: Options, kwargs: Mapping[str, An
     if options.devices_per_worker is not None:
         return max(len(used) // options.devices_per_worker, 1)
     return len(used) if options.ipc is not False and can_export(used) else 1
+
+
+def _has_nannies(kwargs: Mapping[str, Any]) -> bool:
+    worker_class = kwargs.get("worker_class")
+    if worker_class is None:
+        return kwargs.get("processes") is not False
+    return isinstance(worker_class, type) and issubclass(worker_class, Nanny)
+
+
+def _as_environment(options: Options) -> dict[str, str]:
+    """Return the devices of each worker as variables of its process."""
+    found = {}
+    if options.devices is not None:
+        found["DASK_DEVCTX__DEVICES"] = repr([str(one) for one in options.devices])
+    if options.devices_per_worker is not None:
+        found["DASK_DEVCTX__DEVICES_PER_WORKER"] = str(options.devices_per_worker)
+    return found
 
 
 def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:

@@ -137,11 +137,14 @@ class DeviceExtension:
 
     def _devices(self, steps: ExitStack, options: Options) -> Placement:
         """Take all devices that the worker asks for, or none of them."""
+        named = options
+        if options.devices is None and options.devices_per_worker is None:
+            named = Options()  # by the configuration of this process
         with ExitStack() as taking:
             devices = taking.enter_context(
                 leases.leased_to_worker(
-                    options.devices,
-                    options.devices_per_worker,
+                    named.devices,
+                    named.devices_per_worker,
                     holder=f"worker {self._worker.name}",
                     directory=config.get("lock-directory"),
                 )

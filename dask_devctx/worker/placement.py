@@ -168,7 +168,21 @@ class Placement:
             )
             for device, load in self._loads.items()
         ]
-        return self._policy(candidates).device
+        return self._chosen(candidates)
+
+    def _chosen(self, candidates: Sequence[Candidate]) -> Device:
+        name = getattr(self._policy, "__qualname__", repr(self._policy))
+        try:
+            chosen = self._policy(candidates)
+        except Exception as error:
+            error.add_note(f"The placement policy {name} raised it (DevicePlugin(policy=...))")
+            raise
+        if not isinstance(chosen, Candidate) or chosen.device not in self._loads:
+            raise TypeError(
+                f"the placement policy {name} must return one of the candidates that it is given, "
+                f"got {chosen!r}"
+            )
+        return chosen.device
 
     def _read_memory(self) -> None:
         now = monotonic()

@@ -372,3 +372,20 @@ def test_a_plugin_without_a_share_is_given_one() -> None:
 def test_dask_cudas_arguments(name: str) -> None:
     with pytest.raises(TypeError, match=rf"{name}: .*devices=.*from-dask-cuda"):
         LocalDeviceCluster(**{name: "1"})
+
+
+def test_a_plugin_that_is_registered_later_leaves_each_worker_its_devices() -> None:
+    with (
+        LocalDeviceCluster(n_workers=2, devices=[0, 1, 2, 3], dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        before = client.run(_devices_of_worker)
+        client.register_plugin(DevicePlugin(tasks_per_device=2))
+        assert client.run(_devices_of_worker) == before
+        client.restart()
+        found = client.run(_devices_of_worker).values()
+        assert sorted(found) == sorted(before.values()) == [[0, 1], [2, 3]]
+
+
+def _devices_of_worker(dask_worker: Worker) -> list[int]:
+    return [device.device_id for device in dask_worker.plugins["devctx"].worker_devices]

@@ -287,3 +287,16 @@ def test_inputs_are_counted_where_they_are(make: Callable[..., Placement]) -> No
     assert [c.move_nbytes for c in seen] == [27, 11, 18, 38]
     assert [c.moves for c in seen] == [3, 2, 3, 4]
     assert [c.waits for c in seen] == [False, True, False, False]
+
+
+def test_a_broken_policy_is_named() -> None:
+    def broken(candidates: Sequence[Candidate]) -> Candidate:
+        raise KeyError("gpu")
+
+    with pytest.raises(KeyError) as raised:
+        Placement(devices(), 1, broken).place("x", "x", "auto")
+    assert "placement policy" in raised.value.__notes__[0]
+    assert "broken" in raised.value.__notes__[0]
+    for answer in (None, Device(1)):
+        with pytest.raises(TypeError, match="must return one of the candidates"):
+            Placement(devices(), 1, lambda _, answer=answer: answer).place("x", "x", "auto")

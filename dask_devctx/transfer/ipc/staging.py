@@ -162,6 +162,11 @@ class Staging:
             self._buffers = [buffer for buffer in self._buffers if not buffer.ranges.unused]
         return retired
 
+    def use_again(self, buffers: Iterable[Buffer]) -> None:
+        """Take retired buffers back into use, which some process may have open still."""
+        with self._lock:
+            self._buffers += buffers
+
     def free(self, buffers: Iterable[Buffer]) -> None:
         """Give retired buffers back to the device; no process may have them open."""
         for buffer in buffers:

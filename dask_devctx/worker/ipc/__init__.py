@@ -46,6 +46,7 @@ _IDLE_S: Final = 60.0
 _LOOK_EVERY_MS: Final = 5_000
 _LOOK_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
+_CONNECT_TIMEOUT_S: Final = 2.0
 
 
 class PeerTransfers:
@@ -164,8 +165,9 @@ class PeerTransfers:
 
     async def _end(self) -> None:
         try:
-            while self.in_use:
+            while self.in_use or self._connections.under_way:
                 await asyncio.sleep(_LOOK_S)
+            self._opened.close()  # what arrived since
             await self.give_back()
         finally:
             self._executor.shutdown(wait=False)
@@ -205,17 +207,19 @@ class PeerTransfers:
 
     # -- the callbacks of the connections
 
-    async def _settle(self, address: str) -> None:
-        if self._pairs is not None:
-            await self._pairs.settle(address)
+    async def _settle(self, address: str) -> str | None:
+        if self._pairs is None:
+            return None
+        await self._pairs.settle(address)
+        return None if self._pairs.ways.get(address, "") is not None else self._pairs.token
 
     async def _complete(self, address: str, msg: dict[str, Any]) -> None:
         if self._pairs is not None:
             await self._incoming.complete(address, msg)
 
-    async def _prepare(self, who: str | None, msg: dict[str, Any]) -> Any:
+    async def _prepare(self, who: str | None, token: str, msg: dict[str, Any]) -> Any:
         if self._pairs is not None:
-            return await self._outgoing.prepare(who, msg)
+            return await self._outgoing.prepare(who, token, msg)
         return None
 
     def _lost(self, address: str) -> None:
@@ -252,32 +256,38 @@ class PeerTransfers:
         closed = await asyncio.gather(
             *[self._ask_to_close(address, numbers) for address in list(self._pairs.receivers)]
         )
-        if False not in closed:  # if one has it open, it stays until this process ends
-            for staging, buffers in found:
+        for staging, buffers in found:
+            if False in closed:
+                staging.use_again(buffers)
+            else:
                 await self._run(staging.free, buffers)
 
     async def _ask_to_close(self, address: str, numbers: list[int]) -> bool | None:
         """Return whether another worker has closed this worker's buffers; None if it is gone."""
         assert self._pairs is not None
-        call = getattr(self._worker.rpc(address), _CLOSE)
+        pool = self._worker.rpc
+        call = getattr(pool(address), _CLOSE)
         try:
-            said = await asyncio.wait_for(
-                call(token=self._pairs.token, numbers=numbers), _CLOSE_TIMEOUT_S
-            )
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                # dask tries for longer than this to connect to a process that is gone.
+                pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
+                said = await call(token=self._pairs.token, numbers=numbers)
         except TimeoutError:
             return False
-        except OSError:  # its process is gone, and so are its open buffers
-            self._pairs.receivers.pop(address, None)
+        except OSError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                return False
+            self._pairs.receivers.pop(address, None)  # its process is gone, with what it had open
             return None
         except RuntimeError:  # this worker is closing
             return False
-        return bool(said)
+        return said is not False  # who does not know the question has closed all
 
     async def _close_opened(self, token: str, numbers: list[int]) -> bool:
         return bool(await self._run(self._opened.close, token, numbers))
 
 
 def _limit(device: Device, staging: float) -> int:
-    if isinstance(staging, int) and staging > 1:
-        return staging
+    if staging > 1:
+        return int(staging)
     return int(device.memory_info.total * staging)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from distributed import Worker
 from distributed.comm import CommClosedError
@@ -23,6 +23,10 @@ logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
+# Between the address of the worker that asks and what it says, in a field that dask only logs:
+# each request says for itself whether its answer can be read.
+_SAYS: Final = "#"
+
 
 class Connections:
     """While it is open, two functions see the values that a worker receives and sends.
@@ -34,15 +38,20 @@ class Connections:
     unreadable
         Collects the values that cannot be read.
     settle
-        Called with a worker's address before this worker asks it for data.
+        Called with a worker's address before it is asked for data; returns the token that tells
+        that worker that this one can read its memory, or None.
     complete
         Called with a worker's address and its answer, before dask sees the answer.
     prepare
-        Called with the address of the worker that asked and the answer to it. Returns the answer to
-        send instead, and a function to call when the exchange ends, with True if the answer was
-        read; or None.
+        Called with the address of the worker that asked, its token, and the values to send. Returns
+        the values that are sent instead, and a function that is called with whether they were read.
     lost
         Called with the address of a worker whose connection ended.
+
+    Attributes
+    ----------
+    under_way
+        The number of requests without an answer. They are completed after it is closed, too.
 
     Notes
     -----
@@ -56,10 +65,10 @@ class Connections:
         worker: Worker,
         unreadable: UnreadableValues,
         *,
-        settle: Callable[[str], Awaitable[None]],
+        settle: Callable[[str], Awaitable[str | None]],
         complete: Callable[[str, Message], Awaitable[None]],
         prepare: Callable[
-            [str | None, Message], Awaitable[tuple[Message, Callable[[bool], None]] | None]
+            [str | None, str, Message], Awaitable[tuple[Message, Callable[[bool], None]] | None]
         ],
         lost: Callable[[str], None],
     ) -> None:
@@ -70,6 +79,7 @@ class Connections:
         self._prepare = prepare
         self._lost = lost
         self._open = True
+        self.under_way = 0
         with ExitStack() as steps:
             steps.enter_context(wrapped_connect(worker, self._around_connect))
             steps.enter_context(wrapped_handler(worker, "get_data", self._around_get_data))
@@ -108,7 +118,9 @@ class Connections:
         async def answer(
             comm: Any, keys: Any, who: str | None = None, serializers: Any = None
         ) -> Any:
-            answering = _Answering(comm, partial(self._prepare, who))
+            address, _, token = (who or "").partition(_SAYS)
+            who = address or None
+            answering = _Answering(comm, partial(self._prepare, who, token))
             try:
                 return await get_data(answering, keys=keys, who=who, serializers=serializers)
             finally:
@@ -132,15 +144,31 @@ class _Asking:
         if self._answered and msg == "OK":
             return 0
         self._request = None
-        if self.connections._open and isinstance(msg, dict) and msg.get("op") == "get_data":
-            self._request = msg
-            await self.connections._settle(self._address)
-        return await self._write(msg, *args, **kwargs)
+        of = self.connections
+        if not of._open or not isinstance(msg, dict) or msg.get("op") != "get_data":
+            return await self._write(msg, *args, **kwargs)
+        request, said = msg, await of._settle(self._address)
+        if said is not None and msg.get("who"):
+            msg = {**msg, "who": f"{msg['who']}{_SAYS}{said}"}
+        of.under_way += 1
+        try:
+            written = await self._write(msg, *args, **kwargs)
+        except BaseException:
+            of.under_way -= 1
+            raise
+        self._request = request
+        return written
 
     async def read(self, *args: Any, **kwargs: Any) -> Any:
         request, self._request = self._request, None
         if request is None:
             return await self._read(*args, **kwargs)
+        try:
+            return await self._answer(request, *args, **kwargs)
+        finally:
+            self.connections.under_way -= 1
+
+    async def _answer(self, request: Message, *args: Any, **kwargs: Any) -> Any:
         of, address = self.connections, self._address
         try:
             msg = await self._read(*args, **kwargs)

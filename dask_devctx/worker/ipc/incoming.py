@@ -174,22 +174,24 @@ class Incoming:
         for index in range(last + 1):
             asked: asyncio.Task[Any] | None = None
             if index < last:
-                asked = asyncio.create_task(self._ask(address, number, index + 1))
+                asked = asyncio.create_task(self._ask(address, number, index + 1, index))
             try:
                 await self._run(_read, receiving, index, where)
                 if asked is not None:
                     said = await asked
-                    if said is None:
-                        raise CommClosedError(f"{address} gave up a transfer")
+                    if said is False:  # there is room where the piece was that is read now
+                        said = await self._ask(address, number, index + 1, index + 1)
+                    if not said:
+                        raise CommClosedError(f"{address} gave a transfer up")
                     where = said
             except BaseException:
                 if asked is not None:
                     asked.cancel()
                 raise
 
-    async def _ask(self, address: str, number: int, index: int) -> Any:
+    async def _ask(self, address: str, number: int, index: int, read: int) -> Any:
         call = getattr(self._worker.rpc(address), NEXT)
-        return await call(token=self._pairs.token, number=number, index=index)
+        return await call(token=self._pairs.token, number=number, index=index, read=read)
 
     # -- on a thread
 

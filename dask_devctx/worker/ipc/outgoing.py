@@ -88,16 +88,17 @@ class Outgoing:
         self._sendings: dict[int, Sending] = {}
 
     async def prepare(
-        self, who: str | None, msg: dict[str, Any]
+        self, who: str | None, token: str, msg: dict[str, Any]
     ) -> tuple[dict[str, Any], Callable[[bool], None]] | None:
         """Return a message whose values are staged, and a function to call when the exchange ends.
 
-        None if no value is on a device, or if the receiver cannot read staging memory.
+        None where nothing in it is on a device, or the receiver does not say by its token that it
+        can read it.
         """
         places = self._on_devices(msg["data"])
         if not places:
             return None
-        if who not in self._receivers:
+        if who is None or not token or self._receivers.get(who) != token:
             if who is not None:
                 self._count_host(places, who)
             return None
@@ -117,14 +118,26 @@ class Outgoing:
         self._sendings[number] = sending
         return self._message(msg, number, sending, parcels), lambda read: self._end(number, read)
 
-    async def next(self, token: str, number: int, index: int) -> Any:
-        """Stage a piece and return its place, while the receiver reads the piece before it."""
+    async def next(self, token: str, number: int, index: int, read: int) -> Any:
+        """Stage a piece, and return where it is; called by the receiver.
+
+        The receiver has read those before ``read``. False where there is no room while it reads
+        another: it asks again when that gives its room to this. None where the transfer is given
+        up.
+        """
         sending = self._sendings.get(number)
         if sending is None or token not in self._receivers.values():
             return None
-        sending.was_read(index - 1)
-        if not await self._stage(sending, index):
+        sending.was_read(read)
+        try:
+            staged = await self._stage(sending, index, wait=read == index)
+        except DriverError as error:  # ours: the receiver is to take it for nothing of its own
+            if has_failed(sending.staging.device, error):
+                self._on_failure(sending.staging.device, error)
+            logger.warning("a transfer is given up", exc_info=True)
             return None
+        if not staged:
+            return None if read == index else False
         return sending.description(index)
 
     # -- the steps
@@ -217,8 +230,10 @@ class Outgoing:
             stamps.append(Stamp.of_devices(unknown))
         return stamps
 
-    async def _stage(self, sending: Sending, index: int, quick: bool = False) -> bool:
-        """Copy a piece into staging memory and wait for it; return False if there is no room."""
+    async def _stage(
+        self, sending: Sending, index: int, *, quick: bool = False, wait: bool = True
+    ) -> bool:
+        """Copy a piece into staging memory, and wait until it is there; False if there is none."""
         until = time.monotonic() + _ROOM_TIMEOUT_S
         while True:
             if quick:
@@ -231,7 +246,7 @@ class Outgoing:
                     return True
             elif await self._run(_start_and_finish, sending, index):
                 return True
-            if time.monotonic() > until or not self._sendings:
+            if not wait or time.monotonic() > until or not self._sendings:
                 return False
             await asyncio.sleep(_ROOM_LOOK_S)
 

@@ -104,7 +104,7 @@ class Pairs:
         if task is None:
             task = self._asking[address] = asyncio.create_task(self._ask(address))
             task.add_done_callback(lambda _: self._asking.pop(address, None))
-        await asyncio.shield(task)
+        await asyncio.wait([task])  # who asks for data goes on where this was cancelled
 
     def forget(self, address: str) -> None:
         """Forget a worker, and close its memory; another worker may have the address later."""
@@ -117,8 +117,15 @@ class Pairs:
     async def refuse(self, address: str, reason: str) -> None:
         """Stop reading a worker's memory."""
         self._remember(address, reason)
-        with suppress(OSError):  # a worker that cannot be reached sends nothing either
+        await self._close(address)
+        with suppress(OSError):  # one that cannot be told sends nothing either
             await self._agree(address, reason)
+
+    async def _close(self, address: str) -> None:
+        """Close a worker's memory: one that is told a reason may free it without asking."""
+        token = self.tokens.pop(address, None)
+        if token is not None:
+            await self._run(self._opened.close, token)
 
     async def _ask(self, address: str) -> None:
         own = self._worker.address
@@ -136,6 +143,8 @@ class Pairs:
                 return
             self.tokens[address] = said["token"]
             error = await self._run(self._try, said)
+            if error is not None:
+                await self._close(address)
             await self._agree(address, error)
             self._remember(address, error)
         except OSError as error:  # or it took too long

@@ -1,0 +1,212 @@
+"""Values are right and memory goes back where a plugin, a worker or room is gone mid-transfer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Worker, wait
+
+from dask_devctx import SimulatedArray, driver
+from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed import peers
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "2")
+    monkeypatch.setenv("DASK_DEVCTX__LOCK_DIRECTORY", str(tmp_path / "locks"))
+    setting = {"devctx.lock-directory": str(tmp_path / "locks")}
+    with driver.use(SimulatedMachine(2).backend()), dask.config.set(setting):
+        yield
+
+
+def _of_3_mb() -> SimulatedArray:
+    return peers.array(400_000)
+
+
+def _of_8_mb() -> SimulatedArray:
+    return peers.array(1_000_000)
+
+
+def _last_on_the_host(value: SimulatedArray) -> float:
+    return float(value.get()[-1])
+
+
+def _memory_used() -> int:
+    return max(gpu.used_memory for gpu in driver.backend().machine.gpus)
+
+
+async def _remove_plugin(dask_worker: Worker) -> None:
+    await dask_worker.plugin_remove("devctx")
+
+
+def _until(condition: Callable[[], bool], within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _slow_hello(dask_worker: Worker) -> None:
+    hello = dask_worker.handlers["devctx_ipc_hello"]
+
+    async def slow(**kwargs: Any) -> Any:
+        os.environ["PAUSED"] = "hello"
+        await asyncio.sleep(2)
+        return await hello(**kwargs)
+
+    dask_worker.handlers["devctx_ipc_hello"] = slow
+
+
+def test_staging_memory_goes_back_with_the_plugin() -> None:
+    with peers.cluster(2) as (client, workers):
+        before = client.run(_memory_used, workers=workers[:1])[workers[0]]
+        assert peers.send(client, _of_3_mb, peers.last, workers) == (1.0, True)
+        client.unregister_worker_plugin("devctx")
+        assert _until(
+            lambda: client.run(_memory_used, workers=workers[:1])[workers[0]] < before + 2**21, 10
+        )
+
+
+def test_the_plugin_goes_while_a_worker_is_asked_how_it_sends() -> None:
+    with peers.cluster(2) as (client, workers):
+        made = client.submit(peers.array, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(_slow_hello, workers=workers[:1])
+        use = client.submit(_last_on_the_host, made, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[0])
+        client.unregister_worker_plugin("devctx")
+        assert use.result(timeout=20) == 1.0
+
+
+def test_who_has_no_plugin_any_more_is_sent_what_it_can_read() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        client.run(_remove_plugin, workers=workers[1:])
+        assert peers.send(client, peers.array, _last_on_the_host, workers) == 1.0
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["sender", "receiver"])
+@pytest.mark.parametrize("staging", ["64 MiB", "2 MiB"], ids=["at once", "in pieces"])
+def test_the_plugin_of_one_side_goes_in_the_middle(where: int, staging: str) -> None:
+    with peers.configured(ipc_staging=staging), peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        made = client.submit(_of_8_mb, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(peers.pause, "cuMemcpyAsync", 1.0, 2, workers=workers[1:])
+        use = client.submit(_last_on_the_host, made, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[1])
+        client.run(_remove_plugin, workers=[workers[where]])
+        assert use.result(timeout=30) == 1.0
+
+
+def _opened() -> int:
+    calls = peers.faults().calls
+    return int(calls["cuIpcOpenMemHandle"] - calls["cuIpcCloseMemHandle"])
+
+
+def test_nothing_stays_open_where_the_plugin_goes_in_the_middle() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        made = client.submit(_of_8_mb, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(peers.pause, "cuMemcpyAsync", 1.0, 1, workers=workers[:1])
+        use = client.submit(_last_on_the_host, made, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[0])
+        client.run(_remove_plugin, workers=workers[1:])
+        assert use.result(timeout=30) == 1.0
+        assert _until(lambda: client.run(_opened, workers=workers[1:])[workers[1]] == 0, 5)
+
+
+def _hello_with_other_contents(dask_worker: Worker) -> None:
+    hello = dask_worker.handlers["devctx_ipc_hello"]
+
+    async def other(**kwargs: Any) -> Any:
+        return {**await hello(**kwargs), "content": b"other"}
+
+    dask_worker.handlers["devctx_ipc_hello"] = other
+
+
+def test_memory_that_is_not_read_does_not_stay_open() -> None:
+    with peers.cluster(2) as (client, workers):
+        client.run(_hello_with_other_contents, workers=workers[:1])
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert peers.ways(client) == {"host": 1}
+        assert client.run(_opened, workers=workers[1:])[workers[1]] == 0
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def test_a_sender_that_fails_between_the_pieces_ends_nobody_else() -> None:
+    with peers.configured(ipc_staging="2 MiB"), peers.cluster(2) as (client, workers):
+        pids = client.run(_pid)
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        made = client.submit(_of_8_mb, workers=workers[:1], allow_other_workers=True, pure=False)
+        wait(made, timeout=30)
+        client.run(peers.pause, "cuMemcpyAsync", 0.3, 100, workers=workers[1:])
+        use = client.submit(
+            _last_on_the_host, made, workers=workers[1:], allow_other_workers=True, pure=False
+        )
+        peers.when_paused(client, workers[1])
+        client.run(peers.poison, workers=workers[:1])
+        assert use.result(timeout=60) == 1.0
+        time.sleep(1)
+        assert client.run(_pid, workers=workers[1:]) == {workers[1]: pids[workers[1]]}
+
+
+async def _given_back(dask_worker: Worker) -> int:
+    transfers = dask_worker.plugins["devctx"].extension.peers
+    await transfers.give_back()
+    return sum(each.nbytes for each in transfers._stagings.values())
+
+
+def test_staging_memory_goes_back_when_who_had_it_open_is_gone() -> None:
+    with peers.cluster(2) as (client, workers):
+        pids = client.run(_pid)
+        assert peers.send(client, _of_3_mb, peers.last, workers) == (1.0, True)
+        os.kill(pids[workers[1]], signal.SIGKILL)
+        time.sleep(1)
+        assert _until(lambda: client.run(_given_back, workers=workers[:1])[workers[0]] == 0, 20)
+
+
+_pieces: list[Any] = []
+
+
+def _take_room(left: int, dask_worker: Worker) -> None:
+    """Leave room for so many pieces only."""
+    (staging,) = dask_worker.plugins["devctx"].extension.peers._stagings.values()
+    while (piece := staging.take(staging.piece)) is not None:
+        _pieces.append(piece)
+    staging.give([_pieces.pop() for _ in range(left)])
+
+
+def test_one_piece_of_room_is_enough() -> None:
+    with peers.configured(ipc_staging="2 MiB"), peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        client.run(_take_room, 1, workers=workers[:1])
+        started = time.monotonic()
+        assert peers.send(client, _of_8_mb, peers.last, workers) == (1.0, True)
+        assert time.monotonic() - started < 8
+        assert peers.ways(client) == {"ipc": 2}
+
+
+def _staging_nbytes(dask_worker: Worker) -> int:
+    return max(s.nbytes for s in dask_worker.plugins["devctx"].extension.peers._stagings.values())
+
+
+def test_the_room_may_be_given_in_bytes_as_a_float() -> None:
+    with peers.configured(ipc_staging=2.0 * 2**20), peers.cluster(2) as (client, workers):
+        assert peers.send(client, _of_8_mb, peers.last, workers) == (1.0, True)
+        assert client.run(_staging_nbytes, workers=workers[:1])[workers[0]] == 2 * 2**20
