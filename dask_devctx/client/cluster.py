@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import dask
 from distributed import LocalCluster, Nanny, Worker
 from distributed.core import Status
 
@@ -119,7 +120,7 @@ class LocalDeviceCluster(WatchedCluster):
             running = per_worker * plugin.options.tasks_per_device
             threads_per_worker = LOOK_AHEAD * max(running, 1)
         if _has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
-            kwargs["env"] = {**_as_environment(plugin.options), **kwargs.get("env", {})}
+            kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
@@ -203,14 +204,12 @@ def _has_nannies(kwargs: Mapping[str, Any]) -> bool:
     return isinstance(worker_class, type) and issubclass(worker_class, Nanny)
 
 
-def _as_environment(options: Options) -> dict[str, str]:
-    """Return the devices of each worker as variables of its process."""
-    found = {}
-    if options.devices is not None:
-        found["DASK_DEVCTX__DEVICES"] = repr([str(one) for one in options.devices])
-    if options.devices_per_worker is not None:
-        found["DASK_DEVCTX__DEVICES_PER_WORKER"] = str(options.devices_per_worker)
-    return found
+def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration for the workers' processes that has their devices, too."""
+    devices = {"devices": options.devices, "devices-per-worker": options.devices_per_worker}
+    mine = {name: value for name, value in devices.items() if value is not None}
+    section = dask.config.merge(dask.config.get("devctx", {}), given.get("devctx", {}), mine)
+    return {**given, "devctx": section}
 
 
 def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
