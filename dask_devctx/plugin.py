@@ -44,7 +44,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     Attributes
     ----------
     options
-        All options, as :class:`~dask_devctx.config.options.Options`.
+        All options, as :class:`~dask_devctx.config.options.Options`. Each is also an attribute of
+        the plugin.
 
     Notes
     -----
@@ -80,6 +81,11 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.options = Options(**given)
         remembered_tasks()  # each worker reads this and the next; a bad value is refused here
         switch_interval()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OPTION_NAMES:
+            return getattr(self.options, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:

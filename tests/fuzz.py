@@ -23,10 +23,11 @@ from typing import Any
 import dask
 from distributed.core import coerce_to_address
 
-from dask_devctx import DevicePlugin, driver
+from dask_devctx import DevicePlugin
 from dask_devctx.annotations import requested_device
 from dask_devctx.cuda.discovery import DeviceInfo, Inventory
 from dask_devctx.cuda.naming import find
+from dask_devctx.driver import settings
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 from dask_devctx.errors import DeviceNotFoundError, DriverUnavailableError
 from dask_devctx.scheduler import routing, suspects
@@ -153,7 +154,7 @@ def fuzz_configuration(chance: random.Random) -> str:
 def fuzz_simulated_devices(chance: random.Random) -> str:
     with dask.config.set({"devctx.simulated-devices": anything(chance)}):
         try:
-            count = driver._simulated_devices()
+            count = settings.simulated_devices()
         except DriverUnavailableError:
             return "refused"
     assert isinstance(count, int)

@@ -58,8 +58,10 @@ def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str
                 assert contender["name"] in done.stdout
             assert ("SIMULATED" in case["name"]) is (name != "import")
     drawn = importlib.util.find_spec("matplotlib") is not None
-    for name in names:
-        assert (tmp_path / f"{name}.png").exists() is drawn
+    for name, subject in results["subjects"].items():
+        roles = {one["role"] for case in subject["cases"] for one in case["contenders"]}
+        compared = bool(roles & {"peer", "variant"})
+        assert (tmp_path / f"{name}.png").exists() is (drawn and compared)
     assert ("matplotlib is not installed" in done.stdout) is not drawn
 
 

@@ -120,8 +120,7 @@ class DeviceFailedError(DevctxError):
         )
         was_reset = self.status == "CUDA_ERROR_CONTEXT_IS_DESTROYED"
         end = (
-            "Its context was reset or destroyed, as by cudaDeviceReset() or numba.cuda.close(), "
-            "and all data on it is gone"
+            "Its context was reset or destroyed, and all data on it is gone"
             if was_reset
             else "No GPU can be used in this process any more"
         )
@@ -129,11 +128,15 @@ class DeviceFailedError(DevctxError):
             f"{self.device} ({self.uuid}) failed with {self.status} ({self.code}){lost}. {end}: "
             "the worker ends, and dask computes its results again. "
         )
-        find = "Take such calls out of it" if was_reset else "compute-sanitizer finds the line"
+        find = (
+            "Take cudaDeviceReset() and numba.cuda.close() out of it"
+            if was_reset
+            else "compute-sanitizer finds the line"
+        )
         if self.watched and len(self.suspects) == 1:
             return (
-                f"{what}{self.suspects[0]} caused it: this task was a suspect of an earlier "
-                "failure, ran again without the other suspects, and the worker waited for its "
+                f"{what}{self.suspects[0]} caused it: as a suspect of an earlier failure it was "
+                "watched: it ran again without the other suspects, and the worker waited for its "
                 f"device. {find}"
             )
         if len(self.suspects) == 1:
@@ -196,7 +199,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         fields["holders"] = tuple(fields["holders"])
 
     def __str__(self) -> str:
-        asked = f"{_gib(self.requested_nbytes)} requested" if self.requested_nbytes else ""
+        asked = f"{_gib(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
         free = (
             f"{_gib(self.free_nbytes)} of {_gib(self.total_nbytes)} are free now"
             if self.free_nbytes is not None and self.total_nbytes is not None

@@ -117,11 +117,11 @@ class Pairs:
     async def refuse(self, address: str, reason: str) -> None:
         """Stop reading a worker's memory."""
         self._remember(address, reason)
-        await self._close(address)
+        await self._close_memory(address)
         with suppress(OSError):  # one that cannot be told sends nothing either
             await self._agree(address, reason)
 
-    async def _close(self, address: str) -> None:
+    async def _close_memory(self, address: str) -> None:
         """Close a worker's memory: one that is told a reason may free it without asking."""
         token = self.tokens.pop(address, None)
         if token is not None:
@@ -144,7 +144,7 @@ class Pairs:
             self.tokens[address] = said["token"]
             error = await self._run(self._try, said)
             if error is not None:
-                await self._close(address)
+                await self._close_memory(address)
             await self._agree(address, error)
             self._remember(address, error)
         except OSError as error:  # or it took too long
