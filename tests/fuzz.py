@@ -173,7 +173,9 @@ def scheduler() -> tuple[Any, DeviceRouting]:
     made = SimpleNamespace(
         workers={address: SimpleNamespace(name=address) for address in (HEALTHY, OTHER)},
         tasks={},
-        handlers={},
+        handlers=dict.fromkeys(("processing", "unregister")),
+        stream_handlers=dict.fromkeys(("task-erred",)),
+        host_info={},
         loop=SimpleNamespace(call_later=lambda *_: None),
         coerce_address=coerce_to_address,
     )

@@ -105,8 +105,8 @@ CASES = [
         {"suspects": ("x on cuda:0",), "synchronized": False, "watched": True},
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
         "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it: "
-        "this task was a suspect of an earlier failure, ran again without the other suspects, and "
-        "the worker waited for its device. compute-sanitizer finds the line",
+        "as a suspect of an earlier failure it was watched: it ran again without the other "
+        "suspects, and the worker waited for its device. compute-sanitizer finds the line",
     ),
     (
         errors.DeviceOutOfMemoryError(
@@ -120,7 +120,7 @@ CASES = [
             "replicas_nbytes": 2**30,
             "attempts": 2,
         },
-        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB requested; "
+        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB asked for; "
         "1.00 GiB of 16.00 GiB are free now; held by process 7 8.00 GiB, process 8 an unknown "
         "amount; 1.00 GiB of copies were dropped). Make the task's parts smaller, run fewer tasks "
         "per device, or keep fewer results on it: a lower threads_per_worker (dask worker "
