@@ -5,8 +5,7 @@ BIN := $(VENV)/bin
 
 # CuPy, where there is a GPU to compute on.
 EXTRAS := test,demo,lint$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
-# Many tests wait, for processes that start and for faults to be found.
-TEST_ARGS ?= --numprocesses 3 --dist loadfile
+TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
 .PHONY: demo test soak trials fuzz lint dist-check format clean
 

@@ -25,7 +25,7 @@ def run(script: str, *arguments: str) -> str:
 def test_soak() -> None:
     shown = run(
         "tests.soak",
-        *("--tasks", "1000", "--batch", "250", "--kill-every", "4"),
+        *("--tasks", "1000", "--batch", "250", "--kill-every", "10"),
         *("--sticky", "0.001", "--restore", "0.002", "--steady", "500"),
     )
     assert "tasks: 1000" in shown
