@@ -227,26 +227,27 @@ class SimulatedContexts(SimulatedDevices):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         return self._of_current(lambda ctx: setattr(ctx, "flags", flags))[:1]
 
+    def _limits_with(self, limit: Any) -> tuple[Any, Any]:
+        """Return a status, and the current context's limits; not OK if it lacks the limit."""
+        status, limits = self._of_current(lambda ctx: ctx.limits)
+        if status == OK and limit == types.CUlimit.CU_LIMIT_MAX:
+            status = Status.CUDA_ERROR_INVALID_VALUE
+        elif status == OK and limit not in limits:
+            status = Status.CUDA_ERROR_UNSUPPORTED_LIMIT
+        return status, limits
+
     @function(1)
     def cuCtxGetLimit(self, limit: Any) -> tuple[Any, ...]:
-        status, limits = self._of_current(lambda ctx: ctx.limits)
+        status, limits = self._limits_with(limit)
         if status != OK:
             return (status,)
-        if limit == types.CUlimit.CU_LIMIT_MAX:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        if limit not in limits:
-            return (Status.CUDA_ERROR_UNSUPPORTED_LIMIT,)
         return OK, limits[limit]
 
     @function(0)
     def cuCtxSetLimit(self, limit: Any, value: int) -> tuple[Any, ...]:
-        status, limits = self._of_current(lambda ctx: ctx.limits)
+        status, limits = self._limits_with(limit)
         if status != OK:
             return (status,)
-        if limit == types.CUlimit.CU_LIMIT_MAX:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        if limit not in limits:
-            return (Status.CUDA_ERROR_UNSUPPORTED_LIMIT,)
         if limit in _READ_ONLY_LIMITS:
             return (Status.CUDA_ERROR_NOT_PERMITTED,)
         if limit == types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY and not 0 <= value <= 128:

@@ -128,26 +128,21 @@ class Staging:
         """
         with self._lock:
             self.used_at = time.monotonic()
-            for buffer in self._buffers:
-                offset = buffer.ranges.take(nbytes)
-                if offset is not None:
-                    return Staged(buffer, offset, nbytes)
-            grown = self._grow(nbytes)
-            if grown is None:
-                return None
-            offset = grown.ranges.take(nbytes)
-            assert offset is not None
-            return Staged(grown, offset, nbytes)
+            staged = _taken(self._buffers, nbytes)
+            if staged is None:
+                grown = self._grow(nbytes)
+                if grown is not None:
+                    staged = _taken([grown], nbytes)
+                    assert staged is not None
+            return staged
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether there is room for a piece now, without a new allocation."""
         with self._lock:
-            for buffer in self._buffers:
-                offset = buffer.ranges.take(nbytes)
-                if offset is not None:
-                    buffer.ranges.give(offset)
-                    return True
-        return False
+            staged = _taken(self._buffers, nbytes)
+            if staged is not None:
+                staged.buffer.ranges.give(staged.offset)
+        return staged is not None
 
     def give(self, pieces: Iterable[Staged]) -> None:
         """Take back pieces that no process reads any more."""
@@ -197,6 +192,15 @@ class Staging:
         self._buffers.append(buffer)
         self._nbytes += wanted
         return buffer
+
+
+def _taken(buffers: Iterable[Buffer], nbytes: int) -> Staged | None:
+    """Take a piece of the first buffer that has room for it."""
+    for buffer in buffers:
+        offset = buffer.ranges.take(nbytes)
+        if offset is not None:
+            return Staged(buffer, offset, nbytes)
+    return None
 
 
 _numbers = itertools.count(1)

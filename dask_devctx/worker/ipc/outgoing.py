@@ -149,8 +149,7 @@ class Outgoing:
             if not isinstance(wrapped, Serialize):
                 continue
             value = wrapped.data
-            lifetime = None if self._inputs is None else self._inputs.lifetimes.get(key)
-            after = None if lifetime is None else lifetime.after
+            after = self._known_work(key)
             if after is not None and not after.devices and find(type(value)) is None:
                 continue
             try:
@@ -216,12 +215,16 @@ class Outgoing:
             raise
         return (next(self._numbers), sending, parcels) if staged else None
 
+    def _known_work(self, key: Hashable) -> Stamp | None:
+        """Return the stamp of the work that makes a value, if it is known."""
+        lifetime = None if self._inputs is None else self._inputs.lifetimes.get(key)
+        return None if lifetime is None else lifetime.after
+
     def _work_of(self, places: dict[Hashable, dict[Device, int]]) -> list[Stamp]:
         stamps: list[Stamp] = []
         unknown: set[Device] = set()
         for key, devices in places.items():
-            lifetime = None if self._inputs is None else self._inputs.lifetimes.get(key)
-            after = None if lifetime is None else lifetime.after
+            after = self._known_work(key)
             if after is not None and all(device in after.devices for device in devices):
                 stamps.append(after)
             else:
