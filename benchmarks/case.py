@@ -27,8 +27,8 @@ class Contender:
     name
         Its name in the tables.
     run
-        A function that does the job as many times as it is told, and returns the total: seconds, or
-        the unit that the case measures.
+        A function that takes a count, does the job so many times, and returns the total: seconds,
+        or the unit that the case measures.
     role
         ``"ours"``: dask-devctx, the numerator of all ratios, once in a case. ``"variant"``:
         dask-devctx in another way. ``"peer"``: another library. ``"floor"``: a lower bound for all.

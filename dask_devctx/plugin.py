@@ -102,7 +102,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     # -- dask's hooks
 
     async def setup(self, worker: Worker) -> None:
-        """Run the worker's tasks on its devices from now on; a task that runs stays as it is.
+        """Run the worker's tasks on its devices from now on; running tasks do not change.
 
         Raises
         ------

@@ -26,7 +26,7 @@ POINTS = {
 }
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXT)))
 
-# What a name in the texts is an instance of.
+# The class behind each name in the texts.
 KINDS = {
     "Device": Device,
     "device": Device,
@@ -61,7 +61,7 @@ def test_is_there(path, name):
 
 
 def code(page: str) -> list[str]:
-    """What a page has as code: spans outside the columns of others, and the blocks' lines."""
+    """Return a page's code: spans outside the columns of others, and the blocks' lines."""
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     lines = []

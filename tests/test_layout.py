@@ -24,7 +24,7 @@ LONGER = {
     "transfer/protocols.py": 450,
     "worker/extension.py": 360,
 }
-# What a module is called that has no idea of its own.
+# Names of modules that have no subject of their own.
 NO_IDEA = {"common", "helpers", "misc", "tools", "util", "utils"}
 
 

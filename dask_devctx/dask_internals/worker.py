@@ -185,7 +185,7 @@ def spilling(
     Parameters
     ----------
     worker
-        The worker. A worker without a memory limit spills nothing, and stays as it is.
+        The worker. A worker without a memory limit spills nothing, and does not change.
     weigh
         Given a value and dask's count of its bytes, returns the bytes that count.
     written

@@ -466,7 +466,7 @@ with Device(1):
 
 
 def test_is_loaded_once_in_a_process() -> None:
-    """What it keeps is static: a second module would share it with types of its own."""
+    """Its state is static: a second module would share the state, with types of its own."""
     done = subprocess.run(
         [sys.executable, "-c", _TWICE], capture_output=True, text=True, timeout=60
     )

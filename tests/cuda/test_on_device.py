@@ -360,7 +360,8 @@ def test_coroutine_that_raises():
         asyncio.run(fails())
 
 
-def test_coroutine_closed_while_it_waits():
+def waiting_on_one():
+    """Return a coroutine function that waits on device 1, and its log of the device at its end."""
     log = []
 
     @on_device(1)
@@ -369,6 +370,12 @@ def test_coroutine_closed_while_it_waits():
             await asyncio.sleep(60)
         finally:
             log.append(ordinal())
+
+    return waits, log
+
+
+def test_coroutine_closed_while_it_waits():
+    waits, log = waiting_on_one()
 
     async def main():
         coroutine = waits()
@@ -380,14 +387,7 @@ def test_coroutine_closed_while_it_waits():
 
 
 def test_coroutine_dropped_while_it_waits():
-    log = []
-
-    @on_device(1)
-    async def waits():
-        try:
-            await asyncio.sleep(60)
-        finally:
-            log.append(ordinal())
+    waits, log = waiting_on_one()
 
     async def main():
         coroutine = waits()
@@ -400,14 +400,7 @@ def test_coroutine_dropped_while_it_waits():
 
 
 def test_timeout():
-    log = []
-
-    @on_device(1)
-    async def waits():
-        try:
-            await asyncio.sleep(60)
-        finally:
-            log.append(ordinal())
+    waits, log = waiting_on_one()
 
     async def main():
         with pytest.raises(asyncio.TimeoutError):

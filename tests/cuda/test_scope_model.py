@@ -25,7 +25,7 @@ from dask_devctx.errors import DeviceScopeError, DriverError
 from tests.addressed import addressed
 
 THREADS = 3
-# What the driver does on the way to a context of one's own.
+# The calls of the driver that create an own context.
 MAKING = ("cuCtxCreate", "cuCtxSetCurrent", "cuCtxGetId")
 threads = st.integers(0, THREADS - 1)
 ordinals = st.integers(0, 2)

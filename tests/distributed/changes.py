@@ -1,4 +1,4 @@
-"""What differs on a worker, in its process and on its machine since some moment."""
+"""Finds the changes on a worker, in its process and on its machine since some moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What dask and distributed do not document: each name is there, and is what we take it for.
+"""The undocumented names of dask and distributed: each exists, and is of the expected kind.
 
 Where a release of dask takes a name away, all of the package says so before it changes anything.
 """

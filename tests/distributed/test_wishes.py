@@ -58,7 +58,7 @@ events = st.one_of(
 
 
 class Model:
-    """What the scheduler knows, and the restrictions that follow, worked out for each task."""
+    """A model of the scheduler's knowledge, with the restrictions of each task that follow."""
 
     def __init__(self) -> None:
         self.workers: set[str] = set()

@@ -368,7 +368,7 @@ async def test_a_watched_task_that_secedes_when_it_was_cancelled_is_not_waited_f
 
 
 class _Scheduler:
-    """What of a scheduler is looked at: its tasks and workers."""
+    """The part of a scheduler that is used: its tasks and workers."""
 
     workers = frozenset({"tcp://w"})
 

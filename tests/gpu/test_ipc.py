@@ -102,7 +102,7 @@ def trained() -> Any:
 
 
 def told(value: Any) -> Any:
-    """What a value is, as plain data, with the ordinals of the devices that it is on."""
+    """Return a value as plain data, with the ordinals of the devices that it is on."""
     import numpy
 
     if isinstance(value, (list, tuple)):

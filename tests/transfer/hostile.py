@@ -261,7 +261,7 @@ class ReducesToItself:
         return self
 
 
-# What cannot be made again, and a part of the reason.
+# Types that cannot be made again, and a part of the reason.
 UNMOVABLE: dict[type, str] = {
     Singleton: "THE_ONE",
     NotPickled: "it holds a connection",

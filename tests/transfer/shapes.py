@@ -1,4 +1,4 @@
-"""What a value is made of, written down: to be compared with what became of it."""
+"""Plain descriptions of values, to compare a value before and after a move."""
 
 from __future__ import annotations
 

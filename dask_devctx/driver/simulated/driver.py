@@ -21,7 +21,7 @@ _HANDLE_NBYTES = 64
 
 
 class SimulatedDriver(SimulatedContexts):
-    """``cuda.bindings.driver`` for simulated GPUs, whose work is done as soon as it is given."""
+    """``cuda.bindings.driver`` for simulated GPUs, whose work is done at once."""
 
     def __init__(self, gpus: Sequence[SimulatedGPU], faults: Faults) -> None:
         super().__init__(gpus, faults)
