@@ -14,9 +14,14 @@ from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 logger = logging.getLogger(__name__)
 
 ANNOTATION: Final = "device"
-# Marks a task that may have broken a device: the worker that runs the task watches it. The mark is
-# an annotation, because dask sends annotations to the worker that runs the task.
+# Whether a task may run again after a device failed while it ran.
+RERUN: Final = "rerun"
+# The scheduler marks the tasks that may have broken a device, by annotations, because dask sends
+# these to the worker that runs a task. The worker watches a task with the first mark, which has the
+# number of this watched run and the number of such runs that a task may have. It fails a task with
+# the second mark, which has the fields of the error.
 WATCHED: Final = "devctx-watched"
+REFUSED: Final = "devctx-refused"
 
 # Annotations that seem to name a device, but mean nothing to this package and dask.
 _MISTAKEN: Final = frozenset({"Device", "cuda", "devices", "gpu", "gpus", "num_gpus"})
@@ -175,6 +180,42 @@ def _warn_of_mistaken(name: str) -> None:
     logger.warning("%s", about_mistaken(name))
 
 
-def is_watched(annotations: Mapping[str, Any] | None) -> bool:
-    """Return whether a task with these annotations is watched."""
-    return bool(annotations) and WATCHED in annotations  # type: ignore[operator]
+def may_rerun(annotations: Mapping[str, Any] | None) -> bool:
+    """Return whether a task with these annotations may run again after a device failed.
+
+    Raises
+    ------
+    TypeError
+        The annotation is neither True nor False.
+    """
+    given = True if not annotations else annotations.get(RERUN, True)
+    if not isinstance(given, bool):
+        raise TypeError(
+            f"the annotation {RERUN!r} is True or False: whether the task may run again after a "
+            f"device failed while it ran; got {given!r} of type {type(given).__name__}"
+        )
+    return given
+
+
+def watched_run(annotations: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Return the number of a task's watched run, and how many it may have; zeros if unwatched."""
+    if not annotations or WATCHED not in annotations:
+        return 0, 0
+    run, most = annotations[WATCHED]
+    return run, most
+
+
+def refusal(annotations: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
+    """Return the fields of the error with which a worker fails a task; None to run it."""
+    given = annotations.get(REFUSED) if annotations else None
+    return None if given is None else tuple(given)
+
+
+def had_all_runs(run: int, most: int) -> str:
+    """Return why a task does not run again after this watched run of ``most``; "" if it does."""
+    if run < most:
+        return ""
+    return (
+        f"a device failed in each of its {run + 1} runs. distributed.scheduler.allowed-failures is "
+        f"{most}"
+    )

@@ -137,7 +137,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.extension = DeviceExtension(worker, self.options)
         failure = self.extension.failure
         if failure is None:
-            await registration.announce(worker, self.extension.placement.devices)
+            extension = self.extension
+            blame = extension.monitor.blame
+            blame.marks = await registration.announce(worker, extension.placement.devices)
         else:
             await registration.refuse(worker, failure)
             raise failure  # dask tells the client, and keeps the plugin

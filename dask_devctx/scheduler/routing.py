@@ -21,7 +21,6 @@ from dask_devctx.annotations import (
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
-from dask_devctx.scheduler import suspects
 from dask_devctx.scheduler.announcements import (
     ANNOUNCE,
     REFUSE,
@@ -32,6 +31,7 @@ from dask_devctx.scheduler.announcements import (
     read_refusal,
 )
 from dask_devctx.scheduler.holdings import Cluster
+from dask_devctx.scheduler.suspects import FAILED, TOPIC, SuspectTasks
 from dask_devctx.scheduler.wishes import Wishes
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._wishes = Wishes(self._cluster, self._workers_on)
         for address in scheduler.workers:
             self._cluster.join(address, time())
-        acts = {ANNOUNCE: self._announced, WITHDRAW: self._withdrawn, REFUSE: self._refused}
+        self._suspects = SuspectTasks(scheduler)
+        acts = {
+            ANNOUNCE: self._announced,
+            WITHDRAW: self._withdrawn,
+            REFUSE: self._refused,
+            FAILED: self._suspects.failed,
+        }
         internals.answer(scheduler, {op: self._handler(op, act) for op, act in acts.items()})
         tasks = list(scheduler.tasks.values())
         self._note(tasks)
@@ -100,7 +106,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop answering the workers' messages."""
-        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE))
+        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, FAILED))
 
     def update_graph(
         self,
@@ -116,7 +122,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 self._mistaken.add(name)
                 logger.warning("%s", about_mistaken(name))
                 event = {"action": "annotation-mistaken", "message": about_mistaken(name)}
-                scheduler.log_event(suspects.TOPIC, event)
+                scheduler.log_event(TOPIC, event)
         annotated = annotations.get(ANNOTATION, {})
         touched = [ts for key in tasks if (ts := scheduler.tasks.get(key)) is not None]
         self._note(
@@ -125,6 +131,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)
+        self._suspects.moved(key, finish)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         holdings = self._cluster.join(worker, time())
@@ -133,6 +140,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._move(self._wishes.review(worker, None, holdings, joined=1))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        self._suspects.worker_left(worker)
         holdings = self._cluster.leave(worker, time())
         if holdings is not None:
             self._look_again_later()
@@ -140,7 +148,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Mark the tasks that may have broken a worker's devices."""
-        suspects.mark(self.scheduler, topic, msg)
+        self._suspects.read_event(topic, msg)
 
     # -- messages of workers
 

@@ -35,8 +35,8 @@ _WAY_OUT = (
 )
 
 
-async def announce(worker: Worker, used: Sequence[Device]) -> None:
-    """Tell the scheduler which devices a worker has, so that tasks find them.
+async def announce(worker: Worker, used: Sequence[Device]) -> bool:
+    """Tell the scheduler which devices a worker has; return whether it has this package.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ async def announce(worker: Worker, used: Sequence[Device]) -> None:
     ]
     async with _Turn(worker) as newest:
         if not newest:
-            return
+            return True
         try:
             await _install_routing(worker)
             await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
@@ -69,6 +69,8 @@ async def announce(worker: Worker, used: Sequence[Device]) -> None:
                 "scheduler runs.",
                 error,
             )
+            return False
+    return True
 
 
 def withdraw(worker: Worker) -> None:

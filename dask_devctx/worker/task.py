@@ -12,7 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Reschedule
 
@@ -22,7 +22,9 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import DeviceFunction
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor
-from dask_devctx.worker.failures.calls import MonitoredCall, of_the_task
+from dask_devctx.errors import DeviceFailedError
+from dask_devctx.worker.failures.calls import MonitoredCall
+from dask_devctx.worker.tracebacks import begins_with_the_task, place_of
 
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NONE: Mapping[Hashable, Lifetime] = MappingProxyType({})
+
+_METHODS_RUN_ONCE: Final = (
+    "calls of actors run once, and this actor's state is lost with its worker. Make a new actor"
+)
 
 # The positional and the named arguments of a method, and a function that copies them to a device.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -55,7 +61,10 @@ class DeviceTask(TaskStandIn):
     asked_for
         Whether the user asked for this device. If not, any device would do.
     watched
-        Whether it may have broken a device before.
+        The number of its watched run, since it may have broken a device before; 0 if it is not
+        watched.
+    once
+        Why it does not run again after a device failed while it ran; "" if it may.
     inputs
         Copies the inputs to the device; None leaves them where they are.
     monitor
@@ -75,7 +84,7 @@ class DeviceTask(TaskStandIn):
     can use no device: there a task that asked for no device runs without one, and any other fails.
     """
 
-    __slots__ = ("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "watched")
+    __slots__ = ("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "once", "watched")
 
     def __init__(
         self,
@@ -85,7 +94,8 @@ class DeviceTask(TaskStandIn):
         executor: TaskThreadPoolExecutor | None = None,
         priority: tuple[int, ...] | None = None,
         asked_for: bool = True,
-        watched: bool = False,
+        watched: int = 0,
+        once: str = "",
         inputs: Inputs | None = None,
         monitor: Monitor | None = None,
     ) -> None:
@@ -97,30 +107,51 @@ class DeviceTask(TaskStandIn):
         self.device = device
         self.asked_for = asked_for
         self.watched = watched
+        self.once = once
 
     def __call__(self, data: Any = ()) -> Any:
-        device, monitor = self.device, self.monitor
-        task: Any = self.task
-        if isinstance(device, Exception):
-            raise device
-        assert monitor is not None
-        if monitor.is_cancelled(task.key):
-            raise Reschedule  # dask ignores this, unless the task was requested again just now
-        call = MonitoredCall(
-            monitor, task.key, device, movable=not self.asked_for, watched=self.watched
-        )
-        if task.is_coro:
-            return self._await(call, device, data)
-        while call.unfinished:
-            with call:
-                result = self._run(device, data)
-        return suspending.within(device, result)
+        with begins_with_the_task:
+            device, monitor = self.device, self.monitor
+            task: Any = self.task
+            if isinstance(device, Exception):
+                raise device
+            assert monitor is not None
+            if monitor.is_cancelled(task.key):
+                raise Reschedule  # dask ignores this, unless the task was requested again just now
+            call = MonitoredCall(
+                monitor,
+                task.key,
+                device,
+                movable=not self.asked_for,
+                watched=self.watched,
+                once=self.once,
+            )
+            if task.is_coro:
+                return self._await(call, device, data)
+            try:
+                while call.unfinished:
+                    with call:
+                        result = self._run(device, data)
+            except DeviceFailedError as error:
+                self._name_place(error)
+                raise
+            return suspending.within(device, result)
 
     async def _await(self, call: MonitoredCall, device: Device, data: Any) -> Any:
-        while call.unfinished:
-            async with call:
-                result = await suspending.within(device, self._run_coroutine(device, data))
-        return result
+        with begins_with_the_task:
+            try:
+                while call.unfinished:
+                    async with call:
+                        result = await suspending.within(device, self._run_coroutine(device, data))
+            except DeviceFailedError as error:
+                self._name_place(error)
+                raise
+            return result
+
+    def _name_place(self, error: DeviceFailedError) -> None:
+        place = place_of(getattr(self.task, "func", None))
+        if place:
+            error.add_note(f"This task calls {place}")
 
     def _run(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
@@ -168,17 +199,14 @@ def _run_elsewhere(
     task: Callable[[Any], Any], device: Device | Exception, asked_for: bool, data: Any = ()
 ) -> Any:
     """Run a task in the process that unpickled it; return its result."""
-    if isinstance(device, Exception):
-        raise device
-    backend = driver.current_backend()
-    if not asked_for and backend is not None and backend.calls.checked.forked:
-        _warn_forked()
-        return task(data)
-    try:
+    with begins_with_the_task:
+        if isinstance(device, Exception):
+            raise device
+        backend = driver.current_backend()
+        if not asked_for and backend is not None and backend.calls.checked.forked:
+            _warn_forked()
+            return task(data)
         return suspending.call(device, task, data)
-    except BaseException as error:
-        error.__traceback__ = of_the_task(error)
-        raise
 
 
 @functools.cache
@@ -187,6 +215,11 @@ def _warn_forked() -> None:
         "This process was forked after CUDA was initialised and can use no device: tasks that name "
         "no device run without one. Create the pool with multiprocessing's 'spawn' context"
     )
+
+
+def monitored_method(monitor: Monitor, key: Hashable, device: Device) -> MonitoredCall:
+    """Return a call of an actor's method or property, on the actor's device."""
+    return MonitoredCall(monitor, key, device, once=_METHODS_RUN_ONCE, is_method=True)
 
 
 class DeviceMethod(DeviceFunction[..., Any]):
@@ -222,18 +255,20 @@ class DeviceMethod(DeviceFunction[..., Any]):
         self._bring = bring
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        call = MonitoredCall(self._monitor, self._key, self._device, is_method=True)
-        if inspect.iscoroutinefunction(self.__wrapped__):
-            return self._await(call, args, kwargs)
-        with call:
-            result = self._run(args, kwargs)
-        return suspending.within(self._device, result)
+        with begins_with_the_task:
+            call = monitored_method(self._monitor, self._key, self._device)
+            if inspect.iscoroutinefunction(self.__wrapped__):
+                return self._await(call, args, kwargs)
+            with call:
+                result = self._run(args, kwargs)
+            return suspending.within(self._device, result)
 
     async def _await(
         self, call: MonitoredCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        async with call:
-            return await suspending.within(self._device, self._run_coroutine(args, kwargs))
+        with begins_with_the_task:
+            async with call:
+                return await suspending.within(self._device, self._run_coroutine(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._bring is not None:
