@@ -7,6 +7,7 @@ from distributed import Client, LocalCluster
 
 from dask_devctx import DevicePlugin
 from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.suspects import FAILED
 
 
 def listening() -> set[tuple[str, int]]:
@@ -24,7 +25,7 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
         ports = listening()
         before = [(set(s.handlers), set(s.stream_handlers)) for s in servers]
         (on_worker, its_streams), (on_scheduler, streams) = before
-        told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW}, streams)
+        told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW, FAILED}, streams)
         ipc = {f"devctx_ipc_{op}" for op in ("agree", "close", "hello", "next")}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3

@@ -195,7 +195,11 @@ class MonitoredCall:
             raise Reschedule
         monitor.suspects.started(key, device, aside=self._is_method)
         try:
-            if monitor.quarantine.taken and not (self._watched or self._is_method):
+            if (
+                monitor.quarantine.taken
+                and not (self._watched or self._is_method)
+                and monitor.quarantine.holds_back(key)
+            ):
                 monitor.suspects.withdrawn(key, device)
                 return False
             device.__enter__()

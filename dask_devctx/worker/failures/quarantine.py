@@ -29,7 +29,7 @@ class Quarantine:
     Attributes
     ----------
     taken
-        Whether a watched task has its turn. Tasks that begin ask :meth:`turn` then.
+        Whether a watched task runs. Tasks that begin ask :meth:`turn` then.
 
     Notes
     -----
@@ -82,15 +82,21 @@ class Quarantine:
                 self._until[key] = time.monotonic() + patience_s
 
     def _has_turn(self, key: Hashable, run: int) -> bool:
-        now = time.monotonic()
         with self._changed:
-            if any(now < until for one, until in self._until.items() if one != key):
-                return self._closed
+            if self.holds_back(key):
+                return False
             if run:
-                self._until[key] = now + self._patience_s * _LONGER ** (run - 1)
+                patience_s = self._patience_s * _LONGER ** (run - 1)
+                self._until[key] = time.monotonic() + patience_s
                 self._watched.add(key)
                 self.taken = True
             return True
+
+    def holds_back(self, key: Hashable) -> bool:
+        """Return whether a task has to wait for a watched one."""
+        now = time.monotonic()
+        others = (until for one, until in tuple(self._until.items()) if one != key)
+        return not self._closed and any(now < until for until in others)
 
     def wait(self, seconds: float) -> None:
         """Wait until a turn ends, for some seconds at most."""
