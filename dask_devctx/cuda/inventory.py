@@ -1,4 +1,4 @@
-"""The devices of this machine, as plain data."""
+"""Plain data on the devices of this machine: one record for each, without NVML and driver."""
 
 from __future__ import annotations
 

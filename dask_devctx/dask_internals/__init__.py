@@ -1,4 +1,4 @@
-"""The only package that uses undocumented parts of dask and distributed.
+"""The only package that uses undocumented parts of dask and distributed, and the check of them.
 
 All other packages call its functions and classes. Each module covers one place:
 :mod:`~dask_devctx.dask_internals.tasks`, :mod:`~dask_devctx.dask_internals.threads`,
