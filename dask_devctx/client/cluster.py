@@ -32,7 +32,7 @@ from dask_devctx.scheduler.routing import DeviceRouting
 
 # Arguments of dask-cuda's cluster. Users who come from there may still give them.
 _DASK_CUDAS = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "device_memory_limit", "jit_unspill", "rmm_async"}
+    {"CUDA_VISIBLE_DEVICES", "jit_unspill", "rmm_async"}
     | {"rmm_managed_memory", "rmm_maximum_pool_size", "rmm_pool_size", "enable_cudf_spill"}
 )
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, Concatenate, Final, Literal, ParamSpec, TypeVar
 
+from dask.typing import no_default
 from dask.utils import parse_bytes
 
 from dask_devctx import config
@@ -23,6 +24,9 @@ from dask_devctx import config
 # tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
 # pile up before they are used.
 LOOK_AHEAD: Final = 8
+
+# A smaller limit in bytes is a mistake, such as 8 for "8 GiB" or 80 for 0.8.
+_LEAST_LIMIT_NBYTES: Final = 1024
 
 # The paragraphs of all options replace this line in a class's docstring.
 _PLACE: Final = "{options}"
@@ -66,6 +70,27 @@ def _share_of_memory(name: str, value: Any) -> float:
     return found
 
 
+def _memory_limit(name: str, value: Any) -> float | str | None:
+    found = value
+    if isinstance(value, str):
+        if value in ("auto", "default"):  # the second is dask-cuda's word
+            return "auto"
+        with suppress(ValueError):
+            found = float(value) if value.replace(".", "", 1).isdigit() else parse_bytes(value)
+    if isinstance(found, (bool, str)) or not isinstance(found, (int, float, type(None))):
+        found = -1
+    if found is None or found == 0:
+        return None
+    if found < 0 or 1 < found < _LEAST_LIMIT_NBYTES or found != found:
+        raise _refused(
+            name,
+            "'auto', a fraction of a device's memory up to 1, bytes such as '12 GiB' "
+            f"({_LEAST_LIMIT_NBYTES} or more), or 0 or None for no limit",
+            value,
+        )
+    return float(found) if found <= 1 else int(found)
+
+
 def _devices(name: str, value: Any) -> tuple[object, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise TypeError(
@@ -95,9 +120,9 @@ def _key(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _option(check: _Check, *, configured: bool = True) -> Any:
+def _option(check: _Check, *, configured: bool = True, default: object = None) -> Any:
     """Return an optional field; if ``configured``, its default is the configuration's value."""
-    return field(default=None, metadata={"check": check, "configured": configured})
+    return field(default=default, metadata={"check": check, "configured": configured})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +161,10 @@ class Options:
     ipc_staging
         How much of each device's memory values may take while they are sent: a fraction up to 1,
         or bytes such as ``"2 GiB"``.
+    device_memory_limit
+        How much of each device's memory the values that dask keeps may take: ``"auto"`` for 0.8 of
+        it, a fraction, bytes such as ``"12 GiB"``, 0 or None for no limit. Beyond it, values go to
+        host memory, and come back before their tasks: see docs/memory.md.
 
     Raises
     ------
@@ -158,12 +187,15 @@ class Options:
     oom_retries: int = _option(_whole_number(0))
     ipc: Literal["auto"] | bool = _option(_one_of("auto", True, False))
     ipc_staging: float = _option(_share_of_memory)
+    # None means that there is no limit, so the value for "not given" is another one.
+    device_memory_limit: float | str | None = _option(_memory_limit, default=no_default)
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value, default = getattr(self, one.name), None
             if one.metadata["configured"]:
-                value = config.get(_key(one.name), value)
+                if value is one.default:
+                    value = config.get(_key(one.name))
                 default = config.defaults["devctx"][_key(one.name)]
             if value is not None or default is not None:
                 value = one.metadata["check"](one.name, value)
@@ -243,7 +275,7 @@ def _sign(init: Any, *, others: bool) -> None:
         inspect.Parameter(
             one.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=None,
+            default=one.default,
             annotation=str(one.type).removesuffix(" | None") + " | None",
         )
         for one in fields(Options)

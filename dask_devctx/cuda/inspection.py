@@ -1,4 +1,4 @@
-"""The report of ``dask devctx info``: the machine's devices, found without creating a context.
+"""The report of ``dask devctx info``: the machine's devices. It creates no context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain data on the devices of this machine: one record for each, without NVML and driver."""
+"""The devices of this machine, as plain data: a record for each."""
 
 from __future__ import annotations
 
