@@ -15,14 +15,8 @@ import dask
 from distributed import LocalCluster, Nanny, Worker
 from distributed.core import Status
 
-from dask_devctx.config.options import (
-    LOOK_AHEAD,
-    OPTION_NAMES,
-    Options,
-    documents_options,
-    refuse_unknown,
-    takes_also,
-)
+from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
+from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_also
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.cluster import WatchedCluster
