@@ -88,6 +88,7 @@ ON_A_WORKER: Final = (
     "nanny",
     "periodic_callbacks[heartbeat]",
     "state.actors",
+    "state.transfer_message_bytes_limit",
     "stream_handlers[close]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.
