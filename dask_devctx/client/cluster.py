@@ -15,14 +15,8 @@ import dask
 from distributed import LocalCluster, Nanny, Worker
 from distributed.core import Status
 
-from dask_devctx.config.options import (
-    LOOK_AHEAD,
-    OPTION_NAMES,
-    Options,
-    documents_options,
-    refuse_unknown,
-    takes_also,
-)
+from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
+from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_also
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.cluster import WatchedCluster
@@ -32,7 +26,7 @@ from dask_devctx.scheduler.routing import DeviceRouting
 
 # Arguments of dask-cuda's cluster. Users who come from there may still give them.
 _DASK_CUDAS = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "device_memory_limit", "jit_unspill", "rmm_async"}
+    {"CUDA_VISIBLE_DEVICES", "jit_unspill", "rmm_async"}
     | {"rmm_managed_memory", "rmm_maximum_pool_size", "rmm_pool_size", "enable_cudf_spill"}
 )
 

@@ -1,4 +1,4 @@
-"""The only package that uses undocumented parts of dask and distributed.
+"""The only package that uses undocumented parts of dask and distributed, and the check of them.
 
 All other packages call its functions and classes. Each module covers one place:
 :mod:`~dask_devctx.dask_internals.tasks`, :mod:`~dask_devctx.dask_internals.threads`,
@@ -46,7 +46,11 @@ NAMES: Final = (
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
     "distributed.core:ConnectionPool.connect",
+    "distributed.protocol.pickle:dumps",
+    "distributed.protocol.pickle:loads",
     "distributed.protocol.serialize:Serialized",
+    "distributed.protocol.serialize:deserialize",
+    "distributed.protocol.serialize:serialize",
     "distributed.spill:SpillBuffer.memory",
     "distributed.worker:Worker.batched_send",
     "distributed.worker:get_data_from_worker",

@@ -247,6 +247,7 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "oom_retries": 3,
         "ipc": False,
         "ipc_staging": 2**20,
+        "device_memory_limit": 2**30,
     }
     assert given.keys() == set(OPTION_NAMES)
     with LocalDeviceCluster(n_workers=2, **given, **QUIET) as cluster:
