@@ -133,10 +133,11 @@ class _FurtherPages(DaskBokehTornado):  # type: ignore[misc]
 
     def end(self) -> None:
         """Stop; a page that is open somewhere changes no more."""
-        self.stop()
         for context in self.applications.values():
-            for session in list(context.sessions):
-                session.destroy()
+            for session in context.sessions:
+                for callback in list(session.document.session_callbacks):
+                    session.document.remove_periodic_callback(callback)
+        self.stop()
 
 
 def _applications(scheduler: Scheduler) -> list[Any]:

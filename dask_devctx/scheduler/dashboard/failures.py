@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import asdict
 from datetime import datetime
 from html import escape
 from typing import Final
 
 from bokeh.models import Div, InlineStyleSheet
+from distributed import Scheduler
 
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.dashboard.theme import Colours
-from dask_devctx.scheduler.rows import Incident
+from dask_devctx.scheduler.rows import Incident, TaskRun
 
 _MOST: Final = 200
 _NAMES: Final = {
@@ -43,25 +45,33 @@ class FailuresTable:
         The table.
     """
 
-    def __init__(self, colours: Colours) -> None:
+    def __init__(self, scheduler: Scheduler, colours: Colours) -> None:
+        self._scheduler = scheduler
         self._latest: deque[tuple[str, Incident]] = deque(maxlen=_MOST)
         self._counts: Counter[str] = Counter()
         self.root = Div(
             name="device_failures",
             text=_html(self._latest, self._counts, Lanes()),
             sizing_mode="stretch_both",
-            stylesheets=[InlineStyleSheet(css=_STYLE.format(**vars(colours)))],
+            stylesheets=[InlineStyleSheet(css=_STYLE.format(**asdict(colours)))],
         )
 
     def show(self, batch: Batch) -> None:
-        """Show the incidents of a batch."""
+        """Show the failures of a batch."""
         if batch.again:
             self._latest.clear()
             self._counts.clear()
-        if batch.again or batch.incidents:
-            self._latest.extend(batch.incidents)
-            self._counts.update(row.what for _, row in batch.incidents)
+        found = [pair for pair in batch.incidents if pair[1].what != "error"]
+        found += [(host, self._of_task(row)) for host, row in batch.tasks if row.outcome == "error"]
+        if batch.again or found:
+            self._latest.extend(sorted(found, key=lambda pair: pair[1].time))
+            self._counts.update(row.what for _, row in found)
             self.root.text = _html(self._latest, self._counts, batch.lanes)
+
+    def _of_task(self, run: TaskRun) -> Incident:
+        ts = self._scheduler.tasks.get(run.key)  # it may be forgotten by now
+        text = getattr(ts, "exception_text", None) or ""
+        return Incident("error", run.stop or 0.0, run.uuid, run.key, text)
 
 
 def _html(latest: deque[tuple[str, Incident]], counts: Counter[str], lanes: Lanes) -> str:
@@ -78,7 +88,7 @@ def _html(latest: deque[tuple[str, Incident]], counts: Counter[str], lanes: Lane
 
 
 def _cells(host: str, row: Incident, lanes: Lanes) -> tuple[str, ...]:
-    when = datetime.fromtimestamp(row.time).strftime("%H:%M:%S")
+    when = datetime.fromtimestamp(row.time).strftime("%H:%M:%S") if row.time else ""
     device = "" if row.uuid is None else lanes.label(host, row.uuid)
     key = "" if row.key is None else str(row.key)
     return when, device, _NAMES.get(row.what, row.what), key[:200], row.text[:500]

@@ -202,6 +202,12 @@ def stream(source: ColumnDataSource, rows: Iterable[Mapping[str, Any]]) -> None:
         source.stream({name: _column(added, name) for name in source.data}, MOST_ROWS)
 
 
+def all_columns(names: str, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return rows as columns, for data that is replaced."""
+    shown = list(rows)
+    return {name: [row[name] for row in shown] for name in names.split()}
+
+
 def clear(source: ColumnDataSource) -> None:
     """Remove all rows of a plot's data."""
     source.data = {name: [] for name in source.data}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.scheduler.dashboard.batches import Batch
+from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.rows import Sample
 
 # Two samples of a device further apart than this show nothing of the time between them.
@@ -54,14 +55,14 @@ class Intervals:
         self.latest: dict[tuple[str, str], Interval] = {}
         self._samples: dict[tuple[str, str], dict[str, Sample]] = {}
 
-    def of(self, batch: Batch) -> Iterator[Interval]:
-        """Yield the intervals that end with the samples of a batch."""
+    def of(self, batch: Batch, lanes: Lanes) -> Iterator[Interval]:
+        """Yield the intervals that end with the samples of a batch, placed in some lanes."""
         if batch.again:
             self.latest.clear()
             self._samples.clear()
         for host, worker, sample in batch.samples:
             place = host, sample.uuid
-            middle = batch.devices.position(*place)
+            middle = lanes.position(*place)
             if middle is None:
                 continue
             workers = self._samples.setdefault(place, {})
@@ -71,7 +72,7 @@ class Intervals:
             last = self.latest.get(place)
             before = sample if last is None else last.after
             after = sample if len(workers) == 1 else _added(sample, list(workers.values()))
-            interval = Interval(host, middle, batch.devices.label(*place), before, after)
+            interval = Interval(host, middle, lanes.label(*place), before, after)
             self.latest[place] = interval
             if 0 < after.time - before.time < _APART_S:
                 yield interval

@@ -89,7 +89,11 @@ class MemoryPlot:
         """Show the samples of a batch."""
         if batch.again:
             clear(self._source)
-        rows = [_row(one, batch.ms) for one in self._intervals.of(batch) if one.after.memory_total]
+        rows = [
+            _row(one, batch.ms)
+            for one in self._intervals.of(batch, batch.devices)
+            if one.after.memory_total
+        ]
         stream(self._source, rows)
         latest = self._intervals.latest.values()
         self._texts.show({one.middle: _text(one.after) for one in latest})
@@ -136,10 +140,12 @@ def _text(sample: Sample) -> str:
     """Return the latest numbers of a device in a few words."""
     if not sample.memory_total:
         return "memory unknown"
-    held, copies = sample.memory_held or 0, sample.memory_copies or 0
-    text = f"held {format_bytes(held)}"
-    if copies:
-        text += f" + copies {format_bytes(copies)}"
-    if sample.memory_spilled:
-        text += f", spilled {format_bytes(sample.memory_spilled)}"
-    return f"{text} of {format_bytes(sample.memory_total)}"
+    total = format_bytes(sample.memory_total)
+    used = None if sample.memory_free is None else sample.memory_total - sample.memory_free
+    parts = {
+        f"used of {total}": used,
+        "held": sample.memory_held,
+        "copies": sample.memory_copies or None,
+        "spilled": sample.memory_spilled or None,
+    }
+    return ", ".join(f"{format_bytes(n)} {name}" for name, n in parts.items() if n is not None)

@@ -7,6 +7,9 @@ from typing import Final
 
 # More tasks at a time than this share a row.
 _MOST: Final = 8
+# Two tasks of one thread ran one after the other, even if their times overlap by this much: a
+# worker's estimate of the scheduler's clock changes from time to time.
+_JUMP_S: Final = 0.1
 
 
 class Slots:
@@ -23,20 +26,28 @@ class Slots:
 
     def __init__(self) -> None:
         self._free_from: dict[Hashable, list[float]] = {}
+        self._of_threads: dict[Hashable, int] = {}
 
-    def place(self, lane: Hashable, start: float, stop: float) -> int:
-        """Return the row of a task; the tasks of a lane come in any order of about their ends."""
+    def place(self, lane: Hashable, start: float, stop: float, thread: Hashable = None) -> int:
+        """Return the row of a task; the tasks of a lane come in about the order of their ends."""
         free_from = self._free_from.setdefault(lane, [])
+        slot = self._of_threads.get((lane, thread))
+        if slot is None or free_from[slot] > start + _JUMP_S:
+            slot = self._free(free_from, start)
+            if thread is not None:
+                self._of_threads[lane, thread] = slot
+        free_from[slot] = stop
+        return slot
+
+    @staticmethod
+    def _free(free_from: list[float], start: float) -> int:
         for slot, free in enumerate(free_from):
             if free <= start:
-                free_from[slot] = stop
                 return slot
         if len(free_from) < _MOST:
-            free_from.append(stop)
+            free_from.append(start)
             return len(free_from) - 1
-        earliest = min(range(_MOST), key=free_from.__getitem__)
-        free_from[earliest] = stop
-        return earliest
+        return min(range(_MOST), key=free_from.__getitem__)
 
     def count(self, lane: Hashable) -> int:
         """Return how many rows a lane has."""
@@ -49,5 +60,6 @@ class Slots:
 
     def clear(self) -> None:
         """Forget the tasks, and keep the number of rows."""
+        self._of_threads.clear()
         for free_from in self._free_from.values():
             free_from[:] = [0.0] * len(free_from)

@@ -14,6 +14,7 @@ from dask_devctx.scheduler.dashboard.figures import (
     MOST_ROWS,
     LaneAxis,
     TimeAxis,
+    all_columns,
     clear,
     empty,
     hover,
@@ -21,7 +22,6 @@ from dask_devctx.scheduler.dashboard.figures import (
     stream,
 )
 from dask_devctx.scheduler.dashboard.intervals import Intervals
-from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.dashboard.slots import Slots
 from dask_devctx.scheduler.dashboard.theme import COPY, WAYS, Colours
 from dask_devctx.scheduler.rows import TaskRun
@@ -29,10 +29,12 @@ from dask_devctx.scheduler.rows import TaskRun
 # The parts of a lane, measured from its middle.
 _TASKS: Final = (-0.26, 0.44)
 _COPIES: Final = (-0.44, -0.32)
+# Without a sample for this long, nothing is known of the tasks that run.
+_STALE_S: Final = 3.0
 
 _TASK_COLUMNS: Final = "left right bottom top color name key lane outcome took place inputs memory"
 _COPY_COLUMNS: Final = "left right bottom top color source target way nbytes took rate values"
-_BUSY_COLUMNS: Final = "left right bottom top running queued lane"
+_RUNNING_COLUMNS: Final = "left right bottom top running queued lane"
 
 
 class _Ran(NamedTuple):
@@ -59,15 +61,18 @@ class Timeline:
         self._tasks = ColumnDataSource(empty(_TASK_COLUMNS))
         self._failed = ColumnDataSource(empty("x y"))
         self._copies = ColumnDataSource(empty(_COPY_COLUMNS))
-        self._busy = ColumnDataSource(empty(_BUSY_COLUMNS))
+        self._running = ColumnDataSource(empty(_RUNNING_COLUMNS))
         self._kept: deque[_Ran] = deque(maxlen=MOST_ROWS)
         self._intervals = Intervals()
+        # When the latest task ended on each device, and since when it has tasks without a pause.
+        self._ended: dict[tuple[str, str | None], float] = {}
+        self._running_since: dict[tuple[str, str], float] = {}
         self.root = over_time(
             "device_timeline", "Tasks and copies on each device", times, lanes, colours
         )
         box = {"left": "left", "right": "right", "bottom": "bottom", "top": "top"}
-        busy = self.root.quad(
-            **box, source=self._busy, fill_color=colours.grid, fill_alpha=0.8, line_color=None
+        running = self.root.quad(
+            **box, source=self._running, fill_color=colours.grid, fill_alpha=0.8, line_color=None
         )
         tasks = self.root.quad(
             **box, source=self._tasks, fill_color="color", line_color="color", line_alpha=0.6
@@ -77,7 +82,7 @@ class Timeline:
             x="x", y="y", source=self._failed, marker="x", size=11, line_width=3,
             line_color="#e31a1c",
         )  # fmt: skip
-        for glyph in (busy, tasks, copies):
+        for glyph in (running, tasks, copies):
             glyph.nonselection_glyph = None
         self.root.add_tools(
             hover(
@@ -105,9 +110,9 @@ class Timeline:
                 "copy",
             ),
             hover(
-                [busy],
+                [running],
                 {"device": "@lane", "tasks that run": "@running", "tasks that wait": "@queued"},
-                "busy",
+                "running",
             ),
         )
         times.follow(self.root)
@@ -116,7 +121,9 @@ class Timeline:
         """Show the tasks, copies and failures of a batch."""
         if batch.again:
             self._kept.clear()
-            for source in (self._tasks, self._failed, self._copies, self._busy):
+            self._ended.clear()
+            self._running_since.clear()
+            for source in (self._tasks, self._failed, self._copies, self._running):
                 clear(source)
         ran = [
             _Ran(host, row, row.start, row.stop)
@@ -124,6 +131,8 @@ class Timeline:
             if row.start is not None and row.stop is not None
         ]
         self._kept.extend(ran)
+        for host, row, _, stop in ran:
+            self._ended[host, row.uuid] = max(stop, self._ended.get((host, row.uuid), 0.0))
         before = self._slots.counts()
         slots = self._placed(ran)
         if self._slots.counts() != before:  # a lane has more rows now: all of it moves
@@ -134,14 +143,14 @@ class Timeline:
             slots = self._placed(ran)
         self._show_tasks(batch, ran, slots)
         stream(self._copies, self._copy_rows(batch))
-        stream(self._busy, self._busy_rows(batch))
+        self._running.data = all_columns(_RUNNING_COLUMNS, self._running_rows(batch))
 
     def _placed(self, ran: Sequence[_Ran]) -> list[int]:
         """Return the row of each task in its lane."""
         slots = [0] * len(ran)
         for n in sorted(range(len(ran)), key=lambda n: ran[n].start):
             host, row, start, stop = ran[n]
-            slots[n] = self._slots.place((host, row.uuid), start, stop)
+            slots[n] = self._slots.place((host, row.uuid), start, stop, row.thread)
         return slots
 
     def _show_tasks(self, batch: Batch, ran: Sequence[_Ran], slots: Sequence[int]) -> None:
@@ -200,7 +209,28 @@ class Timeline:
                 "values": row.values,
             }
 
-    def _show_running(self, batch: Batch) -> None:
-        """Show the tasks that run now: from the end of the last task, or from their begin."""
-        for host, row, _, stop in self._fresh:
-            ...
+    def _running_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
+        """Yield a row for each device with tasks: since they began, or since the last task ended.
+
+        A task's own row comes when it ends.
+        """
+        low, high = _TASKS
+        for one in self._intervals.of(batch, batch.lanes):
+            place = one.host, one.after.uuid
+            if not one.after.running:
+                self._running_since.pop(place, None)
+            else:
+                self._running_since.setdefault(place, one.before.time)
+        for place, since in self._running_since.items():
+            one = self._intervals.latest[place]
+            start = max(since, self._ended.get(place, 0.0))
+            if start < batch.now < one.after.time + _STALE_S:
+                yield {
+                    "left": batch.ms(start),
+                    "right": batch.ms(batch.now),
+                    "bottom": one.middle + low,
+                    "top": one.middle + high,
+                    "running": one.after.running,
+                    "queued": one.after.queued,
+                    "lane": one.lane,
+                }

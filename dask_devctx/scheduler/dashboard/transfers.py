@@ -76,16 +76,13 @@ class TransferMatrix:
         self.root.axis.major_tick_line_color = None
         cells = self.root.rect(
             x="x", y="y", width="width", height=0.94, source=self._source, fill_color="color",
-            fill_alpha="alpha", line_color="color", legend_field="way",
+            fill_alpha="alpha", line_color="color",
         )  # fmt: skip
         self._labels = LabelSet(
             x="x", y="y", text="text", source=self._source, text_align="center",
             text_baseline="middle", text_font_size="11px", text_color=colours.text,
         )  # fmt: skip
         self.root.add_layout(self._labels)
-        legend = self.root.legend[0]
-        self.root.add_layout(legend, "below")
-        legend.update(orientation="horizontal", padding=0, margin=2, label_text_font_size="11px")
         self.root.add_tools(
             hover(
                 [cells],
@@ -173,7 +170,7 @@ def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> dic
         width = 0.94 / len(several)
         for n, way in enumerate(several):
             total = totals[source, target, way]
-            text = f"{format_bytes(total.nbytes)}\n{total.rate}"
+            text = f"{way} {format_bytes(total.nbytes)}\n{total.rate}"
             rows.append(
                 {
                     "source": source,

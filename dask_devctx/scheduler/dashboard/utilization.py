@@ -83,7 +83,9 @@ class UtilizationPlot:
         """Show the samples of a batch."""
         if batch.again:
             clear(self._source)
-        stream(self._source, [_row(one, batch.ms) for one in self._intervals.of(batch)])
+        stream(
+            self._source, [_row(one, batch.ms) for one in self._intervals.of(batch, batch.devices)]
+        )
         latest = self._intervals.latest.values()
         self._texts.show({one.middle: _text(one.after) for one in latest})
 
