@@ -16,6 +16,7 @@ from distributed import LocalCluster, Nanny, Worker
 from distributed.core import Status
 
 from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
+from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_also
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
@@ -98,6 +99,7 @@ class LocalDeviceCluster(WatchedCluster):
             raise TypeError(f"give either a plugin or its options, got both: {', '.join(given)}")
         else:
             used = named_devices(plugin.options.devices)
+        require_packages(plugin.options)
         if n_workers is None:
             n_workers = _n_workers(used, plugin.options, kwargs)
         if plugin.options.devices_per_worker is None and n_workers > 1:

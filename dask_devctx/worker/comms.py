@@ -9,6 +9,7 @@ from typing import Any
 from distributed import Worker
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import on_device
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.worker.inputs import Inputs
 
@@ -43,6 +44,34 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
     finally:
         _unset(device)
         offload.submit(_unset, device)
+
+
+@contextmanager
+def runs_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
+    """While it is open, ``client.run`` calls its function on the worker's device, if it has one.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    devices
+        The devices that it uses. With several of them, no device is current in the function.
+    """
+    if len(devices) != 1:
+        yield
+        return
+    (device,) = devices
+
+    def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+        run_there = on_device(device)(run)
+
+        async def run_on_its_device(comm: Any, **message: Any) -> Any:
+            return await run_there(comm, **message)
+
+        return run_on_its_device
+
+    with wrapped_handler(worker, "run", on_its_device):
+        yield
 
 
 def _unset(device: Device) -> None:

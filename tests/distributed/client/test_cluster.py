@@ -247,14 +247,19 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "oom_retries": 3,
         "ipc": False,
         "ipc_staging": 2**20,
+        "pre_import": ("wave",),
         "device_memory_limit": 2**30,
     }
-    assert given.keys() == set(OPTION_NAMES)
+    # The others need packages that may be missing: tests/distributed/worker/test_allocators.py
+    assert {*OPTION_NAMES} - given.keys() == {"pool", "enable_cudf_spill", "cudf_spill_stats"} | {
+        name for name in OPTION_NAMES if name.startswith("rmm_")
+    }
+    uuids = tuple(Device(n).uuid for n in (0, 2))
     with LocalDeviceCluster(n_workers=2, **given, **QUIET) as cluster:
         assert ordinals(cluster) == [[0], [2]]
         for worker in cluster.workers.values():
             options = dataclasses.asdict(worker.plugins["devctx"].options)
-            assert options == given | {"devices": tuple(Device(n).uuid for n in (0, 2))}
+            assert options.items() >= {**given, "devices": uuids}.items()
 
 
 @pytest.mark.parametrize(
