@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
+
+import distributed.diagnostics.rmm
+from distributed import Worker
 
 from dask_devctx.config.options import Options
 from dask_devctx.config.packages import require_packages, rmm_options
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import on_device
+from dask_devctx.dask_internals.worker import metric, wrapped_handler
 from dask_devctx.worker.memory.limits import limit_nbytes
 
 # RMM allocates in units of this size, and refuses other sizes of a pool.
@@ -22,17 +29,17 @@ _lasting: set[str] = set()
 
 
 @contextmanager
-def allocating(devices: Sequence[Device], options: Options, worker_name: object) -> Iterator[None]:
+def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> Iterator[None]:
     """While it is open, memory on a worker's devices is allocated as the options say.
 
     Parameters
     ----------
+    worker
+        The worker. Its name is part of the names of RMM's log files.
     devices
-        The worker's devices. RMM has a resource for each of them.
+        Its devices. RMM has a resource for each of them.
     options
         The options of the plugin.
-    worker_name
-        The worker's name, for the names of RMM's log files.
 
     Raises
     ------
@@ -51,7 +58,9 @@ def allocating(devices: Sequence[Device], options: Options, worker_name: object)
     with ExitStack() as steps:
         if rmm_options(options):
             for device in devices:
-                steps.enter_context(_rmm_resource(device, options, worker_name))
+                steps.enter_context(_rmm_resource(device, options, worker.name))
+            steps.enter_context(_running_on(worker, devices))
+            steps.enter_context(metric(worker, "rmm", partial(_rmm_metric, devices)))
         for library in options.rmm_allocator_external_lib_list or ():
             steps.enter_context(_THROUGH_RMM[library]())
         if options.pool == "cupy-async":
@@ -102,6 +111,41 @@ def _resource(mr: Any, device: Device, options: Options, worker_name: object) ->
     if options.rmm_track_allocations:
         resource = mr.TrackingResourceAdaptor(resource)
     return resource
+
+
+@contextmanager
+def _running_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
+    """While it is open, ``client.run`` calls its function on the worker's device, if it has one.
+
+    So a function that asks for the current resource, as RMM's own functions do, gets the worker's.
+    """
+    if len(devices) != 1:
+        yield
+        return
+    (device,) = devices
+
+    def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+        run_there = on_device(device)(run)
+
+        async def run_on_its_device(comm: Any, **message: Any) -> Any:
+            return await run_there(comm, **message)
+
+        return run_on_its_device
+
+    with wrapped_handler(worker, "run", on_its_device):
+        yield
+
+
+def _rmm_metric(devices: Sequence[Device], worker: Worker) -> dict[str, int]:
+    """Return RMM's bytes on the worker's devices, for the dashboard.
+
+    dask's own metric has those of the device that is current on its thread, so of CUDA's first.
+    """
+    sums: Counter[str] = Counter()
+    for device in devices:
+        with device:
+            sums.update(distributed.diagnostics.rmm.real_time())
+    return dict(sums)
 
 
 def _aligned(device: Device, size: float | str | None) -> int | None:

@@ -16,8 +16,8 @@ import pytest
 from distributed import Client, Worker
 from distributed.utils_test import gen_cluster
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, MissingPackageError
-from tests.distributed.devices import here, with_plugin
+from dask_devctx import DevicePlugin, LocalDeviceCluster, MissingPackageError
+from tests.distributed.devices import here
 
 STANDINS = str(Path(__file__).parents[2] / "standins")
 GB, GIB = 10**9, 2**30
@@ -70,6 +70,10 @@ RESOURCES: list[tuple[dict[str, Any], list[tuple[Any, ...]]]] = [
 ]
 
 
+def _rmm_metric(dask_worker: Worker) -> Any:
+    return dask_worker.metrics["rmm"](dask_worker)
+
+
 def _libraries() -> tuple[str, str, str]:
     import cupy
     import numba.cuda
@@ -119,6 +123,8 @@ def test_each_device_has_its_resource(libraries: None, tmp_path: Path) -> None:
         unregistered()
 
         registered(rmm_pool_size="1GB", rmm_log_directory=tmp_path / "logs")
+        metrics = run(_rmm_metric)
+        assert metrics == {"rmm-used": 0, "rmm-total": 2 * GB // 256 * 256}
         names = sorted(path.name for path in (tmp_path / "logs").iterdir())
         assert names == ["rmm_log_0.dev1.txt", "rmm_log_0.dev3.txt"]
         unregistered()
@@ -148,6 +154,14 @@ def test_each_device_has_its_resource(libraries: None, tmp_path: Path) -> None:
         assert run(lambda: {"wave", "colorsys"} <= sys.modules.keys())
 
 
+async def _pool_twice() -> list[str]:
+    import asyncio
+
+    first, _ = _pool_and_pid()
+    await asyncio.sleep(0)
+    return [first, _pool_and_pid()[0]]
+
+
 def _pool_and_pid() -> tuple[str, int]:
     import os
 
@@ -166,6 +180,7 @@ def test_a_worker_that_was_restarted_has_its_resource_before_its_first_task(
         Client(cluster) as client,
     ):
         assert {kind for kind, _ in client.run(_pool_and_pid).values()} == {"PoolMemoryResource"}
+        assert [*client.run(_pool_twice).values()] == [["PoolMemoryResource"] * 2] * 2
         with dask.annotate(device=2):
             kind, pid = client.submit(_pool_and_pid, pure=False).result(timeout=30)
             assert kind == "PoolMemoryResource"
@@ -238,25 +253,3 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
 def test_a_pool_that_is_not_needed_is_told() -> None:
     with pytest.warns(FutureWarning, match="'rmm_pool_size' is not needed when 'rmm_async' is"):
         DevicePlugin(rmm_async=True, rmm_pool_size="1GB")
-
-
-async def _here_twice() -> list[int | None]:
-    import asyncio
-
-    first = here()
-    await asyncio.sleep(0)
-    return [first, here()]
-
-
-@with_plugin(4, devices=[2])
-async def test_client_run_is_on_the_device_of_the_worker(client: Any, *_: Any) -> None:
-    assert set((await client.run(here)).values()) == {2}
-    assert [*(await client.run(_here_twice)).values()] == [[2, 2]]
-    await client.unregister_worker_plugin("devctx")
-    assert set((await client.run(here)).values()) == {None}
-    assert Device.current() is None
-
-
-@with_plugin(4, devices=[0, 1])
-async def test_client_run_is_on_no_device_where_there_are_several(client: Any, *_: Any) -> None:
-    assert set((await client.run(here)).values()) == {None}

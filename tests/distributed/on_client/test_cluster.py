@@ -250,7 +250,7 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "pre_import": ("wave",),
         "device_memory_limit": 2**30,
     }
-    # The others need packages that may be missing: tests/distributed/worker/test_allocators.py
+    # The others need packages that may be missing: tests/distributed/on_worker/test_allocators.py
     assert {*OPTION_NAMES} - given.keys() == {"pool", "enable_cudf_spill", "cudf_spill_stats"} | {
         name for name in OPTION_NAMES if name.startswith("rmm_")
     }

@@ -25,7 +25,7 @@ from dask_devctx import (
 )
 from dask_devctx.client.arguments import DASK_CUDAS, visible_device
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.client.test_cluster import QUIET, ordinals
+from tests.distributed.on_client.test_cluster import QUIET, ordinals
 
 DOCS = Path(__file__).parents[3] / "docs"
 
