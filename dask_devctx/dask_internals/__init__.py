@@ -84,6 +84,7 @@ ON_A_WORKER: Final = (
     "handlers[actor_attribute]",
     "handlers[actor_execute]",
     "handlers[get_data]",
+    "handlers[run]",
     "metrics",
     "nanny",
     "periodic_callbacks[heartbeat]",
