@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Hashable
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
 
 from dask_devctx import config
-from dask_devctx.config.options import (
-    OPTION_NAMES,
-    Options,
-    documents_options,
-    refuse_unknown,
-    remembered_tasks,
-    takes_only,
-)
+from dask_devctx.config.options import OPTION_NAMES, Options, remembered_tasks
+from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_only
 from dask_devctx.cuda.device import Device
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
@@ -79,6 +74,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
         self.options = Options(**given)
+        if self.options.rmm_async and self.options.rmm_pool_size is not None:
+            warnings.warn(
+                "'rmm_pool_size' is not needed when 'rmm_async' is enabled: the asynchronous "
+                "allocator is a pool itself. Leave it out",
+                FutureWarning,
+                stacklevel=2,
+            )
         remembered_tasks()  # each worker reads this and the next; a bad value is refused here
         switch_interval()
 
@@ -92,7 +94,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """The devices that its worker uses; empty where the plugin is not set up."""
         return () if self.extension is None else self.extension.placement.devices
 
-    def report(self) -> dict[str, list[dict[str, Any]]] | None:
+    def report(self) -> dict[str, Any] | None:
         """Return the worker's tasks and their devices, as plain data; None where it is not set up.
 
         Call this on the worker's event loop.

@@ -1,4 +1,4 @@
-"""A report on the machine's devices for people to read, made without creating a context."""
+"""The report of ``dask devctx info``: the machine's devices. It creates no context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The devices of this machine, as plain data."""
+"""The devices of this machine, as plain data: a record for each."""
 
 from __future__ import annotations
 

@@ -1,1 +1,43 @@
-"""How to locate and move each library's arrays; imported when a value of the library appears."""
+"""The table of the known libraries, and a module for each: it locates and moves their arrays.
+
+A library's module is imported when a value of the library first appears.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+from dask_devctx.transfer.host import to_host
+from dask_devctx.transfer.location import device_of, nbytes_by_device
+from dask_devctx.transfer.move import to_device
+
+# The module here, by the first part of the name of the module that defines a type.
+_LIBRARIES = {
+    "cupy": "cupy",
+    "cupyx": "cupyx",
+    "torch": "torch",
+    "numba": "numba",
+    "numba_cuda": "numba",
+    "jax": "jax",
+    "jaxlib": "jax",
+    "cudf": "cudf",
+}
+
+_registered: set[str] = set()
+_lock = threading.RLock()
+
+
+def _register_lazily(toplevel: str, module: str) -> None:
+    def register() -> None:
+        with _lock:  # once for all four, so that it never replaces a user's later registration
+            if module not in _registered:
+                importlib.import_module(f"{__name__}.{module}").register()
+                _registered.add(module)
+
+    for registry in (device_of, nbytes_by_device, to_device, to_host):
+        registry.register_lazy(toplevel, register)
+
+
+for _toplevel, _module in _LIBRARIES.items():
+    _register_lazily(_toplevel, _module)

@@ -218,6 +218,7 @@ async def confirm(worker: Worker, failure: Failure) -> None:
 
 def _message(failure: Failure) -> dict[str, object]:
     return {
+        "device": failure.error.uuid,
         "error": str(failure.error),
         "fields": list(failure.error.args),
         "suspects": list(failure.suspects),

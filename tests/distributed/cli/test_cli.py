@@ -22,7 +22,7 @@ from dask_devctx import driver
 from dask_devctx.cli import devctx
 from dask_devctx.driver.simulated import SimulatedMachine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def info(*arguments: str) -> Result:

@@ -1,0 +1,131 @@
+"""The checks of options: a function of an option's name and value returns the value to keep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final
+
+from dask.utils import parse_bytes
+
+# A function of an option's name and value that returns the value to keep, or raises.
+Check = Callable[[str, Any], object]
+
+# A smaller limit in bytes is a mistake, such as 8 for "8 GiB" or 80 for 0.8.
+_LEAST_LIMIT_NBYTES: Final = 1024
+
+
+def key_of(name: str) -> str:
+    """Return the key of an option in the configuration."""
+    return name.replace("_", "-")
+
+
+def whole_number(least: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise refused(name, f"a whole number, {least} or more", value)
+        return value
+
+    return check
+
+
+def one_of(*choices: object) -> Check:
+    def check(name: str, value: Any) -> object:
+        # 1 and 0 equal True and False, but are refused
+        if not any(type(value) is type(one) and value == one for one in choices):
+            raise refused(name, " or ".join(map(repr, choices)), value)
+        return value
+
+    return check
+
+
+def fraction(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise refused(name, "a fraction of a device's memory between 0 and 1", value)
+    return float(value)
+
+
+def share_of_memory(name: str, value: Any) -> float:
+    found = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            found = parse_bytes(value)
+    if isinstance(found, (bool, str)) or not isinstance(found, (int, float)) or found < 0:
+        raise refused(name, "a fraction of a device's memory, or bytes such as '2 GiB'", value)
+    return found
+
+
+def memory_limit(name: str, value: Any) -> float | str | None:
+    found = value
+    if isinstance(value, str):
+        if value in ("auto", "default"):  # the second is dask-cuda's word
+            return "auto"
+        with suppress(ValueError):
+            found = float(value) if value.replace(".", "", 1).isdigit() else parse_bytes(value)
+    if isinstance(found, (bool, str)) or not isinstance(found, (int, float, type(None))):
+        found = -1
+    if found is None or found == 0:
+        return None
+    if isinstance(value, str) and value[-1].isalpha() and 1 <= found < _LEAST_LIMIT_NBYTES:
+        return value  # with its unit, "30 B" is no mistake
+    if found < 0 or 1 < found < _LEAST_LIMIT_NBYTES or found != found:
+        raise refused(
+            name,
+            "'auto', a fraction of a device's memory up to 1, bytes such as '12 GiB' "
+            f"({_LEAST_LIMIT_NBYTES} or more), or 0 or None for no limit",
+            value,
+        )
+    return float(found) if found <= 1 else int(found)
+
+
+def memory_size(name: str, value: Any) -> float | str | None:
+    if value in ("auto", "default"):
+        raise refused(name, "a fraction of a device's memory, or bytes such as '30 GB'", value)
+    return memory_limit(name, value)
+
+
+def names_of(*known: str) -> Check:
+    """Return a check of a list of names, or of text with commas; without ``known``, of any."""
+
+    def check(name: str, value: Any) -> tuple[str, ...] | None:
+        found = value.split(",") if isinstance(value, str) else value
+        if not isinstance(found, Iterable) or not all(isinstance(one, str) for one in found):
+            raise refused(name, "a list of names, or text with commas", value)
+        names = tuple(one.strip() for one in found if one.strip())
+        if known and not set(names) <= set(known):
+            raise refused(name, f"a list of some of {', '.join(map(repr, known))}", value)
+        return names or None
+
+    return check
+
+
+def path(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise refused(name, "a path", value)
+    return str(os.fspath(value))
+
+
+def list_of_devices(name: str, value: Any) -> tuple[object, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(
+            f"{name} is a list, got {value!r}. Write devices=[0, 1] or devices=['GPU-8f3a'], in "
+            "the environment DASK_DEVCTX__DEVICES='[0, 1]' or "
+            """DASK_DEVCTX__DEVICES='["GPU-8f3a"]'"""
+        )
+    devices = tuple(value)
+    if not devices:
+        raise ValueError(f"{name} is empty. Leave it out for all devices that the worker sees")
+    return devices
+
+
+def function(name: str, value: Any) -> object:
+    if not callable(value):
+        raise TypeError(f"{name} is a function of the candidates that returns one, got {value!r}")
+    return value
+
+
+def refused(name: str, expected: str, value: object) -> ValueError:
+    return ValueError(
+        f"{name} must be {expected}, got {value!r} (in the configuration devctx.{key_of(name)})"
+    )

@@ -1,0 +1,88 @@
+"""Constructors that take the options as keyword arguments, for help and editors."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import fields
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+
+from dask_devctx.config.options import Options
+
+# The paragraphs of all options replace this line in a class's docstring.
+_PLACE: Final = "{options}"
+
+P = ParamSpec("P")
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def takes_only(
+    options: Callable[P, Options],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Decorate a constructor whose keyword arguments are the options, for help and editors."""
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        _sign(init, others=False)
+        return init
+
+    return decorate
+
+
+def takes_also(init: Init) -> Init:
+    """Decorate a constructor that takes the options and other keyword arguments."""
+    _sign(init, others=True)
+    return init
+
+
+def _sign(init: Any, *, others: bool) -> None:
+    signature = inspect.signature(init)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    taken = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=one.default,
+            annotation=str(one.type).removesuffix(" | None") + " | None",
+        )
+        for one in fields(Options)
+    ]
+    parameters = itertools.chain(own, taken, rest if others else ())
+    init.__signature__ = signature.replace(parameters=list(parameters))
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def documents_options(cls: Class) -> Class:
+    """Decorate a class whose docstring lists the options, each with its own paragraph."""
+    if cls.__doc__ and Options.__doc__:  # python -OO leaves none
+        text = inspect.cleandoc(Options.__doc__).split("----------\n", 1)[1].split("\n\nRaises")[0]
+        cls.__doc__ = cls.__doc__.replace(_PLACE, text.replace("\n", "\n    "))
+    return cls
+
+
+def refuse_unknown(given: Iterable[str], known: Collection[str], owner: str) -> None:
+    """Refuse unknown keyword arguments.
+
+    Parameters
+    ----------
+    given
+        Their names.
+    known
+        All known names.
+    owner
+        The name of the class that got the arguments.
+
+    Raises
+    ------
+    TypeError
+        A name is unknown; the message has the nearest known one.
+    """
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            meant = f"Did you mean {near[0]}?" if near else f"help({owner}) lists all options"
+            raise TypeError(f"{owner} has no option {name!r}. {meant}")

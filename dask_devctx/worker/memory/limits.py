@@ -1,0 +1,37 @@
+"""The limit of each device's memory, in bytes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dask.utils import parse_bytes
+
+from dask_devctx.cuda.device import Device
+
+_AUTO: Final = 0.8
+
+
+def limit_nbytes(device: Device, limit: float | str | None) -> int | None:
+    """Return how many bytes of a device the values that dask keeps may take; None for no limit.
+
+    Parameters
+    ----------
+    device
+        The device.
+    limit
+        The option ``device_memory_limit``, checked: ``"auto"``, a fraction up to 1, bytes, or None.
+        More bytes than the device has count as all of them.
+
+    Raises
+    ------
+    DriverError
+        Neither NVML nor the driver answers.
+    """
+    if limit is None:
+        return None
+    total = device.info.total_memory or device.memory_info.total
+    if limit == "auto":
+        limit = _AUTO
+    if isinstance(limit, str):  # a few bytes, with their unit
+        return min(int(parse_bytes(limit)), total)
+    return int(limit * total) if limit <= 1 else min(int(limit), total)
