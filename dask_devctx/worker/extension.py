@@ -10,31 +10,23 @@ from typing import Any, ParamSpec, TypeVar
 from distributed import Status, Worker
 
 from dask_devctx import config
-from dask_devctx.annotations import (
-    RERUN,
-    Unannotated,
-    had_all_runs,
-    may_rerun,
-    refusal,
-    requested_device,
-    watched_run,
-)
+from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import in_memory, metric
-from dask_devctx.errors import DeviceFailedError
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker import comms, leases, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.executors import device_threads
-from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
+from dask_devctx.worker.failures import conditions
+from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
+from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import monitoring_functions
 from dask_devctx.worker.history import History
 from dask_devctx.worker.host_memory import counting_host_memory
@@ -228,7 +220,7 @@ class DeviceExtension:
         try:
             if self.peers.unreadable:
                 self.peers.unreadable.check(ts)
-            watched, once = _conditions(annotations)
+            watched, once = conditions.read(annotations)
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
                 self._done(ts.key, None)  # if it had a device before it was requested again
@@ -307,15 +299,8 @@ class DeviceExtension:
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
-        refuse_data(self._worker)  # now: others may ask for data before the event loop runs
-        tell_scheduler(self._worker, failure)
-        self._worker.loop.add_callback(
-            end_failed_worker,
-            self._worker,
-            failure,
-            self._actors.answered,
-            marks=self.monitor.blame.marks,
-        )
+        answered, marks = self._actors.answered, self.monitor.blame.marks
+        begin_the_end(self._worker, failure, answered, marks=marks)
 
     def _written(self, key: Hashable, value: object) -> None:
         """Called when dask is about to write a value to disk; its work may still be running."""
@@ -341,27 +326,6 @@ def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator
     """Make an object, and close it at the end."""
     with closing(kind(*args, **kwargs)) as made:  # type: ignore[type-var]
         yield made
-
-
-def _conditions(annotations: Mapping[str, Any] | None) -> tuple[int, str]:
-    """Return the number of a task's watched run, and why it does not run again after it.
-
-    Raises
-    ------
-    DeviceFailedError
-        The task is not to run again.
-    TypeError
-        An annotation is wrong.
-    """
-    if not annotations:
-        return 0, ""
-    failed = refusal(annotations)
-    if failed is not None:
-        raise DeviceFailedError(*failed)
-    run, most = watched_run(annotations)
-    if not may_rerun(annotations):
-        return run, f"it says {RERUN}=False"
-    return run, had_all_runs(run, most) if run else ""
 
 
 def _urgency(ts: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from distributed import Worker
 from distributed.core import Status
 
 from dask_devctx.dask_internals import worker as internals
-from dask_devctx.worker.failures.attribution import Failure, confirm
+from dask_devctx.worker.failures.attribution import Failure, confirm, tell_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,21 @@ _REFUSING_S = 0.5
 _EXIT_STATUS = 70  # EX_SOFTWARE; the nanny's log shows it
 
 
-def refuse_data(worker: Worker) -> None:
-    """Refuse all requests for data of this process from now on; on any thread."""
-    internals.answer_for_good(worker, "get_data", _refuse)
+def begin_the_end(
+    worker: Worker,
+    failure: Failure,
+    answered: Callable[[], Awaitable[None]],
+    *,
+    marks: bool,
+) -> None:
+    """End a worker soon as :func:`end_failed_worker` does; on any thread.
+
+    Before it returns, others get no data from the worker, and the message about its suspects is on
+    its way.
+    """
+    internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
+    tell_scheduler(worker, failure)
+    worker.loop.add_callback(end_failed_worker, worker, failure, answered, marks=marks)
 
 
 async def end_failed_worker(
@@ -55,7 +67,7 @@ async def end_failed_worker(
     -----
     Runs on the worker's event loop, in this order:
 
-    1. The worker takes no more tasks and sends no more data.
+    1. The worker takes no more tasks.
     2. The scheduler knows the suspects, and watches them when they run again.
     3. The error of each task that errs reaches the scheduler, also if the task does not end. The
        errors of actors' methods reach their callers.
@@ -73,7 +85,6 @@ async def end_failed_worker(
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it has enough memory.
     worker.status = Status.closing_gracefully
-    refuse_data(worker)
     nanny = internals.leave_nanny(worker)
     if nanny:
         last_resort = threading.Timer(4 * _STEP_S, os._exit, [_EXIT_STATUS])
