@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from typing import Any
 
@@ -29,6 +30,14 @@ def answer_no_more(scheduler: Scheduler, ops: Iterable[str]) -> None:
     """Remove a scheduler's handlers for these messages."""
     for op in ops:
         scheduler.handlers.pop(op, None)
+
+
+async def call(
+    scheduler: Scheduler, address: str, op: str, timeout_s: float, **message: object
+) -> Any:
+    """Send a worker a message, and return its answer."""
+    worker = scheduler.rpc(address)
+    return await asyncio.wait_for(getattr(worker, op)(**message), timeout_s)
 
 
 def resolved(scheduler: Scheduler, address: str) -> str:
