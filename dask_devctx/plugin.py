@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Hashable
 from functools import partial
 from typing import Any
@@ -76,6 +77,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
         self.options = Options(**given)
+        if self.options.rmm_async and self.options.rmm_pool_size is not None:
+            warnings.warn(
+                "'rmm_pool_size' is not needed when 'rmm_async' is enabled: the asynchronous "
+                "allocator is a pool itself. Leave it out",
+                FutureWarning,
+                stacklevel=2,
+            )
         remembered_tasks()  # each worker reads this and the next; a bad value is refused here
         switch_interval()
 
@@ -89,7 +97,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """The devices that its worker uses; empty where the plugin is not set up."""
         return () if self.extension is None else self.extension.placement.devices
 
-    def report(self) -> dict[str, list[dict[str, Any]]] | None:
+    def report(self) -> dict[str, Any] | None:
         """Return the worker's tasks and their devices, as plain data; None where it is not set up.
 
         Call this on the worker's event loop.

@@ -19,7 +19,7 @@ _MISSING = object()
 
 
 @contextmanager
-def _replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Iterator[None]:
+def replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Iterator[None]:
     """While it is open, a name has another value; a value that others set meanwhile stays."""
     before = entries.get(name, _MISSING)
     entries[name] = value
@@ -48,7 +48,7 @@ def wrapped_handler(
     wrap
         Given the present handler, returns the new one.
     """
-    with _replaced(worker.handlers, op, wrap(worker.handlers[op])):
+    with replaced(worker.handlers, op, wrap(worker.handlers[op])):
         yield
 
 
@@ -61,7 +61,7 @@ def metric(
     worker: Worker, name: str, function: Callable[[Worker], object]
 ) -> AbstractContextManager[None]:
     """Return a context manager that adds a metric to a worker's heartbeat while it is open."""
-    return _replaced(worker.metrics, name, function)
+    return replaced(worker.metrics, name, function)
 
 
 # -- actors
@@ -170,6 +170,29 @@ def in_memory(worker: Worker) -> Mapping[Hashable, Any]:
     """Return the values that a worker has in memory, by key; those on disk are not among them."""
     data: Mapping[Hashable, Any] = worker.data
     return data.memory if isinstance(data, SpillBuffer) else data
+
+
+# What dask has in its own configuration: another value is the user's.
+_MESSAGE_NBYTES = 50_000_000
+
+
+@contextmanager
+def larger_messages(worker: Worker, nbytes: int) -> Iterator[None]:
+    """While it is open, a worker asks another one for up to so many bytes of values at once.
+
+    A limit that the user configured stays as it is.
+    """
+    state = worker.state
+    before = state.transfer_message_bytes_limit
+    if before != _MESSAGE_NBYTES or nbytes <= before:
+        yield
+        return
+    state.transfer_message_bytes_limit = nbytes
+    try:
+        yield
+    finally:
+        if state.transfer_message_bytes_limit == nbytes:
+            state.transfer_message_bytes_limit = before
 
 
 @contextmanager

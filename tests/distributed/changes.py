@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from distributed import Worker
@@ -13,6 +14,8 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx import driver
+
+_SERIALIZING = {"serialize": ("serialize", "deserialize"), "pickle": ("dumps", "loads")}
 
 
 def changes_of(worker: Worker) -> Callable[[], dict[str, tuple[Any, Any]]]:
@@ -38,6 +41,7 @@ def _state(worker: Worker) -> dict[str, Any]:
         "extensions": dict(worker.extensions),
         "nanny": worker.nanny,
         "periodic callbacks": dict(worker.periodic_callbacks),
+        "bytes of a message": worker.state.transfer_message_bytes_limit,
         "actors": (type(worker.state.actors), dict(worker.state.actors)),
         "tasks": {
             key: (type(ts.run_spec), ts.annotations) for key, ts in worker.state.tasks.items()
@@ -53,6 +57,10 @@ def _state(worker: Worker) -> dict[str, Any]:
             for name, value in vars(kind).items()
             if callable(value)
         },
+        "functions": [
+            [getattr(import_module(f"distributed.protocol.{module}"), name) for name in names]
+            for module, names in _SERIALIZING.items()
+        ],
         "running callbacks": sum(
             isinstance(thing, PeriodicCallback)
             and thing.is_running()
