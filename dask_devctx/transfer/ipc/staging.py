@@ -112,7 +112,7 @@ class Staging:
     @property
     def piece(self) -> int:
         """The bytes of a piece of a large transfer, which has two pieces here at a time."""
-        return max(self.limit // 8 // 256 * 256, 256)
+        return max(self.limit // 5 // 256 * 256, 256)
 
     @property
     def one_piece(self) -> int:
