@@ -13,6 +13,7 @@ from dask_devctx.errors.devices import (
     ValueNotMovableError,
     VisibleDevicesError,
 )
+from dask_devctx.errors.requests import DeviceReservationError, NotEnoughDevicesError
 from dask_devctx.errors.versions import UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
@@ -28,12 +29,14 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
+    "DeviceReservationError",
     "DeviceScopeError",
     "DevicesInUseError",
     "DriverError",
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "NotEnoughDevicesError",
     "OneDeviceOnlyError",
     "UnsupportedDaskError",
     "ValueNotMovableError",
