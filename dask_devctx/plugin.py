@@ -131,7 +131,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.extension = DeviceExtension(worker, self.options)
         failure = self.extension.failure
         if failure is None:
-            await registration.announce(worker, self.extension.placement.devices)
+            extension = self.extension
+            await registration.announce(worker, extension.placement.devices, extension.limits)
         else:
             await registration.refuse(worker, failure)
             raise failure  # dask tells the client, and keeps the plugin

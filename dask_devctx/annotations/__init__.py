@@ -110,12 +110,13 @@ def requested_device(
 
 def not_an_annotation(wanted: object) -> TypeError:
     """Return the error for an annotation ``device`` that names no device."""
-    several = isinstance(wanted, list | tuple)
-    remedy = f". For several devices at once, write dask.annotate(devices={wanted!r})"
+    remedy = ""
+    if isinstance(wanted, list | tuple):  # a list reaches the worker as a tuple
+        remedy = f". For several devices at once, write dask.annotate(devices={list(wanted)!r})"
     return TypeError(
         f'the annotation \'device\' is {ACCEPTED}; "auto" for any device, None or "none" for '
         "none; or a function that is given the task's key and returns one of these; got "
-        f"{wanted!r} of type {type(wanted).__name__}{remedy if several else ''}"
+        f"{wanted!r} of type {type(wanted).__name__}{remedy}"
     )
 
 

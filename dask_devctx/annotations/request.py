@@ -23,7 +23,7 @@ class Request(NamedTuple):
     ----------
     names
         The devices that it names, each an argument for :class:`~dask_devctx.Device`; empty for any.
-    count
+    number
         How many devices it asks for; None for all devices of its worker.
     share
         The part of each device that it takes, at most 1; None if it does not say.
@@ -32,17 +32,17 @@ class Request(NamedTuple):
     """
 
     names: tuple[Any, ...] = ()
-    count: int | None = 1
+    number: int | None = 1
     share: float | None = None
     nbytes: int | None = None
 
     @property
     def any_device(self) -> bool:
         """Whether the worker chooses the devices."""
-        return not self.names and self.count is not None
+        return not self.names and self.number is not None
 
     def __str__(self) -> str:
-        devices = f"devices={list(self.names)!r}" if self.names else f"devices={self.count or ALL}"
+        devices = f"devices={list(self.names)!r}" if self.names else f"devices={self.number or ALL}"
         share = "" if self.share is None else f", {SHARE}={self.share:g}"
         memory = "" if self.nbytes is None else f", {MEMORY}={self.nbytes}"
         return devices + share + memory
@@ -91,8 +91,8 @@ def read(annotations: Mapping[str, Any], key: Hashable, carried: object = None) 
         none = one is None or (isinstance(one, str) and one == NO_DEVICE)
         if not (none or (isinstance(one, str) and (one == AUTO or one in CURRENT))):
             names = (one,)
-    elif carried.__class__ in (list, tuple):
-        names, count, _, _ = carried_by(carried)  # type: ignore[arg-type]
+    elif isinstance(carried, list | tuple):
+        names, count, _, _ = carried_by(carried)
     elif carried is not None and not (isinstance(carried, str) and carried in CURRENT):
         names = (carried,)
     if none:

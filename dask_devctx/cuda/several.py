@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from dask_devctx.cuda.device import Device
 
-# A task of one device sets the device itself: making a tuple for each task would cost as much again.
+# A task of one device sets the device itself: a tuple for each task would cost as much again.
 _of_this_task: ContextVar[Device | tuple[Device, ...] | None] = ContextVar(
     "devices_of_this_task", default=None
 )

@@ -28,14 +28,14 @@ class Several(NamedTuple):
     ----------
     names
         The devices that it names; empty for any.
-    count
+    number
         How many devices it asks for; None for all of the worker's.
     nbytes
         The bytes that it reserves on each; 0 for none.
     """
 
     names: tuple[Name, ...]
-    count: int | None
+    number: int | None
     nbytes: int
 
     @property
@@ -94,7 +94,7 @@ class Holdings:
             found = [naming.among(name, self.seen) for name in several.names]
             wanted = frozenset(info.uuid for infos in found for info in infos[:1])
         fit = sum(self.limits.get(uuid, several.nbytes) >= several.nbytes for uuid in wanted)
-        return fit >= (several.count or max(len(wanted), 1))
+        return fit >= (several.number or max(len(wanted), 1))
 
     def _used(self) -> Iterator[tuple[int, DeviceInfo]]:
         return ((n, info) for n, info in enumerate(self.seen.devices) if info.uuid in self.used)

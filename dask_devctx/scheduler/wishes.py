@@ -284,7 +284,7 @@ def _name(wanted: object) -> Name | Several:
         unknown = [name for name in names if name.kind == "unknown"]
         if unknown or (len(names) == 1 and wanted.nbytes is None):
             return (unknown or names)[0]
-        return Several(names, wanted.count, wanted.nbytes or 0)
+        return Several(names, wanted.number, wanted.nbytes or 0)
     return _name_of_one(wanted)
 
 

@@ -181,6 +181,7 @@ class Admission:
         self.lock = threading.RLock()
         self.queues: dict[Device, Waiting] = {}
         self.idle = True
+        self.tasks_per_device = tasks_per_device
         self.place = WHOLE // tasks_per_device
         self.limits = dict(limits or {})
         self._has_room = has_room
@@ -219,7 +220,7 @@ class Admission:
             if claim.held:
                 claim.held = False
                 for device in claim.devices:
-                    del self._holding[device][claim]
+                    self._holding[device].pop(claim, None)
                 self.look()
 
     def keep(self, claim: Claim) -> None:
@@ -229,6 +230,14 @@ class Admission:
             claim.for_life = True
             self._take(claim, monotonic())
             self.idle = False
+
+    def forget_actors(self) -> None:
+        """Give the devices of actors to the tasks that wait, since no task comes after them."""
+        with self.lock:
+            for holding in self._holding.values():
+                for claim in [one for one in holding if one.for_life]:
+                    del holding[claim]
+            self.look()
 
     def waiting(self) -> tuple[Claim, ...]:
         """Return the claims that wait, the most urgent first."""
@@ -258,8 +267,6 @@ class Admission:
 
     def may_start_plain(self, device: Device, urgency: tuple[Any, ...]) -> bool:
         """Return whether a plain task may take a place on a device now."""
-        if self.idle:
-            return True
         free, _ = self._free(device)
         if free < self.place:
             return False
@@ -303,9 +310,9 @@ class Admission:
     def _may_pass(self, claim: Claim, device: Device, now: float) -> bool:
         """Return whether a claim may start although more urgent tasks wait for a device."""
         ahead = self._reserved.get(device)
-        if ahead is not None and ahead is not claim and ahead < claim:
-            if not self._ends_in_time(claim.prefix, ahead, now):
-                return False
+        waits = ahead is not None and ahead is not claim and ahead < claim
+        if ahead is not None and waits and not self._ends_in_time(claim.prefix, ahead, now):
+            return False
         queue = self.queues.get(device)
         first = None if queue is None else queue.first()
         if first is None or first > claim.urgency:
@@ -313,7 +320,8 @@ class Admission:
         free, _ = self._free(device)
         if free >= self.place:  # the plain task starts at once, unless a claim keeps it back
             return not self.may_start_plain(device, first) or free >= self.place + claim.share
-        start, seconds = self._free_at(device, self.place, 0, now), self._durations.get(claim.prefix)
+        start = self._free_at(device, self.place, 0, now)
+        seconds = self._durations.get(claim.prefix)
         return start is not None and seconds is not None and now + seconds <= start
 
     def _gets_room(self, claim: Claim) -> bool:
@@ -326,7 +334,8 @@ class Admission:
 
     def _busy(self, device: Device) -> bool:
         queue = self.queues.get(device)
-        return bool(self._holding[device]) or (queue is not None and any(True for _ in queue.running()))
+        plain = () if queue is None else queue.running()
+        return bool(self._holding[device]) or any(True for _ in plain)
 
     def _ends_in_time(self, prefix: str, claim: Claim, now: float) -> bool:
         """Return whether a task that starts now ends before a waiting claim can start."""

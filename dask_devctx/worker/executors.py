@@ -55,6 +55,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     def __init__(
         self, name: str, threads: int, cpus: frozenset[int] | None, calls: DeviceQueue | None = None
     ) -> None:
+        self._max_workers: int
         self._calls = calls or DeviceQueue()
         super().__init__(name, threads, self._calls)
         self._cpus = cpus
@@ -87,17 +88,13 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         work = self._work(claim.urgency, fn, args, kwargs)
         if self._shutdown:
             raise _shut_down()
-        claim.submit(lambda: self._calls.put_claimed(work, claim))
-        # The claim may be granted by now, or by a thread that cannot start one: it is too many at
-        # most, and not one for each task.
-        self.has_threads_for(self._calls.threads_needed)
+        claim.submit(lambda: self._start_claimed(work, claim))
         return work.future
 
-    def has_threads_for(self, tasks: int) -> None:
-        """Have threads for so many tasks at a time, or more."""
-        with self._shutdown_lock:
-            if tasks > self._max_workers and not self._shutdown:
-                self._max_workers = tasks
+    def _start_claimed(self, work: Any, claim: Claim) -> None:
+        needed, busy = self._calls.put_claimed(work, claim)
+        self._max_workers = max(self._max_workers, needed)
+        if len(self._threads) < busy:
             self._adjust_thread_count()
 
     def _adjust_thread_count(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from distributed import Status, Worker
 
 from dask_devctx import config
-from dask_devctx.annotations import Unannotated, is_watched, requested_device
+from dask_devctx.annotations import Request, Unannotated, is_watched, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
@@ -21,6 +21,8 @@ from dask_devctx.transfer import Stamp
 from dask_devctx.worker import comms, leases, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
+from dask_devctx.worker.claimed import ClaimedTask
+from dask_devctx.worker.claims import Claims, reservable
 from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
 from dask_devctx.worker.failures.monitor import Monitor
@@ -31,13 +33,16 @@ from dask_devctx.worker.inputs import Input, Inputs
 from dask_devctx.worker.interpreter import set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.metrics import Record
-from dask_devctx.worker.placement import NoDevices, Placement
+from dask_devctx.worker.no_devices import NoDevices
+from dask_devctx.worker.placement import Placement
 from dask_devctx.worker.policy import start_soonest
 from dask_devctx.worker.task import DeviceTask
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# The stand-ins of tasks that have a device.
+_STAND_INS = frozenset({DeviceTask, ClaimedTask})
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
 _RUNNING = frozenset({"executing", "long-running"})
@@ -77,6 +82,7 @@ class DeviceExtension:
         self._tasks = worker.state.tasks  # read at every transition of every task
         self.failure: Exception | None = None
         self.inputs: Inputs | None = None
+        self.limits: dict[Device, int] = {}
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
             history, interval_s = 0, None
@@ -88,6 +94,9 @@ class DeviceExtension:
                 self.failure = error
                 self.placement = NoDevices(error)
             used = self.placement.devices
+            self.claims = steps.enter_context(
+                _opened(Claims, self.placement, options.tasks_per_device, self.limits)
+            )
             self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = History(history, used, lambda: worker.scheduler_delay)
             steps.enter_context(answering(worker, self.history.handlers))
@@ -134,11 +143,15 @@ class DeviceExtension:
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
-            self.pools = steps.enter_context(device_threads(worker, used, options.tasks_per_device))
+            self.pools = steps.enter_context(
+                device_threads(worker, used, options.tasks_per_device, self.claims.admission)
+            )
+            self.claims.pools = self.pools
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
             steps.enter_context(set_for_devices(worker, interval_s))
+            self.claims.take_again(self._tasks)
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
             steps.enter_context(self._tasks_assigned())
             self._steps = steps.pop_all()
@@ -161,8 +174,9 @@ class DeviceExtension:
                     directory=config.get("lock-directory"),
                 )
             )
+            self.limits = reservable(devices, options.device_memory_limit)
             placement = Placement(
-                devices, options.tasks_per_device, options.policy or start_soonest
+                devices, options.tasks_per_device, options.policy or start_soonest, self.limits
             )
             taking.enter_context(comms.landing_on(self._worker, devices))
             steps.push(taking.pop_all())
@@ -191,8 +205,10 @@ class DeviceExtension:
         ts = self._tasks.get(key)
         # A task that was cancelled and requested again returns to "executing" without a transition
         # to it. So this looks at the state, and not at `finish`.
+        if key in self.claims.by_key:
+            self.claims.follow(key, finish, ts)
         if ts is not None and ts.state == "executing":
-            if ts.run_spec.__class__ is not DeviceTask:
+            if ts.run_spec.__class__ not in _STAND_INS:
                 self._assign(ts)
         elif key in self.placement.placed:
             if finish == "long-running":  # a cancelled task, too, which stays cancelled
@@ -225,26 +241,34 @@ class DeviceExtension:
                 wanted = self.monitor.retries.redirect(ts.key) or wanted
             before = self.placement.placed.get(ts.key)  # if it was requested again
             inputs = self._inputs(ts) if ts.dependencies else []
-            device = self.placement.place(ts.key, ts.prefix, wanted, inputs)
+            if wanted.__class__ is Request:
+                claim = self.claims.make(ts, wanted, inputs, _urgency(ts))
+                device, devices = claim.devices[0], claim.devices
+            else:
+                claim, device = None, self.placement.place(ts.key, ts.prefix, wanted, inputs)
+                devices = (device,)
             self.record.placed(ts, device, before)
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
             tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
-        if tasks.makes_an_actor(self._worker, ts.key):
-            self._actors.live_on(ts, device)
+        makes_actor = tasks.makes_an_actor(self._worker, ts.key)
+        if makes_actor:
+            self._actors.live_on(ts, devices)
         theirs = bool(annotations) and "executor" in annotations  # the user's own threads
-        stand_in = DeviceTask(
-            ts.run_spec,
-            device,
-            executor=None if theirs else self.pools[device],
-            priority=_urgency(ts),
-            asked_for=asked_for,
-            watched=is_watched(annotations),
-            inputs=self.inputs,
-            monitor=self.monitor,
-        )
+        how: dict[str, Any] = {
+            "priority": _urgency(ts),
+            "asked_for": asked_for,
+            "watched": is_watched(annotations),
+            "inputs": self.inputs,
+            "monitor": self.monitor,
+        }
+        if claim is None:
+            pool = None if theirs else self.pools[device]
+            stand_in: Any = DeviceTask(ts.run_spec, device, executor=pool, **how)
+        else:
+            stand_in = self.claims.stand_in(ts, claim, theirs, makes_actor, how)
         tasks.replace(ts, stand_in)
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
@@ -253,7 +277,7 @@ class DeviceExtension:
                 dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
             }
             if inputs and self.placement.has_queue(device):
-                self.inputs.start_moving(inputs, stand_in.lifetimes, device)
+                self.inputs.start_moving(inputs, stand_in.lifetimes, *devices)
         self._advice.give()
 
     def _done(self, key: Hashable, ts: Any) -> None:
@@ -324,7 +348,7 @@ def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator
 
 
 def _urgency(ts: Any) -> tuple[Any, ...]:
-    """Return a task's priority in the queue of its device; the smallest runs first.
+    """Return a task's priority in the queue of its device, then its prefix; the smallest is first.
 
     It is dask's own priority, with one change. Among tasks of the same user priority, tasks that
     use up an input that no other task waits for run first: the device holds less data when they are
@@ -333,8 +357,8 @@ def _urgency(ts: Any) -> tuple[Any, ...]:
     by_user, *others = ts.priority
     for dep in ts.dependencies:
         if len(dep.dependents) == 1:
-            return (by_user, 0, *others)
-    return (by_user, 1, *others)
+            return (by_user, 0, *others, ts.prefix)
+    return (by_user, 1, *others, ts.prefix)
 
 
 def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
@@ -349,5 +373,6 @@ def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
 
 def _work_of(ts: Any) -> Stamp | None:
     """Return the stamp of the work that makes a task's value, if the task ran here."""
-    spec = ts.run_spec
-    return spec.made if spec.__class__ is DeviceTask else None
+    spec: Any = ts.run_spec
+    made: Stamp | None = spec.made if spec.__class__ in _STAND_INS else None
+    return made

@@ -26,6 +26,8 @@ _NEW_DURATION_WEIGHT = 0.5
 # The least duration that is expected of a task whose prefix was never measured. It is so long that
 # no task waits for it only to avoid a copy of its inputs.
 _UNKNOWN_S = 10 * RELUCTANCE_S
+# The busy time of a place that an actor keeps: tasks go there only if they must.
+_KEPT_S = 1e6
 # How long a reading of the devices' free memory is used: each takes microseconds.
 _MEMORY_AGE_S = 0.5
 
@@ -45,17 +47,18 @@ class Located(Protocol):
 class _Load:
     """The tasks of a device: the prefix of each task, by key, and the number of tasks by prefix.
 
-    Tasks that take less than a place, and actors that keep one, are in ``parts``, each with its
-    prefix and the number of places.
+    Tasks with a claim are in ``parts``, each with its prefix and the number of places; actors that
+    keep a part of the device are in ``kept``.
     """
 
-    __slots__ = ("counts", "device", "free_nbytes", "last_turn", "parts", "prefixes")
+    __slots__ = ("counts", "device", "free_nbytes", "kept", "last_turn", "parts", "prefixes")
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.prefixes: dict[Hashable, str] = {}
         self.counts: dict[str, int] = {}  # kept up to date, since a queue may be long
         self.parts: dict[Hashable, tuple[str, float]] = {}
+        self.kept: dict[Hashable, float] = {}
         self.last_turn = 0
         self.free_nbytes: int | None = None
 
@@ -198,22 +201,22 @@ class Placement:
     def _any_group(
         self, key: Hashable, request: Request, inputs: Sequence[Located]
     ) -> tuple[Device, ...]:
-        if request.count is None:
+        if request.number is None:
             return self.devices
-        if request.count > len(self.devices):
-            raise NotEnoughDevicesError(request.count, [str(one.info) for one in self.devices])
+        if request.number > len(self.devices):
+            raise NotEnoughDevicesError(request.number, [str(one.info) for one in self.devices])
         before = self._groups.get(key, ())
-        if len(before) == request.count:
+        if len(before) == request.number:
             return before
         nbytes = request.nbytes or 0
         usable = [one for one in self.devices if self._limits.get(one, nbytes) >= nbytes]
-        if request.count > len(usable):
+        if request.number > len(usable):
             self._check_limits(request, self.devices)
         candidates = [one for one in self._candidates(inputs) if one.device in usable]
-        if request.count == 1:
+        if request.number == 1:
             return (self._chosen(candidates),)
         places = [(one.nbytes, frozenset(one.copies)) for one in inputs]
-        return choose_group(candidates, request.count, places, link_rank)
+        return choose_group(candidates, request.number, places, link_rank)
 
     def _check_limits(self, request: Request, group: Sequence[Device]) -> None:
         nbytes = request.nbytes or 0
@@ -235,15 +238,20 @@ class Placement:
                 del load.counts[prefix]
         return device
 
+    def keep(self, key: Hashable, devices: Sequence[Device], share: float) -> None:
+        """Count an actor that keeps a part of some devices."""
+        for device in devices:
+            self._loads[device].kept[key] = share * self._tasks_per_device
+
+    def drop(self, key: Hashable) -> None:
+        """Stop counting an actor."""
+        for load in self._loads.values():
+            load.kept.pop(key, None)
+
     def has_queue(self, device: Device) -> bool:
         """Return whether the task that was placed last on a device waits for others there."""
         load = self._loads[device]
         return len(load.prefixes) + len(load.parts) > self._tasks_per_device
-
-    def group_of(self, key: Hashable) -> tuple[Device, ...]:
-        """Return all devices on which a task is counted."""
-        device = self.placed.get(key)
-        return self._groups.get(key, () if device is None else (device,))
 
     def record_duration(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
@@ -259,6 +267,8 @@ class Placement:
             busy_s += count * known.get(prefix, unknown_s)
         for prefix, places in load.parts.values():
             busy_s += places * known.get(prefix, unknown_s)
+        if load.kept:
+            busy_s += sum(load.kept.values()) * _KEPT_S
         return busy_s
 
     def _assign(self, inputs: Iterable[Located]) -> Device:
@@ -344,45 +354,3 @@ class Placement:
         if name[0] in (int, str):
             self._named[name] = device
         return device
-
-
-class NoDevices:
-    """Takes the place of :class:`Placement` on a worker that does not have its devices.
-
-    Parameters
-    ----------
-    reason
-        The reason; a task that asks for a device fails with it.
-    """
-
-    devices: tuple[Device, ...] = ()
-
-    def __init__(self, reason: Exception) -> None:
-        self.placed: dict[Hashable, Device] = {}
-        self.durations_s: dict[str, float] = {}
-        self._reason = reason
-
-    def place(
-        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
-    ) -> Device:
-        raise self._reason
-
-    def place_group(
-        self, key: Hashable, prefix: str, request: Request, inputs: Sequence[Located] = ()
-    ) -> tuple[Device, ...]:
-        raise self._reason
-
-    def share_of(self, request: Request, device: Device) -> float:
-        raise self._reason
-
-    def group_of(self, key: Hashable) -> tuple[Device, ...]:
-        return ()
-
-    def remove(self, key: Hashable) -> Device | None:
-        return None
-
-    def has_queue(self, device: Device) -> bool:
-        return False
-
-    def record_duration(self, prefix: str, seconds: float) -> None:
-        pass

@@ -29,11 +29,6 @@ class DeviceQueue(queue.Queue[Any]):
     device
         The device; None without an admission.
 
-    Attributes
-    ----------
-    threads_needed
-        How many threads run the calls that may run at a time.
-
     Notes
     -----
     A plain task's priority ends with its prefix, by which its duration is known. All queues of an
@@ -44,7 +39,6 @@ class DeviceQueue(queue.Queue[Any]):
         super().__init__()
         self._admission = admission
         self._device = device
-        self.threads_needed = 0
         if admission is not None and device is not None:
             self.mutex: Any = admission.lock
             self.not_empty = threading.Condition(self.mutex)
@@ -74,14 +68,22 @@ class DeviceQueue(queue.Queue[Any]):
                 elif self._admission is not None and not self._admission.idle:
                     self._admission.look()
 
-    def put_claimed(self, call: Any, claim: Claim) -> None:
-        """Add a call whose claim was just granted; the lock is held."""
+    def put_claimed(self, call: Any, claim: Claim) -> tuple[int, int]:
+        """Add a call whose claim was just granted; the lock is held.
+
+        Returns
+        -------
+        tuple of int
+            How many threads the device needs for these calls and the plain tasks that may run
+            beside them, and how many calls run or may begin now.
+        """
         self._granted.append((call, claim))
         here = [*self._claimed.values(), *(claim for _, claim in self._granted)]
         assert self._admission is not None
         left = WHOLE - sum(claim.share for claim in here if claim.held)
-        self.threads_needed = len(here) + max(left, 0) // self._admission.place
         self.not_empty.notify_all()
+        busy = len(here) + len(self._running)
+        return len(here) + max(left, 0) // self._admission.place, busy
 
     # -- for the admission, with the lock held
 
@@ -113,15 +115,17 @@ class DeviceQueue(queue.Queue[Any]):
 
     def _qsize(self) -> int:
         admission = self._admission
-        if admission is None or admission.idle or not self.queue:
+        if self._granted or not self.queue or admission is None:
             return len(self._granted) + len(self.queue)
         priority, _, call = self.queue[0]
-        if self._granted:
-            return 1
-        if call is None:  # the end: after the claims that still wait
+        if call is None and not admission.idle:  # the end: after the claims that still wait
             return 0 if any(c.devices[0] is self._device for c in admission.waiting()) else 1
+        if len(priority) < 2:
+            return 1
+        if admission.idle:  # there may be more threads than places
+            return int(len(self._running) < admission.tasks_per_device)
         assert self._device is not None
-        return int(len(priority) < 2 or admission.may_start_plain(self._device, priority))
+        return int(admission.may_start_plain(self._device, priority))
 
     def _put(self, item: Any) -> None:
         priority = _LAST if item is None else item.priority

@@ -119,9 +119,7 @@ class SimulatedDevices:
         return self._of_gpu(device, lambda gpu: int(self._reaches(gpu, other)))
 
     @function(1)
-    def cuDeviceGetP2PAttribute(
-        self, attribute: Any, device: Any, peer: Any
-    ) -> tuple[Any, ...]:
+    def cuDeviceGetP2PAttribute(self, attribute: Any, device: Any, peer: Any) -> tuple[Any, ...]:
         kind = types.CUdevice_P2PAttribute
         if attribute != kind.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK:
             raise AttributeError(f"the simulated driver has no {attribute}")
