@@ -11,7 +11,7 @@ from distributed.protocol import pickle
 
 from dask_devctx.annotations.names import NAMES, about_mistaken, mistaken
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dask_devctx.annotations")
 
 
 def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
@@ -51,8 +51,8 @@ def answer_of(name: str, function: Callable[[Hashable], object], key: Hashable) 
         given = function(key)
     except Exception as error:
         error.add_note(
-            f"Raised by the function {_shown(function)} in the annotation {name!r} of the task "
-            f"{key!r}"
+            f"Raised by the function {_shown(function)} in the annotation {name!r}, which is asked "
+            f"for the device of the task {key!r}"
         )
         return error.with_traceback(None)
     return _no_answer(name, given) if is_function(given) else given

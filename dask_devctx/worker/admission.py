@@ -12,21 +12,15 @@ from __future__ import annotations
 import math
 import threading
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.worker.occupancy import Occupancy
 
-# A whole device. Shares are counted in whole millionths: sums of floats would go beyond 1.
-WHOLE: Final = 1_000_000
 # Where durations are unknown, less urgent tasks start on a reserved device for so long.
 PATIENCE_S: Final = 1.0
-
-
-def share_units(share: float) -> int:
-    """Return a share in millionths, rounded down, so that n shares of 1/n fit on a device."""
-    return max(int(share * WHOLE + 1e-6), 1)
 
 
 class Claim:
@@ -120,19 +114,6 @@ def _nothing() -> None:
     pass
 
 
-class Waiting(Protocol):
-    """The queue of a device's plain tasks, which take a place each."""
-
-    def running(self) -> Iterable[tuple[str, float]]:
-        """Return the prefix and the start of each plain task that runs."""
-
-    def first(self) -> tuple[Any, ...] | None:
-        """Return the urgency of the most urgent plain task that waits; None if none waits."""
-
-    def look_again(self) -> None:
-        """Let the device's threads look again for a task that they may start."""
-
-
 class Admission:
     """Decides which tasks of one worker may start on its devices.
 
@@ -155,8 +136,8 @@ class Admission:
     ----------
     lock
         Guards this object and the queues of the devices.
-    queues
-        The queue of each device's plain tasks.
+    occupancy
+        The places, shares and bytes of the devices, and who has them.
     idle
         Whether no claim waits or holds anything: then plain tasks need no permission.
 
@@ -179,15 +160,11 @@ class Admission:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.lock = threading.RLock()
-        self.queues: dict[Device, Waiting] = {}
         self.idle = True
         self.tasks_per_device = tasks_per_device
-        self.place = WHOLE // tasks_per_device
-        self.limits = dict(limits or {})
         self._has_room = has_room
-        self._durations = durations
         self._patience_s = patience_s
-        self._holding: dict[Device, dict[Claim, float]] = {device: {} for device in devices}
+        self.occupancy = Occupancy(devices, tasks_per_device, durations, limits or {})
         self._waiting: list[Claim] = []
         self._reserved: dict[Device, Claim] = {}
         self._count = 0
@@ -220,7 +197,7 @@ class Admission:
             if claim.held:
                 claim.held = False
                 for device in claim.devices:
-                    self._holding[device].pop(claim, None)
+                    self.occupancy.holding[device].pop(claim, None)
                 self.look()
 
     def keep(self, claim: Claim) -> None:
@@ -234,7 +211,7 @@ class Admission:
     def forget_actors(self) -> None:
         """Give the devices of actors to the tasks that wait, since no task comes after them."""
         with self.lock:
-            for holding in self._holding.values():
+            for holding in self.occupancy.holding.values():
                 for claim in [one for one in holding if one.for_life]:
                     del holding[claim]
             self.look()
@@ -247,7 +224,7 @@ class Admission:
     def holding(self, device: Device) -> tuple[Claim, ...]:
         """Return the claims that hold a part of a device."""
         with self.lock:
-            return tuple(self._holding[device])
+            return tuple(self.occupancy.holding[device])
 
     # -- decisions, with the lock held
 
@@ -261,14 +238,14 @@ class Admission:
                     self._take(claim, now)
                     self._leave_line(claim)
                     self._reserve(now)
-        self.idle = not self._waiting and not any(self._holding.values())
-        for queue in self.queues.values():
+        self.idle = not self._waiting and not any(self.occupancy.holding.values())
+        for queue in self.occupancy.queues.values():
             queue.look_again()
 
     def may_start_plain(self, device: Device, urgency: tuple[Any, ...]) -> bool:
         """Return whether a plain task may take a place on a device now."""
-        free, _ = self._free(device)
-        if free < self.place:
+        free, _ = self.occupancy.free(device)
+        if free < self.occupancy.place:
             return False
         claim = self._reserved.get(device)
         if claim is None or claim.urgency > urgency:
@@ -278,7 +255,7 @@ class Admission:
     def _take(self, claim: Claim, now: float) -> None:
         claim.held = True
         for device in claim.devices:
-            self._holding[device][claim] = now
+            self.occupancy.holding[device][claim] = now
 
     def _leave_line(self, claim: Claim) -> None:
         self._waiting.remove(claim)
@@ -291,21 +268,17 @@ class Admission:
         self._reserved = {}
         for claim in self._waiting:
             if self._reserved.keys().isdisjoint(claim.devices):
-                if self._expected_start(claim, now) != math.inf:
+                if self.occupancy.expected_start(claim, now) != math.inf:
                     self._reserved.update(dict.fromkeys(claim.devices, claim))
-                if len(self._reserved) == len(self._holding):
+                if len(self._reserved) == len(self.occupancy.holding):
                     break
 
     def _may_start(self, claim: Claim, now: float) -> bool:
         return (
-            all(self._fits(claim, device) for device in claim.devices)
+            self.occupancy.fits(claim)
             and all(self._may_pass(claim, device, now) for device in claim.devices)
             and self._gets_room(claim)
         )
-
-    def _fits(self, claim: Claim, device: Device) -> bool:
-        share, nbytes = self._free(device)
-        return claim.share <= share and claim.nbytes <= nbytes
 
     def _may_pass(self, claim: Claim, device: Device, now: float) -> bool:
         """Return whether a claim may start although more urgent tasks wait for a device."""
@@ -313,15 +286,20 @@ class Admission:
         waits = ahead is not None and ahead is not claim and ahead < claim
         if ahead is not None and waits and not self._ends_in_time(claim.prefix, ahead, now):
             return False
-        queue = self.queues.get(device)
+        queue = self.occupancy.queues.get(device)
         first = None if queue is None else queue.first()
         if first is None or first > claim.urgency:
             return True
-        free, _ = self._free(device)
-        if free >= self.place:  # the plain task starts at once, unless a claim keeps it back
-            return not self.may_start_plain(device, first) or free >= self.place + claim.share
-        start = self._free_at(device, self.place, 0, now)
-        seconds = self._durations.get(claim.prefix)
+        free, _ = self.occupancy.free(device)
+        if (
+            free >= self.occupancy.place
+        ):  # the plain task starts at once, unless a claim keeps it back
+            return (
+                not self.may_start_plain(device, first)
+                or free >= self.occupancy.place + claim.share
+            )
+        start = self.occupancy.free_at(device, self.occupancy.place, 0, now)
+        seconds = self.occupancy.seconds(claim.prefix)
         return start is not None and seconds is not None and now + seconds <= start
 
     def _gets_room(self, claim: Claim) -> bool:
@@ -330,72 +308,11 @@ class Admission:
         # Ask for all of them: each begins to make room.
         found = [self._has_room(device, claim.nbytes) for device in claim.devices]
         # With nothing else there, no later moment is better: the task tries, and may run out.
-        return all(found) or not any(self._busy(device) for device in claim.devices)
-
-    def _busy(self, device: Device) -> bool:
-        queue = self.queues.get(device)
-        plain = () if queue is None else queue.running()
-        return bool(self._holding[device]) or any(True for _ in plain)
+        return all(found) or not any(self.occupancy.busy(device) for device in claim.devices)
 
     def _ends_in_time(self, prefix: str, claim: Claim, now: float) -> bool:
         """Return whether a task that starts now ends before a waiting claim can start."""
-        start, seconds = self._expected_start(claim, now), self._durations.get(prefix)
+        start, seconds = self.occupancy.expected_start(claim, now), self.occupancy.seconds(prefix)
         if start is None or seconds is None:
             return now - claim.since < self._patience_s
         return now + seconds <= start
-
-    def _expected_start(self, claim: Claim, now: float) -> float | None:
-        """Return when a claim can start if nothing else starts; None if that is unknown."""
-        latest = now
-        unknown = False
-        for device in claim.devices:
-            start = self._free_at(device, claim.share, claim.nbytes, now)
-            if start is None:
-                unknown = True
-            else:
-                latest = max(latest, start)
-        return latest if latest == math.inf or not unknown else None
-
-    def _free_at(self, device: Device, share: int, nbytes: int, now: float) -> float | None:
-        """Return when a device has so much free; None if that is unknown."""
-        free, room = self._free(device)
-        if share <= free and nbytes <= room:
-            return now
-        unknown = False
-        for end, its_share, its_nbytes in sorted(self._ends(device, now), key=_by_end):
-            if end is None:
-                unknown = True
-            if end == math.inf:
-                break
-            free, room = free + its_share, room + its_nbytes
-            if share <= free and nbytes <= room:
-                return None if unknown else end
-        return math.inf
-
-    def _ends(self, device: Device, now: float) -> Iterator[tuple[float | None, int, int]]:
-        """Yield the expected end of each task on a device, with its share and its bytes."""
-        for claim, since in self._holding[device].items():
-            end = math.inf if claim.for_life else self._end(claim.prefix, since, now)
-            yield end, claim.share, claim.nbytes
-        for prefix, since in self.queues[device].running() if device in self.queues else ():
-            yield self._end(prefix, since, now), self.place, 0
-
-    def _end(self, prefix: str, since: float, now: float) -> float | None:
-        seconds = self._durations.get(prefix)
-        return None if seconds is None else max(since + seconds, now)
-
-    def _free(self, device: Device) -> tuple[int, float]:
-        """Return the free share and the free bytes of a device."""
-        queue = self.queues.get(device)
-        plain = 0 if queue is None else sum(1 for _ in queue.running())
-        free = WHOLE - plain * self.place
-        room = self.limits.get(device, math.inf)
-        for claim in self._holding[device]:
-            free -= claim.share
-            room -= claim.nbytes
-        return free, room
-
-
-def _by_end(one: tuple[float | None, int, int]) -> float:
-    # An unknown end comes after all known ones, and before those that never come.
-    return 1e300 if one[0] is None else one[0]

@@ -9,12 +9,13 @@ from typing import Any
 
 from dask_devctx.annotations import Request
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.admission import WHOLE, Admission, Claim, share_units
+from dask_devctx.worker.admission import Admission, Claim
 from dask_devctx.worker.claimed import ClaimedTask
 from dask_devctx.worker.executors import Claimed, DeviceThreadPoolExecutor
-from dask_devctx.worker.inputs import Input
 from dask_devctx.worker.memory.limits import limit_nbytes
 from dask_devctx.worker.no_devices import NoDevices
+from dask_devctx.worker.occupancy import WHOLE, share_units
+from dask_devctx.worker.one_input import Input
 from dask_devctx.worker.placement import Placement
 
 logger = logging.getLogger(__name__)

@@ -29,14 +29,16 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.history import History
 from dask_devctx.worker.host_memory import counting_host_memory
-from dask_devctx.worker.inputs import Input, Inputs
+from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.no_devices import NoDevices
+from dask_devctx.worker.one_input import Input
 from dask_devctx.worker.placement import Placement
 from dask_devctx.worker.policy import start_soonest
 from dask_devctx.worker.task import DeviceTask
+from dask_devctx.worker.urgency import urgency_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -242,7 +244,7 @@ class DeviceExtension:
             before = self.placement.placed.get(ts.key)  # if it was requested again
             inputs = self._inputs(ts) if ts.dependencies else []
             if wanted.__class__ is Request:
-                claim = self.claims.make(ts, wanted, inputs, _urgency(ts))
+                claim = self.claims.make(ts, wanted, inputs, urgency_of(ts))
                 device, devices = claim.devices[0], claim.devices
             else:
                 claim, device = None, self.placement.place(ts.key, ts.prefix, wanted, inputs)
@@ -258,7 +260,7 @@ class DeviceExtension:
             self._actors.live_on(ts, devices)
         theirs = bool(annotations) and "executor" in annotations  # the user's own threads
         how: dict[str, Any] = {
-            "priority": _urgency(ts),
+            "priority": urgency_of(ts),
             "asked_for": asked_for,
             "watched": is_watched(annotations),
             "inputs": self.inputs,
@@ -347,20 +349,6 @@ def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator
         yield made
 
 
-def _urgency(ts: Any) -> tuple[Any, ...]:
-    """Return a task's priority in the queue of its device, then its prefix; the smallest is first.
-
-    It is dask's own priority, with one change. Among tasks of the same user priority, tasks that
-    use up an input that no other task waits for run first: the device holds less data when they are
-    done. Without this, a device fills up with the results of many tasks before the first is used.
-    """
-    by_user, *others = ts.priority
-    for dep in ts.dependencies:
-        if len(dep.dependents) == 1:
-            return (by_user, 0, *others, ts.prefix)
-    return (by_user, 1, *others, ts.prefix)
-
-
 def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
     """Return whether a task was cancelled; on any thread.
 
@@ -373,6 +361,5 @@ def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
 
 def _work_of(ts: Any) -> Stamp | None:
     """Return the stamp of the work that makes a task's value, if the task ran here."""
-    spec: Any = ts.run_spec
-    made: Stamp | None = spec.made if spec.__class__ in _STAND_INS else None
-    return made
+    spec = ts.run_spec
+    return spec.made if isinstance(spec, DeviceTask) else None

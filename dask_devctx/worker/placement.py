@@ -19,15 +19,11 @@ from dask_devctx.errors import (
     NotEnoughDevicesError,
 )
 from dask_devctx.worker.groups import choose_group
-from dask_devctx.worker.policy import RELUCTANCE_S, Candidate, Policy, start_soonest
+from dask_devctx.worker.load import Load
+from dask_devctx.worker.policy import Candidate, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT = 0.5
-# The least duration that is expected of a task whose prefix was never measured. It is so long that
-# no task waits for it only to avoid a copy of its inputs.
-_UNKNOWN_S = 10 * RELUCTANCE_S
-# The busy time of a place that an actor keeps: tasks go there only if they must.
-_KEPT_S = 1e6
 # How long a reading of the devices' free memory is used: each takes microseconds.
 _MEMORY_AGE_S = 0.5
 
@@ -42,25 +38,6 @@ class Located(Protocol):
     @property
     def copies(self) -> Collection[Device]:
         """The devices that have a copy of it."""
-
-
-class _Load:
-    """The tasks of a device: the prefix of each task, by key, and the number of tasks by prefix.
-
-    Tasks with a claim are in ``parts``, each with its prefix and the number of places; actors that
-    keep a part of the device are in ``kept``.
-    """
-
-    __slots__ = ("counts", "device", "free_nbytes", "kept", "last_turn", "parts", "prefixes")
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.prefixes: dict[Hashable, str] = {}
-        self.counts: dict[str, int] = {}  # kept up to date, since a queue may be long
-        self.parts: dict[Hashable, tuple[str, float]] = {}
-        self.kept: dict[Hashable, float] = {}
-        self.last_turn = 0
-        self.free_nbytes: int | None = None
 
 
 class Placement:
@@ -100,7 +77,7 @@ class Placement:
         self._limits = limits or {}
         self._tasks_per_device = tasks_per_device
         self._policy = policy
-        self._loads = {device: _Load(device) for device in devices}
+        self._loads = {device: Load(device) for device in devices}
         self.placed: dict[Hashable, Device] = {}
         self._groups: dict[Hashable, tuple[Device, ...]] = {}
         self._named: dict[tuple[type, object], Device] = {}
@@ -259,18 +236,6 @@ class Placement:
         self.durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
-    def _busy_s(self, load: _Load) -> float:
-        """Return how long a device needs for its tasks, as far as durations are known."""
-        known, unknown_s = self.durations_s, max(self._typical_s, _UNKNOWN_S)
-        busy_s = 0.0
-        for prefix, count in load.counts.items():
-            busy_s += count * known.get(prefix, unknown_s)
-        for prefix, places in load.parts.values():
-            busy_s += places * known.get(prefix, unknown_s)
-        if load.kept:
-            busy_s += sum(load.kept.values()) * _KEPT_S
-        return busy_s
-
     def _assign(self, inputs: Iterable[Located]) -> Device:
         if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
@@ -279,12 +244,12 @@ class Placement:
     def _candidates(self, inputs: Iterable[Located]) -> list[Candidate]:
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
-        turn, share = self._turn, self._tasks_per_device
+        turn, share, known = self._turn, self._tasks_per_device, self.durations_s
         return [
             Candidate(
                 device,
                 len(load.prefixes) + len(load.parts),
-                self._busy_s(load) / share,
+                load.busy_s(known, self._typical_s) / share,
                 move_nbytes[device],
                 turn - load.last_turn,
                 load.free_nbytes,

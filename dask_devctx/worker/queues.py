@@ -12,7 +12,8 @@ from time import monotonic
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.admission import WHOLE, Admission, Claim
+from dask_devctx.worker.admission import Admission, Claim
+from dask_devctx.worker.occupancy import WHOLE
 
 # The priority of a call that is no task, such as the call with which a thread rejoins its pool.
 FIRST: Final[tuple[Any, ...]] = (float("-inf"),)
@@ -44,7 +45,7 @@ class DeviceQueue(queue.Queue[Any]):
             self.not_empty = threading.Condition(self.mutex)
             self.not_full = threading.Condition(self.mutex)
             self.all_tasks_done = threading.Condition(self.mutex)
-            admission.queues[device] = self
+            admission.occupancy.queues[device] = self
 
     # -- for the threads
 
@@ -83,7 +84,7 @@ class DeviceQueue(queue.Queue[Any]):
         left = WHOLE - sum(claim.share for claim in here if claim.held)
         self.not_empty.notify_all()
         busy = len(here) + len(self._running)
-        return len(here) + max(left, 0) // self._admission.place, busy
+        return len(here) + max(left, 0) // self._admission.occupancy.place, busy
 
     # -- for the admission, with the lock held
 
