@@ -85,10 +85,12 @@ ON_A_WORKER: Final = (
     "handlers[actor_attribute]",
     "handlers[actor_execute]",
     "handlers[get_data]",
+    "handlers[run]",
     "metrics",
     "nanny",
     "periodic_callbacks[heartbeat]",
     "state.actors",
+    "state.transfer_message_bytes_limit",
     "stream_handlers[close]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.

@@ -14,7 +14,7 @@ from dask_devctx.errors.devices import (
     VisibleDevicesError,
 )
 from dask_devctx.errors.requests import DeviceReservationError, NotEnoughDevicesError
-from dask_devctx.errors.versions import UnsupportedDaskError
+from dask_devctx.errors.versions import MissingPackageError, UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,
@@ -36,6 +36,7 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "MissingPackageError",
     "NotEnoughDevicesError",
     "OneDeviceOnlyError",
     "UnsupportedDaskError",
