@@ -108,7 +108,8 @@ class LocalDeviceCluster(WatchedCluster):
         require_packages(plugin.options)
         if n_workers is None:
             n_workers = _n_workers(used, plugin.options, kwargs)
-        if plugin.options.devices_per_worker is None and n_workers > 1:
+        options = plugin.options
+        if options.devices_per_worker is None and n_workers > 1 and not options.shared:
             own["devices_per_worker"] = _even_share(len(used), n_workers)
             self._share_said = (
                 f": the {len(used)} devices were divided among n_workers={n_workers}. For more "
@@ -120,6 +121,8 @@ class LocalDeviceCluster(WatchedCluster):
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)
+        # Workers of one process use the same devices, unless each takes a number of them.
+        self._shared = plugin.options.shared or kwargs.get("processes") is False
         self._check_enough(n_workers)
         if threads_per_worker is None:
             per_worker = plugin.options.devices_per_worker or len(used)
@@ -150,8 +153,11 @@ class LocalDeviceCluster(WatchedCluster):
         return super().adapt(*args, **kwargs)
 
     def _check_enough(self, n_workers: int) -> None:
-        per_worker = self._plugin.options.devices_per_worker
-        if per_worker is None:
+        options = self._plugin.options
+        if options.shared:
+            return
+        per_worker = options.devices_per_worker
+        if per_worker is None and self._shared:
             if n_workers > 1:
                 warnings.warn(
                     f"each of the {n_workers} workers will use all {self._n_devices} devices. To "
@@ -159,7 +165,9 @@ class LocalDeviceCluster(WatchedCluster):
                     "LocalDeviceCluster",
                     stacklevel=3,
                 )
-        elif n_workers * per_worker > self._n_devices:
+            return
+        per_worker = per_worker or 1  # at least
+        if n_workers * per_worker > self._n_devices:
             raise ValueError(
                 f"{n_workers} workers with {per_worker} devices each need {n_workers * per_worker} "
                 f"devices, and there are {self._n_devices}. Start fewer workers, or lower "

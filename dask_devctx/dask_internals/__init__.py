@@ -105,6 +105,7 @@ ON_A_SCHEDULER: Final = (
     "handlers[processing]",
     "handlers[unregister]",
     "host_info",
+    "rpc",
     "stream_handlers[task-erred]",
 )
 

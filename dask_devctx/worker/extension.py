@@ -7,9 +7,8 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from distributed import Status, Worker
+from distributed import Reschedule, Status, Worker
 
-from dask_devctx import config
 from dask_devctx.annotations import Request, Unannotated, is_watched, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
@@ -18,7 +17,7 @@ from dask_devctx.dask_internals import check_worker, tasks
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
-from dask_devctx.worker import comms, leases, serialization
+from dask_devctx.worker import comms, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.allocators import allocating
@@ -38,6 +37,7 @@ from dask_devctx.worker.no_devices import NoDevices
 from dask_devctx.worker.one_input import Input
 from dask_devctx.worker.placement import Placement
 from dask_devctx.worker.policy import start_soonest
+from dask_devctx.worker.share import DeviceShare
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.urgency import urgency_of
 
@@ -60,6 +60,8 @@ class DeviceExtension:
         The worker, on whose event loop this is called.
     options
         The options of the plugin.
+    share
+        The devices of the worker.
 
     Attributes
     ----------
@@ -80,8 +82,9 @@ class DeviceExtension:
         The executor of each device.
     """
 
-    def __init__(self, worker: Worker, options: Options) -> None:
+    def __init__(self, worker: Worker, options: Options, share: DeviceShare) -> None:
         self._worker = worker
+        self._share = share
         self._tasks = worker.state.tasks  # read at every transition of every task
         self.failure: Exception | None = None
         self.inputs: Inputs | None = None
@@ -164,19 +167,9 @@ class DeviceExtension:
         self._steps.close()
 
     def _devices(self, steps: ExitStack, options: Options) -> Placement:
-        """Take all devices that the worker asks for, or none of them."""
-        named = options
-        if options.devices is None and options.devices_per_worker is None:
-            named = Options()  # by the configuration of this process
+        """Use all devices of the worker, or none of them."""
+        devices = self._share.devices
         with ExitStack() as taking:
-            devices = taking.enter_context(
-                leases.leased_to_worker(
-                    named.devices,
-                    named.devices_per_worker,
-                    holder=f"worker {self._worker.name}",
-                    directory=config.get("lock-directory"),
-                )
-            )
             self.limits = reservable(devices, options.device_memory_limit)
             placement = Placement(
                 devices, options.tasks_per_device, options.policy or start_soonest, self.limits
@@ -231,7 +224,7 @@ class DeviceExtension:
 
     def _assign(self, ts: Any) -> None:
         """Give a task its device, and the device's threads unless it asked for other threads."""
-        annotations = ts.annotations
+        annotations, wanted = ts.annotations, None
         try:
             if self.peers.unreadable:
                 self.peers.unreadable.check(ts)
@@ -255,6 +248,9 @@ class DeviceExtension:
             self.record.placed(ts, device, before)
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
+            if self._share.gave_up(wanted):  # another worker has the device now
+                tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
+                return
             tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
