@@ -7,30 +7,33 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from distributed import Status, Worker
+from distributed import Reschedule, Status, Worker
 
-from dask_devctx import config
 from dask_devctx.annotations import Unannotated, is_watched, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
+from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
-from dask_devctx.worker import comms, leases, serialization
+from dask_devctx.worker import comms, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
+from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
+from dask_devctx.worker.history import History
 from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Input, Inputs
-from dask_devctx.worker.interpreter import set_for_devices, switch_interval
+from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
 from dask_devctx.worker.policy import start_soonest
+from dask_devctx.worker.share import DeviceShare
 from dask_devctx.worker.task import DeviceTask
 
 P = ParamSpec("P")
@@ -38,6 +41,7 @@ T = TypeVar("T")
 
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
+_RUNNING = frozenset({"executing", "long-running"})
 
 
 class DeviceExtension:
@@ -49,6 +53,8 @@ class DeviceExtension:
         The worker, on whose event loop this is called.
     options
         The options of the plugin.
+    share
+        The devices of the worker.
 
     Attributes
     ----------
@@ -57,6 +63,8 @@ class DeviceExtension:
         them: tasks that ask for a device fail with this error, and all other tasks run as before.
     placement
         The device of each task.
+    history
+        The latest of what happened here.
     record
         The tasks that ran on each device.
     monitor
@@ -67,8 +75,9 @@ class DeviceExtension:
         The executor of each device.
     """
 
-    def __init__(self, worker: Worker, options: Options) -> None:
+    def __init__(self, worker: Worker, options: Options, share: DeviceShare) -> None:
         self._worker = worker
+        self._share = share
         self._tasks = worker.state.tasks  # read at every transition of every task
         self.failure: Exception | None = None
         self.inputs: Inputs | None = None
@@ -84,7 +93,9 @@ class DeviceExtension:
                 self.placement = NoDevices(error)
             used = self.placement.devices
             self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
-            self.record = Record(used, options.tasks_per_device, history)
+            self.history = History(history, used, lambda: worker.scheduler_delay)
+            steps.enter_context(answering(worker, self.history.handlers))
+            self.record = Record(used, options.tasks_per_device, self.history, history)
             steps.enter_context(metric(worker, Record.metric, self.record.metrics))
             self.monitor = steps.enter_context(
                 _opened(
@@ -97,9 +108,13 @@ class DeviceExtension:
                 )
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
+            self.record.retried = self.monitor.retries.counted
+            self.monitor.retries.on_retry = self._on_retry
             if options.move_inputs:
                 self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
                 self.monitor.retries.drop_replicas = self.inputs.drop_replicas
+                self.inputs.replicas.on_copy = self._on_copy
+                self.record.memory["copies"] = self.inputs.replicas.nbytes
                 steps.enter_context(comms.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
             serialization.register()
@@ -115,6 +130,7 @@ class DeviceExtension:
                     on_failure=self.monitor.blame.noticed_between,
                 )
             )
+            self.peers.traffic.on_copy = self.history.copied
             drop_replicas = self.monitor.retries.drop_replicas
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
@@ -136,23 +152,15 @@ class DeviceExtension:
         self._steps.close()
 
     def _devices(self, steps: ExitStack, options: Options) -> Placement:
-        """Take all devices that the worker asks for, or none of them."""
-        named = options
-        if options.devices is None and options.devices_per_worker is None:
-            named = Options()  # by the configuration of this process
+        """Use all devices of the worker, or none of them."""
+        devices = self._share.devices
         with ExitStack() as taking:
-            devices = taking.enter_context(
-                leases.leased_to_worker(
-                    named.devices,
-                    named.devices_per_worker,
-                    holder=f"worker {self._worker.name}",
-                    directory=config.get("lock-directory"),
-                )
-            )
             placement = Placement(
                 devices, options.tasks_per_device, options.policy or start_soonest
             )
             taking.enter_context(comms.landing_on(self._worker, devices))
+            import_early(options.pre_import or ())
+            taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())
         return placement
 
@@ -168,7 +176,7 @@ class DeviceExtension:
                 for ts in self._tasks.values():
                     tasks.restore(ts)
 
-    def report(self) -> dict[str, list[dict[str, Any]]]:
+    def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
         transfers = [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
@@ -187,8 +195,8 @@ class DeviceExtension:
                 self.monitor.seceded(key)
             if ts is None or ts.state not in _UNDER_WAY:
                 self._done(key, ts)
-        elif start == "long-running" and ts is not None:
-            self._ended_later(key, ts)
+        elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
+            self._ended_later(key, ts, start)
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)
@@ -198,7 +206,7 @@ class DeviceExtension:
 
     def _assign(self, ts: Any) -> None:
         """Give a task its device, and the device's threads unless it asked for other threads."""
-        annotations = ts.annotations
+        annotations, wanted = ts.annotations, None
         try:
             if self.peers.unreadable:
                 self.peers.unreadable.check(ts)
@@ -217,6 +225,9 @@ class DeviceExtension:
             self.record.placed(ts, device, before)
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
+            if self._share.gave_up(wanted):  # another worker has the device now
+                tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
+                return
             tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
@@ -248,19 +259,20 @@ class DeviceExtension:
         device = self.placement.remove(key)
         if device is None:
             return
-        run = self.record.left(device, ts)
-        if run is not None and run.start is not None and run.stop is not None:
-            self.placement.record_duration(run.prefix, run.stop - run.start)
+        seconds = self.record.left(device, ts)
+        if seconds is not None:
+            self.placement.record_duration(ts.prefix, seconds)
         # A task that failed, was dropped or runs again has no value whose lifetime begins here.
         if ts is not None and ts.state == "memory":
             self._arrived(key, ts)
 
-    def _ended_later(self, key: Hashable, ts: Any) -> None:
-        """Note the outcome of a task that seceded; it gave up its place on its device then."""
+    def _ended_later(self, key: Hashable, ts: Any, start: str) -> None:
+        """Note the outcome of a task that seceded, or that had no device: it has no place now."""
         spec = ts.run_spec
-        if spec.__class__ is DeviceTask and isinstance(spec.device, Device):
-            if ts.state in ("memory", "error"):
-                self.record.ended(spec.device, ts)
+        if spec.__class__ is not DeviceTask:
+            self.record.ended(None, ts)
+        elif start == "long-running" and isinstance(spec.device, Device):
+            self.record.ended(spec.device, ts)
             if ts.state == "memory":
                 self._arrived(key, ts)
 
@@ -268,6 +280,13 @@ class DeviceExtension:
         made = _work_of(ts)
         if made is not None and self.inputs is not None:
             self.inputs.arrived(key, made)
+
+    def _on_copy(self, source: Device, target: Device, nbytes: int, seconds: float) -> None:
+        self.history.copied(source.uuid, target.uuid, nbytes, seconds, "peer")
+
+    def _on_retry(self, key: Hashable, device: Device, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self.history.happened("out-of-memory", device.uuid, key, text)
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""

@@ -14,6 +14,7 @@ from distributed import Status, Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
+from dask_devctx.dask_internals.worker import larger_messages
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staging
@@ -34,6 +35,9 @@ _IDLE_S: Final = 60.0
 _LOOK_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CONNECT_TIMEOUT_S: Final = 2.0
+# dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
+# question takes milliseconds; between devices, 50 MB take a fifth of one.
+_MESSAGE_NBYTES: Final = 10**9
 
 
 class DasksWay:
@@ -126,6 +130,8 @@ class IpcWay:
         )
         with ExitStack() as steps:
             steps.enter_context(answering(worker, self._handlers()))
+            one_piece = min(staging.one_piece for staging in self.stagings.values())
+            steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, one_piece)))
             self._steps = steps.pop_all()
 
     def close(self, connections: Connections) -> None:
