@@ -89,10 +89,15 @@ CASES = [
     (
         errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
         {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
-        "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "
+        "this worker wants 2 devices for itself and 1 of 2 is free: cuda:0 is held by pid 1. "
         "Close a cluster that holds them and is not needed, such as that of a notebook's earlier "
         "cell (cluster.close(), or client.shutdown()), start fewer workers on this machine, or "
         "lower devices_per_worker",
+    ),
+    (
+        errors.DevicesInUseError(2, ["cuda:1"], {}),
+        {"wanted": 2, "free": ("cuda:1",), "holders": {}},
+        "this worker wants 2 devices for itself and there is 1. Lower devices_per_worker",
     ),
     (
         errors.DevicesInUseError(3, ["cuda:1"], {"cuda:0": "pid 1"}),
