@@ -161,8 +161,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         failure = self._start(worker, share)
         if failure is None:
             await share.settle()
-            if self._share is share:
-                await registration.announce(worker, self.worker_devices, turn)
+            if self._share is share and self.extension is not None:
+                await registration.announce(
+                    worker, self.worker_devices, turn, limits=self.extension.limits
+                )
         else:
             await registration.refuse(worker, failure, turn)
             raise failure  # dask tells the client, and keeps the plugin
@@ -183,7 +185,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.extension is not None and self._share is not None:
             self.extension.close()
             self._start(worker, self._share)
-            worker.loop.add_callback(registration.announce, worker, self.worker_devices)
+            limits = self.extension.limits
+            worker.loop.add_callback(
+                registration.announce, worker, self.worker_devices, limits=limits
+            )
 
     async def teardown(self, worker: Worker) -> None:
         """Restore the worker as it was before :meth:`setup`; running tasks run to their end."""
