@@ -14,6 +14,7 @@ from dask_devctx.cuda.flags import ContextFlags
 from dask_devctx.cuda.limits import Limit
 from dask_devctx.cuda.on_device import on_device
 from dask_devctx.cuda.primary import PrimaryContext
+from dask_devctx.cuda.several import task_devices
 from dask_devctx.errors import (
     DevctxError,
     DeviceFailedError,
@@ -21,12 +22,15 @@ from dask_devctx.errors import (
     DeviceMismatchError,
     DeviceNotFoundError,
     DeviceOutOfMemoryError,
+    DeviceReservationError,
     DeviceScopeError,
     DevicesInUseError,
     DriverError,
     DriverUnavailableError,
     ForkedProcessError,
     LockDirectoryError,
+    MissingPackageError,
+    NotEnoughDevicesError,
     OneDeviceOnlyError,
     UnsupportedDaskError,
     ValueNotMovableError,
@@ -55,6 +59,7 @@ __all__ = [
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
     "DevicePlugin",
+    "DeviceReservationError",
     "DeviceRouting",
     "DeviceScopeError",
     "DevicesInUseError",
@@ -64,6 +69,8 @@ __all__ = [
     "Limit",
     "LocalDeviceCluster",
     "LockDirectoryError",
+    "MissingPackageError",
+    "NotEnoughDevicesError",
     "OneDeviceOnlyError",
     "PrimaryContext",
     "StreamPriorityRange",
@@ -75,6 +82,7 @@ __all__ = [
     "on_device",
     "report",
     "start_soonest",
+    "task_devices",
     "to_device",
 ]
 

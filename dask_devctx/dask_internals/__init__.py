@@ -45,6 +45,7 @@ NAMES: Final = (
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown_lock",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
+    "distributed.threadpoolexecutor:thread_state",
     "distributed.core:ConnectionPool.connect",
     "distributed.protocol.pickle:dumps",
     "distributed.protocol.pickle:loads",
@@ -84,10 +85,12 @@ ON_A_WORKER: Final = (
     "handlers[actor_attribute]",
     "handlers[actor_execute]",
     "handlers[get_data]",
+    "handlers[run]",
     "metrics",
     "nanny",
     "periodic_callbacks[heartbeat]",
     "state.actors",
+    "state.transfer_message_bytes_limit",
     "stream_handlers[close]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.
@@ -102,6 +105,7 @@ ON_A_SCHEDULER: Final = (
     "handlers[processing]",
     "handlers[unregister]",
     "host_info",
+    "rpc",
     "stream_handlers[task-erred]",
 )
 

@@ -13,7 +13,8 @@ from dask_devctx.errors.devices import (
     ValueNotMovableError,
     VisibleDevicesError,
 )
-from dask_devctx.errors.versions import UnsupportedDaskError
+from dask_devctx.errors.requests import DeviceReservationError, NotEnoughDevicesError
+from dask_devctx.errors.versions import MissingPackageError, UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,
@@ -28,12 +29,15 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
+    "DeviceReservationError",
     "DeviceScopeError",
     "DevicesInUseError",
     "DriverError",
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "MissingPackageError",
+    "NotEnoughDevicesError",
     "OneDeviceOnlyError",
     "UnsupportedDaskError",
     "ValueNotMovableError",
