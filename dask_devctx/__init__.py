@@ -14,6 +14,7 @@ from dask_devctx.cuda.flags import ContextFlags
 from dask_devctx.cuda.limits import Limit
 from dask_devctx.cuda.on_device import on_device
 from dask_devctx.cuda.primary import PrimaryContext
+from dask_devctx.cuda.several import task_devices
 from dask_devctx.errors import (
     DevctxError,
     DeviceFailedError,
@@ -21,6 +22,7 @@ from dask_devctx.errors import (
     DeviceMismatchError,
     DeviceNotFoundError,
     DeviceOutOfMemoryError,
+    DeviceReservationError,
     DeviceScopeError,
     DevicesInUseError,
     DriverError,
@@ -28,6 +30,7 @@ from dask_devctx.errors import (
     ForkedProcessError,
     LockDirectoryError,
     MissingPackageError,
+    NotEnoughDevicesError,
     OneDeviceOnlyError,
     UnsupportedDaskError,
     ValueNotMovableError,
@@ -56,6 +59,7 @@ __all__ = [
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
     "DevicePlugin",
+    "DeviceReservationError",
     "DeviceRouting",
     "DeviceScopeError",
     "DevicesInUseError",
@@ -66,6 +70,7 @@ __all__ = [
     "LocalDeviceCluster",
     "LockDirectoryError",
     "MissingPackageError",
+    "NotEnoughDevicesError",
     "OneDeviceOnlyError",
     "PrimaryContext",
     "StreamPriorityRange",
@@ -77,6 +82,7 @@ __all__ = [
     "on_device",
     "report",
     "start_soonest",
+    "task_devices",
     "to_device",
 ]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from distributed import Scheduler
 
-from dask_devctx.annotations import REFUSED, RERUN, WATCHED, had_all_runs, watched_run
+from dask_devctx.annotations.runs import REFUSED, RERUN, WATCHED, had_all_runs, watched_run
 from dask_devctx.dask_internals.scheduler import annotate, only_copies, without_annotation
 from dask_devctx.scheduler.announcements import MalformedError, read_failure
 

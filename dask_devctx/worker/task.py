@@ -22,10 +22,12 @@ from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import DeviceFunction
+from dask_devctx.cuda.several import known_as_the_tasks, note_devices
 from dask_devctx.dask_internals.tasks import TaskStandIn
-from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor
+from dask_devctx.dask_internals.threads import Submits
 from dask_devctx.errors import DeviceFailedError
 from dask_devctx.worker.failures.calls import MonitoredCall
+from dask_devctx.worker.failures.others import Others
 from dask_devctx.worker.tracebacks import begins_with_the_task, place_of
 
 if TYPE_CHECKING:
@@ -42,9 +44,10 @@ _METHODS_RUN_ONCE: Final = (
     "calls of actors run once, and this actor's state is lost with its worker. Make a new actor"
 )
 
-# The positional and the named arguments of a method, and a function that copies them to a device.
+# The positional and the named arguments of a method, and a function that copies them to the first
+# of some devices.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Bring = Callable[[Arguments, Device], Arguments]
+Bring = Callable[[Arguments, tuple[Device, ...]], Arguments]
 
 
 class DeviceTask(TaskStandIn):
@@ -98,8 +101,8 @@ class DeviceTask(TaskStandIn):
         task: Callable[[Any], Any],
         device: Device | Exception,
         *,
-        executor: TaskThreadPoolExecutor | None = None,
-        priority: tuple[int, ...] | None = None,
+        executor: Submits | None = None,
+        priority: tuple[Any, ...] | None = None,
         asked_for: bool = True,
         watched: int = 0,
         once: str = "",
@@ -199,6 +202,7 @@ class DeviceTask(TaskStandIn):
 
     def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
         """Return the task and its inputs on the device, and the copies among the inputs."""
+        note_devices(device)
         if self.inputs is None:
             return self.task, data, []
         task = self.inputs.bring_arguments(self.task, device)
@@ -233,7 +237,8 @@ def _run_elsewhere(
         if not asked_for and backend is not None and backend.calls.checked.forked:
             _warn_forked()
             return task(data)
-        return suspending.call(device, task, data)
+        with known_as_the_tasks(device):
+            return suspending.call(device, task, data)
 
 
 @functools.cache
@@ -258,8 +263,8 @@ class DeviceMethod(DeviceFunction[..., Any]):
         Monitors the device.
     key
         The actor's key.
-    device
-        Its device.
+    devices
+        Its devices; the first one is current.
     method
         The method.
     bring
@@ -271,14 +276,15 @@ class DeviceMethod(DeviceFunction[..., Any]):
         self,
         monitor: Monitor,
         key: Hashable,
-        device: Device,
+        devices: tuple[Device, ...],
         method: Callable[..., Any],
         bring: Bring | None,
     ) -> None:
-        super().__init__(device, method)
+        super().__init__(devices[0], method)
         self._monitor = monitor
         self._key = key
-        self._device = device
+        self._device = devices[0]
+        self._devices = devices
         self._bring = bring
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -299,8 +305,10 @@ class DeviceMethod(DeviceFunction[..., Any]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._bring is not None:
-            args, kwargs = self._bring((args, kwargs), self._device)
-        return self.__wrapped__(*args, **kwargs)
+            args, kwargs = self._bring((args, kwargs), self._devices)
+        with Others(self._monitor, self._key, self._devices):
+            return self.__wrapped__(*args, **kwargs)
 
     async def _run_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return await self._run(args, kwargs)
+        with Others(self._monitor, self._key, self._devices):
+            return await self._run(args, kwargs)

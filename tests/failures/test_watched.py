@@ -26,7 +26,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     driver,
 )
-from dask_devctx.annotations import REFUSED, WATCHED
+from dask_devctx.annotations.runs import REFUSED, WATCHED
 from dask_devctx.scheduler.suspects import SuspectTasks
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.quarantine import Quarantine

@@ -34,12 +34,15 @@ class Failure:
         The keys of all tasks that may have caused it.
     bystanders
         The keys of tasks that run again, although they cannot have caused it.
+    marks
+        Whether the scheduler marks the suspects.
     """
 
     error: DeviceFailedError
     errors: Mapping[Hashable, DeviceFailedError] = field(default_factory=dict)
     suspects: tuple[Hashable, ...] = ()
     bystanders: tuple[Hashable, ...] = ()
+    marks: bool = True
 
     def error_of_one_that_runs_once(self, why: str) -> DeviceFailedError:
         """Return the error of a call that did not begin, and does not run elsewhere."""
@@ -55,14 +58,14 @@ class Blame:
         Whether the worker waits for the device after each task.
     on_failure
         Called once, before any task errs, on the thread of the task that noticed the failure.
+    marks
+        Returns whether the scheduler marks suspects, so that they are watched when they run again.
+        If not, the task that notices a failure errs, so that no task runs without end.
 
     Attributes
     ----------
     failure
         The failure, or None.
-    marks
-        Whether the scheduler marks suspects, so that they are watched when they run again. If not,
-        the task that notices a failure errs, so that no task runs without end.
     once
         The reasons why some running tasks and methods do not run again, by key.
     suspects
@@ -79,14 +82,19 @@ class Blame:
     the result was lost with the worker.
     """
 
-    def __init__(self, synchronize: bool, on_failure: Callable[[Failure], None]) -> None:
+    def __init__(
+        self,
+        synchronize: bool,
+        on_failure: Callable[[Failure], None],
+        marks: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.failure: Failure | None = None
-        self.marks = True
         self.once: dict[Hashable, str] = {}
         self.suspects = Suspects()
         self.quarantine = Quarantine(self.suspects)
         self._synchronize = synchronize
         self._on_failure = on_failure
+        self._marks = marks
         self._lock = threading.Lock()
 
     def refuse_after_failure(self) -> None:
@@ -165,14 +173,15 @@ class Blame:
                 not_again,
             )
 
+        marks = self._marks()
         errors = {one.key: error(self.once[one.key]) for one in running if one.key in self.once}
         if any(one.key == sole for one in running):
             errors.setdefault(sole, error())
-        if not self.marks and who.key is not None and (began or not {*keys} - {who.key}):
+        if not marks and who.key is not None and (began or not {*keys} - {who.key}):
             errors.setdefault(who.key, error(_UNMARKED))
         beside = dict.fromkeys(one.key for one in (who, *running) if one.key not in keys)
         beside.pop(None, None)
-        return Failure(error(), errors, keys, tuple(beside))
+        return Failure(error(), errors, keys, tuple(beside), marks)
 
 
 _UNMARKED = "the scheduler lacks dask-devctx, so that no task can be watched in its next run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dask_devctx.annotations import RERUN, had_all_runs, may_rerun, refusal, watched_run
+from dask_devctx.annotations.runs import RERUN, had_all_runs, may_rerun, refusal, watched_run
 from dask_devctx.errors import DeviceFailedError
 
 

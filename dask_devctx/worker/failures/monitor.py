@@ -32,6 +32,8 @@ class Monitor:
         Called once, on the task's thread, when a device failed.
     is_cancelled
         Given the key of a task that is about to begin, returns whether the task was cancelled.
+    marks
+        Returns whether the scheduler marks suspects.
 
     Attributes
     ----------
@@ -64,11 +66,12 @@ class Monitor:
         oom_retries: int,
         on_failure: Callable[[Failure], None],
         is_cancelled: Callable[[Hashable], bool] = lambda key: False,
+        marks: Callable[[], bool] = lambda: True,
     ) -> None:
         self.synchronize = synchronize
         self.is_cancelled = is_cancelled
         self.retries = Retries(devices, oom_retries)
-        self.blame = Blame(synchronize, on_failure)
+        self.blame = Blame(synchronize, on_failure, marks)
         self.suspects = self.blame.suspects
         self.quarantine = self.blame.quarantine
         self.checkup = Checkup(self.suspects, self.blame.noticed_between)

@@ -30,8 +30,6 @@ def begin_the_end(
     worker: Worker,
     failure: Failure,
     answered: Callable[[], Awaitable[None]],
-    *,
-    marks: bool,
 ) -> None:
     """End a worker soon as :func:`end_failed_worker` does; on any thread.
 
@@ -40,15 +38,13 @@ def begin_the_end(
     """
     internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
     tell_scheduler(worker, failure)
-    worker.loop.add_callback(end_failed_worker, worker, failure, answered, marks=marks)
+    worker.loop.add_callback(end_failed_worker, worker, failure, answered)
 
 
 async def end_failed_worker(
     worker: Worker,
     failure: Failure,
     answered: Callable[[], Awaitable[None]],
-    *,
-    marks: bool,
 ) -> None:
     """End a worker whose process cannot use its devices any more.
 
@@ -60,8 +56,6 @@ async def end_failed_worker(
         The failure, and the errors of the tasks that err with it.
     answered
         Waits until the callers of actors' methods have their answers.
-    marks
-        Whether the scheduler can mark suspects.
 
     Notes
     -----
@@ -90,7 +84,7 @@ async def end_failed_worker(
         last_resort = threading.Timer(4 * _STEP_S, os._exit, [_EXIT_STATUS])
         last_resort.daemon = True
         last_resort.start()
-    if marks:
+    if failure.marks:
         await _bounded(confirm(worker, failure), "name its suspects to the scheduler")
     reported = await _bounded(_reported(worker, failure.errors), "see a task's error reported")
     if not reported:
