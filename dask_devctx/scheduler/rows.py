@@ -260,6 +260,9 @@ class Transfer:
     reason: str | None = None
 
 
+# The end of a copy that is the worker's host memory.
+HOST: Final = "host"
+
 Row = TaskRun | Copy | Incident | Sample
 # The rings of a worker's history, and the rows in them.
 KINDS: Final[dict[str, Any]] = {
