@@ -244,7 +244,7 @@ class DeviceHistory:
         lost = sum(n for name, n in answer["lost"].items() if name != "samples")
         if lost:
             text = f"{lost} rows were dropped before they were collected"
-            self._keep(address, Incident("lost", time(), text=text))
+            self._keep(address, Incident("lost", time(), text=text, count=lost))
         return more
 
     def _keep(self, address: str, row: Row) -> None:

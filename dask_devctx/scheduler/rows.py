@@ -100,6 +100,8 @@ class Incident:
         The task's key, or None.
     text
         A sentence for people.
+    count
+        How often it happened; for ``"lost"``, the number of rows.
     """
 
     what: str
@@ -107,6 +109,7 @@ class Incident:
     uuid: str | None = None
     key: Hashable = None
     text: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
