@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Hashable
 from typing import Any
 
@@ -73,6 +74,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
         self.options = Options(**given)
+        if self.options.rmm_async and self.options.rmm_pool_size is not None:
+            warnings.warn(
+                "'rmm_pool_size' is not needed when 'rmm_async' is enabled: the asynchronous "
+                "allocator is a pool itself. Leave it out",
+                FutureWarning,
+                stacklevel=2,
+            )
         remembered_tasks()  # each worker reads this and the next; a bad value is refused here
         switch_interval()
 

@@ -32,6 +32,7 @@ from dask_devctx.scheduler.announcements import (
     read_refusal,
 )
 from dask_devctx.scheduler.counts import Counts
+from dask_devctx.scheduler.dashboard import DevicePages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.holdings import Cluster
 from dask_devctx.scheduler.wishes import Wishes
@@ -95,6 +96,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._grace_s = config.seconds("missing-device-timeout") or 0
         self._cluster = Cluster(set())
         self._wishes = Wishes(self._cluster, self._workers_on)
+        self._pages = DevicePages(scheduler)
         self.history = DeviceHistory(scheduler, lambda: self._cluster.present.using)
         self.counts = Counts(scheduler)
         for address in scheduler.workers:
@@ -109,6 +111,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     async def close(self) -> None:
         """Stop answering the workers' messages."""
         internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE))
+        self._pages.close()
         self.history.close()
 
     def update_graph(
@@ -141,6 +144,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.counts.joined(worker)
         if holdings is None:
             self._look_again_later()
+        else:
+            self._pages.open()
         self._move(self._wishes.review(worker, None, holdings, joined=1))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
@@ -176,6 +181,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         if address not in self._cluster.workers:
             self._cluster.announce_early(address, holdings, time())
             return
+        self._pages.open()
         self.counts.forget(address)
         before = self._cluster.announce(address, holdings)
         self._move(self._wishes.review(address, before, holdings))
@@ -186,6 +192,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         before = self._cluster.withdraw(address)
         if not self._cluster.present.using:
             self.counts.forget_all()
+            self._pages.close()
         self._move(self._wishes.review(address, before, None))
 
     def _refused(self, address: str, message: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from dask_devctx.transfer import Stamp
 from dask_devctx.worker import comms, leases, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
+from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
 from dask_devctx.worker.failures.monitor import Monitor
@@ -27,7 +28,7 @@ from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.history import remembering
 from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Input, Inputs
-from dask_devctx.worker.interpreter import set_for_devices, switch_interval
+from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
@@ -165,6 +166,8 @@ class DeviceExtension:
                 devices, options.tasks_per_device, options.policy or start_soonest
             )
             taking.enter_context(comms.landing_on(self._worker, devices))
+            import_early(options.pre_import or ())
+            taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())
         return placement
 
