@@ -14,6 +14,7 @@ from dask_devctx.cuda.flags import ContextFlags
 from dask_devctx.cuda.limits import Limit
 from dask_devctx.cuda.on_device import on_device
 from dask_devctx.cuda.primary import PrimaryContext
+from dask_devctx.cuda.several import task_devices
 from dask_devctx.errors import (
     DevctxError,
     DeviceFailedError,
@@ -21,6 +22,7 @@ from dask_devctx.errors import (
     DeviceMismatchError,
     DeviceNotFoundError,
     DeviceOutOfMemoryError,
+    DeviceReservationError,
     DeviceScopeError,
     DevicesInUseError,
     DriverError,
@@ -28,6 +30,7 @@ from dask_devctx.errors import (
     ForkedProcessError,
     LockDirectoryError,
     MissingPackageError,
+    NotEnoughDevicesError,
     OneDeviceOnlyError,
     UnsupportedDaskError,
     ValueNotMovableError,
@@ -57,6 +60,7 @@ __all__ = [
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
     "DevicePlugin",
+    "DeviceReservationError",
     "DeviceRouting",
     "DeviceScopeError",
     "DevicesInUseError",
@@ -67,6 +71,7 @@ __all__ = [
     "LocalDeviceCluster",
     "LockDirectoryError",
     "MissingPackageError",
+    "NotEnoughDevicesError",
     "OneDeviceOnlyError",
     "PrimaryContext",
     "StreamPriorityRange",
@@ -78,6 +83,7 @@ __all__ = [
     "on_device",
     "report",
     "start_soonest",
+    "task_devices",
     "timeline",
     "to_device",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
+from dask.utils import funcname
 from distributed import Worker, WorkerPlugin
 
 from dask_devctx import config
@@ -15,8 +17,10 @@ from dask_devctx.config.signatures import documents_options, refuse_unknown, tak
 from dask_devctx.cuda.device import Device
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
+from dask_devctx.worker.allocators import sizes
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.interpreter import switch_interval
+from dask_devctx.worker.share import DeviceShare
 
 
 @documents_options
@@ -66,6 +70,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     name = "devctx"
     # Set on a worker, while the plugin is set up there.
     extension: DeviceExtension | None = None
+    _share: DeviceShare | None = None
 
     @takes_only(Options)
     def __init__(self, **given: Any) -> None:
@@ -101,6 +106,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """
         return None if self.extension is None else self.extension.report()
 
+    def configuration(self) -> dict[str, Any]:
+        """Return the options, and the bytes that they mean on each device of the worker."""
+        shown = {name: getattr(self.options, name) for name in OPTION_NAMES}
+        if self.options.policy is not None:
+            shown["policy"] = funcname(self.options.policy)
+        devices = {
+            device.uuid: {"device": str(device.info), **sizes(device, self.options)}
+            for device in self.worker_devices
+        }
+        return {"options": shown, "devices": devices}
+
     # -- dask's hooks
 
     async def setup(self, worker: Worker) -> None:
@@ -132,17 +148,47 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 )
         if self.extension is not None:  # another worker of this process uses this object
             own = copy.copy(self)
-            own.extension = None
+            own.extension = own._share = None
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
             await own.setup(worker)
             return
-        self.extension = DeviceExtension(worker, self.options)
-        failure = self.extension.failure
+        turn = registration.Turn(worker)  # so that an earlier plugin does not withdraw the devices
+        share = self._share = DeviceShare(worker, self.options, partial(self._changed, worker))
+        if not share.can_start:
+            await share.settle()
+            if self._share is not share:  # the plugin was removed meanwhile
+                return
+        failure = self._start(worker, share)
         if failure is None:
-            await registration.announce(worker, self.extension.placement.devices)
+            await share.settle()
+            if self._share is share and self.extension is not None:
+                await registration.announce(
+                    worker, self.worker_devices, turn, limits=self.extension.limits
+                )
         else:
-            await registration.refuse(worker, failure)
+            await registration.refuse(worker, failure, turn)
             raise failure  # dask tells the client, and keeps the plugin
+
+    def _start(self, worker: Worker, share: DeviceShare) -> Exception | None:
+        try:
+            self.extension = DeviceExtension(worker, self.options, share)
+        except BaseException:
+            self._share = None
+            share.release()
+            raise
+        if self.extension.failure is not None:
+            share.release()
+        return self.extension.failure
+
+    def _changed(self, worker: Worker) -> None:
+        """Use the devices that the worker has from now on, after others came or went."""
+        if self.extension is not None and self._share is not None:
+            self.extension.close()
+            self._start(worker, self._share)
+            limits = self.extension.limits
+            worker.loop.add_callback(
+                registration.announce, worker, self.worker_devices, limits=limits
+            )
 
     async def teardown(self, worker: Worker) -> None:
         """Restore the worker as it was before :meth:`setup`; running tasks run to their end."""
@@ -152,6 +198,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.extension.close()
             self.extension = None
             registration.withdraw(worker)
+        if self._share is not None:
+            self._share.release()
+            self._share = None
         self.annotations_kept.close()  # for the process that made the plugin
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:

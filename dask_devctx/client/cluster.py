@@ -21,6 +21,7 @@ from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
+from dask_devctx.errors.base import counted
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -108,7 +109,8 @@ class LocalDeviceCluster(WatchedCluster):
         require_packages(plugin.options)
         if n_workers is None:
             n_workers = _n_workers(used, plugin.options, kwargs)
-        if plugin.options.devices_per_worker is None and n_workers > 1:
+        options = plugin.options
+        if options.devices_per_worker is None and n_workers > 1 and not options.shared:
             own["devices_per_worker"] = _even_share(len(used), n_workers)
             self._share_said = (
                 f": the {len(used)} devices were divided among n_workers={n_workers}. For more "
@@ -120,6 +122,8 @@ class LocalDeviceCluster(WatchedCluster):
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)
+        # Workers of one process use the same devices, unless each takes a number of them.
+        self._shared = plugin.options.shared or kwargs.get("processes") is False
         self._check_enough(n_workers)
         if threads_per_worker is None:
             per_worker = plugin.options.devices_per_worker or len(used)
@@ -150,8 +154,11 @@ class LocalDeviceCluster(WatchedCluster):
         return super().adapt(*args, **kwargs)
 
     def _check_enough(self, n_workers: int) -> None:
-        per_worker = self._plugin.options.devices_per_worker
-        if per_worker is None:
+        options = self._plugin.options
+        if options.shared:
+            return
+        per_worker = options.devices_per_worker
+        if per_worker is None and self._shared:
             if n_workers > 1:
                 warnings.warn(
                     f"each of the {n_workers} workers will use all {self._n_devices} devices. To "
@@ -159,11 +166,13 @@ class LocalDeviceCluster(WatchedCluster):
                     "LocalDeviceCluster",
                     stacklevel=3,
                 )
-        elif n_workers * per_worker > self._n_devices:
+            return
+        per_worker = per_worker or 1  # at least
+        if n_workers * per_worker > self._n_devices:
             raise ValueError(
-                f"{n_workers} workers with {per_worker} devices each need {n_workers * per_worker} "
-                f"devices, and there are {self._n_devices}. Start fewer workers, or lower "
-                f"devices_per_worker{self._share_said}"
+                f"{counted(n_workers, 'worker')} with {counted(per_worker, 'device')} each would "
+                f"need {n_workers * per_worker}, and this machine has {self._n_devices}. Start "
+                f"fewer workers, or lower devices_per_worker{self._share_said}"
             )
 
     # -- the hooks of WatchedCluster
@@ -215,8 +224,8 @@ def _even_share(n_devices: int, n_workers: int) -> int:
     share, left_over = divmod(n_devices, n_workers)
     if share and left_over:
         warnings.warn(
-            f"{n_workers} workers have {share} of the {n_devices} devices each: {left_over} of "
-            "them will be idle",
+            f"{counted(n_workers, 'worker')} will use {share * n_workers} of the {n_devices} "
+            f"devices, {share} each: {counted(left_over, 'device')} will be idle",
             stacklevel=3,
         )
     return max(share, 1)

@@ -51,8 +51,11 @@ class Options:
         The devices that a worker uses, each anything that :class:`~dask_devctx.Device` accepts;
         all that it sees by default.
     devices_per_worker
-        How many of them each worker takes for itself alone. With this option, no two workers of one
-        machine and user take the same device. None: a worker uses all, together with others.
+        How many of them each worker takes for itself. None: all that are free; the workers of one
+        cluster share a machine's devices out evenly, also when one joins later.
+    shared
+        Whether workers may use the same devices. By default, no two processes of one machine and
+        user do: see docs/deployment.md. With True, ``devices_per_worker`` has no effect.
     tasks_per_device
         How many tasks run on a device at a time. Tasks that wait for each other must all have a
         place: see docs/deployment.md.
@@ -120,6 +123,7 @@ class Options:
 
     devices: Sequence[object] | None = _option(list_of_devices)
     devices_per_worker: int | None = _option(whole_number(1))
+    shared: bool = _option(one_of(True, False))
     tasks_per_device: int = _option(whole_number(1))
     unannotated: Literal["assign", "leave"] = _option(one_of("assign", "leave"))
     move_inputs: bool = _option(one_of(True, False))

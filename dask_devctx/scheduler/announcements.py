@@ -13,6 +13,10 @@ from dask_devctx.scheduler.holdings import Holdings
 ANNOUNCE: Final = "devctx_announce"
 WITHDRAW: Final = "devctx_withdraw"
 REFUSE: Final = "devctx_refuse"
+# A worker asks for the devices that are its own.
+CLAIM: Final = "devctx_claim"
+# The handler on a worker, by which the scheduler changes the worker's devices.
+SHARE: Final = "devctx_share"
 
 # More devices than any machine has, and more characters than any name of a device.
 _DEVICES_LIMIT = 1024
@@ -48,7 +52,16 @@ def read_holdings(message: Mapping[str, Any]) -> Holdings:
     used = frozenset(_text(uuid, "used") for uuid in _items(message.get("used"), "used"))
     if not used <= uuids:
         raise MalformedError(f"'used' has UUIDs that 'seen' lacks: {sorted(used - uuids)[:3]}")
-    return Holdings(Inventory(devices), used)
+    return Holdings(Inventory(devices), used, _limits(message.get("limits", {}), used))
+
+
+def read_claim(message: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the name of a worker's process, and the UUIDs of the devices that it may use."""
+    candidates = _items(message.get("candidates"), "candidates")
+    return (
+        _text(message.get("process"), "process"),
+        [_text(uuid, "candidates") for uuid in candidates],
+    )
 
 
 def read_refusal(message: Mapping[str, Any]) -> Exception:
@@ -80,6 +93,19 @@ def _device(ordinal: int, fields: object) -> DeviceInfo:
     if pci_bus_id is not None:
         pci_bus_id = _text(pci_bus_id, "pci_bus_id")
     return DeviceInfo(ordinal, _text(fields.get("uuid"), "uuid"), pci_bus_id=pci_bus_id)
+
+
+def _limits(limits: object, used: frozenset[str]) -> dict[str, int]:
+    if not isinstance(limits, Mapping):
+        raise MalformedError(f"'limits' is no mapping, but {type(limits).__name__}")
+    found = {}
+    for uuid, nbytes in limits.items():
+        if uuid not in used:
+            raise MalformedError(f"'limits' has a UUID that 'used' lacks: {_shown(uuid)}")
+        if nbytes.__class__ is not int or nbytes < 0:
+            raise MalformedError(f"a limit in 'limits' is no number of bytes: {_shown(nbytes)}")
+        found[str(uuid)] = nbytes
+    return found
 
 
 def _items(value: object, name: str) -> list[Any] | tuple[Any, ...]:

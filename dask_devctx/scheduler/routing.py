@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx import config
-from dask_devctx.annotations import (
-    ANNOTATION,
-    about_mistaken,
-    answer,
-    carried_device,
-    mistaken,
-    requested_device,
-)
+from dask_devctx.annotations import DEVICES, NAMES, carried_device, requested_device
+from dask_devctx.annotations.answers import answer
+from dask_devctx.annotations.names import ABOUT_ONE, about_mistaken, about_no_plugin, mistaken
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.scheduler import suspects
 from dask_devctx.scheduler.announcements import (
     ANNOUNCE,
+    CLAIM,
     REFUSE,
+    SHARE,
     WITHDRAW,
     MalformedError,
     read_address,
+    read_claim,
     read_holdings,
     read_refusal,
 )
@@ -35,11 +34,15 @@ from dask_devctx.scheduler.counts import Counts
 from dask_devctx.scheduler.dashboard import DevicePages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.holdings import Cluster
+from dask_devctx.scheduler.sharing import Sharing
 from dask_devctx.scheduler.wishes import Wishes
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[str, Mapping[str, Any]], None]
+
+# How long the scheduler waits for a worker that gives up devices.
+_ANSWER_S = 10.0
 
 
 class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
@@ -74,7 +77,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.refused: dict[object, Exception] = {}
-        self._mistaken: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def devices(self) -> dict[str, frozenset[str]]:
@@ -102,7 +105,11 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         for address in scheduler.workers:
             self._cluster.join(address, time())
         acts = {ANNOUNCE: self._announced, WITHDRAW: self._withdrawn, REFUSE: self._refused}
-        internals.answer(scheduler, {op: self._handler(op, act) for op, act in acts.items()})
+        self._sharing = Sharing(self._share, scheduler.workers, self._grace_s)
+        handlers: dict[str, Callable[..., Any]] = {
+            op: self._handler(op, act) for op, act in acts.items()
+        }
+        internals.answer(scheduler, {**handlers, CLAIM: self._claimed})
         tasks = list(scheduler.tasks.values())
         self._note(tasks)
         self._move(tasks)
@@ -110,7 +117,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop answering the workers' messages."""
-        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE))
+        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, CLAIM))
         self._pages.close()
         self.history.close()
 
@@ -123,17 +130,32 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
+        ours = sorted(NAMES & annotations.keys())
         for name in mistaken(annotations):
-            if name not in self._mistaken:
-                self._mistaken.add(name)
-                logger.warning("%s", about_mistaken(name))
-                event = {"action": "annotation-mistaken", "message": about_mistaken(name)}
-                scheduler.log_event(suspects.TOPIC, event)
-        annotated = annotations.get(ANNOTATION, {})
+            self._warn(about_mistaken(name))
+        if 1 in annotations.get(DEVICES, {}).values():
+            self._warn(ABOUT_ONE)
+        if ours and not (self._cluster.present.using or self._cluster.unheard):
+            self._warn_if_unused(ours[0])
+        annotated = set().union(*(annotations[name] for name in ours))
         touched = [ts for key in tasks if (ts := scheduler.tasks.get(key)) is not None]
         self._note(
             ts for ts in touched if ts.key in annotated or carried_device(ts.run_spec) is not None
         )
+
+    def _warn_if_unused(self, name: str) -> None:
+        """Warn that no worker of the cluster heeds an annotation, if there are workers."""
+        if self._cluster.workers and not self._cluster.left.by_worker:
+            self._warn(about_no_plugin(name))
+
+    def _warn(self, text: str) -> None:
+        """Warn once, in the scheduler's log and in the clients."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
+            event = {"action": "annotation-mistaken", "message": text}
+            self.scheduler.log_event(suspects.TOPIC, event)
+            internals.warn_clients(self.scheduler, text)
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)
@@ -150,6 +172,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         holdings = self._cluster.leave(worker, time())
+        self._sharing.left(worker, may_return=True)
         self.counts.left(worker)
         self.history.left(worker)
         if holdings is not None:
@@ -188,6 +211,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _withdrawn(self, address: str, message: Mapping[str, Any]) -> None:
         self._known(address)
+        self._sharing.left(address, may_return=False)
         self.counts.forget(address)
         before = self._cluster.withdraw(address)
         if not self._cluster.present.using:
@@ -197,9 +221,23 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _refused(self, address: str, message: Mapping[str, Any]) -> None:
         self._known(address)
+        self._sharing.left(address, may_return=False)
         self.refused[self.scheduler.workers[address].name] = read_refusal(message)
         self._cluster.unheard.pop(address, None)
         self._move(self._wishes.review_absent())
+
+    async def _claimed(self, **message: Any) -> dict[str, Any] | str:
+        """Return the devices of a worker that shares a machine's devices with others."""
+        try:
+            address, (process, candidates) = self._address(message), read_claim(message)
+        except MalformedError as error:
+            logger.warning("A message %s was refused: %s", CLAIM, error)
+            return f"refused: {error}"
+        return await self._sharing.claim(address, process, candidates)
+
+    async def _share(self, address: str, uuids: Sequence[str], version: int) -> None:
+        told = internals.ask(self.scheduler, address, SHARE, uuids=list(uuids), version=version)
+        await asyncio.wait_for(told, _ANSWER_S)
 
     def _address(self, message: Mapping[str, Any]) -> str:
         address = read_address(message)
@@ -244,5 +282,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _stop_waiting(self) -> None:
         """Stop waiting for the workers whose time is over."""
+        self.scheduler.loop.add_callback(self._sharing.even_out)
         if self._cluster.expire(time() - self._grace_s):
             self._move(self._wishes.review_absent())
