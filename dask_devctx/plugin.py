@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
+from dask.utils import funcname
 from distributed import Worker, WorkerPlugin
 
 from dask_devctx import config
@@ -16,6 +17,7 @@ from dask_devctx.config.signatures import documents_options, refuse_unknown, tak
 from dask_devctx.cuda.device import Device
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
+from dask_devctx.worker.allocators import sizes
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.interpreter import switch_interval
 from dask_devctx.worker.share import DeviceShare
@@ -103,6 +105,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         Call this on the worker's event loop.
         """
         return None if self.extension is None else self.extension.report()
+
+    def configuration(self) -> dict[str, Any]:
+        """Return the options, and the bytes that they mean on each device of the worker."""
+        shown = {name: getattr(self.options, name) for name in OPTION_NAMES}
+        if self.options.policy is not None:
+            shown["policy"] = funcname(self.options.policy)
+        devices = {
+            device.uuid: {"device": str(device.info), **sizes(device, self.options)}
+            for device in self.worker_devices
+        }
+        return {"options": shown, "devices": devices}
 
     # -- dask's hooks
 
