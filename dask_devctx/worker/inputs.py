@@ -282,7 +282,7 @@ class Inputs:
             holds no arrays, such as a number.
         """
         after = None
-        if walk.find(type(result)) is not None:
+        if not walk.is_plain(result):
             after = stamp(result) or _ON_THE_HOST  # so that it is not looked up again
         if copies:
             # A result on the host does not show whether the device's work is done.
