@@ -55,6 +55,21 @@ CASES = [
         "directory with the configuration devctx.lock-directory",
     ),
     (
+        errors.NotEnoughDevicesError(3, ["cuda:0", "cuda:1"]),
+        {"wanted": 3, "devices": ("cuda:0", "cuda:1")},
+        "the task asks for 3 devices at once, and no worker that it may run on has so many: this "
+        "one has 2 (cuda:0, cuda:1). The devices of a task belong to one worker. Start one worker "
+        "for all devices of a machine with LocalDeviceCluster(n_workers=1), or workers that have "
+        "enough with devices_per_worker=3",
+    ),
+    (
+        errors.DeviceReservationError(20 * 2**30, {"cuda:0": 16 * 2**30}),
+        {"nbytes": 20 * 2**30, "limits": {"cuda:0": 16 * 2**30}},
+        "the task reserves 20.00 GiB of device memory (device_memory), and can never have more "
+        "than 16.00 GiB on cuda:0. Reserve less, make the task's parts smaller, or raise "
+        "device_memory_limit if the devices have more",
+    ),
+    (
         errors.UnsupportedDaskError("distributed.worker.X", "2030.1.0", "2030.1.1", "0.1.0"),
         {
             "name": "distributed.worker.X",
