@@ -40,6 +40,7 @@ from dask_devctx.errors import (
 if TYPE_CHECKING:
     from dask_devctx.client.cluster import LocalDeviceCluster
     from dask_devctx.client.report import report
+    from dask_devctx.client.timeline import timeline
     from dask_devctx.plugin import DevicePlugin
     from dask_devctx.scheduler.routing import DeviceRouting
     from dask_devctx.simulated_array import SimulatedArray as SimulatedArray
@@ -83,6 +84,7 @@ __all__ = [
     "report",
     "start_soonest",
     "task_devices",
+    "timeline",
     "to_device",
 ]
 
@@ -98,6 +100,7 @@ _DISTRIBUTED_HALF = {
     "device_of": "dask_devctx.transfer",
     "report": "dask_devctx.client.report",
     "start_soonest": "dask_devctx.worker.policy",
+    "timeline": "dask_devctx.client.timeline",
     "to_device": "dask_devctx.transfer",
 }
 

@@ -14,7 +14,6 @@ from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
-from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker import comms, serialization
@@ -27,7 +26,7 @@ from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
-from dask_devctx.worker.history import History
+from dask_devctx.worker.history import remembering
 from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
@@ -37,6 +36,7 @@ from dask_devctx.worker.no_devices import NoDevices
 from dask_devctx.worker.one_input import Input
 from dask_devctx.worker.placement import Placement
 from dask_devctx.worker.policy import start_soonest
+from dask_devctx.worker.prometheus import exposed
 from dask_devctx.worker.share import DeviceShare
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.urgency import urgency_of
@@ -104,8 +104,7 @@ class DeviceExtension:
                 _opened(Claims, self.placement, options.tasks_per_device, self.limits)
             )
             self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
-            self.history = History(history, used, lambda: worker.scheduler_delay)
-            steps.enter_context(answering(worker, self.history.handlers))
+            self.history = steps.enter_context(remembering(worker, used, history))
             self.record = Record(used, options.tasks_per_device, self.history, history)
             steps.enter_context(metric(worker, Record.metric, self.record.metrics))
             self.monitor = steps.enter_context(
@@ -120,11 +119,11 @@ class DeviceExtension:
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
             self.record.retried = self.monitor.retries.counted
-            self.monitor.retries.on_retry = self._on_retry
+            self.monitor.retries.on_retry = self.history.tried_again
             if options.move_inputs:
                 self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
                 self.monitor.retries.drop_replicas = self.inputs.drop_replicas
-                self.inputs.replicas.on_copy = self._on_copy
+                self.inputs.replicas.on_copy = self.history.copied_between
                 self.record.memory["copies"] = self.inputs.replicas.nbytes
                 steps.enter_context(comms.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
@@ -142,6 +141,7 @@ class DeviceExtension:
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
+            steps.enter_context(exposed(self.record, self.monitor, self.history, self._transfers))
             drop_replicas = self.monitor.retries.drop_replicas
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
@@ -194,9 +194,11 @@ class DeviceExtension:
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
+        return {**self.record.report(), "transfers": self._transfers()}
+
+    def _transfers(self) -> list[dict[str, Any]]:
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
-        transfers = [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
-        return {**self.record.report(), "transfers": transfers}
+        return [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
 
     def transition(self, key: Hashable, start: str, finish: str) -> None:
         """Give a task that is about to run its device; stop counting a task that is done."""
@@ -306,13 +308,6 @@ class DeviceExtension:
         made = _work_of(ts)
         if made is not None and self.inputs is not None:
             self.inputs.arrived(key, made)
-
-    def _on_copy(self, source: Device, target: Device, nbytes: int, seconds: float) -> None:
-        self.history.copied(source.uuid, target.uuid, nbytes, seconds, "peer")
-
-    def _on_retry(self, key: Hashable, device: Device, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        self.history.happened("out-of-memory", device.uuid, key, text)
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
