@@ -103,8 +103,8 @@ def simulate() -> None:
     sys.path.insert(0, str(ROOT / "tests" / "standins"))
 
 
-def main() -> int:
-    arguments = sys.argv[1:]
+def main(arguments: list[str], locks: str) -> int:
+    os.environ["DASK_DEVCTX__LOCK_DIRECTORY"] = locks  # other tests use the GPUs, too
     least, expected = LEAST, EXPECTED_TO_FAIL
     if "--simulated" in arguments:
         arguments.remove("--simulated")
@@ -115,10 +115,8 @@ def main() -> int:
         sys.exit("dask-cuda is not installed: pip install dask-cuda")
     tests = Path(spec.origin).parent / "tests" / "test_local_cuda_cluster.py"
     replaced = Replaced()
-    with tempfile.TemporaryDirectory() as locks:  # other tests use the GPUs at the same time
-        os.environ["DASK_DEVCTX__LOCK_DIRECTORY"] = locks
-        options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", locks, "-rfExX"]
-        pytest.main([str(tests), *options, *arguments], plugins=[replaced])
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", locks, "-rfExX"]
+    pytest.main([str(tests), *options, *arguments], plugins=[replaced])
     print(f"\n{dict(replaced.outcomes)}")
     unexpected = [name for name in replaced.failed if name not in expected]
     for name in replaced.failed:
@@ -127,4 +125,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as directory:
+        status = main(sys.argv[1:], directory)
+    sys.exit(status)
