@@ -85,10 +85,6 @@ class Occupancy:
                 return False
         return True
 
-    def busy(self, device: Device) -> bool:
-        """Return whether any task runs on a device."""
-        return bool(self.holding[device]) or any(True for _ in self._plain(device))
-
     def seconds(self, prefix: str) -> float | None:
         """Return how long tasks of a prefix run; None if that is unknown."""
         return self._durations.get(prefix)

@@ -295,27 +295,3 @@ def test_a_claim_that_waits_for_an_actor_holds_no_one_back() -> None:
     actor.claim.release()
     machine.run_until(clock.now + 1)
     assert {task.number for task in machine.done} >= {1, 2}
-
-
-def test_memory_is_taken_when_there_is_room_for_it() -> None:
-    asked: list[int] = []
-    room = {"there": False}
-
-    def has_room(device: Device, nbytes: int) -> bool:
-        asked.append(nbytes)
-        return room["there"]
-
-    devices = [Device(0)]
-    admission = Admission(devices, 1, {}, limits={devices[0]: LIMIT}, has_room=has_room)
-    granted: list[str] = []
-    part = share_units(0.1)
-    first = Claim(admission, "first", "p", devices, part, 10, (0, 1, 0, "p"))
-    first.submit(lambda: granted.append("first"))
-    assert granted == ["first"]  # with nothing else there, no later moment is better
-    second = Claim(admission, "second", "p", devices, part, 20, (0, 1, 1, "p"))
-    second.submit(lambda: granted.append("second"))
-    assert granted == ["first"]
-    room["there"] = True
-    admission.look()
-    assert granted == ["first", "second"]
-    assert asked[0] == 10
