@@ -24,7 +24,7 @@ PATIENCE_S: Final = 1.0
 
 
 class Claim:
-    """What one run of a task takes on its devices.
+    """All that one run of a task takes on its devices.
 
     Parameters
     ----------

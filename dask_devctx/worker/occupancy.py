@@ -1,4 +1,4 @@
-"""What runs on each device of a worker, how much is free there, and from when on."""
+"""The tasks on each device of a worker, and how much of the device is free, from when on."""
 
 from __future__ import annotations
 
