@@ -38,6 +38,8 @@ class Claim:
         The bytes that it reserves on each.
     urgency
         The task's priority among all that wait for these devices; the smallest comes first.
+    later
+        Its priority once it has waited for the admission's ``patience_s``.
 
     Attributes
     ----------
@@ -50,8 +52,8 @@ class Claim:
     """
 
     __slots__ = (
-        *("_admission", "_granted", "_number", "devices", "for_life", "held", "key", "nbytes"),
-        *("prefix", "share", "since", "urgency", "void", "waits"),
+        *("_admission", "_granted", "_number", "devices", "for_life", "held", "key", "later"),
+        *("nbytes", "prefix", "share", "since", "urgency", "void", "waits"),
     )
 
     def __init__(
@@ -63,6 +65,7 @@ class Claim:
         share: int,
         nbytes: int,
         urgency: tuple[Any, ...],
+        later: tuple[Any, ...] | None = None,
     ) -> None:
         self.key = key
         self.prefix = prefix
@@ -70,6 +73,7 @@ class Claim:
         self.share = share
         self.nbytes = nbytes
         self.urgency = urgency
+        self.later = urgency if later is None else later
         self.held = self.void = self.waits = self.for_life = False
         self.since = 0.0
         self._number = 0
@@ -232,7 +236,7 @@ class Admission:
         """Grant the claims whose turn it is; called after each change."""
         if self._waiting:
             now = monotonic()
-            self._reserve(now)
+            self._hurry(now)
             for claim in tuple(self._waiting):
                 if self._may_start(claim, now):
                     self._take(claim, now)
@@ -247,10 +251,20 @@ class Admission:
         free, _ = self.occupancy.free(device)
         if free < self.occupancy.place:
             return False
+        if self._waiting:
+            self._hurry(monotonic())
         claim = self._reserved.get(device)
         if claim is None or claim.urgency > urgency:
             return True
         return self._ends_in_time(urgency[-1], claim, monotonic())
+
+    def _hurry(self, now: float) -> None:
+        """Raise the priority of claims that have waited for long, and make the reservations."""
+        for claim in self._waiting:
+            if claim.urgency > claim.later and now - claim.since >= self._patience_s:
+                claim.urgency = claim.later
+        self._waiting.sort()
+        self._reserve(now)
 
     def _take(self, claim: Claim, now: float) -> None:
         claim.held = True

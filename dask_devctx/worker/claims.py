@@ -100,7 +100,8 @@ class Claims:
             devices,
             share_units(self._placement.share_of(request, devices[0])),
             request.nbytes or 0,
-            # Never after tasks that come later: those that use up an input would pass it endlessly.
+            urgency,
+            # Tasks that come later and use up an input would pass it endlessly otherwise.
             (by_user, 0, *others),
         )
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from distributed import Worker
 from distributed.core import Status
@@ -42,6 +42,15 @@ def say_devices(devices: Sequence[Device]) -> None:
     count = f"{len(devices)} device{'' if len(devices) == 1 else 's'}"
     names = ", ".join(f"{device.info} {device.name or ''}".rstrip() for device in devices)
     _of_worker.info("This worker uses %s: %s", count, names)
+
+
+# The workers whose scheduler lacks this package.
+_without_routing: WeakSet[Worker] = WeakSet()
+
+
+def has_routing(worker: Worker) -> bool:
+    """Return whether a worker's scheduler has this package, as far as the worker knows."""
+    return worker not in _without_routing
 
 
 async def announce(
@@ -94,6 +103,9 @@ async def announce(
                 "scheduler runs.",
                 error,
             )
+            _without_routing.add(worker)
+        else:
+            _without_routing.discard(worker)
 
 
 def withdraw(worker: Worker) -> None:

@@ -313,9 +313,9 @@ def test_adapting() -> None:
 
 def test_more_workers_than_the_devices_were_divided_among_are_refused_with_the_remedy() -> None:
     said = (
-        "4 workers with 2 devices each would need 8, and this machine has 4. Start fewer workers, or "
-        "lower devices_per_worker: the 4 devices were divided among n_workers=2. For more workers "
-        "later, pass devices_per_worker to LocalDeviceCluster"
+        "4 workers with 2 devices each would need 8, and this machine has 4. Start fewer workers, "
+        "or lower devices_per_worker: the 4 devices were divided among n_workers=2. For more "
+        "workers later, pass devices_per_worker to LocalDeviceCluster"
     )
     with (
         LocalDeviceCluster(n_workers=2, **QUIET) as cluster,
