@@ -80,10 +80,12 @@ ON_A_WORKER: Final = (
     "handlers[actor_attribute]",
     "handlers[actor_execute]",
     "handlers[get_data]",
+    "memory_manager.data",
     "metrics",
     "nanny",
     "periodic_callbacks[heartbeat]",
     "state.actors",
+    "state.data",
     "stream_handlers[close]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.

@@ -23,12 +23,15 @@ from dask_devctx.cuda.on_device import DeviceFunction
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor
 from dask_devctx.worker.failures.calls import MonitoredCall, of_the_task
+from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.memory.use import Use
 
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
     from dask_devctx.transfer.lifetime import Lifetime
     from dask_devctx.worker.failures.monitor import Monitor
     from dask_devctx.worker.inputs import Copies, Inputs
+    from dask_devctx.worker.memory.manager import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +63,10 @@ class DeviceTask(TaskStandIn):
         Copies the inputs to the device; None leaves them where they are.
     monitor
         Monitors the device; None only if ``device`` is an error.
+    memory
+        Makes room for the inputs and the result; None where devices have no limit.
+    prefix
+        The common name of tasks of its kind, by which the size of its result is known.
 
     Attributes
     ----------
@@ -75,7 +82,10 @@ class DeviceTask(TaskStandIn):
     can use no device: there a task that asked for no device runs without one, and any other fails.
     """
 
-    __slots__ = ("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "watched")
+    __slots__ = (
+        *("asked_for", "device", "inputs", "lifetimes", "made", "memory", "monitor", "prefix"),
+        "watched",
+    )
 
     def __init__(
         self,
@@ -88,8 +98,12 @@ class DeviceTask(TaskStandIn):
         watched: bool = False,
         inputs: Inputs | None = None,
         monitor: Monitor | None = None,
+        memory: DeviceMemory | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__(task, executor, priority)
+        self.memory = memory
+        self.prefix = prefix
         self.monitor = monitor
         self.inputs = inputs
         self.lifetimes = _NONE
@@ -123,6 +137,25 @@ class DeviceTask(TaskStandIn):
         return result
 
     def _run(self, device: Device, data: Any) -> Any:
+        use = self._use(device, data, wait=True)
+        if use is None:
+            return self._run_here(device, data)
+        try:
+            return self._run_here(device, use.data)
+        finally:
+            use.end()
+
+    def _use(self, device: Device, data: Any, *, wait: bool) -> Use | None:
+        """Return the task's use of device memory; None if it needs none."""
+        memory = self.memory
+        if memory is None:
+            return None
+        expected = memory.expected(self.prefix)
+        if not expected and not any(value.__class__ is Kept for value in data.values()):
+            return None
+        return Use(memory, data, device, expected, wait=wait)
+
+    def _run_here(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
         try:
             result = task(brought)
@@ -133,6 +166,15 @@ class DeviceTask(TaskStandIn):
         return result
 
     async def _run_coroutine(self, device: Device, data: Any) -> Any:
+        use = self._use(device, data, wait=False)
+        if use is None:
+            return await self._run_coroutine_here(device, data)
+        try:
+            return await self._run_coroutine_here(device, use.data)
+        finally:
+            use.end()
+
+    async def _run_coroutine_here(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
         try:
             result = await task(brought)
@@ -157,7 +199,9 @@ class DeviceTask(TaskStandIn):
 
     def _returned(self, device: Device, copies: Copies, result: Any) -> None:
         if self.inputs is not None:
-            self.made = self.inputs.made(result, copies, device)
+            made = self.made = self.inputs.made(result, copies, device)
+            if self.memory is not None and made is not None and made.places:
+                self.memory.made(self.prefix, made.places.get(device, 0))
 
     def __reduce__(self) -> Any:
         given = (_run_elsewhere, self.task, self.device, self.asked_for)
