@@ -86,7 +86,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """The devices that its worker uses; empty where the plugin is not set up."""
         return () if self.extension is None else self.extension.placement.devices
 
-    def report(self) -> dict[str, list[dict[str, Any]]] | None:
+    def report(self) -> dict[str, Any] | None:
         """Return the worker's tasks and their devices, as plain data; None where it is not set up.
 
         Call this on the worker's event loop.

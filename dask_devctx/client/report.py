@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,113 +11,35 @@ from distributed import Client, Worker
 
 from dask_devctx.client.tables import aligned, nbytes_text
 from dask_devctx.plugin import DevicePlugin
+from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer
 
 
-@dataclass(frozen=True)
-class ReportedTask:
-    """One task that ran, or that failed.
+@dataclass(frozen=True, slots=True)
+class ReportedTask(TaskRun):
+    """A task that ran, or that failed, and its worker's address."""
 
-    Parameters
-    ----------
-    worker
-        The worker's address.
-    key
-        Its key.
-    prefix
-        The name that it shares with tasks of its kind.
-    uuid
-        The device's UUID.
-    device_id
-        The device's ordinal in the worker's process.
-    start, stop
-        The times of its run, in seconds since the epoch by the scheduler's clock; None for a task
-        that failed before it could run.
-    outcome
-        ``"memory"`` or ``"error"``.
-    """
-
-    worker: str
-    key: Hashable
-    prefix: str
-    uuid: str
-    device_id: int
-    start: float | None
-    stop: float | None
-    outcome: str
+    worker: str = ""
 
 
-@dataclass(frozen=True)
-class ReportedRefusal:
-    """One task that failed before it had a device, for example because no worker has that device.
+@dataclass(frozen=True, slots=True)
+class ReportedRefusal(RefusedTask):
+    """A task that failed before it had a device, and its worker's address."""
 
-    Parameters
-    ----------
-    worker
-        The worker's address.
-    key
-        Its key.
-    prefix
-        The name that it shares with tasks of its kind.
-    reason
-        The error, in words.
-    """
-
-    worker: str
-    key: Hashable
-    prefix: str
-    reason: str
+    worker: str = ""
 
 
-@dataclass(frozen=True)
-class ReportedDevice:
-    """One device of one worker, from the worker's metrics."""
+@dataclass(frozen=True, slots=True)
+class ReportedDevice(DeviceCounts):
+    """A device of a worker, and the worker's address."""
 
-    worker: str
-    device_id: int
-    uuid: str
-    name: str | None
-    queued: int
-    running: int
-    done: int
-    failed: int
-    busy_s: float
-    memory_free: int | None
-    memory_total: int | None
+    worker: str = ""
 
 
-@dataclass(frozen=True)
-class ReportedTransfer:
-    """The values that went from one device to another, in one way.
+@dataclass(frozen=True, slots=True)
+class ReportedTransfer(Transfer):
+    """Values that went from one device to another, and the address of the worker that counted."""
 
-    Parameters
-    ----------
-    worker
-        The worker that copied them.
-    source, destination
-        The devices' UUIDs. For values that went through the host, the destination is the address
-        of the worker that asked for them.
-    way
-        ``"peer"`` within a worker, ``"ipc"`` between workers of one machine without the host, or
-        ``"host"`` as dask sends values.
-    nbytes, copies
-        The bytes and the number of values that moved.
-    saved
-        How often a task found a value there already.
-    seconds
-        The time of the transfers; within a worker, the time that threads spent to start copies.
-    reason
-        The reason why the values went through the host, if it is known.
-    """
-
-    worker: str
-    source: str
-    destination: str
-    way: str
-    nbytes: int
-    copies: int
-    saved: int
-    seconds: float
-    reason: str | None = None
+    worker: str = ""
 
 
 class Report(list[ReportedTask]):
@@ -253,15 +175,15 @@ async def _report(client: Client) -> Report:
             continue
         workers[worker] = answer is not None
         if answer is not None:
-            tasks += [ReportedTask(worker=worker, **run) for run in answer["runs"]]
+            tasks += [ReportedTask(*(*run, worker)) for run in answer["runs"] if run[2] is not None]
             devices += [ReportedDevice(worker=worker, **row) for row in answer["devices"]]
             transfers += [ReportedTransfer(worker=worker, **row) for row in answer["transfers"]]
-            refused += [ReportedRefusal(worker=worker, **task) for task in answer["refused"]]
+            refused += [ReportedRefusal(*(*task, worker)) for task in answer["refused"]]
     tasks.sort(key=lambda task: task.start or 0.0)
     return Report(tasks, devices, refused, workers, silent, transfers)
 
 
-async def _of_worker(dask_worker: Worker) -> dict[str, list[dict[str, Any]]] | None:
+async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
     # A coroutine, so that it runs on the worker's event loop.
     plugin = dask_worker.plugins.get(DevicePlugin.name)
     return plugin.report() if isinstance(plugin, DevicePlugin) else None

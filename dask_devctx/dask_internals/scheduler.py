@@ -31,6 +31,11 @@ def answer_no_more(scheduler: Scheduler, ops: Iterable[str]) -> None:
         scheduler.handlers.pop(op, None)
 
 
+async def ask(scheduler: Scheduler, address: str, op: str, **content: Any) -> Any:
+    """Send a message to a worker, and return its answer."""
+    return await getattr(scheduler.rpc(address), op)(**content)
+
+
 def resolved(scheduler: Scheduler, address: str) -> str:
     """Return an address as the scheduler writes it."""
     return scheduler.coerce_address(address)  # type: ignore[no-any-return]

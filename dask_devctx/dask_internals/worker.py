@@ -19,7 +19,7 @@ _MISSING = object()
 
 
 @contextmanager
-def _replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Iterator[None]:
+def replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Iterator[None]:
     """While it is open, a name has another value; a value that others set meanwhile stays."""
     before = entries.get(name, _MISSING)
     entries[name] = value
@@ -48,7 +48,7 @@ def wrapped_handler(
     wrap
         Given the present handler, returns the new one.
     """
-    with _replaced(worker.handlers, op, wrap(worker.handlers[op])):
+    with replaced(worker.handlers, op, wrap(worker.handlers[op])):
         yield
 
 
@@ -61,7 +61,7 @@ def metric(
     worker: Worker, name: str, function: Callable[[Worker], object]
 ) -> AbstractContextManager[None]:
     """Return a context manager that adds a metric to a worker's heartbeat while it is open."""
-    return _replaced(worker.metrics, name, function)
+    return replaced(worker.metrics, name, function)
 
 
 # -- actors

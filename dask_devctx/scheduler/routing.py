@@ -31,6 +31,8 @@ from dask_devctx.scheduler.announcements import (
     read_holdings,
     read_refusal,
 )
+from dask_devctx.scheduler.counts import Counts
+from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.holdings import Cluster
 from dask_devctx.scheduler.wishes import Wishes
 
@@ -46,6 +48,10 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     ----------
     refused
         The errors of workers that could not use their devices and left, by worker name.
+    history
+        What happened on the devices, collected while somebody reads it.
+    counts
+        The counts of tasks on the devices of workers that left.
 
     Notes
     -----
@@ -89,6 +95,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._grace_s = config.seconds("missing-device-timeout") or 0
         self._cluster = Cluster(set())
         self._wishes = Wishes(self._cluster, self._workers_on)
+        self.history = DeviceHistory(scheduler, lambda: self._cluster.present.using)
+        self.counts = Counts(scheduler)
         for address in scheduler.workers:
             self._cluster.join(address, time())
         acts = {ANNOUNCE: self._announced, WITHDRAW: self._withdrawn, REFUSE: self._refused}
@@ -101,6 +109,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     async def close(self) -> None:
         """Stop answering the workers' messages."""
         internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE))
+        self.history.close()
 
     def update_graph(
         self,
@@ -125,15 +134,19 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)
+        self.counts.moved(start, finish, kwargs)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         holdings = self._cluster.join(worker, time())
+        self.counts.joined(worker)
         if holdings is None:
             self._look_again_later()
         self._move(self._wishes.review(worker, None, holdings, joined=1))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         holdings = self._cluster.leave(worker, time())
+        self.counts.left(worker)
+        self.history.left(worker)
         if holdings is not None:
             self._look_again_later()
         self._move(self._wishes.review(worker, holdings, None, joined=-1))
@@ -141,6 +154,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def log_event(self, topic: str, msg: Any) -> None:
         """Mark the tasks that may have broken a worker's devices."""
         suspects.mark(self.scheduler, topic, msg)
+        self.history.event(topic, msg)
 
     # -- messages of workers
 
@@ -162,12 +176,17 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         if address not in self._cluster.workers:
             self._cluster.announce_early(address, holdings, time())
             return
+        self.counts.forget(address)
         before = self._cluster.announce(address, holdings)
         self._move(self._wishes.review(address, before, holdings))
 
     def _withdrawn(self, address: str, message: Mapping[str, Any]) -> None:
         self._known(address)
-        self._move(self._wishes.review(address, self._cluster.withdraw(address), None))
+        self.counts.forget(address)
+        before = self._cluster.withdraw(address)
+        if not self._cluster.present.using:
+            self.counts.forget_all()
+        self._move(self._wishes.review(address, before, None))
 
     def _refused(self, address: str, message: Mapping[str, Any]) -> None:
         self._known(address)

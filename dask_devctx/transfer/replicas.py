@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,26 +19,7 @@ from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held
 from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.transfer.move import After, Move
-
-
-@dataclass
-class Traffic:
-    """The traffic from one device to another.
-
-    Attributes
-    ----------
-    nbytes, copies
-        The number of bytes moved, and of inputs copied.
-    saved
-        How many times a task found a copy of its input there already.
-    seconds
-        Time that threads spent on starting the copies; they do not wait for the end.
-    """
-
-    nbytes: int = 0
-    copies: int = 0
-    saved: int = 0
-    seconds: float = 0.0
+from dask_devctx.transfer.traffic import Traffic
 
 
 @dataclass(eq=False)
@@ -69,6 +50,12 @@ class Replicas:
         The fraction of each device's memory that copies may take. Beyond it, the least recently
         used copies are dropped; 0 keeps none.
 
+    Attributes
+    ----------
+    on_copy
+        Called with the source, the destination, the bytes and the seconds of each copy, on the
+        thread that made it.
+
     Raises
     ------
     ValueError
@@ -97,6 +84,7 @@ class Replicas:
         if not 0 <= limit <= 1:
             raise ValueError(f"limit must be between 0 and 1, got {limit!r}")
         self.limit = float(limit)
+        self.on_copy: Callable[[Device, Device, int, float], object] | None = None
         self._lock = threading.RLock()
         self._places: dict[Device, _Place] = {}
         self._traffic: dict[tuple[Device, Device], Traffic] = {}
@@ -195,7 +183,11 @@ class Replicas:
                 self._remove(device, key, entry)
             entry.made.set_exception(error)
             raise
-        self._count(entry.sources, device, copies=1, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self._count(entry.sources, device, copies=1, seconds=seconds)
+        if self.on_copy is not None:
+            for source, moved_nbytes in entry.sources.items():
+                self.on_copy(source, device, moved_nbytes, seconds)
         entry.made.set_result((moved, stamp))
         with self._lock:
             place = self._places[device]

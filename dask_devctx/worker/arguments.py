@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.dask_internals.tasks import NODE_PARTS, Node, node_parts
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.objects import ObjectLike
+
+# The number of objects of a task to look at here; the walk takes a sample of more.
+_AT_MOST: Final = 1000
 
 
 class NodeLike(ObjectLike):
@@ -29,16 +32,29 @@ class NodeLike(ObjectLike):
 
 
 def may_hold_arrays(task: Any) -> bool:
-    """Return whether a task may hold arrays itself; fast if all its arguments are plain values."""
+    """Return whether a task may hold arrays itself; fast if it holds containers of plain values."""
     find = walk.find
-    nodes = [task]
-    for node in nodes:
-        parts = node_parts(node)
-        for kind in set(map(type, parts)):
-            if find(kind) is not None:
-                if not issubclass(kind, Node):
-                    return True
-                nodes += [part for part in parts if type(part) is kind]
+    todo = [task]
+    for each in todo:
+        kind = type(each)
+        if kind is tuple or kind is list:
+            parts = each
+        elif kind is dict:
+            parts = (*each, *each.values())
+        elif issubclass(kind, Node):
+            parts = node_parts(each)
+        elif (protocol := find(kind)) is walk.LEAF:
+            return True
+        elif protocol is None:
+            continue
+        else:
+            try:
+                parts = protocol.parts(each)
+            except Exception:  # the walk meets it again, and knows what to do
+                return True
+        if len(todo) + len(parts) > _AT_MOST:  # large values, and values that hold themselves
+            return True
+        todo += [part for part in parts if find(type(part)) is not None]
     return False
 
 

@@ -15,6 +15,7 @@ from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
+from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker import comms, leases, serialization
@@ -24,10 +25,14 @@ from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
+from dask_devctx.worker.history import History
 from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Input, Inputs
 from dask_devctx.worker.interpreter import set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
+from dask_devctx.worker.memory import within_limits
+from dask_devctx.worker.memory.data import DeviceData
+from dask_devctx.worker.memory.use import HostTask
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
 from dask_devctx.worker.policy import start_soonest
@@ -36,8 +41,10 @@ from dask_devctx.worker.task import DeviceTask
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_STAND_INS = (DeviceTask, HostTask)
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
+_RUNNING = frozenset({"executing", "long-running"})
 
 
 class DeviceExtension:
@@ -57,6 +64,8 @@ class DeviceExtension:
         them: tasks that ask for a device fail with this error, and all other tasks run as before.
     placement
         The device of each task.
+    history
+        The latest of what happened here.
     record
         The tasks that ran on each device.
     monitor
@@ -84,7 +93,9 @@ class DeviceExtension:
                 self.placement = NoDevices(error)
             used = self.placement.devices
             self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
-            self.record = Record(used, options.tasks_per_device, history)
+            self.history = History(history, used, lambda: worker.scheduler_delay)
+            steps.enter_context(answering(worker, self.history.handlers))
+            self.record = Record(used, options.tasks_per_device, self.history, history)
             steps.enter_context(metric(worker, Record.metric, self.record.metrics))
             self.monitor = steps.enter_context(
                 _opened(
@@ -97,9 +108,13 @@ class DeviceExtension:
                 )
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
+            self.record.retried = self.monitor.retries.counted
+            self.monitor.retries.on_retry = self._on_retry
             if options.move_inputs:
                 self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
                 self.monitor.retries.drop_replicas = self.inputs.drop_replicas
+                self.inputs.replicas.on_copy = self._on_copy
+                self.record.memory["copies"] = self.inputs.replicas.nbytes
                 steps.enter_context(comms.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
             serialization.register()
@@ -115,6 +130,7 @@ class DeviceExtension:
                     on_failure=self.monitor.blame.noticed_between,
                 )
             )
+            self.peers.traffic.on_copy = self.history.copied
             drop_replicas = self.monitor.retries.drop_replicas
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
@@ -122,6 +138,24 @@ class DeviceExtension:
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
+            self.memory = steps.enter_context(
+                within_limits(
+                    worker,
+                    used,
+                    options.device_memory_limit,
+                    copies=self._copies_on,
+                    drop_copies=self.monitor.retries.drop_replicas,
+                    made_by=self._made_by,
+                    brought=self._brought,
+                    on_failure=self.monitor.blame.noticed_between,
+                )
+            )
+            if self.memory is not None:
+                drop_copies = self.monitor.retries.drop_replicas
+                spill_all = self.memory.spill_all
+                self.monitor.retries.drop_replicas = lambda device: (
+                    drop_copies(device) + spill_all(device)
+                )
             self.pools = steps.enter_context(device_threads(worker, used, options.tasks_per_device))
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
@@ -168,7 +202,7 @@ class DeviceExtension:
                 for ts in self._tasks.values():
                     tasks.restore(ts)
 
-    def report(self) -> dict[str, list[dict[str, Any]]]:
+    def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
         transfers = [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
@@ -180,15 +214,15 @@ class DeviceExtension:
         # A task that was cancelled and requested again returns to "executing" without a transition
         # to it. So this looks at the state, and not at `finish`.
         if ts is not None and ts.state == "executing":
-            if ts.run_spec.__class__ is not DeviceTask:
+            if ts.run_spec.__class__ not in _STAND_INS:
                 self._assign(ts)
         elif key in self.placement.placed:
             if finish == "long-running":  # a cancelled task, too, which stays cancelled
                 self.monitor.seceded(key)
             if ts is None or ts.state not in _UNDER_WAY:
                 self._done(key, ts)
-        elif start == "long-running" and ts is not None:
-            self._ended_later(key, ts)
+        elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
+            self._ended_later(key, ts, start)
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)
@@ -207,6 +241,8 @@ class DeviceExtension:
                 self._done(ts.key, None)  # if it had a device before it was requested again
                 if self.inputs is not None:
                     self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
+                if ts.dependencies and isinstance(self._worker.data, DeviceData):
+                    tasks.replace(ts, HostTask(ts.run_spec, self._worker.data.memory))
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # a task that ran out of memory elsewhere may have a next device
@@ -232,6 +268,8 @@ class DeviceExtension:
             watched=is_watched(annotations),
             inputs=self.inputs,
             monitor=self.monitor,
+            memory=self.memory,
+            prefix=ts.prefix,
         )
         tasks.replace(ts, stand_in)
         if self.inputs is not None and ts.dependencies:
@@ -248,19 +286,20 @@ class DeviceExtension:
         device = self.placement.remove(key)
         if device is None:
             return
-        run = self.record.left(device, ts)
-        if run is not None and run.start is not None and run.stop is not None:
-            self.placement.record_duration(run.prefix, run.stop - run.start)
+        seconds = self.record.left(device, ts)
+        if seconds is not None:
+            self.placement.record_duration(ts.prefix, seconds)
         # A task that failed, was dropped or runs again has no value whose lifetime begins here.
         if ts is not None and ts.state == "memory":
             self._arrived(key, ts)
 
-    def _ended_later(self, key: Hashable, ts: Any) -> None:
-        """Note the outcome of a task that seceded; it gave up its place on its device then."""
+    def _ended_later(self, key: Hashable, ts: Any, start: str) -> None:
+        """Note the outcome of a task that seceded, or that had no device: it has no place now."""
         spec = ts.run_spec
-        if spec.__class__ is DeviceTask and isinstance(spec.device, Device):
-            if ts.state in ("memory", "error"):
-                self.record.ended(spec.device, ts)
+        if spec.__class__ is not DeviceTask:
+            self.record.ended(None, ts)
+        elif start == "long-running" and isinstance(spec.device, Device):
+            self.record.ended(spec.device, ts)
             if ts.state == "memory":
                 self._arrived(key, ts)
 
@@ -268,6 +307,25 @@ class DeviceExtension:
         made = _work_of(ts)
         if made is not None and self.inputs is not None:
             self.inputs.arrived(key, made)
+
+    def _on_copy(self, source: Device, target: Device, nbytes: int, seconds: float) -> None:
+        self.history.copied(source.uuid, target.uuid, nbytes, seconds, "peer")
+
+    def _on_retry(self, key: Hashable, device: Device, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self.history.happened("out-of-memory", device.uuid, key, text)
+
+    def _copies_on(self, device: Device) -> int:
+        """Return the bytes of a device that copies and staging memory take."""
+        copies = 0 if self.inputs is None else self.inputs.replicas.nbytes(device)
+        return copies + self.peers.staging_nbytes(device)
+
+    def _made_by(self, key: Hashable) -> Stamp | None:
+        return None if self.inputs is None else self.inputs.work_of(key)
+
+    def _brought(self, key: Hashable, places: Mapping[Device, int], after: Stamp) -> None:
+        if self.inputs is not None:
+            self.inputs.brought(key, places, after)
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
@@ -291,6 +349,10 @@ class DeviceExtension:
 
     def _inputs(self, ts: Any) -> list[Input]:
         """Return the inputs of a task that are in memory; those on disk stay there."""
+        data = self._worker.data
+        if isinstance(data, DeviceData):
+            found = [(dep.key, data.peek(dep.key)) for dep in ts.dependencies]
+            return [Input(key, value, self.inputs) for key, value in found if value is not None]
         data = in_memory(self._worker)
         keys = [dep.key for dep in ts.dependencies if dep.key in data]
         return [Input(key, data[key], self.inputs) for key in keys]

@@ -1,68 +1,25 @@
-"""The tasks that ran on each device of a worker: counts for its metrics, and the latest tasks."""
+"""The tasks on each device of a worker: counts for its metrics, and rows for its history."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Final
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.tasks import add_metadata
+from dask_devctx.scheduler.counts import DEVICE, METRIC
+from dask_devctx.scheduler.rows import Sample
+from dask_devctx.worker.history import History
 
-# The key of the device in a task's metadata and in a task's row.
-METADATA: Final = "device"
-
-
-@dataclass(frozen=True)
-class TaskRun:
-    """One task that ran, or that failed.
-
-    Parameters
-    ----------
-    key
-        Its key.
-    prefix
-        The common name of tasks of its kind.
-    uuid
-        The device's UUID.
-    device_id
-        The device's ordinal in the worker's process.
-    start, stop
-        The time of its start and end, in seconds since the epoch by the scheduler's clock; None if
-        it failed before it could run.
-    outcome
-        ``"memory"`` or ``"error"``.
-    """
-
-    key: Hashable
-    prefix: str
-    uuid: str
-    device_id: int
-    start: float | None
-    stop: float | None
-    outcome: str
-
-
-@dataclass(frozen=True)
-class RefusedTask:
-    """One task that failed before it had a device, for example because no worker has the device.
-
-    Parameters
-    ----------
-    key
-        Its key.
-    prefix
-        The common name of tasks of its kind.
-    reason
-        The error as text.
-    """
-
-    key: Hashable
-    prefix: str
-    reason: str
+# How long NVML's answer about other processes is used: it takes longer than the others.
+_PROCESSES_AGE_S: Final = 5.0
+# The keys of a device's row that a sample has too.
+_SAMPLED: Final = tuple(name for name in Sample.__slots__ if name not in ("uuid", "time"))
 
 
 @dataclass
@@ -74,6 +31,15 @@ class _Tally:
     done: int = 0
     failed: int = 0
     busy_s: float = 0.0
+    place_s: float = 0.0
+    inputs_s: float = 0.0
+    memory_s: float = 0.0
+    occupied_s: float = 0.0
+    # The moment since which it has tasks, if it has any, and the moment at which it was asked for
+    # the memory of other processes.
+    since: float = 0.0
+    asked_at: float = float("-inf")
+    others: int | None = None
 
 
 class Record:
@@ -86,14 +52,21 @@ class Record:
     tasks_per_device
         How many tasks run on a device at a time.
     history
-        How many tasks are remembered.
+        Gets a row for each task that ends.
+    remembered
+        How many refused tasks are remembered.
 
     Attributes
     ----------
-    runs
-        The latest tasks, in order of their ends.
     refusals
-        The latest tasks that got no device.
+        The latest tasks that got no device: key, prefix and reason.
+    without_device
+        The number of tasks that ended and ran on no device.
+    memory
+        Functions that return a device's bytes of some kind: ``"limit"``, ``"held"``, ``"copies"``
+        or ``"spilled"``.
+    retried
+        How often memory ran out, by device.
 
     Notes
     -----
@@ -101,27 +74,37 @@ class Record:
     metadata, which readers of dask's own task stream see.
     """
 
-    metric = "devctx"
+    metric = METRIC
 
-    def __init__(self, devices: Sequence[Device], tasks_per_device: int, history: int) -> None:
-        self.runs: deque[TaskRun] = deque(maxlen=history)
-        self.refusals: deque[RefusedTask] = deque(maxlen=history)
+    def __init__(
+        self, devices: Sequence[Device], tasks_per_device: int, history: History, remembered: int
+    ) -> None:
+        self.refusals: deque[tuple[Hashable, str, str]] = deque(maxlen=remembered)
+        self.without_device = 0
+        self.memory: dict[str, Callable[[Device], int | None]] = {}
+        self.retried: Mapping[Device, int] = {}
+        self._history = history
         self._tallies = {device: _Tally(device) for device in devices}
         self._tasks_per_device = tasks_per_device
 
     def placed(self, ts: Any, device: Device, before: Device | None) -> None:
         """Count a task that is about to run on a device, and no longer on its device before."""
         if before is not None:
-            self._tallies[before].under_way -= 1
-        self._tallies[device].under_way += 1
-        add_metadata(ts, METADATA, device.uuid)
+            self._leave(self._tallies[before])
+        tally = self._tallies[device]
+        if not tally.under_way:
+            tally.since = monotonic()
+        tally.under_way += 1
+        add_metadata(ts, DEVICE, device.uuid)
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device and fails with this error."""
-        self.refusals.append(RefusedTask(ts.key, ts.prefix, f"{type(error).__name__}: {error}"))
+        reason = f"{type(error).__name__}: {error}"
+        self.refusals.append((ts.key, ts.prefix, reason))
+        self._history.happened("refused", key=ts.key, text=reason)
 
-    def left(self, device: Device, ts: Any) -> TaskRun | None:
-        """Count a task that leaves its device; return its run, or None if it did not end.
+    def left(self, device: Device, ts: Any) -> float | None:
+        """Count a task that leaves its device; return its seconds, or None if it did not end.
 
         Parameters
         ----------
@@ -131,49 +114,86 @@ class Record:
             The worker's state of the task, or None if the worker forgot the task.
         """
         tally = self._tallies[device]
-        tally.under_way -= 1
+        self._leave(tally)
         if ts is None or ts.state not in ("memory", "error"):
             return None  # it was given up, started again or seceded: it has no run yet
-        run = self.ended(device, ts)
-        if run.start is not None and run.stop is not None:
-            tally.busy_s += run.stop - run.start
-        return run
+        seconds = self.ended(device, ts)
+        if seconds is not None:
+            tally.busy_s += seconds
+        return seconds
 
-    def ended(self, device: Device, ts: Any) -> TaskRun:
-        """Remember a task that is done or failed; call it directly for a task that seceded."""
-        tally = self._tallies[device]
+    def ended(self, device: Device | None, ts: Any) -> float | None:
+        """Remember a task that is done or failed; return its seconds, or None if it did not run.
+
+        :meth:`left` calls this. Call it directly for a task that seceded, and, with None, for a
+        task without a device.
+        """
         start = stop = None
+        failed = ts.state == "error"
         for times in ts.startstops:
             if times["action"] == "compute":
                 start, stop = times["start"], times["stop"]
-        if ts.state == "error":
-            tally.failed += 1
+                if failed and device is not None:  # the scheduler gets no metadata of it
+                    times[DEVICE] = device.uuid
+        place_s = inputs_s = memory_s = 0.0
+        uuid = device_id = thread = None
+        if device is None:
+            self.without_device += 1
         else:
-            tally.done += 1
-        run = TaskRun(ts.key, ts.prefix, device.uuid, device.device_id, start, stop, ts.state)
-        self.runs.append(run)
-        return run
+            uuid, device_id = device.uuid, device.device_id
+            place_s, inputs_s, memory_s, thread = getattr(
+                ts.run_spec, "waited", (0.0, 0.0, 0.0, None)
+            )
+            tally = self._tallies[device]
+            tally.place_s += place_s
+            tally.inputs_s += inputs_s
+            tally.memory_s += memory_s
+            if failed:
+                tally.failed += 1
+            else:
+                tally.done += 1
+        row = (ts.key, ts.prefix, uuid, device_id, start, stop, ts.state)
+        self._history.tasks.append((*row, place_s, inputs_s, memory_s, thread))
+        return None if start is None or stop is None else stop - start
 
-    def report(self) -> dict[str, list[dict[str, Any]]]:
+    @staticmethod
+    def _leave(tally: _Tally) -> None:
+        tally.under_way -= 1
+        if not tally.under_way:
+            tally.occupied_s += monotonic() - tally.since
+
+    def report(self) -> dict[str, Any]:
         """Return the latest tasks, the devices' counts and the refusals, as plain data."""
         return {
-            "runs": [vars(run) for run in self.runs],
-            "devices": self.metrics(None),
-            "refused": [vars(task) for task in self.refusals],
+            "runs": self._history.tasks.since(0)[0],
+            "devices": self.rows(),
+            "refused": list(self.refusals),
+            "without_device": self.without_device,
         }
 
     def metrics(self, worker: object) -> list[dict[str, Any]]:
-        """Return the heartbeat's rows, one for each device, as plain data.
+        """Return the heartbeat's rows, one for each device; they are samples of the history too."""
+        rows, now = self.rows(), self._history.now()
+        for row in rows:
+            self._history.samples.append((row["uuid"], now, *map(row.__getitem__, _SAMPLED)))
+        return rows
 
-        ``queued`` and ``running`` count tasks now, ``done`` and ``failed`` since the start.
-        ``busy_s`` is the sum of the seconds of tasks that ended. Tasks that seceded do not count,
-        because most of them only wait for others. ``memory_free`` and ``memory_total`` are bytes of
-        the whole device, or None if NVML does not know them.
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each device, as plain data.
+
+        The keys are the fields of :class:`~dask_devctx.scheduler.rows.DeviceCounts`.
         """
+        backend, now = driver.backend(), monotonic()
         rows = []
         for device, tally in self._tallies.items():
             running = min(tally.under_way, self._tasks_per_device)
-            free, total = discovery.memory_info(driver.backend(), device.info) or (None, None)
+            free, total = discovery.memory_info(backend, device.info) or (None, None)
+            utilization, bandwidth = discovery.utilization(backend, device.info) or (None, None)
+            if now - tally.asked_at > _PROCESSES_AGE_S:
+                tally.asked_at = now
+                tally.others = discovery.memory_of_others(backend, device.info)
+            under_way_s = now - tally.since if tally.under_way else 0.0
+            memory = {name: function(device) for name, function in self.memory.items()}
             rows.append(
                 {
                     "device_id": device.device_id,
@@ -186,6 +206,18 @@ class Record:
                     "busy_s": tally.busy_s,
                     "memory_free": free,
                     "memory_total": total,
+                    "occupied_s": tally.occupied_s + under_way_s,
+                    "memory_limit": memory.get("limit"),
+                    "memory_held": memory.get("held"),
+                    "memory_copies": memory.get("copies"),
+                    "memory_spilled": memory.get("spilled"),
+                    "memory_others": tally.others,
+                    "utilization": utilization,
+                    "bandwidth": bandwidth,
+                    "place_s": tally.place_s,
+                    "inputs_s": tally.inputs_s,
+                    "memory_s": tally.memory_s,
+                    "out_of_memory": self.retried.get(device, 0),
                 }
             )
         return rows

@@ -11,6 +11,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from threading import get_ident
+from time import perf_counter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +76,8 @@ class DeviceTask(TaskStandIn):
         The lifetimes of the inputs' values, by key; set if there are inputs.
     made
         The stamp of the work that makes its result, after it returned a result on a device.
+    waited
+        The seconds that it waited for a place, for its inputs and for memory, and its thread.
 
     Notes
     -----
@@ -84,7 +88,7 @@ class DeviceTask(TaskStandIn):
 
     __slots__ = (
         *("asked_for", "device", "inputs", "lifetimes", "made", "memory", "monitor", "prefix"),
-        "watched",
+        *("watched", "_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
     )
 
     def __init__(
@@ -111,6 +115,14 @@ class DeviceTask(TaskStandIn):
         self.device = device
         self.asked_for = asked_for
         self.watched = watched
+        self._placed_at = self._began_at = perf_counter()
+        self._inputs_s = self._memory_s = 0.0
+        self._thread: int | None = None
+
+    @property
+    def waited(self) -> tuple[float, float, float, int | None]:
+        place_s = self._began_at - self._placed_at
+        return place_s, self._inputs_s, self._memory_s, self._thread
 
     def __call__(self, data: Any = ()) -> Any:
         device, monitor = self.device, self.monitor
@@ -120,19 +132,28 @@ class DeviceTask(TaskStandIn):
         assert monitor is not None
         if monitor.is_cancelled(task.key):
             raise Reschedule  # dask ignores this, unless the task was requested again just now
+        self._began_at, self._thread = perf_counter(), get_ident()
         call = MonitoredCall(
             monitor, task.key, device, movable=not self.asked_for, watched=self.watched
         )
         if task.is_coro:
             return self._await(call, device, data)
+        again = False
         while call.unfinished:
             with call:
+                if again:
+                    self._memory_s = perf_counter() - self._began_at
+                again = True
                 result = self._run(device, data)
         return suspending.within(device, result)
 
     async def _await(self, call: MonitoredCall, device: Device, data: Any) -> Any:
+        again = False
         while call.unfinished:
             async with call:
+                if again:
+                    self._memory_s = perf_counter() - self._began_at
+                again = True
                 result = await suspending.within(device, self._run_coroutine(device, data))
         return result
 
@@ -153,7 +174,10 @@ class DeviceTask(TaskStandIn):
         expected = memory.expected(self.prefix)
         if not expected and not any(value.__class__ is Kept for value in data.values()):
             return None
-        return Use(memory, data, device, expected, wait=wait)
+        begun = perf_counter()
+        use = Use(memory, data, device, expected, wait=wait)
+        self._memory_s += perf_counter() - begun
+        return use
 
     def _run_here(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
@@ -191,7 +215,10 @@ class DeviceTask(TaskStandIn):
         task = self.inputs.bring_arguments(self.task, device)
         if not data:
             return task, data, []
-        return task, *self.inputs.bring(data, self.lifetimes, device)
+        begun = perf_counter()
+        found = self.inputs.bring(data, self.lifetimes, device)
+        self._inputs_s = perf_counter() - begun
+        return task, *found
 
     def _gave_up(self, device: Device, copies: Copies) -> None:
         if self.inputs is not None:

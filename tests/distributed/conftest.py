@@ -1,4 +1,8 @@
-"""Clusters on simulated devices, with dask's own checks of its state on."""
+"""Clusters on simulated devices, with dask's own checks of its state on.
+
+No folder here is named ``worker`` or ``scheduler``: dask leaves the frames of files in
+``distributed/worker`` and ``distributed/scheduler`` out of the tracebacks of tasks.
+"""
 
 from __future__ import annotations
 

@@ -29,8 +29,10 @@ __all__ = [
     "inventory",
     "is_lost",
     "memory_info",
+    "memory_of_others",
     "ordinal_if_known",
     "processes",
+    "utilization",
 ]
 
 _Key = tuple[str | None, str | None]
@@ -78,6 +80,20 @@ def processes(backend: Backend, info: DeviceInfo) -> tuple[tuple[int, int | None
     from dask_devctx.cuda.discovery import nvml
 
     return nvml.processes(backend.nvml, info)
+
+
+def memory_of_others(backend: Backend, info: DeviceInfo) -> int | None:
+    """Return the bytes that other processes hold on a device, or None if NVML does not say."""
+    from dask_devctx.cuda.discovery import nvml
+
+    return nvml.memory_of_others(backend.nvml, info)
+
+
+def utilization(backend: Backend, info: DeviceInfo) -> tuple[float, float] | None:
+    """Return the shares of the last moment in which a device computed and used its memory."""
+    from dask_devctx.cuda.discovery import nvml
+
+    return nvml.utilization(backend.nvml, info)
 
 
 def is_lost(backend: Backend, info: DeviceInfo) -> bool:

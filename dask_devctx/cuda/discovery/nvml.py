@@ -12,7 +12,8 @@ from pynvml import NVML_ERROR_GPU_IS_LOST, NVMLError
 from dask_devctx.cuda.inventory import DeviceInfo
 from dask_devctx.driver.protocol import Nvml
 
-__all__ = ["NVMLError", "NvmlGPU", "is_lost", "memory_info", "processes", "read"]
+__all__ = ["NVMLError", "NvmlGPU", "is_lost", "memory_info", "memory_of_others"]
+__all__ += ["processes", "read", "utilization"]
 
 T = TypeVar("T")
 
@@ -87,6 +88,34 @@ def processes(nvml: Nvml, info: DeviceInfo) -> tuple[tuple[int, int | None], ...
         (int(one.pid), None if one.usedGpuMemory is None else int(one.usedGpuMemory))
         for one in found
     )
+
+
+def memory_of_others(nvml: Nvml, info: DeviceInfo) -> int | None:
+    """Return the bytes that other processes hold on a device, or None if NVML does not say.
+
+    References
+    ----------
+    ``nvmlDeviceGetComputeRunningProcesses``; see :func:`processes`.
+    """
+    found = processes(nvml, info)
+    if any(nbytes is None for _, nbytes in found):
+        return None
+    return sum(nbytes or 0 for pid, nbytes in found if pid != os.getpid())
+
+
+def utilization(nvml: Nvml, info: DeviceInfo) -> tuple[float, float] | None:
+    """Return the shares of the last moment in which a device computed and used its memory.
+
+    References
+    ----------
+    ``nvmlDeviceGetUtilizationRates``. The moment is between a sixth of a second and a second, and
+    MIG instances have no answer.
+    """
+    try:
+        rates = nvml.nvmlDeviceGetUtilizationRates(_handle(nvml, info))
+    except (NVMLError, LookupError):
+        return None
+    return rates.gpu / 100, rates.memory / 100
 
 
 def is_lost(nvml: Nvml, info: DeviceInfo) -> bool:

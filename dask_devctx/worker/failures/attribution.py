@@ -177,7 +177,12 @@ def tell_scheduler(worker: Worker, failure: Failure) -> None:
     mark is there before the task runs again. A scheduler without this package only stores the
     event.
     """
-    event = {"action": ACTION, "error": str(failure.error), "suspects": list(failure.suspects)}
+    event = {
+        "action": ACTION,
+        "device": failure.error.uuid,
+        "error": str(failure.error),
+        "suspects": list(failure.suspects),
+    }
     try:
         worker.log_event(TOPIC, event)
     except Exception as error:  # the worker ends in any case

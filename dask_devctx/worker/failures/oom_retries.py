@@ -39,11 +39,14 @@ class Retries:
         How often memory ran out, by device.
     drop_replicas
         Frees the copies of other devices' values on a device; returns their bytes.
+    on_retry
+        Called with a task's key, its device and its error each time that memory ran out.
     """
 
     def __init__(self, devices: Sequence[Device], most: int) -> None:
         self.counted: Counter[Device] = Counter()
         self.drop_replicas: Callable[[Device], int] = lambda device: 0
+        self.on_retry: Callable[[Hashable, Device, Exception], object] = lambda *given: None
         self._devices = tuple(devices)
         self._most = most
         self._lock = threading.Lock()
@@ -85,6 +88,7 @@ class Retries:
                 self.forget(key)
             return error
         self.counted[device] += 1
+        self.on_retry(key, device, error)
         requested = requested_nbytes(error)
         replicas = self._make_room(device, error)
         with self._lock:

@@ -177,6 +177,11 @@ class PeerTransfers:
         """The bytes of staging memory that hold values on their way."""
         return sum(staging.in_use for staging in self._stagings.values())
 
+    def staging_nbytes(self, device: Device) -> int:
+        """Return the bytes of a device that are allocated as staging memory."""
+        staging = self._stagings.get(device)
+        return 0 if staging is None else staging.nbytes
+
     def _handlers(self) -> dict[str, Any]:
         assert self._pairs is not None
         return {

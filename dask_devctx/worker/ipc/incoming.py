@@ -159,12 +159,14 @@ class Incoming:
                     await self._run(receiving.finish, lane, opened)
             return self._unpacked(receiving, arriving, address)
         last = receiving.pieces - 1
+        found: dict[Hashable, Any]
         if last < 1:
-            await self._run(self._allocate_and_read, receiving, where)
-        else:
-            await self._run(self._allocate, receiving)
-            await self._pieces(address, about["number"], receiving, where, last)
-        found: dict[Hashable, Any] = await self._run(self._unpacked, receiving, arriving, address)
+            # All in one go: each change of threads takes time.
+            found = await self._run(self._read_and_unpacked, receiving, where, arriving, address)
+            return found
+        await self._run(self._allocate, receiving)
+        await self._pieces(address, about["number"], receiving, where, last)
+        found = await self._run(self._unpacked, receiving, arriving, address)
         return found
 
     async def _pieces(
@@ -204,10 +206,17 @@ class Incoming:
             self._make_room(receiving.device)
             receiving.allocate()
 
-    def _allocate_and_read(self, receiving: Receiving, where: Description) -> None:
+    def _read_and_unpacked(
+        self,
+        receiving: Receiving,
+        where: Description,
+        arriving: dict[Hashable, Arriving],
+        address: str,
+    ) -> dict[Hashable, Any]:
         self._allocate(receiving)
         if receiving.pieces:
             _read(receiving, 0, where)
+        return self._unpacked(receiving, arriving, address)
 
     def _unpacked(
         self, receiving: Receiving, arriving: dict[Hashable, Arriving], address: str

@@ -22,7 +22,7 @@ from dask_devctx.transfer.ipc.parcel import Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.transfer.ipc.staging import Staging
 from dask_devctx.worker.inputs import Inputs
-from dask_devctx.worker.ipc.device_types import find
+from dask_devctx.worker.device_types import find
 from dask_devctx.worker.ipc.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ _ROOM_LOOK_S: Final = 0.001
 # After a connection ended, its receiver may still be in the middle of a copy. The staging memory is
 # kept for this long.
 _GRACE_S: Final = 5.0
+
+# A transfer that has begun, its values, and whether its first piece is staged.
+Begun = tuple[Sending, dict[Hashable, Parcel], bool]
 
 
 class Outgoing:
@@ -177,7 +180,7 @@ class Outgoing:
         stamps = self._work_of(places)
         nbytes = sum(total.values())
 
-        def begin() -> tuple[Sending, dict[Hashable, Parcel]] | None:
+        def begin() -> Begun | None:
             with device:
                 if not all(stamp.done() for stamp in stamps):
                     for stamp in stamps:
@@ -193,7 +196,7 @@ class Outgoing:
                 for parcel in parcels.values():
                     parts += parcel.parts
                 gathered = any(parcel.gathered for parcel in parcels.values())
-                return Sending(parts, staging, stamps, gathered=gathered), parcels
+                return Sending(parts, staging, stamps, gathered=gathered), parcels, False
 
         quick = (
             0 < nbytes <= QUICK_NBYTES
@@ -201,12 +204,12 @@ class Outgoing:
             and all(find(type(value)) is not None for value in values.values())
             and staging.has_room(nbytes)
         )
-        begun = begin() if quick else await self._run(begin)
+        begun = begin() if quick else await self._run(_begin_and_stage, begin)
         if begun is None:
             return None
-        sending, parcels = begun
+        sending, parcels, staged = begun
         try:
-            staged = await self._stage(sending, 0, quick=quick)
+            staged = staged or await self._stage(sending, 0, quick=quick)
             if not staged and sending.piece > staging.piece:
                 sending.in_pieces()
                 staged = await self._stage(sending, 0)
@@ -306,6 +309,19 @@ def has_failed(device: Device, error: DriverError) -> bool:
     except DevctxError:
         return True
     return False
+
+
+def _begin_and_stage(begin: Callable[[], Begun | None]) -> Begun | None:
+    """Pack values and stage their first piece in one go: each change of threads takes time."""
+    begun = begin()
+    if begun is None:
+        return None
+    sending, parcels, _ = begun
+    try:
+        return sending, parcels, _start_and_finish(sending, 0)
+    except BaseException:
+        sending.close()
+        raise
 
 
 def _start_and_finish(sending: Sending, index: int) -> bool:

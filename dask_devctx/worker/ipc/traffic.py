@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -12,10 +13,13 @@ class Traffic:
     ----------
     reasons
         The reasons why values go to another worker through the host, by its address.
+    on_copy
+        Called with the arguments of each :meth:`count`, the bytes' way after the seconds.
     """
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
+        self.on_copy: Callable[[str, str, int, float, str, int], object] | None = None
         self._rows: dict[tuple[str, str, str], list[float]] = {}
 
     def count(
@@ -26,6 +30,8 @@ class Traffic:
         row[0] += nbytes
         row[1] += copies
         row[2] += seconds
+        if self.on_copy is not None:
+            self.on_copy(source, destination, nbytes, seconds, way, copies)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each source, destination and way, as plain data."""

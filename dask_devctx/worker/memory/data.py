@@ -44,7 +44,7 @@ class DeviceData(MutableMapping[Hashable, Any]):
     def __init__(self, data: MutableMapping[Any, Any], memory: DeviceMemory) -> None:
         self.raw: MutableMapping[Any, Any] = data
         self.on_devices: dict[Hashable, Kept] = {}
-        self._memory = memory
+        self.memory = memory
         if isinstance(data, DeviceData):  # of a plugin that was removed while values were away
             self.raw = data.raw
             self.on_devices = data.on_devices
@@ -73,7 +73,7 @@ class DeviceData(MutableMapping[Hashable, Any]):
             else:
                 self.raw[key] = kept.value
                 del self.on_devices[key]
-        if self.on_devices or self._memory.adopted:
+        if self.on_devices or (self.memory.on_disk and getattr(self.raw, "slow", ())):
             return True
         return any(value.__class__ is Kept for value in getattr(self.raw, "fast", self.raw).values())
 
@@ -84,17 +84,17 @@ class DeviceData(MutableMapping[Hashable, Any]):
             if value.__class__ is not Kept:
                 return value
         if value.memory is None:  # read from disk
-            self._memory.adopt(value)
+            self.memory.adopt(value)
         if SENDING.get():
-            return self._memory.to_send(value)
+            return self.memory.to_send(value)
         if _goes_to_a_stand_in(sys._getframe(1)):
             return value
-        return self._memory.read(value)
+        return self.memory.read(value)
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
         kept = None
         if walk.find(value.__class__) is not None:
-            kept = self._memory.keep(key, value)
+            kept = self.memory.keep(key, value)
         if kept is None:
             self.on_devices.pop(key, None)
             self.raw[key] = value
@@ -129,7 +129,7 @@ class DeviceData(MutableMapping[Hashable, Any]):
 
     def evict(self) -> int:
         """Write a value in host memory to disk, as dask's own mapping does; -1 if none is there."""
-        if self._memory.spill_clean(1):
+        if self.memory.spill_clean(1):
             return 1
         return int(self.raw.evict()) if self.raw.fast else -1  # type: ignore[attr-defined]
 
@@ -140,7 +140,7 @@ class DeviceData(MutableMapping[Hashable, Any]):
             return kept
         value = getattr(self.raw, "fast", self.raw).get(key)
         if value.__class__ is Kept and value.memory is None:
-            self._memory.adopt(value)
+            self.memory.adopt(value)
         return value
 
     def moved(self, kept: Kept) -> None:

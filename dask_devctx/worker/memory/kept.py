@@ -108,6 +108,8 @@ class Kept:
 @dask_serialize.register(Kept)
 def _to_disk(kept: Kept) -> tuple[dict[str, Any], list[Any]]:
     form, index = kept.host_form()
+    if kept.memory is not None:
+        kept.memory.on_disk = True
     about = (kept.key, form.descriptions, len(form.buffers), index, form.home.uuid)
     return {"kept": pickle.dumps(about)}, [form.pickled, *form.frames()]
 

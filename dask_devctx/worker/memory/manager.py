@@ -101,7 +101,7 @@ class DeviceMemory:
         self._told_of_spilling = False
         self._grow = threading.Event()
         self.open = True
-        self.adopted = False  # whether values went to disk
+        self.on_disk = False  # whether values went to disk
         threading.Thread(target=self._grow_ahead, name="devctx-memory-host", daemon=True).start()
         for device, ledger in self._ledgers.items():
             name = f"devctx-memory-{device}"

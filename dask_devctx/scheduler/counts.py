@@ -1,0 +1,160 @@
+"""The counts of tasks on each device that outlive the workers that ran them.
+
+A worker counts its own tasks, and its heartbeats carry the counts. The scheduler keeps them when
+the worker leaves. A worker that is killed may have run tasks since its last heartbeat: so the
+scheduler also counts each outcome that reaches it, and keeps the larger number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+from distributed import Scheduler
+
+# The metric with a row for each device in a worker's heartbeat, and the name of the device in a
+# task's metadata and in the times of a task that failed.
+METRIC: Final = "devctx"
+DEVICE: Final = "device"
+
+# The devices whose counts are kept.
+_LIMIT: Final = 4096
+
+
+@dataclass
+class PastCounts:
+    """The counts of a device's tasks that ran on workers that left.
+
+    Parameters
+    ----------
+    done, failed, busy_s, occupied_s, place_s, inputs_s, memory_s, out_of_memory
+        As in :class:`~dask_devctx.scheduler.rows.DeviceCounts`.
+    """
+
+    done: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+    occupied_s: float = 0.0
+    place_s: float = 0.0
+    inputs_s: float = 0.0
+    memory_s: float = 0.0
+    out_of_memory: int = 0
+
+    def add(self, other: PastCounts) -> None:
+        """Add other counts to these."""
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass
+class PastDevice:
+    """A device of workers that left, and its counts.
+
+    Parameters
+    ----------
+    worker
+        The address of the last of these workers.
+    device_id, name
+        Its ordinal in that worker's process, and its name.
+    counts
+        The counts.
+    """
+
+    worker: str
+    device_id: int
+    name: str | None
+    counts: PastCounts
+
+
+class Counts:
+    """Counts outcomes of tasks on devices, and keeps the counts of workers that left.
+
+    Parameters
+    ----------
+    scheduler
+        The scheduler.
+
+    Attributes
+    ----------
+    past
+        The devices of workers that left, by UUID.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.past: dict[str, PastDevice] = {}
+        self._scheduler = scheduler
+        self._seen: dict[str, dict[str, PastCounts]] = {}
+        # dask has dropped the state of a worker by the time that it says that the worker left.
+        self._states = dict(scheduler.workers)
+
+    def moved(self, start: str, finish: str, content: Mapping[str, Any]) -> None:
+        """Count a task's outcome; called for each transition of each task."""
+        if start != "processing" or "startstops" not in content:
+            return
+        worker, times = content.get("worker"), content["startstops"]
+        compute = next((t for t in reversed(times or ()) if t["action"] == "compute"), None)
+        if worker is None or compute is None:
+            return
+        metadata = content.get("metadata") or {}
+        uuid = compute.get(DEVICE) if finish == "erred" else metadata.get(DEVICE)
+        if uuid is None:
+            return
+        seen = self._seen.setdefault(worker, {})
+        counts = seen.get(uuid)
+        if counts is None:
+            counts = seen[uuid] = PastCounts()
+        if finish == "erred":
+            counts.failed += 1
+        else:
+            counts.done += 1
+        counts.busy_s += compute["stop"] - compute["start"]
+
+    def joined(self, address: str) -> None:
+        """Note that a worker joined."""
+        self._states[address] = self._scheduler.workers[address]
+
+    def forget(self, address: str) -> None:
+        """Begin to count a worker's tasks from 0, as its plugin does that begins just now."""
+        self._seen.pop(address, None)
+
+    def forget_all(self) -> None:
+        """Forget the workers that left: no worker has the plugin now."""
+        self.past.clear()
+
+    def left(self, address: str) -> None:
+        """Keep the counts of a worker that left."""
+        seen = self._seen.pop(address, {})
+        state = self._states.pop(address, None)
+        for row in () if state is None else _rows(state.metrics):
+            told = PastCounts(**{one.name: row.get(one.name, 0) for one in fields(PastCounts)})
+            counted = seen.pop(row["uuid"], PastCounts())
+            for one in fields(PastCounts):
+                most = max(getattr(told, one.name), getattr(counted, one.name))
+                setattr(told, one.name, most)
+            self._add(PastDevice(address, row["device_id"], row["name"], told), row["uuid"])
+        for uuid, counted in seen.items():  # it left before a heartbeat told of this device
+            self._add(PastDevice(address, -1, None, counted), uuid)
+
+    def _add(self, device: PastDevice, uuid: str) -> None:
+        before = self.past.pop(uuid, None)
+        if before is not None:
+            device.counts.add(before.counts)
+            if device.name is None:
+                device.device_id, device.name = before.device_id, before.name
+        self.past[uuid] = device
+        while len(self.past) > _LIMIT:
+            del self.past[next(iter(self.past))]
+
+
+def _rows(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rows of a heartbeat that can be read; workers may have another version."""
+    rows = metrics.get(METRIC)
+    return [
+        row
+        for row in (rows if isinstance(rows, list | tuple) else ())
+        if isinstance(row, Mapping)
+        and isinstance(row.get("uuid"), str)
+        and {"device_id", "name"} <= row.keys()
+        and all(isinstance(row.get(one.name, 0), int | float) for one in fields(PastCounts))
+    ]

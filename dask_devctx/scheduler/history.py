@@ -1,0 +1,258 @@
+"""The history of all workers, collected while somebody reads it.
+
+A reader in the scheduler's process, such as a page of the dashboard, does this from time to time::
+
+    history = DeviceHistory.of(scheduler)      # None where the plugin is not installed
+    reading = history.read(number)             # the first time with 0
+    for worker, row in reading.rows: ...       # TaskRun, Copy or Incident
+    number = reading.next
+
+Reading is all that is needed: the first reading starts to collect the rows of all workers each half
+a second, and the collection stops five seconds after the last reading. ``history.samples`` has the
+latest samples of each device, ``history.devices`` all devices that were seen, and
+``history.workers`` the workers' names and hosts. Rows of workers that left stay until newer rows
+take their place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from distributed import Scheduler
+from distributed.metrics import time
+from tornado.ioloop import PeriodicCallback
+
+from dask_devctx.dask_internals.scheduler import ask
+from dask_devctx.scheduler.rows import KINDS, Copy, Incident, Row, Sample, TaskRun
+from dask_devctx.scheduler.suspects import ACTION, TOPIC
+
+logger = logging.getLogger(__name__)
+
+# The message that a worker answers with its history.
+HISTORY: Final = "devctx_history"
+# The most rows of one kind in one answer, so that neither event loop is held for long.
+ANSWER_LIMIT: Final = 5_000
+
+_INTERVAL_S: Final = 0.5
+_TIMEOUT_S: Final = 5.0
+# The rows of all workers that are kept, and the samples of each device.
+_ROWS: Final = 50_000
+_SAMPLES: Final = 600
+# How many workers that left are remembered.
+_GONE: Final = 100
+# The longest text of an incident.
+_TEXT: Final = 2_000
+
+
+class Reading(NamedTuple):
+    """The rows since a number.
+
+    Parameters
+    ----------
+    rows
+        Pairs of a worker's address and a row.
+    next
+        The number for the next reading.
+    lost
+        How many rows since the number were dropped before this reading. A row that a worker
+        dropped before it was collected is not among them: an :class:`~.rows.Incident` ``"lost"``
+        tells of it.
+    """
+
+    rows: list[tuple[str, TaskRun | Copy | Incident]]
+    next: int
+    lost: int
+
+
+class KnownDevice(NamedTuple):
+    """A device whose history was collected: its ordinal in its worker's process, and its name."""
+
+    device_id: int
+    name: str | None
+
+
+@dataclass
+class KnownWorker:
+    """A worker whose history was collected.
+
+    Parameters
+    ----------
+    name, host
+        Its name and its host.
+    present
+        Whether it is still there.
+    """
+
+    name: str
+    host: str
+    present: bool = True
+    epoch: str | None = None
+    since: dict[str, int] = field(default_factory=dict)
+
+
+class DeviceHistory:
+    """What happened on the devices of a cluster, as far as somebody reads it.
+
+    Parameters
+    ----------
+    scheduler
+        The scheduler, on whose event loop all methods are called.
+    addresses
+        Returns the addresses of the workers that have devices.
+
+    Attributes
+    ----------
+    samples
+        The latest samples of each device, the oldest first, by worker and UUID.
+    devices
+        The devices, by worker and UUID.
+    workers
+        The workers whose history was collected, by address.
+    patience_s
+        How long the collection continues after the last reading.
+    """
+
+    def __init__(self, scheduler: Scheduler, addresses: Callable[[], Collection[str]]) -> None:
+        self.samples: dict[tuple[str, str], deque[Sample]] = {}
+        self.devices: dict[tuple[str, str], KnownDevice] = {}
+        self.workers: dict[str, KnownWorker] = {}
+        self._scheduler = scheduler
+        self._addresses = addresses
+        self._rows: deque[tuple[str, TaskRun | Copy | Incident]] = deque(maxlen=_ROWS)
+        self._total = 0
+        self.patience_s = 5.0
+        self._read_at = 0.0
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._looking = PeriodicCallback(self._look, _INTERVAL_S * 1000)
+
+    @classmethod
+    def of(cls, scheduler: Scheduler) -> DeviceHistory | None:
+        """Return the history of a scheduler, or None where the plugin is not installed."""
+        for plugin in scheduler.plugins.values():
+            history = getattr(plugin, "history", None)
+            if isinstance(history, cls):
+                return history
+        return None
+
+    def close(self) -> None:
+        """Collect no more."""
+        self._looking.stop()
+        for task in self._asking.values():
+            task.cancel()
+
+    @property
+    def collecting(self) -> bool:
+        """Whether rows are collected, because somebody read some of late."""
+        return self._looking.is_running()
+
+    def read(self, since: int = 0) -> Reading:
+        """Return the rows since a number; collect more of them from now on."""
+        self._read_at = time()
+        if not self._looking.is_running():
+            self._looking.start()
+            self._look()
+        return self.rows(since)
+
+    def rows(self, since: int = 0) -> Reading:
+        """Return the rows since a number that were collected already."""
+        first = self._total - len(self._rows)
+        begin = min(max(since, first), self._total)
+        rows = list(islice(self._rows, begin - first, None))
+        return Reading(rows, self._total, max(begin - since, 0))
+
+    async def collect(self) -> None:
+        """Collect the rows of all workers once, now."""
+        self._look_now()
+        if self._asking:
+            await asyncio.wait(list(self._asking.values()))
+
+    def left(self, address: str) -> None:
+        """Note that a worker left; its rows stay."""
+        known = self.workers.pop(address, None)
+        if known is None:
+            return
+        known.present = False
+        self.workers[address] = known  # at the end: the first ones left first
+        gone = [address for address, one in self.workers.items() if not one.present]
+        for first in gone[:-_GONE]:
+            del self.workers[first]
+            for table in (self.samples, self.devices):
+                for key in [key for key in table if key[0] == first]:
+                    del table[key]
+
+    def event(self, topic: str, event: Any) -> None:
+        """Keep the event of a device that failed: its worker ends before it is asked."""
+        if topic != TOPIC or not isinstance(event, Mapping) or event.get("action") != ACTION:
+            return
+        uuid = event.get("device")
+        text = str(event.get("error", ""))[:_TEXT]
+        row = Incident(ACTION, time(), uuid if isinstance(uuid, str) else None, text=text)
+        self._keep(str(event.get("worker")), row)
+
+    # -- collecting
+
+    def _look(self) -> None:
+        if time() - self._read_at > self.patience_s:
+            self._looking.stop()
+        else:
+            self._look_now()
+
+    def _look_now(self) -> None:
+        for address in list(self._addresses()):
+            if address not in self._asking and address in self._scheduler.workers:
+                task = asyncio.ensure_future(self._ask(address))
+                self._asking[address] = task
+                task.add_done_callback(partial(self._asked, address))
+
+    def _asked(self, address: str, task: object) -> None:
+        del self._asking[address]
+
+    async def _ask(self, address: str) -> None:
+        ws = self._scheduler.workers[address]
+        known = self.workers.get(address)
+        if known is None:
+            known = self.workers[address] = KnownWorker(str(ws.name), ws.host)
+        more = True
+        while more:
+            try:
+                asking: Awaitable[Any] = ask(
+                    self._scheduler, address, HISTORY, epoch=known.epoch, since=known.since
+                )
+                more = self._take(address, known, await asyncio.wait_for(asking, _TIMEOUT_S))
+            except Exception as error:  # it is leaving, or very busy
+                logger.debug("no history from %s: %r", address, error)
+                return
+
+    def _take(self, address: str, known: KnownWorker, answer: Mapping[str, Any]) -> bool:
+        """Keep the rows of an answer; return whether the worker has more of them."""
+        known.epoch, known.since = answer["epoch"], dict(answer["next"])
+        for uuid, device_id, name in answer["devices"]:
+            self.devices[address, uuid] = KnownDevice(device_id, name)
+        more = False
+        for name, kind in KINDS.items():
+            rows = answer["rows"][name]
+            more = more or len(rows) == ANSWER_LIMIT
+            for row in rows:
+                self._keep(address, kind(*row))
+        lost = sum(n for name, n in answer["lost"].items() if name != "samples")
+        if lost:
+            text = f"{lost} rows were dropped before they were collected"
+            self._keep(address, Incident("lost", time(), text=text))
+        return more
+
+    def _keep(self, address: str, row: Row) -> None:
+        if isinstance(row, Sample):
+            samples = self.samples.get((address, row.uuid))
+            if samples is None:
+                samples = self.samples[address, row.uuid] = deque(maxlen=_SAMPLES)
+            samples.append(row)
+        else:
+            self._total += 1
+            self._rows.append((address, row))

@@ -1,0 +1,270 @@
+"""The rows of a worker's history and of its counts, as workers make them and others read them.
+
+A worker sends each row as a plain tuple in the order of its fields. All times are seconds since the
+epoch by the scheduler's clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRun:
+    """One task that ran, or that failed.
+
+    Parameters
+    ----------
+    key
+        Its key.
+    prefix
+        The common name of tasks of its kind.
+    uuid
+        The device's UUID; None for a task without a device.
+    device_id
+        The device's ordinal in the worker's process; None for a task without a device.
+    start, stop
+        The times of its start and end; None if it failed before it could run.
+    outcome
+        ``"memory"`` or ``"error"``.
+    place_s
+        The seconds that it waited on its worker for a free place on its device.
+    inputs_s
+        The seconds that its thread spent on bringing its inputs to the device.
+    memory_s
+        The seconds that passed, after its first start, until there was enough memory for it.
+    thread
+        The identifier of its thread, or None.
+    """
+
+    key: Hashable
+    prefix: str
+    uuid: str | None
+    device_id: int | None
+    start: float | None
+    stop: float | None
+    outcome: str
+    place_s: float = 0.0
+    inputs_s: float = 0.0
+    memory_s: float = 0.0
+    thread: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Values that went from one device to another, or from a device to the host and back.
+
+    Parameters
+    ----------
+    source, target
+        The devices' UUIDs, or ``"host"``. If values went to another worker through the host, the
+        target is that worker's address.
+    nbytes
+        The bytes.
+    start, stop
+        The times of the start and end. Within a worker, a copy is only started: ``stop`` is the
+        time when the device had its orders.
+    way
+        ``"peer"`` within a worker, ``"ipc"`` between workers of one machine, ``"host"`` as dask
+        sends values, or ``"spill"``.
+    values
+        The number of values.
+    """
+
+    source: str
+    target: str
+    nbytes: int
+    start: float
+    stop: float
+    way: str
+    values: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """Something that went wrong, or that was tried again.
+
+    Parameters
+    ----------
+    what
+        ``"out-of-memory"`` for a task that is tried again,
+        ``"device-failed"``, ``"refused"`` for a task that got no device, or ``"lost"`` for rows
+        that were dropped before a reader saw them.
+    time
+        The time.
+    uuid
+        The device's UUID, or None.
+    key
+        The task's key, or None.
+    text
+        A sentence for people.
+    """
+
+    what: str
+    time: float
+    uuid: str | None = None
+    key: Hashable = None
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The state of a device at one time.
+
+    Parameters
+    ----------
+    uuid
+        The device's UUID.
+    time
+        The time.
+    running, queued
+        The tasks that run there, and that wait for a place there.
+    occupied_s
+        The seconds, since the worker has the device, in which it had at least one task.
+    memory_free, memory_total
+        Bytes of the whole device; None if NVML does not know them.
+    memory_limit
+        The bytes that dask's values may take there; None without a limit.
+    memory_held
+        The bytes of dask's results there; None if they are not counted.
+    memory_copies
+        The bytes of copies of other devices' values.
+    memory_spilled
+        The bytes of the device's values that were moved to the host.
+    memory_others
+        The bytes of other processes; None if NVML does not know them.
+    utilization
+        The share of the last moment, by NVML, in which the device computed; from 0 to 1, or None.
+    bandwidth
+        The share of the last moment, by NVML, in which the device's memory was read or written.
+    """
+
+    uuid: str
+    time: float
+    running: int = 0
+    queued: int = 0
+    occupied_s: float = 0.0
+    memory_free: int | None = None
+    memory_total: int | None = None
+    memory_limit: int | None = None
+    memory_held: int | None = None
+    memory_copies: int | None = None
+    memory_spilled: int | None = None
+    memory_others: int | None = None
+    utilization: float | None = None
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedTask:
+    """One task that failed before it had a device, for example because no worker has the device.
+
+    Parameters
+    ----------
+    key
+        Its key.
+    prefix
+        The common name of tasks of its kind.
+    reason
+        The error as text.
+    """
+
+    key: Hashable
+    prefix: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCounts:
+    """One device of one worker: its tasks, its memory and its load.
+
+    Parameters
+    ----------
+    device_id
+        Its ordinal in the worker's process.
+    uuid, name
+        Its UUID, and its name if that is known.
+    queued, running
+        The tasks that wait for a place on it, and that run on it.
+    done, failed
+        The tasks that ended well, and that raised.
+    busy_s
+        The sum of the seconds of tasks that ended. Tasks that seceded do not count, because most of
+        them only wait for others.
+    memory_free, memory_total
+        Bytes of the whole device; None if NVML does not know them.
+    occupied_s, memory_limit, memory_held, memory_copies, memory_spilled, memory_others
+        As in :class:`Sample`.
+    utilization, bandwidth
+        As in :class:`Sample`.
+    place_s, inputs_s, memory_s
+        The sums over the tasks that ended; as in :class:`TaskRun`.
+    out_of_memory
+        How often a task ran out of the device's memory.
+    """
+
+    device_id: int
+    uuid: str
+    name: str | None
+    queued: int = 0
+    running: int = 0
+    done: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+    memory_free: int | None = None
+    memory_total: int | None = None
+    occupied_s: float = 0.0
+    memory_limit: int | None = None
+    memory_held: int | None = None
+    memory_copies: int | None = None
+    memory_spilled: int | None = None
+    memory_others: int | None = None
+    utilization: float | None = None
+    bandwidth: float | None = None
+    place_s: float = 0.0
+    inputs_s: float = 0.0
+    memory_s: float = 0.0
+    out_of_memory: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The values that went from one device to another, in one way.
+
+    Parameters
+    ----------
+    source, destination
+        The devices' UUIDs. For values that went through the host, the destination is the address
+        of the worker that asked for them.
+    way
+        As in :class:`Copy`.
+    nbytes, copies
+        The bytes and the number of values that moved.
+    saved
+        How often a task found a value there already.
+    seconds
+        The time of the transfers; within a worker, the time that threads spent to start copies.
+    reason
+        The reason why the values went through the host, if it is known.
+    """
+
+    source: str
+    destination: str
+    way: str
+    nbytes: int
+    copies: int
+    saved: int
+    seconds: float
+    reason: str | None = None
+
+
+Row = TaskRun | Copy | Incident | Sample
+# The rings of a worker's history, and the rows in them.
+KINDS: Final[dict[str, Any]] = {
+    "tasks": TaskRun,
+    "copies": Copy,
+    "incidents": Incident,
+    "samples": Sample,
+}

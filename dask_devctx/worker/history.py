@@ -1,0 +1,153 @@
+"""The latest of what happened on a worker: tasks, copies, incidents and samples of its devices.
+
+Each kind has a ring of its own, so that many copies do not drop the tasks. A row is a plain tuple,
+in the order of the fields of its class in :mod:`dask_devctx.scheduler.rows`. Readers ask for the
+rows since a number, and learn how many rows are lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.scheduler.history import ANSWER_LIMIT, HISTORY
+from dask_devctx.scheduler.rows import KINDS
+
+# Ten minutes of heartbeats.
+_SAMPLES: Final = 1200
+# The number of the next epoch in this process.
+_epochs = itertools.count()
+
+
+class Ring:
+    """The latest rows of one kind, numbered from 0; threads may append.
+
+    Parameters
+    ----------
+    limit
+        How many rows are kept.
+
+    Examples
+    --------
+    >>> ring = Ring(2)
+    >>> for row in "abc":
+    ...     ring.append((row,))
+    >>> ring.since(0)
+    ([('b',), ('c',)], 3, 1)
+    >>> ring.since(2)
+    ([('c',)], 3, 0)
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._rows: deque[tuple[Any, ...]] = deque(maxlen=limit)
+        self._total = 0
+        self._lock = threading.Lock()
+
+    def append(self, row: tuple[Any, ...]) -> None:
+        """Add a row; if the ring is full, the first one is dropped."""
+        with self._lock:
+            self._total += 1
+            self._rows.append(row)
+
+    def since(self, number: int, most: int | None = None) -> tuple[list[tuple[Any, ...]], int, int]:
+        """Return the rows from a number on, the number of the next row, and how many are lost.
+
+        Parameters
+        ----------
+        number
+            The number of the first row that the reader lacks.
+        most
+            The most rows to return; None for all.
+        """
+        with self._lock:
+            first = self._total - len(self._rows)
+            begin = min(max(number, first), self._total)
+            end = self._total if most is None else min(begin + most, self._total)
+            rows = list(itertools.islice(self._rows, begin - first, end - first))
+        return rows, end, max(begin - number, 0)
+
+
+class History:
+    """The history of one worker.
+
+    Parameters
+    ----------
+    limit
+        How many rows of each kind are kept.
+    devices
+        The worker's devices.
+    offset
+        Returns the seconds by which the scheduler's clock is ahead of this process's.
+
+    Attributes
+    ----------
+    tasks, copies, incidents, samples
+        The rings.
+    """
+
+    def __init__(
+        self, limit: int, devices: Sequence[Device] = (), offset: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        self._devices = [(device.uuid, device.device_id, device.name) for device in devices]
+        self.tasks = Ring(limit)
+        self.copies = Ring(limit)
+        self.incidents = Ring(limit)
+        self.samples = Ring(min(_SAMPLES, limit) * len(devices))
+        self._offset = offset
+        self._epoch = f"{time.time()}-{next(_epochs)}"
+
+    def now(self) -> float:
+        """Return the time by the scheduler's clock."""
+        return time.time() + self._offset()
+
+    def copied(
+        self,
+        source: str,
+        target: str,
+        nbytes: int,
+        seconds: float,
+        way: str,
+        values: int = 1,
+    ) -> None:
+        """Note a copy that ended just now; on any thread."""
+        stop = self.now()
+        self.copies.append((source, target, nbytes, stop - seconds, stop, way, values))
+
+    def happened(
+        self, what: str, uuid: str | None = None, key: Hashable = None, text: str = ""
+    ) -> None:
+        """Note an incident; on any thread."""
+        self.incidents.append((what, self.now(), uuid, key, text))
+
+    @property
+    def handlers(self) -> dict[str, Callable[..., Any]]:
+        """The messages that are answered from the history."""
+        return {HISTORY: self.answer}
+
+    def answer(self, epoch: str | None = None, since: Mapping[str, int] | None = None) -> Any:
+        """Return the rows since some numbers, as plain data; a worker's handler.
+
+        Parameters
+        ----------
+        epoch
+            The epoch of the last answer. In another epoch, all numbers begin at 0 again.
+        since
+            The numbers of the last answer's ``next``.
+        """
+        numbers = since if since is not None and epoch == self._epoch else {}
+        rows, following, lost = {}, {}, {}
+        for name in KINDS:
+            ring: Ring = getattr(self, name)
+            rows[name], following[name], lost[name] = ring.since(numbers.get(name, 0), ANSWER_LIMIT)
+        return {
+            "epoch": self._epoch,
+            "next": following,
+            "lost": lost,
+            "rows": rows,
+            "devices": self._devices,
+        }

@@ -1,0 +1,108 @@
+"""A worker that does not use the first GPU leaves it alone: no context, nothing current.
+
+Values of each library are made, sent, kept and dropped; a thread with nothing current that frees
+memory or sends a value may create a context on the first GPU, which costs half a GiB.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.gpu.own_process import answer_of
+from tests.gpu.test_sending import make_cupy, make_numba, make_torch
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
+
+N = 250_000
+
+
+def make_cupy_async(_: str) -> Any:
+    """An array in memory of CUDA's own pool."""
+    import cupy
+
+    with cupy.cuda.using_allocator(cupy.cuda.MemoryAsyncPool().malloc):
+        return cupy.ones(N)
+
+
+def make_rmm(_: str) -> Any:
+    """An array in RMM's memory, as dask-cuda's options for pools make them."""
+    import cupy
+    import rmm.mr
+    from rmm.allocators.cupy import rmm_cupy_allocator
+
+    from dask_devctx import Device
+
+    ordinal = Device.current().device_id  # type: ignore[union-attr]
+    rmm.mr.set_per_device_resource(ordinal, rmm.mr.CudaAsyncMemoryResource())
+    with cupy.cuda.using_allocator(rmm_cupy_allocator):
+        return cupy.ones(N)
+
+
+KINDS = {
+    "cupy": (make_cupy, "cupy"),
+    "cupy's async pool": (make_cupy_async, "cupy"),
+    "rmm": (make_rmm, "rmm"),
+    "numba": (make_numba, "numba"),
+    "torch": (make_torch, "torch"),
+}
+
+
+def contexts(dask_worker: Any) -> dict[str, Any]:
+    """Return what is current on the event loop, and the GPUs that have a context."""
+    from dask_devctx import Device, devices, driver
+
+    gc.collect()
+    return {
+        "current": driver.backend().current_context(),
+        "active": [d.device_id for d in devices() if Device(d).primary_context.is_active],
+    }
+
+
+def send_everything() -> dict[str, Any]:
+    from distributed import Client
+
+    from dask_devctx import LocalDeviceCluster
+
+    seen: dict[str, Any] = {}
+    for name, (make, library) in KINDS.items():
+        if importlib.util.find_spec(library) is None:
+            continue
+        print(name, file=sys.stderr, flush=True)
+        with (
+            LocalDeviceCluster(
+                n_workers=1, devices=[1], memory_limit="60GiB", dashboard_address=":0"
+            ) as cluster,
+            Client(cluster) as client,
+        ):
+            x = client.submit(make, "C", pure=False)
+            x.result(timeout=60)  # it is packed by the worker
+            [y] = client.scatter([x.result(timeout=60)])  # and unpacked
+            client.submit(type, y, pure=False).result(timeout=60)
+            del x, y
+            client.submit(int, pure=False).result(timeout=60)
+            [seen[name]] = client.run(contexts).values()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def everything() -> dict[str, Any]:
+    seen: dict[str, Any] = answer_of("tests.gpu.test_unused_gpu")
+    return seen
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_only_the_workers_gpu_has_a_context(name: str, everything: dict[str, Any]) -> None:
+    if name not in everything:
+        pytest.skip(f"{KINDS[name][1]} is not installed")
+    assert everything[name] == {"current": 0, "active": [1]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(send_everything()))
