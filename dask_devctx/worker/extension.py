@@ -30,8 +30,9 @@ from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Input, Inputs
 from dask_devctx.worker.interpreter import set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
-from dask_devctx.worker.memory import within_limits
 from dask_devctx.worker.memory.data import DeviceData
+from dask_devctx.worker.memory.keeping import within_limits
+from dask_devctx.worker.memory.manager import DeviceMemory
 from dask_devctx.worker.memory.use import HostTask
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
@@ -81,6 +82,7 @@ class DeviceExtension:
         self._tasks = worker.state.tasks  # read at every transition of every task
         self.failure: Exception | None = None
         self.inputs: Inputs | None = None
+        self.memory: DeviceMemory | None = None
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
             history, interval_s = 0, None
@@ -126,8 +128,9 @@ class DeviceExtension:
                     self.inputs,
                     staging=options.ipc_staging,
                     use=options.ipc,
-                    make_room=self.monitor.retries.drop_replicas,
+                    make_room=self._make_room,
                     on_failure=self.monitor.blame.noticed_between,
+                    memory=lambda: self.memory,
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
@@ -144,7 +147,7 @@ class DeviceExtension:
                     used,
                     options.device_memory_limit,
                     copies=self._copies_on,
-                    drop_copies=self.monitor.retries.drop_replicas,
+                    drop_copies=self._drop_copies,
                     made_by=self._made_by,
                     brought=self._brought,
                     on_failure=self.monitor.blame.noticed_between,
@@ -223,6 +226,8 @@ class DeviceExtension:
                 self._done(key, ts)
         elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
             self._ended_later(key, ts, start)
+        if start == "flight" and self.memory is not None:
+            self.memory.handed_over(key)
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)
@@ -286,6 +291,8 @@ class DeviceExtension:
         device = self.placement.remove(key)
         if device is None:
             return
+        if self.memory is not None:
+            self.memory.handed_over(key)  # of a result that dask did not take
         seconds = self.record.left(device, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)
@@ -315,10 +322,18 @@ class DeviceExtension:
         text = f"{type(error).__name__}: {error}"
         self.history.happened("out-of-memory", device.uuid, key, text)
 
+    def _make_room(self, device: Device) -> int:
+        """Drop copies and spill values of a device that has no memory for an arriving value."""
+        dropped = 0 if self.inputs is None else self.inputs.drop_replicas(device)
+        return dropped + (0 if self.memory is None else self.memory.spill_all(device))
+
     def _copies_on(self, device: Device) -> int:
         """Return the bytes of a device that copies and staging memory take."""
         copies = 0 if self.inputs is None else self.inputs.replicas.nbytes(device)
         return copies + self.peers.staging_nbytes(device)
+
+    def _drop_copies(self, device: Device, nbytes: int) -> int:
+        return 0 if self.inputs is None else self.inputs.replicas.drop_some(device, nbytes)
 
     def _made_by(self, key: Hashable) -> Stamp | None:
         return None if self.inputs is None else self.inputs.work_of(key)

@@ -230,12 +230,15 @@ class Inputs:
                 if kept.__class__ is not Kept:
                     self._copy_ahead(lifetime, value, device, nbytes)
                     continue
-                value = kept.memory.pin(kept, device)
+                memory = kept.memory
+                if memory is None:
+                    continue
+                value = memory.pin(kept, device)
                 try:
                     self._copy_ahead(lifetime, value, device, nbytes)
                 finally:
                     del value
-                    kept.memory.unpin([kept])
+                    memory.unpin([kept])
             except Exception:  # the task tries again, and fails with this error if it remains
                 logger.debug("%r was not copied ahead to %s", one.key, device, exc_info=True)
 

@@ -162,7 +162,9 @@ class DeviceTask(TaskStandIn):
         if use is None:
             return self._run_here(device, data)
         try:
-            return self._run_here(device, use.data)
+            result = self._run_here(device, use.data)
+            use.returned(self.key)
+            return result
         finally:
             use.end()
 
@@ -194,7 +196,9 @@ class DeviceTask(TaskStandIn):
         if use is None:
             return await self._run_coroutine_here(device, data)
         try:
-            return await self._run_coroutine_here(device, use.data)
+            result = await self._run_coroutine_here(device, use.data)
+            use.returned(self.key)
+            return result
         finally:
             use.end()
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
@@ -33,6 +33,9 @@ from dask_devctx.worker.ipc.outgoing import Outgoing
 from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.memory.manager import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,8 @@ class PeerTransfers:
         Called with a device that has no memory left.
     on_failure
         Called with a device that failed, and the driver's error.
+    memory
+        Returns the manager of the device memory; None if there is none.
 
     Attributes
     ----------
@@ -90,6 +95,7 @@ class PeerTransfers:
         use: object = "auto",
         make_room: Callable[[Device], object] = lambda device: None,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
+        memory: Callable[[], DeviceMemory | None] = lambda: None,
     ) -> None:
         self._worker = worker
         self._steps = ExitStack()
@@ -134,6 +140,7 @@ class PeerTransfers:
                 self._run,
                 self.traffic,
                 on_failure,
+                memory,
             )
             self._steps.enter_context(answering(worker, self._handlers()))
         self._connections = Connections(
@@ -143,6 +150,7 @@ class PeerTransfers:
             complete=self._complete,
             prepare=self._prepare,
             lost=self._lost,
+            takes_host_forms=lambda: memory() is not None,
         )
         self._steps.callback(self._connections.close)
         rows = metric(worker, self.metric, lambda worker: self.traffic.rows())

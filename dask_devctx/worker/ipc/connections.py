@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 # Between the address of the worker that asks and what it says, in a field that dask only logs:
 # each request says for itself whether its answer can be read.
-_SAYS: Final = "#"
+SAYS: Final = "#"
 
 
 class Connections:
@@ -47,6 +47,8 @@ class Connections:
         the values that are sent instead, and a function that is called with whether they were read.
     lost
         Called with the address of a worker whose connection ended.
+    takes_host_forms
+        Returns whether values may arrive in host memory, although they belong on devices.
 
     Attributes
     ----------
@@ -71,6 +73,7 @@ class Connections:
             [str | None, str, Message], Awaitable[tuple[Message, Callable[[bool], None]] | None]
         ],
         lost: Callable[[str], None],
+        takes_host_forms: Callable[[], bool] = lambda: False,
     ) -> None:
         self._worker = worker
         self._unreadable = unreadable
@@ -78,6 +81,7 @@ class Connections:
         self._complete = complete
         self._prepare = prepare
         self._lost = lost
+        self._takes_host_forms = takes_host_forms
         self._open = True
         self.under_way = 0
         with ExitStack() as steps:
@@ -118,7 +122,7 @@ class Connections:
         async def answer(
             comm: Any, keys: Any, who: str | None = None, serializers: Any = None
         ) -> Any:
-            address, _, token = (who or "").partition(_SAYS)
+            address, _, token = (who or "").partition(SAYS)
             who = address or None
             answering = _Answering(comm, partial(self._prepare, who, token))
             try:
@@ -148,8 +152,8 @@ class _Asking:
         if not of._open or not isinstance(msg, dict) or msg.get("op") != "get_data":
             return await self._write(msg, *args, **kwargs)
         request, said = msg, await of._settle(self._address)
-        if said is not None and msg.get("who"):
-            msg = {**msg, "who": f"{msg['who']}{_SAYS}{said}"}
+        if (said is not None or of._takes_host_forms()) and msg.get("who"):
+            msg = {**msg, "who": f"{msg['who']}{SAYS}{said or ''}"}
         of.under_way += 1
         try:
             written = await self._write(msg, *args, **kwargs)

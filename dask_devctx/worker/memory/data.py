@@ -18,8 +18,9 @@ from dask_devctx.worker.memory.manager import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
-# Whether the reads of this context serialize the values: then a value in host memory stays there.
-SENDING: Final[ContextVar[bool]] = ContextVar("devctx-sending", default=False)
+# How the reads of this context serialize values in host memory, which stay there: "value" for a
+# receiver that gets the value itself, "kept" for one that takes a `Kept`; empty for other reads.
+SENDING: Final[ContextVar[str]] = ContextVar("devctx-sending", default="")
 _EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
 
 
@@ -73,9 +74,11 @@ class DeviceData(MutableMapping[Hashable, Any]):
             else:
                 self.raw[key] = kept.value
                 del self.on_devices[key]
-        if self.on_devices or (self.memory.on_disk and getattr(self.raw, "slow", ())):
+        if self.on_devices or (self.memory.on_disk and len(getattr(self.raw, "slow", ()))):
             return True
-        return any(value.__class__ is Kept for value in getattr(self.raw, "fast", self.raw).values())
+        return any(
+            value.__class__ is Kept for value in getattr(self.raw, "fast", self.raw).values()
+        )
 
     def __getitem__(self, key: Hashable) -> Any:
         value = self.on_devices.get(key)
@@ -85,15 +88,17 @@ class DeviceData(MutableMapping[Hashable, Any]):
                 return value
         if value.memory is None:  # read from disk
             self.memory.adopt(value)
-        if SENDING.get():
-            return self.memory.to_send(value)
+        if sending := SENDING.get():
+            return self.memory.to_send(value, whole=sending == "kept")
         if _goes_to_a_stand_in(sys._getframe(1)):
             return value
         return self.memory.read(value)
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
         kept = None
-        if walk.find(value.__class__) is not None:
+        if value.__class__ is Kept:  # it comes from another worker, in host memory
+            self.memory.adopt(value)
+        elif walk.find(value.__class__) is not None:
             kept = self.memory.keep(key, value)
         if kept is None:
             self.on_devices.pop(key, None)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.events import Event, Stamp, hold
+from dask_devctx.transfer.events import Stamp, hold
 from dask_devctx.transfer.ipc import lanes
-from dask_devctx.transfer.ipc.frames import allocate
-from dask_devctx.transfer.ipc.parcel import pack, unpack
+from dask_devctx.transfer.ipc.frames import Part, allocate
+from dask_devctx.transfer.ipc.parcel import Parcel, pack, unpack
 from dask_devctx.transfer.page_locked import HostBlock
 from dask_devctx.worker.memory.types import find
 
 # A part of a value: the library that allocates memory for it, its bytes, and the library's details.
 Description = tuple[str, int, Any]
+_POLL_S: Final = 1e-4
 Take = Callable[[int], HostBlock]
 
 
@@ -132,6 +134,17 @@ class HostForm:
 
     # -- to other processes, and to disk
 
+    def parcel(self, index: int) -> Parcel:
+        """Return one of the values, packed for another process of the machine."""
+        buffers: list[pickle.PickleBuffer] = []
+        member = _Member(self.pickled, self.buffers, index)
+        pickled = pickle.dumps(member, protocol=5, buffer_callback=buffers.append)
+        parts = [
+            Part(block.address, nbytes, kind, detail, block, on_host=True)
+            for (kind, nbytes, detail), block in self.parts
+        ]
+        return Parcel(pickled, [buffer.raw() for buffer in buffers], parts)
+
     def frames(self) -> list[Any]:
         """Return its bytes without the pickle."""
         return [*self.buffers, *(block.contents for _, block in self.parts)]
@@ -144,6 +157,23 @@ class HostForm:
 def _only_arrays(parts: Sequence[tuple[Description, HostBlock]]) -> bool:
     """Return whether unpickling puts arrays around the parts without computing."""
     return all(description[0] in ("cupy", "simulated") for description, _ in parts)
+
+
+class _Member:
+    """One value of several in a pickle."""
+
+    def __init__(self, pickled: Any, buffers: Sequence[Any], index: int) -> None:
+        self._pickled = pickled
+        self._buffers = buffers
+        self._index = index
+
+    def __reduce__(self) -> Any:
+        buffers = [pickle.PickleBuffer(buffer) for buffer in self._buffers]
+        return _one_of, (self._pickled, buffers, self._index)
+
+
+def _one_of(pickled: Any, buffers: Sequence[Any], index: int) -> Any:
+    return pickle.loads(pickled, buffers=buffers)[index]
 
 
 class Sent:
@@ -175,6 +205,8 @@ def arrived(
     ]
     form = HostForm(pickled, frames[:n_buffers], parts, device)
     values, stamp = form.on_device(device)
+    while not stamp.done():  # any thread may use it next
+        time.sleep(_POLL_S)
     return values[index]
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from dask.sizeof import sizeof
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
+from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DevctxError
 from dask_devctx.worker.memory.host_form import HostForm, Sent, _block_of
 
 if TYPE_CHECKING:
-    from dask_devctx.cuda.device import Device
     from dask_devctx.transfer import Stamp
     from dask_devctx.transfer.blocks import Memory
     from dask_devctx.worker.memory.manager import DeviceMemory
@@ -105,7 +107,7 @@ class Kept:
 # dask's data on disk: a value comes back from there into host memory.
 
 
-@dask_serialize.register(Kept)
+@dask_serialize.register(Kept)  # type: ignore[untyped-decorator]
 def _to_disk(kept: Kept) -> tuple[dict[str, Any], list[Any]]:
     form, index = kept.host_form()
     if kept.memory is not None:
@@ -114,10 +116,8 @@ def _to_disk(kept: Kept) -> tuple[dict[str, Any], list[Any]]:
     return {"kept": pickle.dumps(about)}, [form.pickled, *form.frames()]
 
 
-@dask_deserialize.register(Kept)
+@dask_deserialize.register(Kept)  # type: ignore[untyped-decorator]
 def _from_disk(header: dict[str, Any], frames: list[Any]) -> Kept:
-    from dask_devctx.cuda.device import Device
-
     key, descriptions, n_buffers, index, uuid = pickle.loads(header["kept"])
     pickled, *rest = frames
     parts = [
@@ -125,6 +125,9 @@ def _from_disk(header: dict[str, Any], frames: list[Any]) -> Kept:
         for description, frame in zip(descriptions, rest[n_buffers:], strict=True)
     ]
     kept = Kept(key, AWAY, None)
-    kept.form = HostForm(bytes(pickled), rest[:n_buffers], parts, Device(uuid))
+    home = Device.current() or Device(0)  # in another machine's process
+    with suppress(DevctxError):
+        home = Device(uuid)
+    kept.form = HostForm(bytes(pickled), rest[:n_buffers], parts, home)
     kept.index = index
     return kept

@@ -49,6 +49,8 @@ class Ledger:
         Whether values left at the last look.
     waiting
         How many threads wait for room.
+    stopped
+        Whether nothing moves away any more.
     """
 
     def __init__(self, device: Device, limit: int, changed: threading.Condition) -> None:
@@ -61,7 +63,7 @@ class Ledger:
         self.held = self.incoming = self.away = self.demand = 0
         self.spills = self.spilled_nbytes = self.unspills = self.unspilled_nbytes = 0
         self.answers = self.waiting = 0
-        self.moved_last = self.was_full = False
+        self.moved_last = self.stopped = False
         # By the address of an allocation: its size, and the values in it.
         self._blocks: dict[int, tuple[int, list[weakref.ref[Kept]]]] = {}
 

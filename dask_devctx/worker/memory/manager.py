@@ -49,7 +49,7 @@ class DeviceMemory:
     copies
         Returns the bytes of a device that copies and staging memory take.
     drop_copies
-        Drops the copies on a device; returns their bytes.
+        Drops at least so many bytes of the copies on a device; returns the bytes of the dropped.
     next_use
         Given a key, returns the priority of the next task that needs it; None if none is known.
     made_by
@@ -73,7 +73,7 @@ class DeviceMemory:
         pool: PageLockedPool,
         *,
         copies: Callable[[Device], int] = lambda device: 0,
-        drop_copies: Callable[[Device], int] = lambda device: 0,
+        drop_copies: Callable[[Device, int], int] = lambda device, nbytes: 0,
         next_use: Callable[[Hashable], Any] = lambda key: None,
         made_by: Callable[[Hashable], Stamp | None] = lambda key: None,
         moved: Callable[[Kept], object] = lambda kept: None,
@@ -93,8 +93,9 @@ class DeviceMemory:
             device: Ledger(device, limit, threading.Condition(self._lock))
             for device, limit in limits.items()
         }
-        self._ended: deque[tuple[Kept, ...] | Any] = deque()
+        self._ended: deque[tuple[Device | None, int, frozenset[Memory]]] = deque()
         self._numbers = itertools.count(1)
+        self._handed: dict[Hashable, tuple[Device, int]] = {}
         self._coming: dict[int, Future[None]] = {}
         self._expected: dict[str, int] = {}
         self._told: set[type] = set()
@@ -133,6 +134,7 @@ class DeviceMemory:
         kept.memories = self._memories(value, places)
         with self._lock:
             self._add(kept)
+            self.handed_over(key)
             for device in places:
                 self._look(device)
         return kept
@@ -141,6 +143,8 @@ class DeviceMemory:
         """Count a value that was read from disk."""
         with self._lock:
             if kept.memory is None and kept.form is not None:
+                if kept.form.home not in self._ledgers:
+                    kept.form.home = next(iter(self._ledgers))
                 kept.memory = self
                 kept.form.members = [weakref.ref(kept)]
                 self._count_away(kept, +1)
@@ -162,14 +166,17 @@ class DeviceMemory:
         else:
             self._ended.append((None, 0, kept.memories))
 
-    def to_send(self, kept: Kept) -> Any:
-        """Return the value, or a stand-in that is the value in another process."""
+    def to_send(self, kept: Kept, *, whole: bool) -> Any:
+        """Return a value on its device; or else a stand-in that is the value in another process.
+
+        ``whole`` gives the :class:`Kept` itself, for a process that keeps it in host memory.
+        """
         with self._lock:
             kept.touched = next(self._numbers)
             if not kept.is_away:
                 return kept.value
             assert kept.form is not None
-            return Sent(kept.form, kept.index)
+            return kept if whole else Sent(kept.form, kept.index)
 
     def read(self, kept: Kept) -> Any:
         """Return the value on its device, for any reader; its work on this thread comes after."""
@@ -236,9 +243,10 @@ class DeviceMemory:
             return True
         while True:
             over = self.used(device) + nbytes - ledger.limit
-            if over <= 0 or not wait or not self.open:
+            if over <= 0 or not wait or ledger.stopped:
                 break
-            if self._copies(device) and self._drop_copies(device):
+            if self._drop_copies(device, over):
+                release_held()
                 continue
             with self._lock:
                 ledger.demand = max(ledger.demand, over)
@@ -246,9 +254,8 @@ class DeviceMemory:
                 ledger.waiting += 1
                 ledger.changed.notify_all()
                 try:
-                    ledger.changed.wait_for(
-                        lambda: ledger.answers != answers or not self.open, _WAIT_S
-                    )
+                    if ledger.answers == answers and not ledger.stopped:
+                        ledger.changed.wait(_WAIT_S)
                 finally:
                     ledger.waiting -= 1
                 if ledger.answers != answers and not ledger.moved_last:
@@ -263,6 +270,20 @@ class DeviceMemory:
         if ledger is not None:
             with self._lock:
                 ledger.incoming -= nbytes
+
+    def hand_over(self, key: Hashable, device: Device, nbytes: int) -> None:
+        """Keep a reservation until a key's value is counted, or :meth:`handed_over` is called."""
+        with self._lock:
+            self.handed_over(key)
+            self._handed[key] = device, nbytes
+
+    def handed_over(self, key: Hashable) -> None:
+        """Undo the reservation for a key's value, if there is one."""
+        if self._handed:
+            with self._lock:
+                device, nbytes = self._handed.pop(key, (None, 0))
+                if device is not None:
+                    self.give_room(device, nbytes)
 
     def expected(self, prefix: str) -> int:
         """Return how many bytes a task of this prefix will probably make."""
@@ -377,29 +398,38 @@ class DeviceMemory:
         if cpus:
             with suppress(OSError):
                 os.sched_setaffinity(0, cpus)
-        while True:
+        try:
+            while self.open and not ledger.stopped:
+                self._keep_below_once(ledger)
+        finally:
             with self._lock:
+                ledger.stopped = True
+                ledger.changed.notify_all()
+
+    def _keep_below_once(self, ledger: Ledger) -> None:
+        with self._lock:
+            wanted = self._wanted(ledger)
+            if not wanted:
+                ledger.changed.wait(_LOOK_INTERVAL_S)
                 wanted = self._wanted(ledger)
-                if not wanted:
-                    ledger.changed.wait(_LOOK_INTERVAL_S)
-                    wanted = self._wanted(ledger)
-                if not self.open:
-                    return
-            try:
-                if not wanted:
-                    self._look_at_others(ledger)
-                    continue
-                moved = self._move_away(ledger, wanted)
-            except Exception as error:
-                if isinstance(error, DriverError) and error.code in statuses.STICKY:
-                    self._on_failure(ledger.device, error)
-                    return
-                logger.warning("no values left %s", ledger.device, exc_info=True)
-                moved = False
-            with self._lock:
-                ledger.answer(moved)
-                if not moved and not ledger.waiting and self.open:
-                    ledger.changed.wait(_LOOK_INTERVAL_S / 10)  # until a value can leave
+            if not self.open:
+                return
+        try:
+            if not wanted:
+                self._look_at_others(ledger)
+                return
+            moved = self._move_away(ledger, wanted)
+        except Exception as error:
+            if isinstance(error, DriverError) and error.code in statuses.STICKY:
+                self._on_failure(ledger.device, error)
+                ledger.stopped = True
+                return
+            logger.warning("no values left %s", ledger.device, exc_info=True)
+            moved = False
+        with self._lock:
+            ledger.answer(moved)
+            if not moved and not ledger.waiting and self.open:
+                ledger.changed.wait(_LOOK_INTERVAL_S / 10)  # until a value can leave
 
     def _wanted(self, ledger: Ledger) -> int:
         self._settle()
@@ -410,10 +440,13 @@ class DeviceMemory:
         return demand
 
     def _move_away(self, ledger: Ledger, wanted: int) -> bool:
-        if self._copies(ledger.device) and self._drop_copies(ledger.device):
+        dropped = self._drop_copies(ledger.device, wanted)
+        if dropped:
+            release_held()
+        if dropped >= wanted:
             return True
-        moved = False
-        for group in self._groups(ledger, wanted):
+        moved = dropped > 0
+        for group in self._groups(ledger, wanted - dropped):
             moved |= self._leave(ledger, group)
             with self._lock:
                 ledger.answer(moved)  # a task may go on before the others have left
@@ -539,7 +572,6 @@ class DeviceMemory:
         device = ledger.device
         found = discovery.memory_info(device._backend, device.info)
         if found is None or found[0] >= found[1] * _SPARE:
-            ledger.was_full = False
             return
         # A library may have just cached what was freed. So first only the caches go.
         with device:
@@ -610,7 +642,8 @@ class DeviceMemory:
             except Exception as error:
                 if not is_out_of_memory(error) or attempt == 2:
                     raise
-            self._drop_copies(device)
+            self._drop_copies(device, form.nbytes)
+            release_held()
             if attempt:
                 self.spill_all(device)
             with suppress(DevctxError), device:

@@ -70,6 +70,12 @@ class Use:
             self.end()
             raise
 
+    def returned(self, key: Hashable) -> None:
+        """Keep the room for the result until dask has it."""
+        if self._expected and self._device is not None:
+            self._memory.hand_over(key, self._device, self._expected)
+            self._expected = 0
+
     def end(self) -> None:
         """Let the inputs leave again."""
         self.data = {}
@@ -120,4 +126,3 @@ class HostTask(TaskStandIn):
 
 def _itself(task: Any) -> Any:
     return task
-
