@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +21,10 @@ import pytest
 
 os.environ.setdefault("DASK_DEVCTX__SIMULATED_DEVICES", "4")
 os.environ["DASK_DEVCTX__SIMULATED_HOST"] = "test"  # the same UUIDs in each process
+# Tests that run at the same time do not take each other's devices.
+os.environ["DASK_DEVCTX__LOCK_DIRECTORY"] = os.path.join(
+    tempfile.gettempdir(), f"dask-devctx-tests-{os.getpid()}"
+)
 
 from dask_devctx import driver
 from dask_devctx.cuda.scope import open_scopes
@@ -43,6 +49,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(count=2): needs that many real GPUs")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["DASK_DEVCTX__LOCK_DIRECTORY"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

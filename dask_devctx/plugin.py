@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 from distributed import Worker, WorkerPlugin
@@ -16,6 +18,7 @@ from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.interpreter import switch_interval
+from dask_devctx.worker.share import DeviceShare
 
 
 @documents_options
@@ -65,6 +68,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     name = "devctx"
     # Set on a worker, while the plugin is set up there.
     extension: DeviceExtension | None = None
+    _share: DeviceShare | None = None
 
     @takes_only(Options)
     def __init__(self, **given: Any) -> None:
@@ -73,6 +77,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
         self.options = Options(**given)
+        if self.options.rmm_async and self.options.rmm_pool_size is not None:
+            warnings.warn(
+                "'rmm_pool_size' is not needed when 'rmm_async' is enabled: the asynchronous "
+                "allocator is a pool itself. Leave it out",
+                FutureWarning,
+                stacklevel=2,
+            )
         remembered_tasks()  # each worker reads this and the next; a bad value is refused here
         switch_interval()
 
@@ -124,17 +135,42 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                 )
         if self.extension is not None:  # another worker of this process uses this object
             own = copy.copy(self)
-            own.extension = None
+            own.extension = own._share = None
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
             await own.setup(worker)
             return
-        self.extension = DeviceExtension(worker, self.options)
-        failure = self.extension.failure
+        turn = registration.Turn(worker)  # so that an earlier plugin does not withdraw the devices
+        share = self._share = DeviceShare(worker, self.options, partial(self._changed, worker))
+        if not share.can_start:
+            await share.settle()
+            if self._share is not share:  # the plugin was removed meanwhile
+                return
+        failure = self._start(worker, share)
         if failure is None:
-            await registration.announce(worker, self.extension.placement.devices)
+            await share.settle()
+            if self._share is share:
+                await registration.announce(worker, self.worker_devices, turn)
         else:
-            await registration.refuse(worker, failure)
+            await registration.refuse(worker, failure, turn)
             raise failure  # dask tells the client, and keeps the plugin
+
+    def _start(self, worker: Worker, share: DeviceShare) -> Exception | None:
+        try:
+            self.extension = DeviceExtension(worker, self.options, share)
+        except BaseException:
+            self._share = None
+            share.release()
+            raise
+        if self.extension.failure is not None:
+            share.release()
+        return self.extension.failure
+
+    def _changed(self, worker: Worker) -> None:
+        """Use the devices that the worker has from now on, after others came or went."""
+        if self.extension is not None and self._share is not None:
+            self.extension.close()
+            self._start(worker, self._share)
+            worker.loop.add_callback(registration.announce, worker, self.worker_devices)
 
     async def teardown(self, worker: Worker) -> None:
         """Restore the worker as it was before :meth:`setup`; running tasks run to their end."""
@@ -144,6 +180,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.extension.close()
             self.extension = None
             registration.withdraw(worker)
+        if self._share is not None:
+            self._share.release()
+            self._share = None
         self.annotations_kept.close()  # for the process that made the plugin
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:

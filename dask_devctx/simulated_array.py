@@ -2,7 +2,7 @@
 
 It takes the place of CuPy's array on a machine without GPUs, and is as strict. Only its own device
 computes with it, it does not mix with host arrays, and it only becomes a host array on request.
-No other module of the package imports NumPy.
+Beside the plots of the dashboard, no other module of the package imports NumPy.
 """
 
 from __future__ import annotations

@@ -20,6 +20,9 @@ from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.addressed import addressed
 
+# Imported by the processes of some tests only.
+collect_ignore = ["standins"]
+
 # The time that an example takes depends on how busy the machine is.
 settings.register_profile(
     "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]

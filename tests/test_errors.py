@@ -67,6 +67,11 @@ CASES = [
         "distributed that this one was tested with: 2025.4.0 to 2026.8.0",
     ),
     (
+        errors.MissingPackageError("rmm_async", "rmm", "pip install rmm"),
+        {"option": "rmm_async", "package": "rmm", "remedy": "pip install rmm"},
+        "rmm_async needs the package rmm, which is not installed: pip install rmm",
+    ),
+    (
         errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
         {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
         "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,23 +11,18 @@ from dataclasses import replace
 from typing import Any
 
 import dask
-from distributed import LocalCluster, Nanny, Worker
 from distributed.core import Status
 
+from dask_devctx.client.arguments import has_nannies, without_dask_cudas
 from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
-from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_also
+from dask_devctx.config.packages import require_packages
+from dask_devctx.config.signatures import documents_options, takes_also
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
-
-# Arguments of dask-cuda's cluster. Users who come from there may still give them.
-_DASK_CUDAS = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "jit_unspill", "rmm_async"}
-    | {"rmm_managed_memory", "rmm_maximum_pool_size", "rmm_pool_size", "enable_cudf_spill"}
-)
 
 
 @documents_options
@@ -51,7 +45,8 @@ class LocalDeviceCluster(WatchedCluster):
     plugin
         The plugin itself, instead of its options.
     **kwargs
-        Further arguments of ``LocalCluster`` and of its workers.
+        Further arguments of ``LocalCluster`` and of its workers, and those of dask-cuda's
+        ``LocalCUDACluster``: see docs/from-dask-cuda.md.
 
     Raises
     ------
@@ -61,6 +56,8 @@ class LocalDeviceCluster(WatchedCluster):
         Workers outside this cluster hold devices that it needs.
     DriverUnavailableError
         No GPU was found, and no device is simulated.
+    MissingPackageError
+        A package that an option needs is not installed.
     TypeError
         An argument is unknown, or ``plugin`` is given together with its options.
     ValueError
@@ -76,6 +73,8 @@ class LocalDeviceCluster(WatchedCluster):
     0
     """
 
+    _share_said = ""
+
     @takes_also
     def __init__(
         self,
@@ -85,8 +84,16 @@ class LocalDeviceCluster(WatchedCluster):
         plugin: DevicePlugin | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(n_workers, int | None):
+            raise TypeError(
+                f"n_workers is a number of workers, got {n_workers!r}. The devices are "
+                "devices=[0, 1], or CUDA_VISIBLE_DEVICES='0,1'"
+            )
+        if threads_per_worker is not None and threads_per_worker < 1:
+            raise ValueError(f"threads_per_worker must be 1 or more, got {threads_per_worker}")
+        kwargs = without_dask_cudas({"n_workers": n_workers, **kwargs}, type(self))
+        n_workers = kwargs.pop("n_workers")
         given = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
-        _refuse_unknown(kwargs, type(self))
         own: dict[str, Any] = {}
         self._made_plugin = plugin is None
         if plugin is None:
@@ -98,22 +105,30 @@ class LocalDeviceCluster(WatchedCluster):
             raise TypeError(f"give either a plugin or its options, got both: {', '.join(given)}")
         else:
             used = named_devices(plugin.options.devices)
+        require_packages(plugin.options)
         if n_workers is None:
             n_workers = _n_workers(used, plugin.options, kwargs)
-        if plugin.options.devices_per_worker is None and n_workers > 1:
+        options = plugin.options
+        if options.devices_per_worker is None and n_workers > 1 and not options.shared:
             own["devices_per_worker"] = _even_share(len(used), n_workers)
+            self._share_said = (
+                f": the {len(used)} devices were divided among n_workers={n_workers}. For more "
+                "workers later, pass devices_per_worker to LocalDeviceCluster"
+            )
         if own:
             plugin = copy.copy(plugin)
             plugin.options = replace(plugin.options, **own)
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)
+        # Workers of one process use the same devices, unless each takes a number of them.
+        self._shared = plugin.options.shared or kwargs.get("processes") is False
         self._check_enough(n_workers)
         if threads_per_worker is None:
             per_worker = plugin.options.devices_per_worker or len(used)
             running = per_worker * plugin.options.tasks_per_device
             threads_per_worker = LOOK_AHEAD * max(running, 1)
-        if _has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
+        if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
 
@@ -138,8 +153,11 @@ class LocalDeviceCluster(WatchedCluster):
         return super().adapt(*args, **kwargs)
 
     def _check_enough(self, n_workers: int) -> None:
-        per_worker = self._plugin.options.devices_per_worker
-        if per_worker is None:
+        options = self._plugin.options
+        if options.shared:
+            return
+        per_worker = options.devices_per_worker
+        if per_worker is None and self._shared:
             if n_workers > 1:
                 warnings.warn(
                     f"each of the {n_workers} workers will use all {self._n_devices} devices. To "
@@ -147,11 +165,13 @@ class LocalDeviceCluster(WatchedCluster):
                     "LocalDeviceCluster",
                     stacklevel=3,
                 )
-        elif n_workers * per_worker > self._n_devices:
+            return
+        per_worker = per_worker or 1  # at least
+        if n_workers * per_worker > self._n_devices:
             raise ValueError(
                 f"{n_workers} workers with {per_worker} devices each need {n_workers * per_worker} "
                 f"devices, and there are {self._n_devices}. Start fewer workers, or lower "
-                "devices_per_worker"
+                f"devices_per_worker{self._share_said}"
             )
 
     # -- the hooks of WatchedCluster
@@ -191,40 +211,12 @@ def _n_workers(used: Sequence[Device], options: Options, kwargs: Mapping[str, An
     return len(used) if options.ipc is not False and can_export(used) else 1
 
 
-def _has_nannies(kwargs: Mapping[str, Any]) -> bool:
-    worker_class = kwargs.get("worker_class")
-    if worker_class is None:
-        return kwargs.get("processes") is not False
-    return isinstance(worker_class, type) and issubclass(worker_class, Nanny)
-
-
 def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration for the workers' processes that has their devices, too."""
     devices = {"devices": options.devices, "devices-per-worker": options.devices_per_worker}
     mine = {name: value for name, value in devices.items() if value is not None}
     section = dask.config.merge(dask.config.get("devctx", {}), given.get("devctx", {}), mine)
     return {**given, "devctx": section}
-
-
-def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
-    theirs = sorted(given.keys() & _DASK_CUDAS)
-    if theirs:
-        raise TypeError(
-            f"{', '.join(theirs)}: not an argument of LocalDeviceCluster, but of LocalCUDACluster. "
-            "Give the devices as devices=[...]; for the other arguments see docs/from-dask-cuda.md"
-        )
-    # LocalCluster hands the arguments that it does not know on to its workers.
-    worker_class = given.get("worker_class")
-    classes = [*owner.__mro__[: owner.__mro__.index(LocalCluster) + 1], *Nanny.__mro__]
-    classes += [*Worker.__mro__, *(worker_class.__mro__ if isinstance(worker_class, type) else ())]
-    known = [
-        name
-        for cls in classes
-        if inspect.isfunction(init := vars(cls).get("__init__"))
-        for name, parameter in inspect.signature(init).parameters.items()
-        if parameter.kind is not parameter.VAR_KEYWORD
-    ]
-    refuse_unknown(given, known, owner.__name__)
 
 
 def _even_share(n_devices: int, n_workers: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
@@ -66,6 +67,8 @@ def memory_limit(name: str, value: Any) -> float | str | None:
         found = -1
     if found is None or found == 0:
         return None
+    if isinstance(value, str) and value[-1].isalpha() and 1 <= found < _LEAST_LIMIT_NBYTES:
+        return value  # with its unit, "30 B" is no mistake
     if found < 0 or 1 < found < _LEAST_LIMIT_NBYTES or found != found:
         raise refused(
             name,
@@ -74,6 +77,33 @@ def memory_limit(name: str, value: Any) -> float | str | None:
             value,
         )
     return float(found) if found <= 1 else int(found)
+
+
+def memory_size(name: str, value: Any) -> float | str | None:
+    if value in ("auto", "default"):
+        raise refused(name, "a fraction of a device's memory, or bytes such as '30 GB'", value)
+    return memory_limit(name, value)
+
+
+def names_of(*known: str) -> Check:
+    """Return a check of a list of names, or of text with commas; without ``known``, of any."""
+
+    def check(name: str, value: Any) -> tuple[str, ...] | None:
+        found = value.split(",") if isinstance(value, str) else value
+        if not isinstance(found, Iterable) or not all(isinstance(one, str) for one in found):
+            raise refused(name, "a list of names, or text with commas", value)
+        names = tuple(one.strip() for one in found if one.strip())
+        if known and not set(names) <= set(known):
+            raise refused(name, f"a list of some of {', '.join(map(repr, known))}", value)
+        return names or None
+
+    return check
+
+
+def path(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise refused(name, "a path", value)
+    return str(os.fspath(value))
 
 
 def list_of_devices(name: str, value: Any) -> tuple[object, ...]:

@@ -21,10 +21,14 @@ from dask_devctx.config.checks import (
     key_of,
     list_of_devices,
     memory_limit,
+    memory_size,
+    names_of,
     one_of,
+    path,
     share_of_memory,
     whole_number,
 )
+from dask_devctx.config.packages import LIBRARIES, allocators_agree
 
 # A device's tasks run on the device's own threads. So a worker's `nthreads` only limits how many
 # tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
@@ -47,8 +51,11 @@ class Options:
         The devices that a worker uses, each anything that :class:`~dask_devctx.Device` accepts;
         all that it sees by default.
     devices_per_worker
-        How many of them each worker takes for itself alone. With this option, no two workers of one
-        machine and user take the same device. None: a worker uses all, together with others.
+        How many of them each worker takes for itself. None: all that are free; the workers of one
+        cluster share a machine's devices out evenly, also when one joins later.
+    shared
+        Whether workers may use the same devices. By default, no two processes of one machine and
+        user do: see docs/deployment.md. With True, ``devices_per_worker`` has no effect.
     tasks_per_device
         How many tasks run on a device at a time. Tasks that wait for each other must all have a
         place: see docs/deployment.md.
@@ -77,6 +84,34 @@ class Options:
         How much of each device's memory the values that dask keeps may take: ``"auto"`` for 0.8 of
         it, a fraction, bytes such as ``"12 GiB"``, 0 or None for no limit. Beyond it, values go to
         host memory, and come back before their tasks: see docs/memory.md.
+    pool
+        ``"cupy-async"``: CuPy allocates from CUDA's own asynchronous pools. None: CuPy's own pool,
+        or RMM with ``rmm_allocator_external_lib_list``.
+    rmm_pool_size
+        The initial size of an RMM pool on each device: a fraction of its memory, bytes such as
+        ``"30 GB"``, 0 or None for no pool.
+    rmm_maximum_pool_size
+        How large such a pool may become; by default it grows as long as there is memory.
+    rmm_managed_memory
+        Whether RMM allocates managed memory, which the driver moves between device and host.
+    rmm_async
+        Whether RMM uses CUDA's asynchronous allocator.
+    rmm_release_threshold
+        With ``rmm_async``: how much unused memory the allocator keeps when the device is
+        synchronized; all of it by default.
+    rmm_log_directory
+        The directory where RMM logs each allocation, a file for each worker and device.
+    rmm_track_allocations
+        Whether RMM counts the bytes that are allocated, for dask's dashboard. This is slow.
+    rmm_allocator_external_lib_list
+        The libraries that allocate through RMM: some of ``"cupy"``, ``"torch"`` and ``"numba"``, as
+        a list or as text with commas.
+    enable_cudf_spill
+        Whether cuDF moves its own data to host memory when a device is full.
+    cudf_spill_stats
+        How much cuDF records of that: 0, 1 or 2.
+    pre_import
+        Modules that a worker imports before its first task, as a list or as text with commas.
 
     Raises
     ------
@@ -88,6 +123,7 @@ class Options:
 
     devices: Sequence[object] | None = _option(list_of_devices)
     devices_per_worker: int | None = _option(whole_number(1))
+    shared: bool = _option(one_of(True, False))
     tasks_per_device: int = _option(whole_number(1))
     unannotated: Literal["assign", "leave"] = _option(one_of("assign", "leave"))
     move_inputs: bool = _option(one_of(True, False))
@@ -101,6 +137,18 @@ class Options:
     ipc_staging: float = _option(share_of_memory)
     # None means that there is no limit, so the value for "not given" is another one.
     device_memory_limit: float | str | None = _option(memory_limit, default=no_default)
+    pool: Literal["cupy-async"] | None = _option(one_of("cupy-async"))
+    rmm_pool_size: float | str | None = _option(memory_size)
+    rmm_maximum_pool_size: float | str | None = _option(memory_size)
+    rmm_managed_memory: bool = _option(one_of(True, False))
+    rmm_async: bool = _option(one_of(True, False))
+    rmm_release_threshold: float | str | None = _option(memory_size)
+    rmm_log_directory: str | None = _option(path)
+    rmm_track_allocations: bool = _option(one_of(True, False))
+    rmm_allocator_external_lib_list: Sequence[str] | str | None = _option(names_of(*LIBRARIES))
+    enable_cudf_spill: bool = _option(one_of(True, False))
+    cudf_spill_stats: int = _option(whole_number(0))
+    pre_import: Sequence[str] | str | None = _option(names_of())
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -112,6 +160,7 @@ class Options:
             if value is not None or default is not None:
                 value = one.metadata["check"](one.name, value)
             object.__setattr__(self, one.name, value)
+        allocators_agree(self)
 
 
 OPTION_NAMES: Final = tuple(one.name for one in fields(Options))

@@ -3,8 +3,8 @@
 All other packages call its functions and classes. Each module covers one place:
 :mod:`~dask_devctx.dask_internals.tasks`, :mod:`~dask_devctx.dask_internals.threads`,
 :mod:`~dask_devctx.dask_internals.worker`, :mod:`~dask_devctx.dask_internals.scheduler`,
-:mod:`~dask_devctx.dask_internals.cluster`, :mod:`~dask_devctx.dask_internals.serialization` and
-:mod:`~dask_devctx.dask_internals.graphs`.
+:mod:`~dask_devctx.dask_internals.cluster`, :mod:`~dask_devctx.dask_internals.serialization`,
+:mod:`~dask_devctx.dask_internals.graphs` and :mod:`~dask_devctx.dask_internals.dashboard`.
 
 A release of dask may rename any of these parts. :func:`check` looks for every name before anything
 is changed. A release that lacks a name is refused with one clear error.
@@ -84,11 +84,13 @@ ON_A_WORKER: Final = (
     "handlers[actor_attribute]",
     "handlers[actor_execute]",
     "handlers[get_data]",
+    "handlers[run]",
     "memory_manager.data",
     "metrics",
     "nanny",
     "periodic_callbacks[heartbeat]",
     "state.actors",
+    "state.transfer_message_bytes_limit",
     "state.data",
     "stream_handlers[close]",
 )
@@ -104,7 +106,17 @@ ON_A_SCHEDULER: Final = (
     "handlers[processing]",
     "handlers[unregister]",
     "host_info",
+    "rpc",
     "stream_handlers[task-erred]",
+)
+
+# For a scheduler that shows dask's dashboard: these need Bokeh.
+OF_A_DASHBOARD: Final = (
+    "distributed.dashboard.components:add_periodic_callback",
+    "distributed.dashboard.components.scheduler:env.loader",
+    "distributed.dashboard.core:DaskBokehTornado",
+    "distributed.dashboard.scheduler:template_variables",
+    "distributed.diagnostics.progress_stream:color_of",
 )
 
 _STEP = re.compile(r"\.?(\w+)|\[([\w-]+)\]|(\(\))")
@@ -120,12 +132,7 @@ def check() -> None:
         A name is missing.
     """
     for name in NAMES:
-        module, _, way = name.partition(":")
-        try:
-            start: object = import_module(module)
-        except ImportError as error:
-            raise unsupported(name.replace(":", ".")) from error
-        _find(start, way, module)
+        _find_in_module(name)
 
 
 def check_worker(worker: Worker) -> None:
@@ -147,6 +154,13 @@ def check_scheduler(scheduler: Scheduler) -> None:
         _find(scheduler, way, "distributed.Scheduler")
 
 
+def check_dashboard(scheduler: Scheduler) -> None:
+    """Check every name that is used of a scheduler's dashboard; raise as :func:`check` does."""
+    for name in OF_A_DASHBOARD:
+        _find_in_module(name)
+    _find(scheduler, "http_application.applications", "distributed.Scheduler")
+
+
 def unsupported(name: str) -> UnsupportedDaskError:
     """Return the error for a name that is missing."""
     import dask
@@ -157,6 +171,15 @@ def unsupported(name: str) -> UnsupportedDaskError:
     except PackageNotFoundError:  # run from its sources
         ours = "unknown"
     return UnsupportedDaskError(name, dask.__version__, distributed.__version__, ours)
+
+
+def _find_in_module(name: str) -> None:
+    module, _, way = name.partition(":")
+    try:
+        start: object = import_module(module)
+    except ImportError as error:
+        raise unsupported(name.replace(":", ".")) from error
+    _find(start, way, module)
 
 
 def _find(found: Any, way: str, start: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from typing import Any
 
@@ -89,3 +90,12 @@ def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:
 
 def _priority(ts: Any) -> Any:
     return ts.priority
+
+
+def has_dashboard(scheduler: Scheduler) -> bool:
+    """Return whether a scheduler shows dask's dashboard; without Bokeh there is none."""
+    bokeh = sys.modules.get("bokeh.server.tornado")
+    http = getattr(scheduler, "http_application", None)
+    return bokeh is not None and any(
+        isinstance(app, bokeh.BokehTornado) for app in getattr(http, "applications", ())
+    )

@@ -200,6 +200,29 @@ def in_memory(worker: Worker) -> Mapping[Hashable, Any]:
     return data.memory if isinstance(data, SpillBuffer) else data
 
 
+# What dask has in its own configuration: another value is the user's.
+_MESSAGE_NBYTES = 50_000_000
+
+
+@contextmanager
+def larger_messages(worker: Worker, nbytes: int) -> Iterator[None]:
+    """While it is open, a worker asks another one for up to so many bytes of values at once.
+
+    A limit that the user configured stays as it is.
+    """
+    state = worker.state
+    before = state.transfer_message_bytes_limit
+    if before != _MESSAGE_NBYTES or nbytes <= before:
+        yield
+        return
+    state.transfer_message_bytes_limit = nbytes
+    try:
+        yield
+    finally:
+        if state.transfer_message_bytes_limit == nbytes:
+            state.transfer_message_bytes_limit = before
+
+
 @contextmanager
 def spilling(
     worker: Worker,

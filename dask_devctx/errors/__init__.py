@@ -13,7 +13,7 @@ from dask_devctx.errors.devices import (
     ValueNotMovableError,
     VisibleDevicesError,
 )
-from dask_devctx.errors.versions import UnsupportedDaskError
+from dask_devctx.errors.versions import MissingPackageError, UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,
@@ -34,6 +34,7 @@ __all__ = [
     "DriverUnavailableError",
     "ForkedProcessError",
     "LockDirectoryError",
+    "MissingPackageError",
     "OneDeviceOnlyError",
     "UnsupportedDaskError",
     "ValueNotMovableError",

@@ -1,4 +1,4 @@
-"""The exception for unsupported versions of other packages."""
+"""The exceptions for other packages: unsupported versions, and packages that are missing."""
 
 from __future__ import annotations
 
@@ -37,4 +37,27 @@ class UnsupportedDaskError(DevctxError):
             f"and distributed {self.distributed}. Nothing was changed. Install a newer "
             "dask-devctx, or a dask and distributed that this one was tested with: "
             f"{oldest} to {newest}"
+        )
+
+
+class MissingPackageError(DevctxError, ImportError):
+    """A package that an option needs is not installed.
+
+    Parameters
+    ----------
+    option
+        The option.
+    package
+        The module that could not be found.
+    remedy
+        How to install it.
+    """
+
+    option: str
+    package: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.option} needs the package {self.package}, which is not installed: {self.remedy}"
         )

@@ -35,7 +35,7 @@ class DevicesInUseError(DevctxError):
     Parameters
     ----------
     wanted
-        How many devices it wants.
+        How many devices it wants; 0 for any number of those that are free.
     free
         A description of each free device.
     holders
@@ -57,6 +57,13 @@ class DevicesInUseError(DevctxError):
         if self.wanted > total:
             return f"{wants} there are {total}. Lower devices_per_worker"
         held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
+        if not self.wanted:
+            return (
+                f"this worker wants devices for itself, and none is free: {held}. Close a cluster "
+                "that holds them and is not needed (cluster.close(), or client.shutdown()), or "
+                "start fewer workers on this machine. Workers that are to use the same devices "
+                "say so: DevicePlugin(shared=True) (devctx.shared: true)"
+            )
         return (
             f"{wants} {len(self.free)} of {total} are free{': ' if held else ''}{held}. Close a "
             "cluster that holds them and is not needed, such as that of a notebook's earlier cell "

@@ -13,6 +13,10 @@ from dask_devctx.scheduler.holdings import Holdings
 ANNOUNCE: Final = "devctx_announce"
 WITHDRAW: Final = "devctx_withdraw"
 REFUSE: Final = "devctx_refuse"
+# A worker asks for the devices that are its own.
+CLAIM: Final = "devctx_claim"
+# The handler on a worker, by which the scheduler changes the worker's devices.
+SHARE: Final = "devctx_share"
 
 # More devices than any machine has, and more characters than any name of a device.
 _DEVICES_LIMIT = 1024
@@ -49,6 +53,15 @@ def read_holdings(message: Mapping[str, Any]) -> Holdings:
     if not used <= uuids:
         raise MalformedError(f"'used' has UUIDs that 'seen' lacks: {sorted(used - uuids)[:3]}")
     return Holdings(Inventory(devices), used)
+
+
+def read_claim(message: Mapping[str, Any]) -> tuple[str, list[str]]:
+    """Return the name of a worker's process, and the UUIDs of the devices that it may use."""
+    candidates = _items(message.get("candidates"), "candidates")
+    return (
+        _text(message.get("process"), "process"),
+        [_text(uuid, "candidates") for uuid in candidates],
+    )
 
 
 def read_refusal(message: Mapping[str, Any]) -> Exception:

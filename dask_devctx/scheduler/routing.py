@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
@@ -24,21 +25,29 @@ from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.scheduler import suspects
 from dask_devctx.scheduler.announcements import (
     ANNOUNCE,
+    CLAIM,
     REFUSE,
+    SHARE,
     WITHDRAW,
     MalformedError,
     read_address,
+    read_claim,
     read_holdings,
     read_refusal,
 )
 from dask_devctx.scheduler.counts import Counts
+from dask_devctx.scheduler.dashboard import DevicePages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.holdings import Cluster
+from dask_devctx.scheduler.sharing import Sharing
 from dask_devctx.scheduler.wishes import Wishes
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[str, Mapping[str, Any]], None]
+
+# How long the scheduler waits for a worker that gives up devices.
+_ANSWER_S = 10.0
 
 
 class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
@@ -95,12 +104,17 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._grace_s = config.seconds("missing-device-timeout") or 0
         self._cluster = Cluster(set())
         self._wishes = Wishes(self._cluster, self._workers_on)
+        self._pages = DevicePages(scheduler)
         self.history = DeviceHistory(scheduler, lambda: self._cluster.present.using)
         self.counts = Counts(scheduler)
         for address in scheduler.workers:
             self._cluster.join(address, time())
         acts = {ANNOUNCE: self._announced, WITHDRAW: self._withdrawn, REFUSE: self._refused}
-        internals.answer(scheduler, {op: self._handler(op, act) for op, act in acts.items()})
+        self._sharing = Sharing(self._share, scheduler.workers, self._grace_s)
+        handlers: dict[str, Callable[..., Any]] = {
+            op: self._handler(op, act) for op, act in acts.items()
+        }
+        internals.answer(scheduler, {**handlers, CLAIM: self._claimed})
         tasks = list(scheduler.tasks.values())
         self._note(tasks)
         self._move(tasks)
@@ -108,7 +122,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop answering the workers' messages."""
-        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE))
+        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, CLAIM))
+        self._pages.close()
         self.history.close()
 
     def update_graph(
@@ -141,10 +156,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.counts.joined(worker)
         if holdings is None:
             self._look_again_later()
+        else:
+            self._pages.open()
         self._move(self._wishes.review(worker, None, holdings, joined=1))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         holdings = self._cluster.leave(worker, time())
+        self._sharing.left(worker, may_return=True)
         self.counts.left(worker)
         self.history.left(worker)
         if holdings is not None:
@@ -176,23 +194,40 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         if address not in self._cluster.workers:
             self._cluster.announce_early(address, holdings, time())
             return
+        self._pages.open()
         self.counts.forget(address)
         before = self._cluster.announce(address, holdings)
         self._move(self._wishes.review(address, before, holdings))
 
     def _withdrawn(self, address: str, message: Mapping[str, Any]) -> None:
         self._known(address)
+        self._sharing.left(address, may_return=False)
         self.counts.forget(address)
         before = self._cluster.withdraw(address)
         if not self._cluster.present.using:
             self.counts.forget_all()
+            self._pages.close()
         self._move(self._wishes.review(address, before, None))
 
     def _refused(self, address: str, message: Mapping[str, Any]) -> None:
         self._known(address)
+        self._sharing.left(address, may_return=False)
         self.refused[self.scheduler.workers[address].name] = read_refusal(message)
         self._cluster.unheard.pop(address, None)
         self._move(self._wishes.review_absent())
+
+    async def _claimed(self, **message: Any) -> dict[str, Any] | str:
+        """Return the devices of a worker that shares a machine's devices with others."""
+        try:
+            address, (process, candidates) = self._address(message), read_claim(message)
+        except MalformedError as error:
+            logger.warning("A message %s was refused: %s", CLAIM, error)
+            return f"refused: {error}"
+        return await self._sharing.claim(address, process, candidates)
+
+    async def _share(self, address: str, uuids: Sequence[str], version: int) -> None:
+        told = internals.ask(self.scheduler, address, SHARE, uuids=list(uuids), version=version)
+        await asyncio.wait_for(told, _ANSWER_S)
 
     def _address(self, message: Mapping[str, Any]) -> str:
         address = read_address(message)
@@ -237,5 +272,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def _stop_waiting(self) -> None:
         """Stop waiting for the workers whose time is over."""
+        self.scheduler.loop.add_callback(self._sharing.even_out)
         if self._cluster.expire(time() - self._grace_s):
             self._move(self._wishes.review_absent())

@@ -7,9 +7,8 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from distributed import Status, Worker
+from distributed import Reschedule, Status, Worker
 
-from dask_devctx import config
 from dask_devctx.annotations import Unannotated, is_watched, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
@@ -18,9 +17,10 @@ from dask_devctx.dask_internals import check_worker, tasks
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
-from dask_devctx.worker import comms, leases, serialization
+from dask_devctx.worker import comms, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
+from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
 from dask_devctx.worker.failures.monitor import Monitor
@@ -28,7 +28,7 @@ from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.history import History
 from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Input, Inputs
-from dask_devctx.worker.interpreter import set_for_devices, switch_interval
+from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.memory.data import DeviceData
 from dask_devctx.worker.memory.keeping import within_limits
@@ -37,6 +37,7 @@ from dask_devctx.worker.memory.use import HostTask
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.placement import NoDevices, Placement
 from dask_devctx.worker.policy import start_soonest
+from dask_devctx.worker.share import DeviceShare
 from dask_devctx.worker.task import DeviceTask
 
 P = ParamSpec("P")
@@ -57,6 +58,8 @@ class DeviceExtension:
         The worker, on whose event loop this is called.
     options
         The options of the plugin.
+    share
+        The devices of the worker.
 
     Attributes
     ----------
@@ -77,8 +80,9 @@ class DeviceExtension:
         The executor of each device.
     """
 
-    def __init__(self, worker: Worker, options: Options) -> None:
+    def __init__(self, worker: Worker, options: Options, share: DeviceShare) -> None:
         self._worker = worker
+        self._share = share
         self._tasks = worker.state.tasks  # read at every transition of every task
         self.failure: Exception | None = None
         self.inputs: Inputs | None = None
@@ -148,6 +152,7 @@ class DeviceExtension:
                     options.device_memory_limit,
                     copies=self._copies_on,
                     drop_copies=self._drop_copies,
+                    places=self._places_of_result,
                     made_by=self._made_by,
                     brought=self._brought,
                     on_failure=self.monitor.blame.noticed_between,
@@ -173,23 +178,15 @@ class DeviceExtension:
         self._steps.close()
 
     def _devices(self, steps: ExitStack, options: Options) -> Placement:
-        """Take all devices that the worker asks for, or none of them."""
-        named = options
-        if options.devices is None and options.devices_per_worker is None:
-            named = Options()  # by the configuration of this process
+        """Use all devices of the worker, or none of them."""
+        devices = self._share.devices
         with ExitStack() as taking:
-            devices = taking.enter_context(
-                leases.leased_to_worker(
-                    named.devices,
-                    named.devices_per_worker,
-                    holder=f"worker {self._worker.name}",
-                    directory=config.get("lock-directory"),
-                )
-            )
             placement = Placement(
                 devices, options.tasks_per_device, options.policy or start_soonest
             )
             taking.enter_context(comms.landing_on(self._worker, devices))
+            import_early(options.pre_import or ())
+            taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())
         return placement
 
@@ -237,7 +234,7 @@ class DeviceExtension:
 
     def _assign(self, ts: Any) -> None:
         """Give a task its device, and the device's threads unless it asked for other threads."""
-        annotations = ts.annotations
+        annotations, wanted = ts.annotations, None
         try:
             if self.peers.unreadable:
                 self.peers.unreadable.check(ts)
@@ -258,6 +255,9 @@ class DeviceExtension:
             self.record.placed(ts, device, before)
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
+            if self._share.gave_up(wanted):  # another worker has the device now
+                tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
+                return
             tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
@@ -334,6 +334,11 @@ class DeviceExtension:
 
     def _drop_copies(self, device: Device, nbytes: int) -> int:
         return 0 if self.inputs is None else self.inputs.replicas.drop_some(device, nbytes)
+
+    def _places_of_result(self, key: Hashable) -> Mapping[Device, int] | None:
+        ts = self._tasks.get(key)
+        made = None if ts is None else _work_of(ts)
+        return None if made is None else made.places
 
     def _made_by(self, key: Hashable) -> Stamp | None:
         return None if self.inputs is None else self.inputs.work_of(key)

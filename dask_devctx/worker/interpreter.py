@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
@@ -31,6 +32,18 @@ def switch_interval() -> float | None:
             f"{config.get('switch-interval')!r}"
         )
     return found
+
+
+def import_early(modules: Sequence[str]) -> None:
+    """Import modules before the first task needs them.
+
+    Raises
+    ------
+    ImportError
+        A module is missing, or fails.
+    """
+    for module in modules:
+        import_module(module)
 
 
 class _Interval:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from dask_devctx.cuda.device import Device, named_devices
-from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
+from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DevicesInUseError
 from dask_devctx.worker.locks import Lock, LockDirectory, default_directory
 
 # The choice takes well under a millisecond. A process that takes longer was stopped meanwhile.
@@ -39,56 +38,6 @@ class Lease:
         """Release the devices to other workers."""
         for lock in self._locks:
             lock.release()
-
-
-@contextmanager
-def leased_to_worker(
-    wanted: Sequence[object] | None,
-    count: int | None,
-    *,
-    holder: str,
-    directory: str | os.PathLike[str] | None = None,
-) -> Iterator[tuple[Device, ...]]:
-    """While it is open, a worker has its devices.
-
-    Parameters
-    ----------
-    wanted
-        Its devices, each anything that :class:`~dask_devctx.Device` accepts; None for all that the
-        process sees.
-    count
-        How many of them it takes for itself; None for all, shared with other workers.
-    holder, directory
-        As for :func:`acquire`.
-
-    Yields
-    ------
-    tuple of Device
-        The devices.
-
-    Raises
-    ------
-    DeviceNotFoundError
-        There is no device, or a named one is missing.
-    DevicesInUseError, LockDirectoryError
-        As :func:`acquire` raises them.
-    """
-    found = named_devices(wanted)
-    if not found:
-        raise DeviceNotFoundError(
-            "any",
-            (),
-            None,
-            "The worker sees no GPU: check CUDA_VISIBLE_DEVICES and the option devices",
-        )
-    if count is None:
-        yield found
-        return
-    lease = acquire(found, count, holder=holder, directory=directory)
-    try:
-        yield lease.devices
-    finally:
-        lease.release()
 
 
 def acquire(
@@ -127,20 +76,19 @@ def acquire(
     reason. Workers choose one at a time: if two workers want three of four devices each, one of
     them gets its three.
     """
-    note = f"pid {os.getpid()} on {socket.gethostname()}, {holder}"
+    note = _note(holder)
     free: list[Device] = []
     locks: list[Lock] = []
     held: dict[str, str] = {}
-    with LockDirectory(Path(directory) if directory else default_directory()) as place:
+    with LockDirectory(_path(directory)) as place:
         try:
             with place.exclusive(_CHOOSING_TIMEOUT_S):
                 for device in devices:
                     if len(locks) == count:
                         break
-                    name = quote(device.uuid, safe="") + ".lock"
-                    lock = place.try_lock(name, note)
+                    lock = place.try_lock(_name(device), note)
                     if lock is None:
-                        held[str(device.info)] = place.note(name)
+                        held[str(device.info)] = place.note(_name(device))
                     else:
                         free.append(device)
                         locks.append(lock)
@@ -151,3 +99,64 @@ def acquire(
                 lock.release()
             raise
     return Lease(free, locks)
+
+
+class ProcessLocks:
+    """The locks that the workers of this process hold together, each for all that use its device.
+
+    Notes
+    -----
+    A process holds a device, not a worker: the workers of one process use the same CUDA contexts.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Path, str], tuple[Lock, int]] = {}
+
+    def try_take(
+        self, devices: Iterable[Device], holder: str, directory: str | os.PathLike[str] | None
+    ) -> Mapping[Device, str]:
+        """Take devices for this process; return those that others hold, with their holders.
+
+        Raises
+        ------
+        LockDirectoryError
+            The directory cannot be trusted, or cannot be used.
+        """
+        held: dict[Device, str] = {}
+        path = _path(directory)
+        with LockDirectory(path) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
+            for device in devices:
+                known = self._held.get((path, device.uuid))
+                if known is None:
+                    lock = place.try_lock(_name(device), _note(holder))
+                    if lock is None:
+                        held[device] = place.note(_name(device))
+                        continue
+                    known = (lock, 0)
+                self._held[path, device.uuid] = (known[0], known[1] + 1)
+        return held
+
+    def release(self, devices: Iterable[Device], directory: str | os.PathLike[str] | None) -> None:
+        """Release devices; others may take those that no worker of this process uses."""
+        path = _path(directory)
+        for device in devices:
+            lock, users = self._held.pop((path, device.uuid))
+            if users > 1:
+                self._held[path, device.uuid] = (lock, users - 1)
+            else:
+                lock.release()
+
+
+process_locks = ProcessLocks()
+
+
+def _path(directory: str | os.PathLike[str] | None) -> Path:
+    return Path(directory) if directory else default_directory()
+
+
+def _name(device: Device) -> str:
+    return quote(device.uuid, safe="") + ".lock"
+
+
+def _note(holder: str) -> str:
+    return f"pid {os.getpid()} on {socket.gethostname()}, {holder}"

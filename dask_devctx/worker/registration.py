@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from distributed import Worker
@@ -35,7 +35,7 @@ _WAY_OUT = (
 )
 
 
-async def announce(worker: Worker, used: Sequence[Device]) -> None:
+async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = None) -> None:
     """Tell the scheduler which devices a worker has, so that tasks find them.
 
     Parameters
@@ -45,6 +45,8 @@ async def announce(worker: Worker, used: Sequence[Device]) -> None:
     used
         The devices that it uses. The other devices that it sees are announced too, because the
         ordinals need them.
+    turn
+        The worker's turn; a new one by default.
 
     Notes
     -----
@@ -56,11 +58,11 @@ async def announce(worker: Worker, used: Sequence[Device]) -> None:
         {"device_id": info.device_id, "uuid": info.uuid, "pci_bus_id": info.pci_bus_id}
         for info in discovery.inventory(driver.backend()).devices
     ]
-    async with _Turn(worker) as newest:
+    async with turn or Turn(worker) as newest:
         if not newest:
             return
         try:
-            await _install_routing(worker)
+            await install_routing(worker)
             await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
         except Exception as error:
             logger.warning(
@@ -80,10 +82,10 @@ def withdraw(worker: Worker) -> None:
     tasks would go to workers that do not have their device.
     """
     if worker.status in (Status.running, Status.paused):
-        worker.loop.add_callback(_withdraw, worker, _Turn(worker))
+        worker.loop.add_callback(_withdraw, worker, Turn(worker))
 
 
-async def _withdraw(worker: Worker, turn: _Turn) -> None:
+async def _withdraw(worker: Worker, turn: Turn) -> None:
     async with turn as newest:
         if not newest:
             return
@@ -93,7 +95,7 @@ async def _withdraw(worker: Worker, turn: _Turn) -> None:
             logger.debug("The worker's devices were not withdrawn: %r", error)
 
 
-async def refuse(worker: Worker, error: Exception) -> None:
+async def refuse(worker: Worker, error: Exception, turn: Turn | None = None) -> None:
     """Tell the scheduler that a worker has no devices; a worker that joins may leave again.
 
     Parameters
@@ -103,6 +105,8 @@ async def refuse(worker: Worker, error: Exception) -> None:
         joined earlier stays, and the client that registered the plugin gets the error.
     error
         The reason. For a worker that stays or starts, a note with the remedy is added to it.
+    turn
+        The worker's turn; a new one by default.
 
     Notes
     -----
@@ -116,9 +120,9 @@ async def refuse(worker: Worker, error: Exception) -> None:
     leaves = is_joining(worker) and isinstance(error, (DevicesInUseError, LockDirectoryError))
     if not leaves:
         error.add_note(_WAY_OUT.format(worker.name))
-    async with _Turn(worker) as newest:
+    async with turn or Turn(worker) as newest:
         try:
-            await _install_routing(worker)
+            await install_routing(worker)
             if leaves:
                 await _tell(worker, REFUSE, kind=type(error).__name__, arguments=error.args)
             elif newest:
@@ -130,7 +134,7 @@ async def refuse(worker: Worker, error: Exception) -> None:
         worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
 
 
-class _Turn:
+class Turn:
     """A worker's turn to announce its devices; void if a newer announcement waits by then.
 
     Plugins may replace each other faster than the scheduler answers, and two messages that are on
@@ -153,14 +157,20 @@ class _Turn:
         self._lock.release()
 
 
-async def _install_routing(worker: Worker) -> None:
+async def install_routing(worker: Worker) -> None:
+    """Send the scheduler this package's plugin, if it lacks it."""
     await worker.scheduler.register_scheduler_plugin(
         plugin=dumps(DeviceRouting()), name=DeviceRouting.name, idempotent=True
     )
 
 
-async def _tell(worker: Worker, op: str, **what: object) -> None:
+async def ask(worker: Worker, op: str, **what: object) -> Any:
+    """Return the scheduler's answer to a message of a worker."""
     address = worker.contact_address or worker.address
-    answer = await getattr(worker.scheduler, op)(address=address, **what)
+    return await getattr(worker.scheduler, op)(address=address, **what)
+
+
+async def _tell(worker: Worker, op: str, **what: object) -> None:
+    answer = await ask(worker, op, **what)
     if answer != "OK":
         raise RuntimeError(f"the scheduler answers {op} with {answer!r}")

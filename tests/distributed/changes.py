@@ -41,6 +41,7 @@ def _state(worker: Worker) -> dict[str, Any]:
         "extensions": dict(worker.extensions),
         "nanny": worker.nanny,
         "periodic callbacks": dict(worker.periodic_callbacks),
+        "bytes of a message": worker.state.transfer_message_bytes_limit,
         "actors": (type(worker.state.actors), dict(worker.state.actors)),
         "tasks": {
             key: (type(ts.run_spec), ts.annotations) for key, ts in worker.state.tasks.items()

@@ -24,6 +24,8 @@ GIB = 2**30
         (3 * GIB, 3 * GIB),
         ("12 GiB", 12 * GIB),
         ("64 GiB", 16 * GIB),
+        ("30 B", 30),
+        ("1B", 1),
         (0, None),
         ("0", None),
         (None, None),

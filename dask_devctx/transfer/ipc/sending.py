@@ -48,7 +48,7 @@ class Sending:
         self._staged: dict[int, Staged] = {}
         self.nbytes = self._layout.nbytes
         self.piece = max(self.nbytes, 1)
-        if not staging.fits(self.nbytes):
+        if self.nbytes > staging.one_piece:
             self.in_pieces()
 
     def in_pieces(self) -> None:

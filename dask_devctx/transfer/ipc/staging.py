@@ -112,11 +112,12 @@ class Staging:
     @property
     def piece(self) -> int:
         """The bytes of a piece of a large transfer, which has two pieces here at a time."""
-        return max(self.limit // 8 // 256 * 256, 256)
+        return max(self.limit // 5 // 256 * 256, 256)
 
-    def fits(self, nbytes: int) -> bool:
-        """Return whether so many bytes pass in one piece and leave room for other transfers."""
-        return nbytes <= max(self.limit // 4, _LEAST // 2)
+    @property
+    def one_piece(self) -> int:
+        """The most bytes that pass in one piece and leave room for other transfers."""
+        return max(self.limit // 4, _LEAST // 2)
 
     def take(self, nbytes: int) -> Staged | None:
         """Return a piece of staging memory; None if there is no room now.

@@ -21,7 +21,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
-from dask_devctx.dask_internals.worker import metric
+from dask_devctx.dask_internals.worker import larger_messages, metric
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staging
@@ -50,6 +50,9 @@ _LOOK_EVERY_MS: Final = 5_000
 _LOOK_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CONNECT_TIMEOUT_S: Final = 2.0
+# dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
+# question takes milliseconds; between devices, 50 MB take a fifth of one.
+_MESSAGE_NBYTES: Final = 10**9
 
 
 class PeerTransfers:
@@ -143,6 +146,8 @@ class PeerTransfers:
                 memory,
             )
             self._steps.enter_context(answering(worker, self._handlers()))
+            one_piece = min(staging.one_piece for staging in self._stagings.values())
+            self._steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, one_piece)))
         self._connections = Connections(
             worker,
             self.unreadable,

@@ -106,7 +106,14 @@ class DeviceData(MutableMapping[Hashable, Any]):
         else:
             if key in self.raw:
                 del self.raw[key]
-            self.on_devices[key] = kept
+            self._put(kept)
+
+    def _put(self, kept: Kept) -> None:
+        """Store a value that is on devices: with dask's own if it has much host memory, too."""
+        if kept.has_host_memory:
+            self.raw[kept.key] = kept  # dask counts the host memory, and writes it to disk
+        else:
+            self.on_devices[kept.key] = kept
 
     def __delitem__(self, key: Hashable) -> None:
         kept = self.on_devices.pop(key, None)
@@ -159,9 +166,11 @@ class DeviceData(MutableMapping[Hashable, Any]):
                     logger.warning("%r cannot go to disk", key, exc_info=True)
                     return
                 del self.on_devices[key]
+            elif kept.has_host_memory and getattr(self.raw, "fast", self.raw).get(key) is kept:
+                self.raw[key] = kept  # dask counts it again
         elif getattr(self.raw, "fast", self.raw).get(key) is kept:
             del self.raw[key]
-            self.on_devices[key] = kept
+            self._put(kept)
 
 
 def _goes_to_a_stand_in(reader: Any) -> bool:

@@ -12,6 +12,7 @@ from distributed.protocol.serialize import dask_deserialize, dask_serialize
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
+from dask_devctx.transfer import walk
 from dask_devctx.worker.memory.host_form import HostForm, Sent, _block_of
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from dask_devctx.worker.memory.manager import DeviceMemory
 
 AWAY: Final = object()
+_LITTLE_NBYTES: Final = 64 * 2**10
 
 
 class Kept:
@@ -77,6 +79,14 @@ class Kept:
     def __del__(self) -> None:
         if self.memory is not None:
             self.memory.ended(self)
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether the value has more than a little host memory beside its device memory."""
+        value = self.value
+        if value is AWAY or walk.find(value.__class__) is walk.LEAF:
+            return False
+        return self.__sizeof__() > _LITTLE_NBYTES
 
     @property
     def is_away(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from dask.utils import parse_bytes
+
 from dask_devctx.cuda.device import Device
 
 _AUTO: Final = 0.8
@@ -30,5 +32,6 @@ def limit_nbytes(device: Device, limit: float | str | None) -> int | None:
     total = device.info.total_memory or device.memory_info.total
     if limit == "auto":
         limit = _AUTO
-    share = float(limit)
-    return int(share * total) if share <= 1 else min(int(share), total)
+    if isinstance(limit, str):  # a few bytes, with their unit
+        return min(int(parse_bytes(limit)), total)
+    return int(limit * total) if limit <= 1 else min(int(limit), total)

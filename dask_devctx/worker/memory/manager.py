@@ -52,6 +52,9 @@ class DeviceMemory:
         Drops at least so many bytes of the copies on a device; returns the bytes of the dropped.
     next_use
         Given a key, returns the priority of the next task that needs it; None if none is known.
+    places
+        Given a key whose value is about to be kept, returns its bytes by device; None if they are
+        not known.
     made_by
         Given a key, returns the stamp of the work that makes its value; None if it is not known.
     moved
@@ -75,6 +78,7 @@ class DeviceMemory:
         copies: Callable[[Device], int] = lambda device: 0,
         drop_copies: Callable[[Device, int], int] = lambda device, nbytes: 0,
         next_use: Callable[[Hashable], Any] = lambda key: None,
+        places: Callable[[Hashable], Mapping[Device, int] | None] = lambda key: None,
         made_by: Callable[[Hashable], Stamp | None] = lambda key: None,
         moved: Callable[[Kept], object] = lambda kept: None,
         brought: Callable[[Hashable, Mapping[Device, int], Stamp], object] = lambda *args: None,
@@ -84,6 +88,7 @@ class DeviceMemory:
         self._copies = copies
         self._drop_copies = drop_copies
         self._next_use = next_use
+        self._places = places
         self._made_by = made_by
         self._moved = moved
         self._brought = brought
@@ -123,7 +128,9 @@ class DeviceMemory:
     def keep(self, key: Hashable, value: Any) -> Kept | None:
         """Count a value from now on; None for a value that is on no device of the worker."""
         try:
-            places = nbytes_by_device.estimated(value).places
+            places = self._places(key)
+            if places is None:
+                places = nbytes_by_device.estimated(value).places
         except Exception:  # of a user's type; the task that gets the value fails with it
             return None
         if not places or not self.open:

@@ -1,4 +1,4 @@
-"""A worker's device is current where its threads pack and unpack values, and only there."""
+"""The device that is current where a worker packs and unpacks values, and the size of messages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import dask
 import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
+from dask.utils import parse_bytes
 from distributed import Worker
 from distributed.utils_test import gen_cluster
 
@@ -174,3 +175,15 @@ async def test_workers_of_one_process_end_in_any_order(
     await stays.teardown(b if first == "older" else a)
     assert unpacked() is None
     assert "functions" not in changes()
+
+
+@pytest.mark.parametrize(("configured", "ipc"), [("20MB", True), ("2GB", True), ("50MB", False)])
+def test_other_workers_ask_for_as_much_as_dask_is_configured_to(configured: str, ipc: bool) -> None:
+    name = "distributed.worker.transfer.message-bytes-limit"
+
+    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+        await client.register_plugin(DevicePlugin(ipc=ipc))
+        assert worker.state.transfer_message_bytes_limit == parse_bytes(configured)
+
+    one_worker = gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config={name: configured})
+    one_worker(body)()

@@ -11,7 +11,7 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client, Worker, wait
+from distributed import Client, Worker, get_worker, wait
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
@@ -415,3 +415,11 @@ def test_the_work_that_makes_a_value_is_waited_for() -> None:
 
 def _waits() -> int:
     return int(peers.faults().calls["cuStreamWaitEvent"])
+
+
+def _asks_for() -> Any:
+    return get_worker().state.transfer_message_bytes_limit
+
+
+def test_workers_that_read_by_ipc_ask_for_more_at_once(pair: Pair) -> None:
+    assert pair[0].submit(_asks_for, pure=False).result() > 100_000_000

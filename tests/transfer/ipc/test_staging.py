@@ -87,7 +87,7 @@ def test_a_transfer_is_staged_piece_by_piece(machine: SimulatedMachine, limit: i
     sending = Sending(parts, staging, [made])
     found = b""
     pieces = -(-sending.nbytes // sending.piece)
-    assert pieces == (1 if limit == 64 * MIB else 10)
+    assert pieces == (1 if limit == 64 * MIB else 6)
     for index in range(pieces):
         lane = sending.start(index)
         assert lane is not None

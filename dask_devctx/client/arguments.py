@@ -1,0 +1,233 @@
+"""The arguments of a cluster beside the plugin's options: dask's, and those of dask-cuda's cluster.
+
+:data:`DASK_CUDAS` is the table of the second kind; docs/from-dask-cuda.md shows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, NamedTuple
+
+import dask
+from distributed import LocalCluster, Nanny, Worker
+
+from dask_devctx.config.options import OPTION_NAMES
+from dask_devctx.config.packages import require
+from dask_devctx.config.signatures import refuse_unknown
+from dask_devctx.cuda.device import Device
+
+logger = logging.getLogger(__name__)
+
+
+class Argument(NamedTuple):
+    """The outcome of an argument of ``LocalCUDACluster`` here.
+
+    Parameters
+    ----------
+    outcome
+        Whether it works, or is accepted and not needed.
+    text
+        Its meaning here, or the reason why it is not needed.
+    """
+
+    outcome: Literal["works", "not needed"]
+    text: str
+
+
+def _works(text: str) -> Argument:
+    return Argument("works", text)
+
+
+def _not_needed(text: str) -> Argument:
+    return Argument("not needed", text)
+
+
+_ONE_MACHINE = "all workers are on this machine, and values on GPUs go by CUDA IPC"
+
+DASK_CUDAS: Final[Mapping[str, Argument]] = {
+    "CUDA_VISIBLE_DEVICES": _works(
+        "the devices, by the variable's own rules; the workers' processes get the variable. "
+        "`devices=[0, 1]` names devices without it"
+    ),
+    "n_workers": _works(
+        "the number of workers; the devices are divided evenly among them. `devices=` leaves "
+        "devices out"
+    ),
+    "threads_per_worker": _works(
+        "how many tasks dask gives a worker at a time. `tasks_per_device=` is how many run on a GPU"
+    ),
+    "memory_limit": _works("host memory of each worker"),
+    "device_memory_limit": _works('the same, and `"auto"` means 0.8 of each GPU, as `"default"`'),
+    "enable_cudf_spill": _works("the same"),
+    "cudf_spill_stats": _works("the same"),
+    "local_directory": _works("the same"),
+    "shared_filesystem": _not_needed("values are not shared by files"),
+    "protocol": _works('the same; `"ucx"` and `"ucxx"` need the package `distributed-ucxx`'),
+    "enable_tcp_over_ucx": _works('the same: it implies `protocol="ucx"`'),
+    "enable_infiniband": _not_needed(f"{_ONE_MACHINE}. With UCX, it is passed on"),
+    "enable_nvlink": _not_needed(
+        "values on GPUs go by CUDA IPC, which uses NVLink where it is. With UCX, it is passed on"
+    ),
+    "enable_rdmacm": _not_needed(f"{_ONE_MACHINE}. With UCX, it is passed on"),
+    "rmm_pool_size": _works("the same, for each device of a worker"),
+    "rmm_maximum_pool_size": _works("the same, for each device of a worker"),
+    "rmm_managed_memory": _works("the same"),
+    "rmm_async": _works("the same"),
+    "rmm_allocator_external_lib_list": _works("the same, also for Numba"),
+    "rmm_release_threshold": _works("the same, for each device of a worker"),
+    "rmm_log_directory": _works("the same; also without a pool"),
+    "rmm_track_allocations": _works("the same"),
+    "jit_unspill": _not_needed("a value comes back to its device before its task, by itself"),
+    "log_spilling": _not_needed("the log says when spilling begins, `report(client)` how much"),
+    "worker_class": _works(
+        "a class of nannies, or of workers; the workers run in this process, unless "
+        "`processes=True` gives each of them a nanny"
+    ),
+    "pre_import": _works("the same"),
+    "data": _works("the same"),
+}
+
+_UCX: Final = {
+    "enable_tcp_over_ucx": "tcp",
+    "enable_infiniband": "infiniband",
+    "enable_nvlink": "nvlink",
+    "enable_rdmacm": "rdmacm",
+}
+
+
+def without_dask_cudas(given: Mapping[str, Any], owner: type) -> dict[str, Any]:
+    """Return the arguments of ``LocalCluster`` and of the plugin for those that were given.
+
+    Parameters
+    ----------
+    given
+        All arguments, those of dask-cuda's cluster among them.
+    owner
+        The class of the cluster.
+
+    Raises
+    ------
+    DeviceNotFoundError
+        ``CUDA_VISIBLE_DEVICES`` names a device that is missing, or hidden from this process.
+    MissingPackageError
+        UCX is not installed.
+    TypeError
+        An argument is unknown, or two of them contradict each other.
+    """
+    _refuse_unknown(given, owner)
+    kept = dict(given)
+    _set_up_ucx(kept)
+    for name, argument in DASK_CUDAS.items():
+        if argument.outcome == "not needed" and kept.pop(name, None):
+            logger.warning("%s is not needed: %s", name, argument.text)
+    _name_devices(kept)
+    if kept.get("memory_limit") == "auto":
+        del kept["memory_limit"]  # LocalCluster divides the machine's memory among the workers
+    worker_class = kept.get("worker_class")
+    if (
+        kept.get("processes")
+        and isinstance(worker_class, type)
+        and not issubclass(worker_class, Nanny)
+    ):
+        kept["worker_class"] = functools.partial(Nanny, worker_class=worker_class)
+    return kept
+
+
+def has_nannies(kept: Mapping[str, Any]) -> bool:
+    """Return whether each worker has a process of its own, given the cluster's arguments."""
+    worker_class = kept.get("worker_class")
+    if worker_class is None:
+        return kept.get("processes") is not False
+    return not isinstance(worker_class, type) or issubclass(worker_class, Nanny)
+
+
+def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
+    if "device" in given:
+        which = given["device"]
+        raise TypeError(
+            f"{owner.__name__} has no option 'device': the cluster's devices are a list, "
+            f"devices=[{which!r}], and a single task's device is an annotation: "
+            f"with dask.annotate(device={which!r})"
+        )
+    refuse_unknown(given, [*OPTION_NAMES, *_known(given, owner), *DASK_CUDAS], owner.__name__)
+
+
+def _known(given: Mapping[str, Any], owner: type) -> Iterator[str]:
+    """Yield the names of LocalCluster's arguments and of those that it hands on to its workers."""
+    worker_class = given.get("worker_class")
+    classes = [*owner.__mro__[: owner.__mro__.index(LocalCluster) + 1], *Nanny.__mro__]
+    classes += [*Worker.__mro__, *(worker_class.__mro__ if isinstance(worker_class, type) else ())]
+    for cls in classes:
+        if inspect.isfunction(init := vars(cls).get("__init__")):
+            for name, parameter in inspect.signature(init).parameters.items():
+                if parameter.kind is not parameter.VAR_KEYWORD:
+                    yield name
+
+
+# -- CUDA_VISIBLE_DEVICES
+
+
+def _name_devices(kept: dict[str, Any]) -> None:
+    """Replace ``CUDA_VISIBLE_DEVICES`` by the devices, and by the variable of the workers."""
+    value = kept.pop("CUDA_VISIBLE_DEVICES", None)
+    if value is None:
+        return
+    if kept.get("devices") is not None:
+        raise TypeError("give either CUDA_VISIBLE_DEVICES or devices, got both")
+    entries = value.split(",") if isinstance(value, str) else list(value)
+    entries = [str(entry).strip() for entry in entries]
+    kept["devices"] = [visible_device(entry).uuid for entry in entries]
+    if kept.get("n_workers") is None:
+        kept["n_workers"] = len(kept["devices"])
+    if has_nannies(kept):
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(entries)}
+        kept["env"] = {**(kept.get("env") or {}), **own}
+
+
+def visible_device(entry: str) -> Device:
+    """Return the device of an entry of ``CUDA_VISIBLE_DEVICES``, as a process without it counts.
+
+    Raises
+    ------
+    DeviceNotFoundError
+        There is no such device, or this process's own variable hides it.
+    """
+    own = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not entry.isdecimal() or own is None:
+        return Device(entry)
+    shown = [one.strip() for one in own.split(",")]
+    # A number that this process's variable does not have is an ordinal past the last one.
+    return Device(shown.index(entry) if entry in shown else max(int(entry), len(shown)))
+
+
+# -- UCX
+
+
+def _set_up_ucx(kept: dict[str, Any]) -> None:
+    """Configure UCX, if it is the protocol."""
+    flags = {key: kept[name] for name, key in _UCX.items() if kept.get(name) is not None}
+    protocol = kept.get("protocol")
+    if kept.pop("enable_tcp_over_ucx", None):
+        if protocol is None:
+            protocol = kept["protocol"] = "ucx"
+        elif not _is_ucx(protocol):
+            raise TypeError(f"enable_tcp_over_ucx needs protocol='ucx', got {protocol!r}")
+    if not _is_ucx(protocol):
+        return
+    if importlib.util.find_spec("ucp") is None:
+        require(f"protocol={protocol!r}", "distributed_ucxx")
+    for name in _UCX:
+        kept.pop(name, None)
+    if any(flags.values()):
+        flags["cuda-copy"] = True
+    # For this process, where the client is, and so for the nannies and workers that it starts.
+    dask.config.set({f"distributed-ucxx.{key}": value for key, value in flags.items()})
+
+
+def _is_ucx(protocol: str | None) -> bool:
+    return protocol is not None and protocol.partition(":")[0] in ("ucx", "ucxx")

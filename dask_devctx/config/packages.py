@@ -1,0 +1,102 @@
+"""The packages that options need, and the options that exclude each other."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Final
+
+from dask_devctx.errors import MissingPackageError
+
+if TYPE_CHECKING:
+    from dask_devctx.config.options import Options
+
+# The libraries that can allocate through RMM.
+LIBRARIES: Final = ("cupy", "torch", "numba")
+
+_RMM: Final = (
+    "rmm_pool_size",
+    "rmm_managed_memory",
+    "rmm_async",
+    "rmm_log_directory",
+    "rmm_track_allocations",
+    "rmm_allocator_external_lib_list",
+)
+_INSTALL: Final = {
+    "rmm": "pip install rmm-cu13 (rmm-cu12 for CUDA 12), or conda install -c rapidsai rmm",
+    "cupy": "pip install cupy-cuda13x (cupy-cuda12x for CUDA 12)",
+    "torch": "pip install torch",
+    "numba": "pip install numba-cuda",
+    "cudf": "pip install cudf-cu13 (cudf-cu12 for CUDA 12), or conda install -c rapidsai cudf",
+    "distributed_ucxx": "pip install distributed-ucxx-cu13 (distributed-ucxx-cu12 for CUDA 12)",
+}
+
+
+def rmm_options(options: Options) -> tuple[str, ...]:
+    """Return the names of the options that ask for RMM."""
+    return tuple(name for name in _RMM if getattr(options, name))
+
+
+def require_packages(options: Options) -> None:
+    """Check that the packages that the options need are installed; nothing is imported.
+
+    Raises
+    ------
+    MissingPackageError
+        One is not.
+    """
+    for name in rmm_options(options):
+        require(name, "rmm")
+    for library in options.rmm_allocator_external_lib_list or ():
+        require("rmm_allocator_external_lib_list", library)
+    if options.pool == "cupy-async":
+        require("pool", "cupy")
+    if options.enable_cudf_spill:
+        require("enable_cudf_spill", "cudf")
+    for module in options.pre_import or ():
+        require("pre_import", module)
+
+
+def require(option: str, package: str) -> None:
+    """Check that a package that an option needs is installed.
+
+    Raises
+    ------
+    MissingPackageError
+        It is not.
+    """
+    try:
+        found = importlib.util.find_spec(package.partition(".")[0])
+    except ValueError:  # a module without a specification, or None in sys.modules
+        found = None
+    if found is None:
+        remedy = _INSTALL.get(package, f"install the package that has the module {package}")
+        raise MissingPackageError(option, package, remedy)
+
+
+def allocators_agree(options: Options) -> None:
+    """Check that no two options ask for different allocators.
+
+    Raises
+    ------
+    ValueError
+        Two of them do, or one needs another that is missing.
+    """
+    if options.rmm_async and options.rmm_managed_memory:
+        raise ValueError(
+            "rmm_managed_memory is incompatible with rmm_async: managed memory has no asynchronous "
+            "allocator. Leave one of them out"
+        )
+    if options.rmm_release_threshold is not None and not options.rmm_async:
+        raise ValueError("rmm_release_threshold requires rmm_async=True: only that has a threshold")
+    if options.rmm_maximum_pool_size is not None and not (
+        options.rmm_async or options.rmm_pool_size is not None
+    ):
+        raise ValueError(
+            "rmm_maximum_pool_size limits a pool, and there is none. Give rmm_pool_size, or "
+            "rmm_async=True"
+        )
+    if options.pool and "cupy" in (options.rmm_allocator_external_lib_list or ()):
+        raise ValueError(
+            f"pool={options.pool!r} and rmm_allocator_external_lib_list both give CuPy an "
+            "allocator. Leave one of them out"
+        )

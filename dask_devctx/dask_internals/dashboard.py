@@ -1,0 +1,144 @@
+"""Further pages in the dashboard of a scheduler that runs, and parts of dask's own pages.
+
+This module imports Bokeh, which dask needs for its dashboard only. Import it where there is one:
+see :func:`dask_devctx.dask_internals.scheduler.has_dashboard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import dask
+from bokeh.application import Application
+from bokeh.application.handlers.function import FunctionHandler
+from bokeh.document import Document
+from bokeh.server.server import BokehTornado
+from distributed import Scheduler
+from distributed.dashboard.components import add_periodic_callback
+from distributed.dashboard.components.scheduler import env
+from distributed.dashboard.core import DaskBokehTornado
+from distributed.dashboard.scheduler import template_variables
+from distributed.diagnostics.progress_stream import color_of
+from jinja2 import ChoiceLoader, FileSystemLoader, Template
+from tornado.ioloop import IOLoop
+from tornado.web import RedirectHandler
+
+__all__ = ["added_pages", "color_of", "template", "update_regularly"]
+
+# Fills a new document of one page: the arguments are the scheduler, variables for its template,
+# and the document.
+FillDocument = Callable[[Scheduler, Mapping[str, Any], Document], None]
+
+_SETTINGS: Final = "distributed.scheduler.dashboard.bokeh-application"
+
+
+@contextmanager
+def added_pages(
+    scheduler: Scheduler,
+    pages: Mapping[str, FillDocument],
+    *,
+    menu: Mapping[str, str],
+    redirects: Mapping[str, str],
+) -> Iterator[None]:
+    """While it is open, the dashboard of a scheduler has further pages.
+
+    Parameters
+    ----------
+    scheduler
+        A scheduler with a dashboard, on whose event loop this is called.
+    pages
+        The function that fills a page's documents, by the path of the page. A path that begins with
+        ``/individual-`` is one plot: it is listed for other programs, such as JupyterLab.
+    menu
+        The names of pages by their paths: an individual plot is listed among dask's plots, and each
+        other page beside dask's pages, by its path.
+    redirects
+        The paths, old and new, of pages that these pages replace.
+    """
+    theirs = next(app for app in _applications(scheduler) if isinstance(app, BokehTornado))
+    variables = template_variables(scheduler)
+    extra = {"prefix": theirs.prefix, **variables}
+    settings = dict(dask.config.get(_SETTINGS))
+    settings.pop("allow_websocket_origin", None)  # the dashboard's own has it
+    ours = _FurtherPages(
+        {
+            path: Application(FunctionHandler(partial(fill, scheduler, extra)))
+            for path, fill in pages.items()
+        },
+        theirs,
+        prefix=theirs.prefix,
+        use_index=False,
+        extra_websocket_origins=sorted(theirs.websocket_origins),
+        extra_patterns=[
+            (old, RedirectHandler, {"url": new.lstrip("/"), "permanent": False})
+            for old, new in redirects.items()
+        ],
+        absolute_url="",
+        **settings,
+    )
+    entries = [
+        ("plots", {"url": path.strip("/"), "name": name})
+        if path.startswith("/individual-")
+        else ("pages", path.strip("/"))
+        for path, name in menu.items()
+    ]
+    ours.initialize(IOLoop.current())
+    ours.start()
+    # The first application that has a page shows it, and tells which plots there are.
+    _applications(scheduler).insert(0, ours)
+    # Every page shows these lists.
+    for place, entry in entries:
+        variables[place].append(entry)
+    variables["plots"].sort(key=lambda plot: plot["name"])
+    try:
+        yield
+    finally:
+        for place, entry in entries:
+            if entry in variables[place]:
+                variables[place].remove(entry)
+        if ours in _applications(scheduler):
+            _applications(scheduler).remove(ours)
+        ours.end()
+
+
+def template(name: str, folder: str) -> Template:
+    """Return a template from a folder, which may extend dask's templates."""
+    return env.overlay(loader=ChoiceLoader([FileSystemLoader(folder), env.loader])).get_template(
+        name
+    )
+
+
+def update_regularly(document: Document, component: Any, interval_ms: int) -> None:
+    """Call a component's ``update`` as long as somebody looks at its document."""
+    add_periodic_callback(document, component, interval_ms)
+
+
+class _FurtherPages(DaskBokehTornado):  # type: ignore[misc]
+    """The pages of this package, beside dask's own."""
+
+    def __init__(
+        self, applications: Mapping[str, Application], others: BokehTornado, **kwargs: Any
+    ) -> None:
+        super().__init__(applications, **kwargs)
+        self._others = others
+
+    @property
+    def app_paths(self) -> set[str]:
+        """The paths of these pages and of dask's; dask asks the first application only."""
+        paths: set[str] = super().app_paths | self._others.app_paths
+        return paths
+
+    def end(self) -> None:
+        """Stop; a page that is open somewhere changes no more."""
+        for context in self.applications.values():
+            for session in context.sessions:
+                for callback in list(session.document.session_callbacks):
+                    session.document.remove_periodic_callback(callback)
+        self.stop()
+
+
+def _applications(scheduler: Scheduler) -> list[Any]:
+    return scheduler.http_application.applications  # type: ignore[no-any-return]

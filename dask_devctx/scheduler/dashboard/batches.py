@@ -1,0 +1,146 @@
+"""The news of the history for the plots of one document, read once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from time import localtime
+from typing import Any, Protocol
+
+from bokeh.core.properties import without_property_validation
+from distributed import Scheduler
+from distributed.metrics import time
+
+from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
+from dask_devctx.scheduler.history import DeviceHistory
+from dask_devctx.scheduler.rows import Copy, Incident, Sample, TaskRun
+
+# How long a device is shown after its last worker left; a worker may be restarting.
+_LINGER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The rows since the last update, each with the host of its worker, and samples with both.
+
+    Parameters
+    ----------
+    lanes
+        The lanes for tasks, and for copies.
+    devices
+        The lanes of devices only.
+    again
+        Whether the plots begin from nothing: their lanes changed, and the rows are all that are
+        kept.
+    now
+        The time, in seconds since the epoch by the scheduler's clock.
+    offset
+        The seconds from UTC to the scheduler's local time.
+    """
+
+    lanes: Lanes
+    devices: Lanes
+    again: bool
+    now: float
+    offset: float
+    tasks: list[tuple[str, TaskRun]]
+    copies: list[tuple[str, Copy]]
+    incidents: list[tuple[str, Incident]]
+    samples: list[tuple[str, str, Sample]]
+
+    def ms(self, seconds: float) -> float:
+        """Return a time as Bokeh's axes show it: local time in milliseconds."""
+        return 1000 * (seconds + self.offset)
+
+
+class Plot(Protocol):
+    """A plot that shows batches."""
+
+    def show(self, batch: Batch) -> None:
+        """Show the rows of a batch, beside those of earlier batches."""
+
+
+class Feed:
+    """Reads the history, and gives its news to the plots of one document.
+
+    Parameters
+    ----------
+    scheduler
+        The scheduler, on whose event loop :meth:`update` is called.
+    plots
+        The plots.
+    """
+
+    def __init__(self, scheduler: Scheduler, plots: Sequence[Plot]) -> None:
+        self._scheduler = scheduler
+        self._plots = plots
+        self._members: set[Member] = set()
+        self._lanes = self._devices = Lanes()
+        self._next = 0
+        # The time of the last sample that was shown of each device, by worker and UUID.
+        self._sampled: dict[tuple[str, str], float] = {}
+        self._seen_at: dict[str, float] = {}
+
+    @without_property_validation  # type: ignore[untyped-decorator]
+    def update(self) -> None:
+        """Give all plots the latest rows."""
+        history = DeviceHistory.of(self._scheduler)
+        if history is None:  # the plugin was unregistered
+            return
+        now = time()
+        reading = history.read(self._next)
+        members = set(self._with_devices(history, now))
+        members |= {member for member in self._members if member.uuid is None}
+        members |= {
+            Member(history.workers[worker].host, "", None, None)
+            for worker, row in reading.rows
+            if row.__class__ is TaskRun and row.uuid is None
+        }
+        again = members != self._members
+        if again:
+            self._members, self._lanes = members, Lanes(members)
+            self._devices = Lanes(member for member in members if member.uuid is not None)
+            self._sampled.clear()
+            reading = history.read(0)
+        self._next = reading.next
+        batch = Batch(
+            self._lanes,
+            self._devices,
+            again,
+            now,
+            localtime(now).tm_gmtoff,
+            tasks=[],
+            copies=[],
+            incidents=[],
+            samples=self._new_samples(history),
+        )
+        lists: Mapping[type, list[Any]] = {
+            TaskRun: batch.tasks,
+            Copy: batch.copies,
+            Incident: batch.incidents,
+        }
+        for worker, row in reading.rows:
+            lists[row.__class__].append((history.workers[worker].host, row))
+        for plot in self._plots:
+            plot.show(batch)
+
+    def _with_devices(self, history: DeviceHistory, now: float) -> Iterator[Member]:
+        for (worker, uuid), device in history.devices.items():
+            known = history.workers[worker]
+            if known.present:
+                self._seen_at[worker] = now
+            if now - self._seen_at.get(worker, 0.0) < _LINGER_S:
+                yield Member(known.host, known.name, uuid, device.device_id)
+
+    def _new_samples(self, history: DeviceHistory) -> list[tuple[str, str, Sample]]:
+        found: list[tuple[str, str, Sample]] = []
+        for place, samples in history.samples.items():
+            last, fresh = self._sampled.get(place, 0.0), []
+            for sample in reversed(samples):
+                if sample.time <= last:
+                    break
+                fresh.append((history.workers[place[0]].host, place[0], sample))
+            if fresh:
+                self._sampled[place] = fresh[0][2].time
+                found += reversed(fresh)
+        return found

@@ -1,0 +1,81 @@
+"""The documents of the page ``/devices`` and of each of its plots alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from bokeh.document import Document
+from distributed import Scheduler
+
+from dask_devctx.dask_internals.dashboard import added_pages, template, update_regularly
+from dask_devctx.scheduler.dashboard.batches import Feed
+from dask_devctx.scheduler.dashboard.failures import FailuresTable
+from dask_devctx.scheduler.dashboard.figures import LaneAxis, TimeAxis
+from dask_devctx.scheduler.dashboard.memory import MemoryPlot
+from dask_devctx.scheduler.dashboard.theme import bokeh_theme, chosen
+from dask_devctx.scheduler.dashboard.timeline import Timeline
+from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
+from dask_devctx.scheduler.dashboard.utilization import UtilizationPlot
+
+_INTERVAL_MS: Final = 500
+_TEMPLATES: Final = str(Path(__file__).parent / "templates")
+
+_PLOTS: Final = ("timeline", "memory", "utilization", "transfers", "failures")
+# dask's own pages show one device of each worker, and only where the scheduler has a GPU.
+_REDIRECTS: Final = {
+    "/gpu": "/devices",
+    "/individual-gpu-memory": "/individual-device-memory",
+    "/individual-gpu-utilization": "/individual-device-utilization",
+}
+
+
+def shown(scheduler: Scheduler) -> AbstractContextManager[None]:
+    """Return a context manager; while it is open, a scheduler's dashboard has the pages."""
+    alone = {f"/individual-device-{name}": name for name in _PLOTS}
+    pages = {path: partial(_plot_alone, name) for path, name in alone.items()}
+    menu = {path: f"Device {name.title()}" for path, name in alone.items()}
+    return added_pages(
+        scheduler,
+        {"/devices": _all_plots, **pages},
+        menu={"/devices": "Devices", **menu},
+        redirects=_REDIRECTS,
+    )
+
+
+def _all_plots(scheduler: Scheduler, extra: Mapping[str, Any], document: Document) -> None:
+    _fill(scheduler, document, _PLOTS)
+    document.title = "Dask: Devices"
+    document.template = template("devices.html", _TEMPLATES)
+    document.template_variables.update(extra)
+
+
+def _plot_alone(
+    name: str, scheduler: Scheduler, extra: Mapping[str, Any], document: Document
+) -> None:
+    _fill(scheduler, document, [name])
+    document.title = f"Dask: Device {name.title()}"
+    document.template = template("plot.html", _TEMPLATES)
+
+
+def _fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None:
+    colours = chosen(document)
+    times, lanes, devices = TimeAxis(), LaneAxis(devices=False), LaneAxis(devices=True)
+    make: Mapping[str, Callable[[], Any]] = {
+        "timeline": lambda: Timeline(times, lanes, colours),
+        "memory": lambda: MemoryPlot(times, devices, colours),
+        "utilization": lambda: UtilizationPlot(times, devices, colours),
+        "transfers": lambda: TransferMatrix(scheduler, colours),
+        "failures": lambda: FailuresTable(scheduler, colours),
+    }
+    plots = [make[name]() for name in names]
+    feed = Feed(scheduler, [times, lanes, devices, *plots])
+    feed.update()
+    for plot in plots:
+        document.add_root(plot.root)
+    document.theme = bokeh_theme(colours)
+    document.template_variables["colours"] = colours
+    update_regularly(document, feed, _INTERVAL_MS)

@@ -1,0 +1,236 @@
+"""The plot of the tasks and copies on each device over time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from bokeh.models import ColumnDataSource
+
+from dask_devctx.dask_internals.dashboard import color_of
+from dask_devctx.scheduler.dashboard.batches import Batch
+from dask_devctx.scheduler.dashboard.figures import (
+    MOST_ROWS,
+    LaneAxis,
+    TimeAxis,
+    all_columns,
+    clear,
+    empty,
+    hover,
+    over_time,
+    stream,
+)
+from dask_devctx.scheduler.dashboard.intervals import Intervals
+from dask_devctx.scheduler.dashboard.slots import Slots
+from dask_devctx.scheduler.dashboard.theme import COPY, WAYS, Colours
+from dask_devctx.scheduler.rows import TaskRun
+
+# The parts of a lane, measured from its middle.
+_TASKS: Final = (-0.26, 0.44)
+_COPIES: Final = (-0.44, -0.32)
+# Without a sample for this long, nothing is known of the tasks that run.
+_STALE_S: Final = 3.0
+
+_TASK_COLUMNS: Final = "left right bottom top color name key lane outcome took place inputs memory"
+_COPY_COLUMNS: Final = "left right bottom top color source target way nbytes took rate values"
+_RUNNING_COLUMNS: Final = "left right bottom top running queued lane"
+
+
+class _Ran(NamedTuple):
+    """A task that ran, and not one that failed before it could run."""
+
+    host: str
+    row: TaskRun
+    start: float
+    stop: float
+
+
+class Timeline:
+    """A lane for each device with its tasks and copies.
+
+    Attributes
+    ----------
+    root
+        The figure.
+    """
+
+    def __init__(self, times: TimeAxis, lanes: LaneAxis, colours: Colours) -> None:
+        self._times, self._lanes, self._colours = times, lanes, colours
+        self._slots = Slots()
+        self._tasks = ColumnDataSource(empty(_TASK_COLUMNS))
+        self._failed = ColumnDataSource(empty("x y"))
+        self._copies = ColumnDataSource(empty(_COPY_COLUMNS))
+        self._running = ColumnDataSource(empty(_RUNNING_COLUMNS))
+        self._kept: deque[_Ran] = deque(maxlen=MOST_ROWS)
+        self._intervals = Intervals()
+        # When the latest task ended on each device, and since when it has tasks without a pause.
+        self._ended: dict[tuple[str, str | None], float] = {}
+        self._running_since: dict[tuple[str, str], float] = {}
+        self.root = over_time(
+            "device_timeline", "Tasks and copies on each device", times, lanes, colours
+        )
+        box = {"left": "left", "right": "right", "bottom": "bottom", "top": "top"}
+        running = self.root.quad(
+            **box, source=self._running, fill_color=colours.grid, fill_alpha=0.8, line_color=None
+        )
+        tasks = self.root.quad(
+            **box, source=self._tasks, fill_color="color", line_color="color", line_alpha=0.6
+        )
+        copies = self.root.quad(**box, source=self._copies, fill_color="color", line_color="color")
+        self.root.scatter(
+            x="x", y="y", source=self._failed, marker="x", size=11, line_width=3,
+            line_color="#e31a1c",
+        )  # fmt: skip
+        for glyph in (running, tasks, copies):
+            glyph.nonselection_glyph = None
+        self.root.add_tools(
+            hover(
+                [tasks],
+                {
+                    "key": "@key",
+                    "device": "@lane",
+                    "ran for": "@took{s}",
+                    "waited for a free place": "@place{s}",
+                    "waited for its inputs": "@inputs{s}",
+                    "waited for memory": "@memory{s}",
+                },
+                "@name @outcome",
+            ),
+            hover(
+                [copies],
+                {
+                    "from": "@source",
+                    "to": "@target",
+                    "way": "@way",
+                    "bytes": "@nbytes{B} in @values values",
+                    "took": "@took{s}",
+                    "rate": "@rate",
+                },
+                "copy",
+            ),
+            hover(
+                [running],
+                {"device": "@lane", "tasks that run": "@running", "tasks that wait": "@queued"},
+                "running",
+            ),
+        )
+        times.follow(self.root)
+
+    def show(self, batch: Batch) -> None:
+        """Show the tasks, copies and failures of a batch."""
+        if batch.again:
+            self._kept.clear()
+            self._ended.clear()
+            self._running_since.clear()
+            for source in (self._tasks, self._failed, self._copies, self._running):
+                clear(source)
+        ran = [
+            _Ran(host, row, row.start, row.stop)
+            for host, row in batch.tasks
+            if row.start is not None and row.stop is not None
+        ]
+        self._kept.extend(ran)
+        for host, row, _, stop in ran:
+            self._ended[host, row.uuid] = max(stop, self._ended.get((host, row.uuid), 0.0))
+        before = self._slots.counts()
+        slots = self._placed(ran)
+        if self._slots.counts() != before:  # a lane has more rows now: all of it moves
+            clear(self._tasks)
+            clear(self._failed)
+            self._slots.clear()
+            ran = list(self._kept)
+            slots = self._placed(ran)
+        self._show_tasks(batch, ran, slots)
+        stream(self._copies, self._copy_rows(batch))
+        self._running.data = all_columns(_RUNNING_COLUMNS, self._running_rows(batch))
+
+    def _placed(self, ran: Sequence[_Ran]) -> list[int]:
+        """Return the row of each task in its lane."""
+        slots = [0] * len(ran)
+        for n in sorted(range(len(ran)), key=lambda n: ran[n].start):
+            host, row, start, stop = ran[n]
+            slots[n] = self._slots.place((host, row.uuid), start, stop, row.thread)
+        return slots
+
+    def _show_tasks(self, batch: Batch, ran: Sequence[_Ran], slots: Sequence[int]) -> None:
+        rows, failed = [], []
+        low, high = _TASKS
+        for (host, row, start, stop), slot in zip(ran, slots, strict=True):
+            middle = batch.lanes.position(host, row.uuid)
+            if middle is None:  # its worker left long ago
+                continue
+            height = (high - low) / self._slots.count((host, row.uuid))
+            top = middle + high - slot * height
+            left, right = batch.ms(start), batch.ms(stop)
+            wrong = row.outcome == "error"
+            rows.append(
+                {
+                    "left": left,
+                    "right": right,
+                    "bottom": top - 0.92 * height,
+                    "top": top,
+                    "color": self._colours.failed if wrong else color_of(row.prefix),
+                    "name": row.prefix,
+                    "key": str(row.key),
+                    "lane": batch.lanes.label(host, row.uuid),
+                    "outcome": "failed" if wrong else "",
+                    "took": stop - start,
+                    "place": row.place_s,
+                    "inputs": row.inputs_s,
+                    "memory": row.memory_s,
+                }
+            )
+            if wrong:
+                failed.append({"x": right, "y": top - 0.46 * height})
+        stream(self._tasks, rows)
+        stream(self._failed, failed)
+
+    def _copy_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
+        low, high = _COPIES
+        lanes = batch.lanes
+        for host, row in batch.copies:
+            middle = lanes.position(host, row.target) or lanes.position(host, row.source)
+            if middle is None:
+                continue
+            took = row.stop - row.start
+            yield {
+                "left": batch.ms(row.start),
+                "right": batch.ms(row.stop),
+                "bottom": middle + low,
+                "top": middle + high,
+                "color": WAYS.get(row.way, COPY),
+                "source": lanes.label(host, row.source),
+                "target": lanes.label(host, row.target),
+                "way": row.way,
+                "nbytes": row.nbytes,
+                "took": took,
+                "rate": f"{row.nbytes / took / 1e9:.3g} GB/s" if took else "",
+                "values": row.values,
+            }
+
+    def _running_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
+        """Yield a row for each device with tasks: since they began, or since the last task ended.
+
+        A task's own row comes when it ends.
+        """
+        low, high = _TASKS
+        for one in self._intervals.of(batch, batch.lanes):
+            place = one.host, one.after.uuid
+            if not one.after.running:
+                self._running_since.pop(place, None)
+            else:
+                self._running_since.setdefault(place, one.before.time)
+        for place, since in self._running_since.items():
+            one = self._intervals.latest[place]
+            start = max(since, self._ended.get(place, 0.0))
+            if start < batch.now < one.after.time + _STALE_S:
+                yield {
+                    "left": batch.ms(start),
+                    "right": batch.ms(batch.now),
+                    "bottom": one.middle + low,
+                    "top": one.middle + high,
+                    "running": one.after.running,
+                    "queued": one.after.queued,
+                    "lane": one.lane,
+                }

@@ -1,0 +1,246 @@
+"""The allocators of a worker's devices: RMM's resources, and the libraries that use them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import distributed.diagnostics.rmm
+from distributed import Worker
+
+from dask_devctx.config.options import Options
+from dask_devctx.config.packages import require_packages, rmm_options
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import on_device
+from dask_devctx.dask_internals.worker import metric, wrapped_handler
+from dask_devctx.worker.memory.limits import limit_nbytes
+
+# RMM allocates in units of this size, and refuses other sizes of a pool.
+_ALIGNMENT_NBYTES = 256
+_NO_LIMIT_NBYTES = 2**64 - 1
+
+# The libraries of this process that allocate through RMM for good.
+_lasting: set[str] = set()
+
+
+@contextmanager
+def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> Iterator[None]:
+    """While it is open, memory on a worker's devices is allocated as the options say.
+
+    Parameters
+    ----------
+    worker
+        The worker. Its name is part of the names of RMM's log files.
+    devices
+        Its devices. RMM has a resource for each of them.
+    options
+        The options of the plugin.
+
+    Raises
+    ------
+    MissingPackageError
+        A package is not installed.
+    Exception
+        RMM, or a library, refuses. Torch does so if it has allocated memory on a device already.
+
+    Notes
+    -----
+    When it closes, RMM has its earlier resources and CuPy its earlier allocator. Memory that was
+    allocated meanwhile stays valid: it keeps its resource. Torch and Numba cannot change their
+    allocator later, so they continue to allocate through RMM, with the earlier resources.
+    """
+    require_packages(options)
+    with ExitStack() as steps:
+        if rmm_options(options):
+            for device in devices:
+                steps.enter_context(_rmm_resource(device, options, worker.name))
+            steps.enter_context(_running_on(worker, devices))
+            steps.enter_context(metric(worker, "rmm", partial(_rmm_metric, devices)))
+        for library in options.rmm_allocator_external_lib_list or ():
+            steps.enter_context(_THROUGH_RMM[library]())
+        if options.pool == "cupy-async":
+            steps.enter_context(_cupy_async(devices))
+        if options.enable_cudf_spill:
+            steps.enter_context(_cudf_spilling(devices[0], options.cudf_spill_stats))
+        yield
+
+
+# -- RMM
+
+
+@contextmanager
+def _rmm_resource(device: Device, options: Options, worker_name: object) -> Iterator[None]:
+    """While it is open, RMM allocates on a device from another resource."""
+    mr = import_module("rmm.mr")
+    with device:  # a resource belongs to the device that is current
+        before = mr.get_per_device_resource(device.device_id)
+        mr.set_per_device_resource(device.device_id, _resource(mr, device, options, worker_name))
+    try:
+        yield
+    finally:
+        mr.set_per_device_resource(device.device_id, before)
+
+
+def _resource(mr: Any, device: Device, options: Options, worker_name: object) -> Any:
+    size = _aligned(device, options.rmm_pool_size)
+    maximum = _aligned(device, options.rmm_maximum_pool_size)
+    if options.rmm_async:
+        resource = mr.CudaAsyncMemoryResource(
+            initial_pool_size=size,
+            release_threshold=_aligned(device, options.rmm_release_threshold),
+        )
+        if maximum is not None:
+            resource = mr.LimitingResourceAdaptor(resource, allocation_limit=maximum)
+    else:
+        managed = options.rmm_managed_memory
+        resource = mr.ManagedMemoryResource() if managed else mr.CudaMemoryResource()
+        if size is not None:
+            resource = mr.PoolMemoryResource(
+                resource, initial_pool_size=size, maximum_pool_size=maximum
+            )
+    if options.rmm_log_directory is not None:
+        os.makedirs(options.rmm_log_directory, exist_ok=True)
+        name = f"rmm_log_{str(worker_name).rpartition('/')[2]}.txt"  # RMM adds the device
+        path = os.path.join(options.rmm_log_directory, name)
+        resource = mr.LoggingResourceAdaptor(resource, log_file_name=path)
+    if options.rmm_track_allocations:
+        resource = mr.TrackingResourceAdaptor(resource)
+    return resource
+
+
+@contextmanager
+def _running_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
+    """While it is open, ``client.run`` calls its function on the worker's device, if it has one.
+
+    So a function that asks for the current resource, as RMM's own functions do, gets the worker's.
+    """
+    if len(devices) != 1:
+        yield
+        return
+    (device,) = devices
+
+    def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+        run_there = on_device(device)(run)
+
+        async def run_on_its_device(comm: Any, **message: Any) -> Any:
+            return await run_there(comm, **message)
+
+        return run_on_its_device
+
+    with wrapped_handler(worker, "run", on_its_device):
+        yield
+
+
+def _rmm_metric(devices: Sequence[Device], worker: Worker) -> dict[str, int]:
+    """Return RMM's bytes on the worker's devices, for the dashboard.
+
+    dask's own metric has those of the device that is current on its thread, so of CUDA's first.
+    """
+    sums: Counter[str] = Counter()
+    for device in devices:
+        with device:
+            sums.update(distributed.diagnostics.rmm.real_time())
+    return dict(sums)
+
+
+def _aligned(device: Device, size: float | str | None) -> int | None:
+    nbytes = limit_nbytes(device, size)
+    return None if nbytes is None else nbytes // _ALIGNMENT_NBYTES * _ALIGNMENT_NBYTES
+
+
+# -- libraries
+
+
+@contextmanager
+def _cupy_through_rmm() -> Iterator[None]:
+    allocator = import_module("rmm.allocators.cupy").rmm_cupy_allocator
+    with _cupy_allocator(allocator):
+        yield
+
+
+@contextmanager
+def _torch_through_rmm() -> Iterator[None]:
+    if "torch" not in _lasting:
+        torch = import_module("torch")
+        allocator = import_module("rmm.allocators.torch").rmm_torch_allocator
+        torch.cuda.memory.change_current_allocator(allocator)
+        _lasting.add("torch")
+    yield
+
+
+@contextmanager
+def _numba_through_rmm() -> Iterator[None]:
+    if "numba" not in _lasting:
+        manager = import_module("rmm.allocators.numba").RMMNumbaManager
+        import_module("numba.cuda").set_memory_manager(manager)
+        _lasting.add("numba")
+    yield
+
+
+_THROUGH_RMM: dict[str, Callable[[], Any]] = {
+    "cupy": _cupy_through_rmm,
+    "torch": _torch_through_rmm,
+    "numba": _numba_through_rmm,
+}
+
+
+@contextmanager
+def _cupy_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
+    """While it is open, CuPy uses an allocator; one that other code sets meanwhile stays."""
+    cuda = import_module("cupy").cuda
+    before = cuda.get_allocator()
+    cuda.set_allocator(allocator)
+    try:
+        yield
+    finally:
+        if cuda.get_allocator() == allocator:
+            cuda.set_allocator(before)
+
+
+@contextmanager
+def _cupy_async(devices: Sequence[Device]) -> Iterator[None]:
+    """While it is open, CuPy allocates from each device's own asynchronous pool.
+
+    Notes
+    -----
+    The driver's default is to release all unused memory at each synchronization. Here the pools of
+    the worker's devices keep it, as CuPy's own pool does. ``cupy.cuda.MemoryAsyncPool`` is not
+    used: it creates a context on each visible device.
+
+    References
+    ----------
+    ``cudaMallocAsync``, ``cudaMemPoolAttrReleaseThreshold``, ``cudaMemPoolTrimTo``.
+    """
+    cuda = import_module("cupy").cuda
+    runtime = cuda.runtime
+    threshold = runtime.cudaMemPoolAttrReleaseThreshold
+    with ExitStack() as steps:
+        for device in devices:
+            pool = runtime.deviceGetDefaultMemPool(device.device_id)
+            before = runtime.memPoolGetAttribute(pool, threshold)
+            runtime.memPoolSetAttribute(pool, threshold, _NO_LIMIT_NBYTES)
+            steps.callback(runtime.memPoolTrimTo, pool, 0)
+            steps.callback(runtime.memPoolSetAttribute, pool, threshold, before)
+        steps.enter_context(_cupy_allocator(cuda.malloc_async))
+        yield
+
+
+@contextmanager
+def _cudf_spilling(device: Device, statistics: int) -> Iterator[None]:
+    """While it is open, cuDF spills; its resource is a part of the present one of its device."""
+    cudf = import_module("cudf")
+    wanted = {"spill": True, "spill_stats": statistics}
+    before = {name: cudf.get_option(name) for name in wanted}
+    with device:
+        for name, value in wanted.items():
+            cudf.set_option(name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            cudf.set_option(name, value)

@@ -1,0 +1,249 @@
+"""Every argument of dask-cuda's cluster works, or is accepted with a reason, or is refused.
+
+The calls of ``EXAMPLES`` are those of dask-cuda's documentation, version 26.10.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Nanny, Worker
+from distributed.system import MEMORY_LIMIT
+
+from dask_devctx import (
+    Device,
+    DeviceNotFoundError,
+    LocalDeviceCluster,
+    MissingPackageError,
+    driver,
+)
+from dask_devctx.client.arguments import DASK_CUDAS, visible_device
+from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed.on_client.test_cluster import QUIET, ordinals
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+# The arguments of LocalCUDACluster, and two that earlier versions had.
+THEIRS = [
+    "CUDA_VISIBLE_DEVICES",
+    "n_workers",
+    "threads_per_worker",
+    "memory_limit",
+    "device_memory_limit",
+    "enable_cudf_spill",
+    "cudf_spill_stats",
+    "local_directory",
+    "protocol",
+    "enable_tcp_over_ucx",
+    "enable_infiniband",
+    "enable_nvlink",
+    "enable_rdmacm",
+    "rmm_pool_size",
+    "rmm_maximum_pool_size",
+    "rmm_managed_memory",
+    "rmm_async",
+    "rmm_allocator_external_lib_list",
+    "rmm_release_threshold",
+    "rmm_log_directory",
+    "rmm_track_allocations",
+    "log_spilling",
+    "pre_import",
+    "worker_class",
+    "data",
+    "shared_filesystem",
+    "jit_unspill",
+]
+
+
+def test_the_table_has_every_argument() -> None:
+    assert sorted(DASK_CUDAS) == sorted(THEIRS)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (DOCS / "from-dask-cuda.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ((?:works|not needed): .*) \|$", page, re.M))
+    assert rows == {name: f"{one.outcome}: {one.text}" for name, one in DASK_CUDAS.items()}
+
+
+@pytest.mark.parametrize("value", ["1,3", [1, 3], (1, "3"), "GPU"])
+def test_visible_devices(value: Any) -> None:
+    if value == "GPU":
+        value = [Device(1).uuid, Device(3).uuid]
+    with LocalDeviceCluster(CUDA_VISIBLE_DEVICES=value, **QUIET) as cluster:
+        assert ordinals(cluster) == [[1], [3]]
+
+
+def test_the_workers_processes_have_the_variable() -> None:
+    def sees() -> tuple[str | None, int, str]:
+        from dask_devctx import devices
+
+        current = Device.current()
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), len(devices()), current.uuid  # type: ignore[union-attr]
+
+    arguments: dict[str, Any] = {"CUDA_VISIBLE_DEVICES": "3,1", "dashboard_address": ":0"}
+    with LocalDeviceCluster(**arguments) as cluster, Client(cluster) as client:
+        assert sorted(client.run(sees).values()) == sorted(
+            ("3,1", 2, Device(ordinal).uuid) for ordinal in (1, 3)
+        )
+        with dask.annotate(device=0):  # the first of those that the workers see
+            assert client.submit(sees, pure=False).result()[2] == Device(3).uuid
+
+
+def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    uuids = [Device(ordinal).uuid for ordinal in range(4)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with driver.use(SimulatedMachine(4).backend()):
+        assert visible_device("3").uuid == uuids[3]
+        assert visible_device(uuids[2]).uuid == uuids[2]
+        for hidden in ("0", "1", "7", uuids[0]):
+            with pytest.raises(DeviceNotFoundError, match=r"CUDA_VISIBLE_DEVICES.*2,3"):
+                visible_device(hidden)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,9"}, DeviceNotFoundError, "no device '9'"),
+        ({"CUDA_VISIBLE_DEVICES": "0", "devices": [0]}, TypeError, "got both"),
+        ({"n_workers": "0,1"}, TypeError, "n_workers is a number.*CUDA_VISIBLE_DEVICES='0,1'"),
+        ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be 1 or more, got 0"),
+        ({"device": 0}, TypeError, r"no option 'device'.*devices=\[0\].*annotate\(device=0\)"),
+        (
+            {"protocol": "ucx"},
+            MissingPackageError,
+            "protocol='ucx' needs the package d",
+        ),
+        ({"enable_tcp_over_ucx": True}, MissingPackageError, "'ucx' needs the package distributed"),
+        (
+            {"protocol": "tcp", "enable_tcp_over_ucx": True},
+            TypeError,
+            "enable_tcp_over_ucx needs protocol='ucx', got 'tcp'",
+        ),
+        ({"rmm_pool_sizes": 1}, TypeError, r"Did you mean rmm_pool_size\?"),
+        ({"enable_nvlinks": 1}, TypeError, r"Did you mean enable_nvlink\?"),
+    ],
+)
+def test_arguments_that_are_refused(
+    arguments: dict[str, Any], error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", _found_without("distributed_ucxx", "ucp"))
+    with pytest.raises(error, match=said):
+        LocalDeviceCluster(**arguments)
+
+
+def _found_without(*names: str) -> Any:
+    from importlib.util import find_spec
+
+    return lambda name, *rest: None if name in names else find_spec(name, *rest)
+
+
+def test_an_argument_that_is_not_needed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    arguments: dict[str, Any] = dict.fromkeys(
+        [name for name, one in DASK_CUDAS.items() if one.outcome == "not needed"], True
+    )
+    with caplog.at_level(logging.WARNING, "dask_devctx"):
+        with LocalDeviceCluster(**arguments, **QUIET):
+            pass
+        told = [one.getMessage() for one in caplog.records if one.name.startswith("dask_devctx.cl")]
+        caplog.clear()
+        with LocalDeviceCluster(**dict.fromkeys(arguments, False), **QUIET):
+            assert not caplog.records
+    assert told == [
+        f"{name} is not needed: {DASK_CUDAS[name].text}" for name in DASK_CUDAS if name in arguments
+    ]
+
+
+def test_the_hosts_memory_is_divided_among_the_workers() -> None:
+    with LocalDeviceCluster(n_workers=2, memory_limit="auto", **QUIET) as cluster:
+        limits = [worker.memory_manager.memory_limit for worker in cluster.workers.values()]
+    assert abs(sum(limits) - MEMORY_LIMIT) < 1024
+
+
+class Coloured(Worker):  # type: ignore[misc]
+    colour = "red"
+
+
+def test_a_class_of_workers_with_processes_has_nannies() -> None:
+    arguments: dict[str, Any] = {"worker_class": Coloured, "processes": True}
+    with (
+        LocalDeviceCluster(devices=[0], dashboard_address=":0", **arguments) as cluster,
+        Client(cluster) as client,
+    ):
+        assert [type(nanny) for nanny in cluster.workers.values()] == [Nanny]
+        assert [*client.run(_colour).values()] == [("red", True)]
+
+
+def _colour(dask_worker: Any) -> tuple[str, bool]:
+    return dask_worker.colour, "devctx" in dask_worker.plugins
+
+
+EACH = [[n] for n in range(10)]
+# The calls, and each worker's devices, or the package that is missing.
+EXAMPLES: list[tuple[dict[str, Any], list[list[int]] | str]] = [
+    ({}, EACH),
+    ({"n_workers": 2}, [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]),
+    ({"CUDA_VISIBLE_DEVICES": "3,4"}, [[3], [4]]),
+    ({"CUDA_VISIBLE_DEVICES": "0,1"}, [[0], [1]]),
+    ({"CUDA_VISIBLE_DEVICES": "3,4,5", "n_workers": 2}, [[3], [4]]),
+    ({"CUDA_VISIBLE_DEVICES": "the second device's UUID"}, [[1]]),
+    ({"CUDA_VISIBLE_DEVICES": [0, 1, 2, 4]}, [[0], [1], [2], [4]]),
+    ({"device_memory_limit": 50000}, EACH),
+    ({"device_memory_limit": "5GB"}, EACH),
+    ({"device_memory_limit": 0.3}, EACH),
+    ({"device_memory_limit": 0}, EACH),
+    ({"n_workers": 10, "enable_cudf_spill": True}, "cudf"),
+    ({"n_workers": 10, "enable_cudf_spill": True, "cudf_spill_stats": 1}, "cudf"),
+    ({"protocol": "ucx"}, "distributed_ucxx"),
+    (
+        {"CUDA_VISIBLE_DEVICES": "0,1", "protocol": "ucx", "rmm_pool_size": "30GB"},
+        "distributed_ucxx",
+    ),
+    ({"protocol": "ucx", "interface": "ib0", "rmm_pool_size": "1GB"}, "distributed_ucxx"),
+    (
+        {
+            "protocol": "ucx",
+            "interface": "ib0",
+            "enable_tcp_over_ucx": True,
+            "enable_nvlink": True,
+            "enable_infiniband": True,
+            "enable_rdmacm": True,
+            "rmm_pool_size": "1GB",
+        },
+        "distributed_ucxx",
+    ),
+]
+
+
+@pytest.fixture
+def ten_devices(monkeypatch: pytest.MonkeyPatch) -> Any:
+    machine = SimulatedMachine(10)
+    with driver.use(machine.backend()):
+        yield machine
+
+
+@pytest.mark.parametrize(("arguments", "outcome"), EXAMPLES)
+@pytest.mark.filterwarnings("ignore:2 workers have 1 of the 3 devices:UserWarning")
+def test_every_example_of_their_documentation(
+    arguments: dict[str, Any],
+    outcome: list[list[int]] | str,
+    ten_devices: SimulatedMachine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = dict(arguments)
+    if "UUID" in arguments.get("CUDA_VISIBLE_DEVICES", ""):
+        arguments["CUDA_VISIBLE_DEVICES"] = Device(1).uuid
+    if isinstance(outcome, str):
+        monkeypatch.setattr("importlib.util.find_spec", _found_without(outcome, "ucp", "rmm"))
+        with pytest.raises(MissingPackageError, match=f"needs the package {outcome}, which is not"):
+            LocalDeviceCluster(**arguments)
+        return
+    # In this process, so with the number of workers that there would be as processes.
+    arguments.setdefault("n_workers", len(outcome))
+    with LocalDeviceCluster(**arguments, **QUIET) as cluster:
+        assert ordinals(cluster) == outcome

@@ -1,0 +1,148 @@
+"""Nothing is shared by accident: workers that name no number of devices share them out."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, LocalCluster, Worker
+
+from dask_devctx import Device, DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
+from dask_devctx.worker.leases import acquire
+from tests.distributed.commands import dask_command
+
+QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
+
+
+def of_worker(dask_worker: Worker) -> list[int]:
+    return [device.device_id for device in dask_worker.plugins["devctx"].worker_devices]
+
+
+def who_has(client: Client) -> list[list[int]]:
+    return sorted(client.run(of_worker).values())
+
+
+def soon(found: Callable[[], object], expected: object, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (seen := found()) != expected:
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.05)
+
+
+def where(*_: object) -> int:
+    device = Device.current()
+    assert device is not None
+    return device.device_id
+
+
+def pid(*_: object) -> int:
+    return os.getpid()
+
+
+def test_workers_that_come_and_go_share_evenly() -> None:
+    with (
+        dask.config.set({"devctx.missing-device-timeout": "1s"}),
+        LocalCluster(n_workers=2, **QUIET) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(DevicePlugin())
+        assert who_has(client) == [[0, 1], [2, 3]]
+        client.register_plugin(DevicePlugin(tasks_per_device=2))
+        assert who_has(client) == [[0, 1], [2, 3]]
+        cluster.scale(1)
+        soon(lambda: who_has(client), [[0, 1, 2, 3]])
+
+
+def test_one_that_was_killed_comes_back_with_its_devices() -> None:
+    with LocalCluster(n_workers=2, **QUIET) as cluster, Client(cluster) as client:
+        client.register_plugin(DevicePlugin())
+        with dask.annotate(device=3):
+            before = client.submit(pid, pure=False).result()
+            os.kill(before, 9)
+            assert client.submit(pid, pure=False).result(timeout=60) != before
+        assert who_has(client) == [[0, 1], [2, 3]]
+
+
+def test_one_that_joins_gets_devices_of_one_that_works() -> None:
+    with (
+        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        assert who_has(client) == [[0, 1, 2, 3]]
+        futures = []
+        for n in range(400):
+            if n == 200:
+                cluster.scale(2)
+            with dask.annotate(device=n % 4):
+                futures.append(client.submit(where, n, pure=False))
+        assert client.gather(futures) == [n % 4 for n in range(400)]
+        soon(lambda: who_has(client), [[0, 1], [2, 3]])
+        with pytest.raises(ValueError, match="5 workers with 1 devices each need 5 devices"):
+            cluster.scale(5)
+
+
+def test_a_second_cluster_gets_the_rest_or_an_error(lock_directory: Path) -> None:
+    def start(**options: Any) -> LocalDeviceCluster:
+        return LocalDeviceCluster(n_workers=1, dashboard_address=":0", **options)
+
+    with start(devices=[0, 2]) as one, start() as two:
+        with Client(two) as client:
+            assert who_has(client) == [[1, 3]]
+        with pytest.raises(DevicesInUseError) as caught:
+            start()
+        assert caught.value.wanted == 0
+        assert len(caught.value.holders) == 4
+        for cluster in (one, two):
+            assert f"worker 0 of {cluster.scheduler_address}" in str(caught.value)
+        assert f"pid {one.workers[0].pid} on" in str(caught.value)
+        assert "DevicePlugin(shared=True)" in str(caught.value)
+        # devices that are named are all needed
+        with pytest.raises(DevicesInUseError, match="wants 2 devices for itself and 0 of 2"):
+            start(devices=[1, 2])
+        with start(shared=True) as three, Client(three) as client:
+            assert who_has(client) == [[0, 1, 2, 3]]
+    acquire(devices(), 4, holder="me", directory=lock_directory).release()
+
+
+def test_workers_that_mean_it_share() -> None:
+    with (
+        LocalDeviceCluster(n_workers=2, shared=True, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.wait_for_workers(2, timeout=20)
+        assert who_has(client) == [[0, 1, 2, 3]] * 2
+
+
+def test_more_workers_than_devices_is_an_error_that_names_the_holders() -> None:
+    with (
+        LocalCluster(n_workers=2, **QUIET) as cluster,
+        Client(cluster) as client,
+        pytest.raises(DevicesInUseError, match=r"cuda:1 .* is held by .*worker [01] of tcp"),
+    ):
+        client.register_plugin(DevicePlugin(devices=[1]))
+
+
+def test_workers_of_one_process_use_the_same_devices() -> None:
+    with (
+        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(DevicePlugin())
+        assert who_has(client) == [[0, 1, 2, 3]] * 2
+
+
+def test_workers_with_other_lock_directories_share_out_what_both_see(tmp_path: Path) -> None:
+    """As in containers that see the same GPUs."""
+    with LocalCluster(n_workers=0, dashboard_address=":0") as cluster, Client(cluster) as client:
+        worker = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
+        one = {"DASK_DEVCTX__LOCK_DIRECTORY": str(tmp_path / "one")}
+        other = {"DASK_DEVCTX__LOCK_DIRECTORY": str(tmp_path / "other")}
+        address = cluster.scheduler_address
+        with dask_command(*worker, address, env=one), dask_command(*worker, address, env=other):
+            client.wait_for_workers(2, timeout=60)
+            soon(lambda: who_has(client), [[0, 1], [2, 3]])

@@ -1,0 +1,140 @@
+"""The page of the devices comes and goes with the plugin, and shows the workers' history."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from distributed.utils_test import async_poll_for, gen_cluster
+from tornado.httpclient import AsyncHTTPClient, HTTPResponse
+
+from dask_devctx import DevicePlugin, dask_internals
+from tests.distributed.devices import here
+from tests.distributed.test_dask_internals import parts, take_away
+
+pytest.importorskip("bokeh")
+
+PAGES = ("devices", *(f"individual-device-{p}" for p in ("timeline", "memory", "utilization")))
+SHOWN = {"dashboard": True, "dashboard_address": "127.0.0.1:0"}
+
+with_dashboard = gen_cluster(
+    client=True, nthreads=[("127.0.0.1", 2)], scheduler_kwargs=SHOWN, timeout=60
+)
+
+
+async def page(scheduler: Any, path: str, **options: Any) -> HTTPResponse:
+    url = f"http://127.0.0.1:{scheduler.http_server.port}/{path}"
+    return await AsyncHTTPClient().fetch(url, raise_error=False, **options)
+
+
+async def menu(scheduler: Any) -> str:
+    return str((await page(scheduler, "status")).body)
+
+
+def state(scheduler: Any) -> Any:
+    from distributed.dashboard.scheduler import template_variables
+
+    variables = template_variables(scheduler)
+    pages, plots = list(variables["pages"]), list(variables["plots"])
+    return list(scheduler.http_application.applications), pages, plots
+
+
+@with_dashboard
+async def test_it_comes_with_the_first_worker_and_goes_with_the_plugin(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    before = state(scheduler)
+    assert (await page(scheduler, "devices")).code == 404
+    await client.register_plugin(DevicePlugin())
+    for path in PAGES:
+        assert (await page(scheduler, path)).code == 200, path
+    assert 'href="devices"' in await menu(scheduler)
+    assert "individual-device-transfers" in await menu(scheduler)
+    await client.unregister_worker_plugin("devctx")
+    await async_poll_for(lambda: state(scheduler) == before, timeout=10)
+    assert (await page(scheduler, "devices")).code == 404
+    assert 'href="devices"' not in await menu(scheduler)
+    assert (await page(scheduler, "status")).code == 200
+
+
+@with_dashboard
+async def test_other_programs_find_each_plot(client: Any, scheduler: Any, worker: Any) -> None:
+    theirs = json.loads((await page(scheduler, "individual-plots.json")).body)
+    await client.register_plugin(DevicePlugin())
+    plots = json.loads((await page(scheduler, "individual-plots.json")).body)
+    assert plots.items() >= theirs.items()
+    assert plots["Individual Device Timeline"] == "/individual-device-timeline"
+    assert {path for name, path in plots.items() if "Device" in name} == {
+        f"/individual-device-{name}"
+        for name in ("timeline", "memory", "utilization", "transfers", "failures")
+    }
+
+
+@with_dashboard
+async def test_dasks_pages_for_gpus_lead_to_it(client: Any, scheduler: Any, worker: Any) -> None:
+    await client.register_plugin(DevicePlugin())
+    for path, ours in {
+        "gpu": "devices",
+        "individual-gpu-memory": "individual-device-memory",
+        "individual-gpu-utilization": "individual-device-utilization",
+    }.items():
+        answer = await page(scheduler, path, follow_redirects=False)
+        assert (answer.code, answer.headers["Location"]) == (302, ours)  # a browser asks again
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 2)],
+    scheduler_kwargs={**SHOWN, "http_prefix": "/proxied"},
+)
+async def test_behind_a_prefix(client: Any, scheduler: Any, worker: Any) -> None:
+    await client.register_plugin(DevicePlugin())
+    assert (await page(scheduler, "proxied/devices")).code == 200
+    assert (await page(scheduler, "devices")).code == 404
+    answer = await page(scheduler, "proxied/gpu")
+    assert answer.effective_url.endswith("/proxied/devices")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark", "neither"])
+@with_dashboard
+async def test_themes(client: Any, scheduler: Any, worker: Any, theme: str) -> None:
+    await client.register_plugin(DevicePlugin())
+    text = (await page(scheduler, f"individual-device-memory?theme={theme}")).body.decode()
+    assert f"color-scheme: {'dark' if theme == 'dark' else 'light'}" in text
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], scheduler_kwargs={"dashboard": False})
+async def test_without_a_dashboard_one_line_says_so(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    lines: list[str] = []
+    logger = logging.getLogger("dask_devctx.scheduler.dashboard")
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        await client.register_plugin(DevicePlugin())
+        await client.register_plugin(DevicePlugin(), name="devctx")
+        assert await client.submit(here) is not None
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert lines == ["The scheduler shows no dashboard, so that there is no page /devices"]
+    assert (await page(scheduler, "devices")).code == 404
+
+
+@pytest.mark.parametrize("name", dask_internals.OF_A_DASHBOARD)
+@with_dashboard
+async def test_without_a_name_of_dasks_dashboard_there_is_no_page(
+    client: Any, scheduler: Any, worker: Any, name: str
+) -> None:
+    before = list(scheduler.http_application.applications)
+    with pytest.MonkeyPatch.context() as patch:
+        take_away(patch, *parts(name))
+        await client.register_plugin(DevicePlugin())
+    assert list(scheduler.http_application.applications) == before
+    assert (await page(scheduler, "devices")).code == 404
+    assert await client.submit(here, key="runs") is not None

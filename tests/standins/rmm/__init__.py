@@ -1,0 +1,3 @@
+"""RMM: a resource for each device, which allocates there."""
+
+from rmm import mr as mr
