@@ -155,10 +155,13 @@ class DeviceExtension:
                     places=self._places_of_result,
                     made_by=self._made_by,
                     brought=self._brought,
+                    on_copy=self._on_spill,
                     on_failure=self.monitor.blame.noticed_between,
                 )
             )
             if self.memory is not None:
+                for name in DeviceMemory.counts:
+                    self.record.memory[name] = partial(self.memory.count, name)
                 drop_copies = self.monitor.retries.drop_replicas
                 spill_all = self.memory.spill_all
                 self.monitor.retries.drop_replicas = lambda device: (
@@ -317,6 +320,10 @@ class DeviceExtension:
 
     def _on_copy(self, source: Device, target: Device, nbytes: int, seconds: float) -> None:
         self.history.copied(source.uuid, target.uuid, nbytes, seconds, "peer")
+
+    def _on_spill(self, device: Device, nbytes: int, seconds: float, *, back: bool) -> None:
+        ends = ("host", device.uuid) if back else (device.uuid, "host")
+        self.history.copied(*ends, nbytes, seconds, "spill")
 
     def _on_retry(self, key: Hashable, device: Device, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"

@@ -39,7 +39,7 @@ class Ledger:
         The bytes of all allocations of the values; each counts once.
     incoming
         The bytes that are reserved for values on their way here, and for results.
-    away
+    spilled
         The bytes of values that left this device and are in host memory.
     demand
         The bytes that a waiting thread wants to leave.
@@ -60,7 +60,7 @@ class Ledger:
         self.prepare = int(limit * _PREPARE)
         self.start = int(limit * _START)
         self.stop = int(limit * _STOP)
-        self.held = self.incoming = self.away = self.demand = 0
+        self.held = self.incoming = self.spilled = self.demand = 0
         self.spills = self.spilled_nbytes = self.unspills = self.unspilled_nbytes = 0
         self.answers = self.waiting = 0
         self.moved_last = self.stopped = False

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from time import perf_counter
 from typing import Any, Final
 
 from dask.utils import format_bytes
@@ -60,7 +61,10 @@ class DeviceMemory:
     moved
         Called on any thread with each value that has left its device or come back.
     brought
-        Called with the key of a value that came back, its bytes by device, and the copy's stamp.
+        Called with the key of a value that comes back, its bytes by device, and the copy's stamp,
+        with the manager's lock held.
+    on_copy
+        Called with a device, the bytes that left it or came ``back``, and the seconds.
     on_failure
         Called with a device that failed, and the driver's error.
 
@@ -82,6 +86,7 @@ class DeviceMemory:
         made_by: Callable[[Hashable], Stamp | None] = lambda key: None,
         moved: Callable[[Kept], object] = lambda kept: None,
         brought: Callable[[Hashable, Mapping[Device, int], Stamp], object] = lambda *args: None,
+        on_copy: Callable[..., object] = lambda device, nbytes, seconds, *, back: None,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
     ) -> None:
         self._pool = pool
@@ -92,6 +97,7 @@ class DeviceMemory:
         self._made_by = made_by
         self._moved = moved
         self._brought = brought
+        self._on_copy = on_copy
         self._on_failure = on_failure
         self._lock = threading.RLock()
         self._ledgers = {
@@ -331,23 +337,20 @@ class DeviceMemory:
                 kept.form = None
         return freed > 0
 
-    def rows(self) -> dict[Device, dict[str, int]]:
-        """Return the counts of each device."""
+    # The limit, the bytes on the device and those that left it; then the moves since the start.
+    counts: Final = (
+        *("limit", "held", "spilled"),
+        *("spills", "spilled_nbytes", "unspills", "unspilled_nbytes"),
+    )
+
+    def count(self, name: str, device: Device) -> int | None:
+        """Return one of the ``counts`` of a device; None for a device without a limit."""
+        ledger = self._ledgers.get(device)
+        if ledger is None:
+            return None
         with self._lock:
             self._settle()
-            return {
-                device: {
-                    "memory_limit": ledger.limit,
-                    "memory_held": ledger.held,
-                    "memory_copies": self._copies(device),
-                    "memory_spilled": ledger.away,
-                    "spills": ledger.spills,
-                    "spilled_nbytes": ledger.spilled_nbytes,
-                    "unspills": ledger.unspills,
-                    "unspilled_nbytes": ledger.unspilled_nbytes,
-                }
-                for device, ledger in self._ledgers.items()
-            }
+            return int(getattr(ledger, name))
 
     # -- the books; with the lock held
 
@@ -376,7 +379,7 @@ class DeviceMemory:
         while self._ended:
             home, nbytes, gone = self._ended.popleft()
             if home is not None and home in self._ledgers:
-                self._ledgers[home].away -= nbytes
+                self._ledgers[home].spilled -= nbytes
             for memory in gone:
                 ledger = self._ledgers.get(memory.device)
                 if ledger is not None:
@@ -386,7 +389,7 @@ class DeviceMemory:
         form = kept.form
         assert form is not None
         if form.home in self._ledgers:
-            self._ledgers[form.home].away += sign * form.share
+            self._ledgers[form.home].spilled += sign * form.share
 
     def _look(self, device: Device) -> None:
         """Wake the thread that moves a device's values, if there is something to move."""
@@ -481,8 +484,9 @@ class DeviceMemory:
 
     def _leave(self, ledger: Ledger, group: list[Kept]) -> bool:
         """Move values that share memory to host memory; return whether they went."""
-        device = ledger.device
+        device, begun = ledger.device, perf_counter()
         form = group[0].form if len(group) == 1 else None
+        copied = form is None
         try:
             if form is None:
                 form = self._copied(group, device)
@@ -514,8 +518,10 @@ class DeviceMemory:
             ledger.spilled_nbytes += gain
             first, self._told_of_spilling = not self._told_of_spilling, True
         values.clear()  # frees the memory
+        if copied:
+            self._on_copy(device, form.nbytes, perf_counter() - begun, back=False)
         if first:
-            logger.info(
+            logger.warning(  # once: dask shows no lines of a lower level
                 "%s holds more than its limit of %s: values go to host memory, and come back "
                 "before their tasks (device_memory_limit). report(client).devices counts them",
                 device,
@@ -615,7 +621,9 @@ class DeviceMemory:
     def _bring_form(self, form: HostForm, device: Device, *, wait: bool) -> None:
         self.make_room(device, form.nbytes, wait=wait)
         try:
+            begun = perf_counter()
             values, stamp = self._allocated(form, device)
+            self._on_copy(device, form.nbytes, perf_counter() - begun, back=True)
             back = []
             with self._lock:
                 self._settle()
@@ -626,20 +634,20 @@ class DeviceMemory:
                     value = values[kept.index]
                     places = nbytes_by_device(value)
                     self._count_away(kept, -1)
+                    self._brought(kept.key, places, stamp)  # before a task can see the value
                     kept.value, kept.places, kept.after = value, places, stamp
                     kept.memories = self._memories(value, places)
                     self._add(kept)
                     if not _stays_right(values):
                         kept.form = None
-                    back.append((kept, places))
+                    back.append(kept)
                 ledger = self._ledgers.get(device)
                 if ledger is not None:
                     ledger.unspills += len(back)
                     ledger.unspilled_nbytes += form.nbytes
         finally:
             self.give_room(device, form.nbytes)
-        for kept, places in back:
-            self._brought(kept.key, places, stamp)
+        for kept in back:
             self._moved(kept)
 
     def _allocated(self, form: HostForm, device: Device) -> tuple[tuple[Any, ...], Stamp]:
