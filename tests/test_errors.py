@@ -55,6 +55,21 @@ CASES = [
         "directory with the configuration devctx.lock-directory",
     ),
     (
+        errors.NotEnoughDevicesError(3, ["cuda:0", "cuda:1"]),
+        {"wanted": 3, "devices": ("cuda:0", "cuda:1")},
+        "the task asks for 3 devices at once, and no worker that it may run on has so many: this "
+        "one has 2 (cuda:0, cuda:1). The devices of a task belong to one worker. Start one worker "
+        "for all devices of a machine with LocalDeviceCluster(n_workers=1), or workers that have "
+        "enough with devices_per_worker=3",
+    ),
+    (
+        errors.DeviceReservationError(20 * 2**30, {"cuda:0": 16 * 2**30}),
+        {"nbytes": 20 * 2**30, "limits": {"cuda:0": 16 * 2**30}},
+        "the task reserves 20.00 GiB of device memory (device_memory), and can never have more "
+        "than 16.00 GiB on cuda:0. Reserve less, make the task's parts smaller, or raise "
+        "device_memory_limit if the devices have more",
+    ),
+    (
         errors.UnsupportedDaskError("distributed.worker.X", "2030.1.0", "2030.1.1", "0.1.0"),
         {
             "name": "distributed.worker.X",
@@ -74,10 +89,15 @@ CASES = [
     (
         errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
         {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
-        "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "
+        "this worker wants 2 devices for itself and 1 of 2 is free: cuda:0 is held by pid 1. "
         "Close a cluster that holds them and is not needed, such as that of a notebook's earlier "
         "cell (cluster.close(), or client.shutdown()), start fewer workers on this machine, or "
         "lower devices_per_worker",
+    ),
+    (
+        errors.DevicesInUseError(2, ["cuda:1"], {}),
+        {"wanted": 2, "free": ("cuda:1",), "holders": {}},
+        "this worker wants 2 devices for itself and there is 1. Lower devices_per_worker",
     ),
     (
         errors.DevicesInUseError(3, ["cuda:1"], {"cuda:0": "pid 1"}),

@@ -45,6 +45,7 @@ NAMES: Final = (
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown_lock",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
+    "distributed.threadpoolexecutor:thread_state",
     "distributed.core:ConnectionPool.connect",
     "distributed.protocol.pickle:dumps",
     "distributed.protocol.pickle:loads",

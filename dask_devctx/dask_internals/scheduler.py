@@ -21,6 +21,11 @@ async def add_worker_plugin(scheduler: Scheduler, plugin: WorkerPlugin) -> None:
     await scheduler.register_worker_plugin(None, dumps(plugin), name=plugin.name, idempotent=False)
 
 
+def warn_clients(scheduler: Scheduler, text: str) -> None:
+    """Let all clients of a scheduler warn, as :meth:`distributed.Worker.warn` of a worker does."""
+    scheduler.log_event("warn", {"message": dumps(text), "category": dumps(UserWarning)})
+
+
 def answer(scheduler: Scheduler, handlers: Mapping[str, Callable[..., Any]]) -> None:
     """Add handlers for messages to a scheduler."""
     scheduler.handlers.update(handlers)

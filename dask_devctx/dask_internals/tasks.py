@@ -8,7 +8,7 @@ from typing import Any, Final
 from dask._task_spec import DataNode, GraphNode, Task
 from distributed import Worker
 
-from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor, send_next_task_to
+from dask_devctx.dask_internals.threads import Submits, send_next_task_to
 
 # A node of dask's graph: a task, a value, or a container of further nodes.
 Node: Final[Any] = GraphNode
@@ -47,8 +47,8 @@ class TaskStandIn:
     def __init__(
         self,
         task: Callable[[Any], Any],
-        executor: TaskThreadPoolExecutor | None = None,
-        priority: tuple[int, ...] | None = None,
+        executor: Submits | None = None,
+        priority: tuple[Any, ...] | None = None,
     ) -> None:
         self.task = task
         self.executor = executor

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from distributed.threadpoolexecutor import ThreadPoolExecutor
+from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
 
-Priority = tuple[int, ...]
+Priority = tuple[Any, ...]
 
 
 class Work(Protocol):
@@ -23,6 +23,20 @@ class Work(Protocol):
 
     def run(self) -> None:
         """Do the work, and raise nothing."""
+
+
+class Submits(Protocol):
+    """An executor of dask's tasks."""
+
+    def submit_task(
+        self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any] | asyncio.Future[Any]:
+        """Run a task of dask's; the task with the smallest priority runs first."""
+
+
+def has_seceded() -> bool:
+    """Return whether this thread of a pool has seceded from it."""
+    return not getattr(thread_state, "proceed", True)
 
 
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
@@ -75,12 +89,12 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
 # The executor and the priority of the next task of this context. A reader takes the entry out of
 # the list, since the task itself runs in a copy of this context.
-_next_task: ContextVar[list[tuple[TaskThreadPoolExecutor, Priority | None]] | None] = ContextVar(
+_next_task: ContextVar[list[tuple[Submits, Priority | None]] | None] = ContextVar(
     "next_task", default=None
 )
 
 
-def send_next_task_to(executor: TaskThreadPoolExecutor, priority: Priority | None) -> None:
+def send_next_task_to(executor: Submits, priority: Priority | None) -> None:
     """Send the next task that this context submits to another executor.
 
     This works for executors for which :func:`sending_tasks_on` is open.

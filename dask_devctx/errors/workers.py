@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dask_devctx.errors.base import DevctxError
+from dask_devctx.errors.base import DevctxError, counted
 
 
 class LockDirectoryError(DevctxError):
@@ -53,9 +53,9 @@ class DevicesInUseError(DevctxError):
 
     def __str__(self) -> str:
         total = len(self.free) + len(self.holders)
-        wants = f"this worker wants {self.wanted} devices for itself and"
+        wants = f"this worker wants {counted(self.wanted, 'device')} for itself and"
         if self.wanted > total:
-            return f"{wants} there are {total}. Lower devices_per_worker"
+            return f"{wants} there {_are(total)} {total}. Lower devices_per_worker"
         held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
         if not self.wanted:
             return (
@@ -65,11 +65,15 @@ class DevicesInUseError(DevctxError):
                 "say so: DevicePlugin(shared=True) (devctx.shared: true)"
             )
         return (
-            f"{wants} {len(self.free)} of {total} are free{': ' if held else ''}{held}. Close a "
-            "cluster that holds them and is not needed, such as that of a notebook's earlier cell "
-            "(cluster.close(), or client.shutdown()), start fewer workers on this machine, or "
-            "lower devices_per_worker"
+            f"{wants} {len(self.free)} of {total} {_are(len(self.free))} free"
+            f"{': ' if held else ''}{held}. Close a cluster that holds them and is not needed, "
+            "such as that of a notebook's earlier cell (cluster.close(), or client.shutdown()), "
+            "start fewer workers on this machine, or lower devices_per_worker"
         )
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
 
 
 _NAMED = 8  # the most suspects that the message names

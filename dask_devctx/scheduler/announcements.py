@@ -52,7 +52,7 @@ def read_holdings(message: Mapping[str, Any]) -> Holdings:
     used = frozenset(_text(uuid, "used") for uuid in _items(message.get("used"), "used"))
     if not used <= uuids:
         raise MalformedError(f"'used' has UUIDs that 'seen' lacks: {sorted(used - uuids)[:3]}")
-    return Holdings(Inventory(devices), used)
+    return Holdings(Inventory(devices), used, _limits(message.get("limits", {}), used))
 
 
 def read_claim(message: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -93,6 +93,19 @@ def _device(ordinal: int, fields: object) -> DeviceInfo:
     if pci_bus_id is not None:
         pci_bus_id = _text(pci_bus_id, "pci_bus_id")
     return DeviceInfo(ordinal, _text(fields.get("uuid"), "uuid"), pci_bus_id=pci_bus_id)
+
+
+def _limits(limits: object, used: frozenset[str]) -> dict[str, int]:
+    if not isinstance(limits, Mapping):
+        raise MalformedError(f"'limits' is no mapping, but {type(limits).__name__}")
+    found = {}
+    for uuid, nbytes in limits.items():
+        if uuid not in used:
+            raise MalformedError(f"'limits' has a UUID that 'used' lacks: {_shown(uuid)}")
+        if nbytes.__class__ is not int or nbytes < 0:
+            raise MalformedError(f"a limit in 'limits' is no number of bytes: {_shown(nbytes)}")
+        found[str(uuid)] = nbytes
+    return found
 
 
 def _items(value: object, name: str) -> list[Any] | tuple[Any, ...]:

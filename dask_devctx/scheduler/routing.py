@@ -11,14 +11,9 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx import config
-from dask_devctx.annotations import (
-    ANNOTATION,
-    about_mistaken,
-    answer,
-    carried_device,
-    mistaken,
-    requested_device,
-)
+from dask_devctx.annotations import DEVICES, NAMES, carried_device, requested_device
+from dask_devctx.annotations.answers import answer
+from dask_devctx.annotations.names import ABOUT_ONE, about_mistaken, about_no_plugin, mistaken
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
@@ -82,7 +77,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.refused: dict[object, Exception] = {}
-        self._mistaken: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def devices(self) -> dict[str, frozenset[str]]:
@@ -135,17 +130,32 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
+        ours = sorted(NAMES & annotations.keys())
         for name in mistaken(annotations):
-            if name not in self._mistaken:
-                self._mistaken.add(name)
-                logger.warning("%s", about_mistaken(name))
-                event = {"action": "annotation-mistaken", "message": about_mistaken(name)}
-                scheduler.log_event(suspects.TOPIC, event)
-        annotated = annotations.get(ANNOTATION, {})
+            self._warn(about_mistaken(name))
+        if 1 in annotations.get(DEVICES, {}).values():
+            self._warn(ABOUT_ONE)
+        if ours and not (self._cluster.present.using or self._cluster.unheard):
+            self._warn_if_unused(ours[0])
+        annotated = set().union(*(annotations[name] for name in ours))
         touched = [ts for key in tasks if (ts := scheduler.tasks.get(key)) is not None]
         self._note(
             ts for ts in touched if ts.key in annotated or carried_device(ts.run_spec) is not None
         )
+
+    def _warn_if_unused(self, name: str) -> None:
+        """Warn that no worker of the cluster heeds an annotation, if there are workers."""
+        if self._cluster.workers and not self._cluster.left.by_worker:
+            self._warn(about_no_plugin(name))
+
+    def _warn(self, text: str) -> None:
+        """Warn once, in the scheduler's log and in the clients."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
+            event = {"action": "annotation-mistaken", "message": text}
+            self.scheduler.log_event(suspects.TOPIC, event)
+            internals.warn_clients(self.scheduler, text)
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.registry import Registry
+
+# The number of objects to look at first: if one is an array, all of the value is counted at once.
+_FIRST_LOOK: Final = 32
 
 
 def _unknown(value: object) -> None:
@@ -94,11 +97,12 @@ class BytesByDevice(Registry):
             return {}
         if found is walk.LEAF:
             return self._count(value)
-        seen = walk.look(value, self._count)
-        if seen.complete:
-            return seen.places
-        if seen.places:
-            return self.counted(value)
+        for at_most in (_FIRST_LOOK, walk.AT_MOST - _FIRST_LOOK):
+            seen = walk.look(value, self._count, at_most)
+            if seen.complete:
+                return seen.places
+            if seen.places:
+                return self.counted(value)
         walk.tell_cut_short(value)
         return {}
 

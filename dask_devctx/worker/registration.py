@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -35,7 +35,13 @@ _WAY_OUT = (
 )
 
 
-async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = None) -> None:
+async def announce(
+    worker: Worker,
+    used: Sequence[Device],
+    turn: Turn | None = None,
+    *,
+    limits: Mapping[Device, int] | None = None,
+) -> None:
     """Tell the scheduler which devices a worker has, so that tasks find them.
 
     Parameters
@@ -47,6 +53,8 @@ async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = N
         ordinals need them.
     turn
         The worker's turn; a new one by default.
+    limits
+        The bytes that tasks may reserve, by device; a device without an entry is unlimited.
 
     Notes
     -----
@@ -63,7 +71,13 @@ async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = N
             return
         try:
             await install_routing(worker)
-            await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
+            await _tell(
+                worker,
+                ANNOUNCE,
+                seen=seen,
+                used=[device.uuid for device in used],
+                limits={device.uuid: nbytes for device, nbytes in (limits or {}).items()},
+            )
         except Exception as error:
             logger.warning(
                 "Tasks that name a device may go to a worker that does not have it: the scheduler "

@@ -22,9 +22,11 @@ from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import DeviceFunction
+from dask_devctx.cuda.several import known_as_the_tasks, note_devices
 from dask_devctx.dask_internals.tasks import TaskStandIn
-from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor
+from dask_devctx.dask_internals.threads import Submits
 from dask_devctx.worker.failures.calls import MonitoredCall, of_the_task
+from dask_devctx.worker.failures.others import Others
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.use import Use
 
@@ -39,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 _NONE: Mapping[Hashable, Lifetime] = MappingProxyType({})
 
-# The positional and the named arguments of a method, and a function that copies them to a device.
+# The positional and the named arguments of a method, and a function that copies them to the first
+# of some devices.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Bring = Callable[[Arguments, Device], Arguments]
+Bring = Callable[[Arguments, tuple[Device, ...]], Arguments]
 
 
 class DeviceTask(TaskStandIn):
@@ -96,8 +99,8 @@ class DeviceTask(TaskStandIn):
         task: Callable[[Any], Any],
         device: Device | Exception,
         *,
-        executor: TaskThreadPoolExecutor | None = None,
-        priority: tuple[int, ...] | None = None,
+        executor: Submits | None = None,
+        priority: tuple[Any, ...] | None = None,
         asked_for: bool = True,
         watched: bool = False,
         inputs: Inputs | None = None,
@@ -214,6 +217,7 @@ class DeviceTask(TaskStandIn):
 
     def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
         """Return the task and its inputs on the device, and the copies among the inputs."""
+        note_devices(device)
         if self.inputs is None:
             return self.task, data, []
         task = self.inputs.bring_arguments(self.task, device)
@@ -250,7 +254,8 @@ def _run_elsewhere(
         _warn_forked()
         return task(data)
     try:
-        return suspending.call(device, task, data)
+        with known_as_the_tasks(device):
+            return suspending.call(device, task, data)
     except BaseException as error:
         error.__traceback__ = of_the_task(error)
         raise
@@ -273,8 +278,8 @@ class DeviceMethod(DeviceFunction[..., Any]):
         Monitors the device.
     key
         The actor's key.
-    device
-        Its device.
+    devices
+        Its devices; the first one is current.
     method
         The method.
     bring
@@ -286,14 +291,15 @@ class DeviceMethod(DeviceFunction[..., Any]):
         self,
         monitor: Monitor,
         key: Hashable,
-        device: Device,
+        devices: tuple[Device, ...],
         method: Callable[..., Any],
         bring: Bring | None,
     ) -> None:
-        super().__init__(device, method)
+        super().__init__(devices[0], method)
         self._monitor = monitor
         self._key = key
-        self._device = device
+        self._device = devices[0]
+        self._devices = devices
         self._bring = bring
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -312,8 +318,10 @@ class DeviceMethod(DeviceFunction[..., Any]):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._bring is not None:
-            args, kwargs = self._bring((args, kwargs), self._device)
-        return self.__wrapped__(*args, **kwargs)
+            args, kwargs = self._bring((args, kwargs), self._devices)
+        with Others(self._monitor, self._key, self._devices):
+            return self.__wrapped__(*args, **kwargs)
 
     async def _run_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return await self._run(args, kwargs)
+        with Others(self._monitor, self._key, self._devices):
+            return await self._run(args, kwargs)

@@ -82,6 +82,17 @@ class Monitor:
             "out-of-memory": {str(device): n for device, n in self.retries.counted.items()},
         }
 
+    def failures(self) -> dict[str, dict[str, int]]:
+        """Return the same by the devices' UUIDs."""
+        counted = {
+            "context-left-behind": self.checkup.left_behind,
+            "out-of-memory": self.retries.counted,
+        }
+        return {
+            kind: {device.uuid: n for device, n in by_device.items()}
+            for kind, by_device in counted.items()
+        }
+
     def seceded(self, key: Hashable) -> None:
         """Note that a task seceded from its thread: it may be waiting for other tasks."""
         self.watch.seceded(key)
