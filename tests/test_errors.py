@@ -120,7 +120,7 @@ CASES = [
         },
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
         "process any more: the worker ends, and dask computes its results again. x on cuda:1 "
-        "caused it: nothing else has run since the device was last seen healthy. "
+        "caused it. Nothing else has run since the device was last seen healthy. "
         "compute-sanitizer finds the line",
     ),
     (
@@ -129,9 +129,33 @@ CASES = [
         ),
         {"suspects": ("x on cuda:0",), "synchronized": False, "watched": True},
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
-        "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it: "
-        "as a suspect of an earlier failure it was watched: it ran again without the other "
-        "suspects, and the worker waited for its device. compute-sanitizer finds the line",
+        "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it. "
+        "It was watched: no other task ran in the process, and the worker waited for its devices "
+        "before and after it. compute-sanitizer finds the line",
+    ),
+    (
+        errors.DeviceFailedError(
+            "cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0", "y on cuda:1"]
+        ),
+        {"suspects": ("x on cuda:0", "y on cuda:1"), "not_again": ""},
+        "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
+        "any more: the worker ends, and dask computes its results again. Any of these may have "
+        "caused it: x on cuda:0; y on cuda:1. All that are still needed run again, each alone and "
+        "watched; then the one that breaks the device errs",
+    ),
+    (
+        errors.DeviceFailedError(
+            "cuda:1",
+            "GPU-b",
+            "CUDA_ERROR_ASSERT",
+            710,
+            ["x on cuda:0", "y on cuda:1"],
+            not_again="it says rerun=False",
+        ),
+        {"not_again": "it says rerun=False"},
+        "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
+        "any more: the worker ends, and dask computes its results again. Any of these may have "
+        "caused it: x on cuda:0; y on cuda:1. It is not run again: it says rerun=False",
     ),
     (
         errors.DeviceOutOfMemoryError(

@@ -15,10 +15,6 @@ from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, NAMES, SHARE
 from dask_devctx.annotations.request import Request, carried_by, read
 from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 
-# Marks a task that may have broken a device: the worker that runs the task watches it. The mark is
-# an annotation, because dask sends annotations to the worker that runs the task.
-WATCHED: Final = "devctx-watched"
-
 Unannotated = Literal["assign", "leave"]
 
 __all__ = [
@@ -27,11 +23,9 @@ __all__ = [
     "MEMORY",
     "NAMES",
     "SHARE",
-    "WATCHED",
     "Request",
     "Unannotated",
     "carried_device",
-    "is_watched",
     "not_an_annotation",
     "requested_device",
 ]
@@ -118,8 +112,3 @@ def not_an_annotation(wanted: object) -> TypeError:
         "none; or a function that is given the task's key and returns one of these; got "
         f"{wanted!r} of type {type(wanted).__name__}{remedy}"
     )
-
-
-def is_watched(annotations: Mapping[str, Any] | None) -> bool:
-    """Return whether a task with these annotations is watched."""
-    return bool(annotations) and WATCHED in annotations  # type: ignore[operator]

@@ -108,10 +108,11 @@ class LocalDeviceCluster(WatchedCluster):
             used = named_devices(plugin.options.devices)
         require_packages(plugin.options)
         if n_workers is None:
-            n_workers = _n_workers(used, plugin.options, kwargs)
+            processes = kwargs.get("processes") is not False
+            n_workers = default_n_workers(used, plugin.options, processes=processes)
         options = plugin.options
         if options.devices_per_worker is None and n_workers > 1 and not options.shared:
-            own["devices_per_worker"] = _even_share(len(used), n_workers)
+            own["devices_per_worker"] = even_share(len(used), n_workers)
             self._share_said = (
                 f": the {len(used)} devices were divided among n_workers={n_workers}. For more "
                 "workers later, pass devices_per_worker to LocalDeviceCluster"
@@ -127,8 +128,7 @@ class LocalDeviceCluster(WatchedCluster):
         self._check_enough(n_workers)
         if threads_per_worker is None:
             per_worker = plugin.options.devices_per_worker or len(used)
-            running = per_worker * plugin.options.tasks_per_device
-            threads_per_worker = LOOK_AHEAD * max(running, 1)
+            threads_per_worker = look_ahead(per_worker, plugin.options)
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
@@ -203,9 +203,19 @@ class LocalDeviceCluster(WatchedCluster):
                 raise error
 
 
-def _n_workers(used: Sequence[Device], options: Options, kwargs: Mapping[str, Any]) -> int:
-    """Return the default number of workers."""
-    if kwargs.get("processes") is False or len(used) < 2:
+def default_n_workers(used: Sequence[Device], options: Options, *, processes: bool) -> int:
+    """Return the number of workers for these devices, where none is given.
+
+    Parameters
+    ----------
+    used
+        The devices.
+    options
+        The options of the plugin.
+    processes
+        Whether a worker may have a process of its own.
+    """
+    if not processes or len(used) < 2:
         return 1
     if options.devices_per_worker is not None:
         return max(len(used) // options.devices_per_worker, 1)
@@ -220,7 +230,13 @@ def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]
     return {**given, "devctx": section}
 
 
-def _even_share(n_devices: int, n_workers: int) -> int:
+def look_ahead(n_devices: int, options: Options) -> int:
+    """Return how many tasks dask gives a worker with so many devices at a time."""
+    return LOOK_AHEAD * max(n_devices * options.tasks_per_device, 1)
+
+
+def even_share(n_devices: int, n_workers: int) -> int:
+    """Return how many devices each worker gets; warn of devices that are left over."""
     share, left_over = divmod(n_devices, n_workers)
     if share and left_over:
         warnings.warn(

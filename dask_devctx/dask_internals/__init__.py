@@ -86,6 +86,7 @@ ON_A_WORKER: Final = (
     "handlers[actor_execute]",
     "handlers[get_data]",
     "handlers[run]",
+    "handlers[run_coroutine]",
     "memory_manager.data",
     "metrics",
     "nanny",

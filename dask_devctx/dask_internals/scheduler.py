@@ -81,6 +81,17 @@ def annotate(ts: Any, name: str, value: object) -> None:
     ts.annotations = {**(ts.annotations or {}), name: value}
 
 
+def without_annotation(ts: Any, name: str) -> None:
+    """Remove an annotation of a task."""
+    kept = {one: value for one, value in (ts.annotations or {}).items() if one != name}
+    ts.annotations = kept or None
+
+
+def only_copies(scheduler: Scheduler, worker: str) -> list[Any]:
+    """Return the tasks whose results only this worker has."""
+    return [ts for ts in scheduler.workers[worker].has_what if len(ts.who_has) == 1]
+
+
 def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:
     """Let dask look again for a worker for each task that waits, the most urgent task first."""
     moves: dict[Hashable, str] = {}

@@ -94,6 +94,16 @@ def add_metadata(ts: Any, name: str, value: str) -> None:
     ts.metadata[name] = value
 
 
+def is_cancelled(worker: Worker, key: Hashable) -> bool:
+    """Return whether a task was cancelled; on any thread.
+
+    dask counts a task as running as soon as its device's threads have it. It may wait there for a
+    long time, and may not be needed any more when it begins.
+    """
+    ts = worker.state.tasks.get(key)
+    return ts is not None and ts.state == "cancelled"
+
+
 def makes_an_actor(worker: Worker, key: Hashable) -> bool:
     """Return whether a task's result is an actor."""
     return key in worker.state.actors

@@ -26,7 +26,7 @@ from dask_devctx.dask_internals.graphs import (
 )
 
 # The annotations of this package; the values of the first two may be None, which means no device.
-NAMES = frozenset({"device", "devices", "device_share", "device_memory"})
+NAMES = frozenset({"device", "devices", "device_share", "device_memory", "rerun"})
 MAY_BE_NONE = frozenset({"device", "devices"})
 
 Graph = Any  # a HighLevelGraph, or a mapping of tasks by key

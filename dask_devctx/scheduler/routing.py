@@ -17,7 +17,6 @@ from dask_devctx.annotations.names import ABOUT_ONE, about_mistaken, about_no_pl
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
-from dask_devctx.scheduler import suspects
 from dask_devctx.scheduler.announcements import (
     ANNOUNCE,
     CLAIM,
@@ -35,6 +34,7 @@ from dask_devctx.scheduler.dashboard import DevicePages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.holdings import Cluster
 from dask_devctx.scheduler.sharing import Sharing
+from dask_devctx.scheduler.suspects import FAILED, TOPIC, SuspectTasks
 from dask_devctx.scheduler.wishes import Wishes
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.counts = Counts(scheduler)
         for address in scheduler.workers:
             self._cluster.join(address, time())
-        acts = {ANNOUNCE: self._announced, WITHDRAW: self._withdrawn, REFUSE: self._refused}
+        self._suspects = SuspectTasks(scheduler)
+        acts = {
+            ANNOUNCE: self._announced,
+            WITHDRAW: self._withdrawn,
+            REFUSE: self._refused,
+            FAILED: self._suspects.failed,
+        }
         self._sharing = Sharing(self._share, scheduler.workers, self._grace_s)
         handlers: dict[str, Callable[..., Any]] = {
             op: self._handler(op, act) for op, act in acts.items()
@@ -117,7 +123,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop answering the workers' messages."""
-        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, CLAIM))
+        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, FAILED, CLAIM))
         self._pages.close()
         self.history.close()
 
@@ -154,11 +160,12 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._warned.add(text)
             logger.warning("%s", text)
             event = {"action": "annotation-mistaken", "message": text}
-            self.scheduler.log_event(suspects.TOPIC, event)
+            self.scheduler.log_event(TOPIC, event)
             internals.warn_clients(self.scheduler, text)
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)
+        self._suspects.moved(key, finish)
         self.counts.moved(start, finish, kwargs)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -171,6 +178,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._move(self._wishes.review(worker, None, holdings, joined=1))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        self._suspects.worker_left(worker)
         holdings = self._cluster.leave(worker, time())
         self._sharing.left(worker, may_return=True)
         self.counts.left(worker)
@@ -181,7 +189,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Mark the tasks that may have broken a worker's devices."""
-        suspects.mark(self.scheduler, topic, msg)
+        self._suspects.read_event(topic, msg)
         self.history.event(topic, msg)
 
     # -- messages of workers

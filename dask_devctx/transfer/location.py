@@ -92,10 +92,9 @@ class BytesByDevice(Registry):
         If the search finds an array in the value, all of the value is counted. If it finds none in
         a thousand objects, the value counts as host data; the log says so once for its type.
         """
-        found = walk.find(type(value))
-        if found is None:
+        if walk.is_plain(value):
             return {}
-        if found is walk.LEAF:
+        if walk.find(type(value)) is walk.LEAF:
             return self._count(value)
         for at_most in (_FIRST_LOOK, walk.AT_MOST - _FIRST_LOOK):
             seen = walk.look(value, self._count, at_most)
@@ -129,7 +128,7 @@ class BytesByDevice(Registry):
 
     def estimated(self, value: object) -> walk.Look:
         """Return an estimate, and whether it is exact; takes less than a millisecond."""
-        if walk.find(type(value)) is None:
+        if walk.is_plain(value):
             return _PLAIN
         return walk.look(value, self._count, walk.AT_MOST_ON_LOOP)
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 from distributed import Worker
+from distributed.protocol import to_serialize
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.several import Together
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.task import Arguments, Bring, DeviceMethod
+from dask_devctx.worker.failures.others import Others
+from dask_devctx.worker.task import Arguments, Bring, DeviceMethod, monitored_method
 
 _POLL_S = 0.01
 # The time that an error may take to reach the caller of a method.
@@ -74,9 +76,9 @@ class DeviceActors(dict[Hashable, Any]):
         """Note the devices of the actor that a task makes."""
         _devices[ts] = devices
 
-    async def answered(self, keys: Collection[Hashable]) -> None:
-        """Wait until the callers of these actors' methods have their answers."""
-        while any(self._unanswered[key] for key in keys):
+    async def answered(self) -> None:
+        """Wait until the callers of actors' methods have their answers."""
+        while self._unanswered:
             await asyncio.sleep(_POLL_S)
 
     def __getitem__(self, key: Hashable) -> Any:
@@ -115,8 +117,18 @@ class DeviceActors(dict[Hashable, Any]):
     def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def read_on_device(actor: Hashable = None, **kwargs: Any) -> Any:
             devices = self._devices_of(actor)
-            with Together(devices) if devices else nullcontext():  # a property may compute
-                answer = read(actor=actor, **kwargs)
+            if not devices:
+                return read(actor=actor, **kwargs)
+            try:
+                with (  # a property may compute
+                    monitored_method(self._monitor, actor, devices[0]),
+                    Others(self._monitor, actor, devices),
+                ):
+                    answer = read(actor=actor, **kwargs)
+                    if "exception" in answer:
+                        raise answer["exception"].data
+            except Exception as error:
+                return {"status": "error", "exception": to_serialize(error)}
             return self._to_send(actor, answer)
 
         return read_on_device

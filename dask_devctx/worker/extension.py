@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from distributed import Reschedule, Status, Worker
 
-from dask_devctx.annotations import Request, Unannotated, is_watched, requested_device
+from dask_devctx.annotations import Request, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
@@ -23,9 +23,11 @@ from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.claimed import ClaimedTask
 from dask_devctx.worker.claims import Claims, reservable
 from dask_devctx.worker.executors import device_threads
-from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
+from dask_devctx.worker.failures import conditions
+from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
+from dask_devctx.worker.failures.shutdown import begin_the_end
+from dask_devctx.worker.functions import monitoring_functions
 from dask_devctx.worker.history import remembering
 from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Inputs
@@ -41,6 +43,7 @@ from dask_devctx.worker.one_input import Input
 from dask_devctx.worker.placement import Placement
 from dask_devctx.worker.policy import start_soonest
 from dask_devctx.worker.prometheus import exposed
+from dask_devctx.worker.registration import has_routing
 from dask_devctx.worker.share import DeviceShare
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.urgency import urgency_of
@@ -119,7 +122,8 @@ class DeviceExtension:
                     synchronize=options.synchronize,
                     oom_retries=options.oom_retries,
                     on_failure=self._on_failure,
-                    is_cancelled=partial(_is_cancelled, self._tasks),
+                    is_cancelled=partial(tasks.is_cancelled, worker),
+                    marks=partial(has_routing, worker),
                 )
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
@@ -184,6 +188,7 @@ class DeviceExtension:
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
+            steps.enter_context(monitoring_functions(worker, self.monitor, used))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
@@ -260,6 +265,7 @@ class DeviceExtension:
         try:
             if self.peers.unreadable:
                 self.peers.unreadable.check(ts)
+            watched, once = conditions.read(annotations)
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
                 self._done(ts.key, None)  # if it had a device before it was requested again
@@ -295,7 +301,8 @@ class DeviceExtension:
         how: dict[str, Any] = {
             "priority": urgency_of(ts),
             "asked_for": asked_for,
-            "watched": is_watched(annotations),
+            "watched": watched,
+            "once": once,
             "inputs": self.inputs,
             "monitor": self.monitor,
             "memory": self.memory,
@@ -376,11 +383,7 @@ class DeviceExtension:
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
-        refuse_data(self._worker)  # now: others may ask for data before the event loop runs
-        tell_scheduler(self._worker, failure)
-        self._worker.loop.add_callback(
-            end_failed_worker, self._worker, failure, self._actors.answered
-        )
+        begin_the_end(self._worker, failure, self._actors.answered)
 
     def _written(self, key: Hashable, value: object) -> None:
         """Called when dask is about to write a value to disk; its work may still be running."""
@@ -410,16 +413,6 @@ def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator
     """Make an object, and close it at the end."""
     with closing(kind(*args, **kwargs)) as made:  # type: ignore[type-var]
         yield made
-
-
-def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
-    """Return whether a task was cancelled; on any thread.
-
-    dask counts a task as running as soon as its device's threads have it. It may wait there for a
-    long time, and may not be needed any more when it begins.
-    """
-    ts = tasks.get(key)
-    return ts is not None and ts.state == "cancelled"
 
 
 def _work_of(ts: Any) -> Stamp | None:

@@ -286,7 +286,7 @@ class Inputs:
             holds no arrays, such as a number.
         """
         after = None
-        if walk.find(type(result)) is not None:
+        if not walk.is_plain(result):
             after = stamp(result) or _ON_THE_HOST  # so that it is not looked up again
         if others:  # any of the devices may have made the value, wherever it is
             everything = Stamp.of_devices(

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from distributed import Worker
 from distributed.core import Status
@@ -33,6 +33,15 @@ _WAY_OUT = (
     'client.unregister_worker_plugin("devctx"), or register it again with devices that exist: '
     "client.register_plugin(DevicePlugin(devices=[...]))"
 )
+
+
+# The workers whose scheduler lacks this package.
+_without_routing: WeakSet[Worker] = WeakSet()
+
+
+def has_routing(worker: Worker) -> bool:
+    """Return whether a worker's scheduler has this package, as far as the worker knows."""
+    return worker not in _without_routing
 
 
 async def announce(
@@ -85,6 +94,9 @@ async def announce(
                 "scheduler runs.",
                 error,
             )
+            _without_routing.add(worker)
+        else:
+            _without_routing.discard(worker)
 
 
 def withdraw(worker: Worker) -> None:

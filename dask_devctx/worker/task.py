@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from threading import get_ident
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Reschedule
 
@@ -25,10 +25,12 @@ from dask_devctx.cuda.on_device import DeviceFunction
 from dask_devctx.cuda.several import known_as_the_tasks, note_devices
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.dask_internals.threads import Submits
-from dask_devctx.worker.failures.calls import MonitoredCall, of_the_task
+from dask_devctx.errors import DeviceFailedError
+from dask_devctx.worker.failures.calls import MonitoredCall
 from dask_devctx.worker.failures.others import Others
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.use import Use
+from dask_devctx.worker.tracebacks import begins_with_the_task, place_of
 
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NONE: Mapping[Hashable, Lifetime] = MappingProxyType({})
+
+_METHODS_RUN_ONCE: Final = (
+    "calls of actors run once, and this actor's state is lost with its worker. Make a new actor"
+)
 
 # The positional and the named arguments of a method, and a function that copies them to the first
 # of some devices.
@@ -63,7 +69,10 @@ class DeviceTask(TaskStandIn):
     asked_for
         Whether the user asked for this device. If not, any device would do.
     watched
-        Whether it may have broken a device before.
+        The number of its watched run, since it may have broken a device before; 0 if it is not
+        watched.
+    once
+        Why it does not run again after a device failed while it ran; "" if it may.
     inputs
         Copies the inputs to the device; None leaves them where they are.
     monitor
@@ -90,8 +99,8 @@ class DeviceTask(TaskStandIn):
     """
 
     __slots__ = (
-        *("asked_for", "device", "inputs", "lifetimes", "made", "memory", "monitor", "prefix"),
-        *("watched", "_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
+        *("asked_for", "device", "inputs", "lifetimes", "made", "memory", "monitor", "once"),
+        *("prefix", "watched", "_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
     )
 
     def __init__(
@@ -102,7 +111,8 @@ class DeviceTask(TaskStandIn):
         executor: Submits | None = None,
         priority: tuple[Any, ...] | None = None,
         asked_for: bool = True,
-        watched: bool = False,
+        watched: int = 0,
+        once: str = "",
         inputs: Inputs | None = None,
         monitor: Monitor | None = None,
         memory: DeviceMemory | None = None,
@@ -118,6 +128,7 @@ class DeviceTask(TaskStandIn):
         self.device = device
         self.asked_for = asked_for
         self.watched = watched
+        self.once = once
         self._placed_at = self._began_at = perf_counter()
         self._inputs_s = self._memory_s = 0.0
         self._thread: int | None = None
@@ -128,37 +139,57 @@ class DeviceTask(TaskStandIn):
         return place_s, self._inputs_s, self._memory_s, self._thread
 
     def __call__(self, data: Any = ()) -> Any:
-        device, monitor = self.device, self.monitor
-        task: Any = self.task
-        if isinstance(device, Exception):
-            raise device
-        assert monitor is not None
-        if monitor.is_cancelled(task.key):
-            raise Reschedule  # dask ignores this, unless the task was requested again just now
-        self._began_at, self._thread = perf_counter(), get_ident()
-        call = MonitoredCall(
-            monitor, task.key, device, movable=not self.asked_for, watched=self.watched
-        )
-        if task.is_coro:
-            return self._await(call, device, data)
-        again = False
-        while call.unfinished:
-            with call:
-                if again:
-                    self._memory_s = perf_counter() - self._began_at
-                again = True
-                result = self._run(device, data)
-        return suspending.within(device, result)
+        with begins_with_the_task:
+            device, monitor = self.device, self.monitor
+            task: Any = self.task
+            if isinstance(device, Exception):
+                raise device
+            assert monitor is not None
+            if monitor.is_cancelled(task.key):
+                raise Reschedule  # dask ignores this, unless the task was requested again just now
+            self._began_at, self._thread = perf_counter(), get_ident()
+            call = MonitoredCall(
+                monitor,
+                task.key,
+                device,
+                movable=not self.asked_for,
+                watched=self.watched,
+                once=self.once,
+            )
+            if task.is_coro:
+                return self._await(call, device, data)
+            again = False
+            try:
+                while call.unfinished:
+                    with call:
+                        if again:
+                            self._memory_s = perf_counter() - self._began_at
+                        again = True
+                        result = self._run(device, data)
+            except DeviceFailedError as error:
+                self._name_place(error)
+                raise
+            return suspending.within(device, result)
 
     async def _await(self, call: MonitoredCall, device: Device, data: Any) -> Any:
-        again = False
-        while call.unfinished:
-            async with call:
-                if again:
-                    self._memory_s = perf_counter() - self._began_at
-                again = True
-                result = await suspending.within(device, self._run_coroutine(device, data))
-        return result
+        with begins_with_the_task:
+            again = False
+            try:
+                while call.unfinished:
+                    async with call:
+                        if again:
+                            self._memory_s = perf_counter() - self._began_at
+                        again = True
+                        result = await suspending.within(device, self._run_coroutine(device, data))
+            except DeviceFailedError as error:
+                self._name_place(error)
+                raise
+            return result
+
+    def _name_place(self, error: DeviceFailedError) -> None:
+        place = place_of(getattr(self.task, "func", None))
+        if place:
+            error.add_note(f"This task calls {place}")
 
     def _run(self, device: Device, data: Any) -> Any:
         use = self._use(device, data, wait=True)
@@ -247,18 +278,15 @@ def _run_elsewhere(
     task: Callable[[Any], Any], device: Device | Exception, asked_for: bool, data: Any = ()
 ) -> Any:
     """Run a task in the process that unpickled it; return its result."""
-    if isinstance(device, Exception):
-        raise device
-    backend = driver.current_backend()
-    if not asked_for and backend is not None and backend.calls.checked.forked:
-        _warn_forked()
-        return task(data)
-    try:
+    with begins_with_the_task:
+        if isinstance(device, Exception):
+            raise device
+        backend = driver.current_backend()
+        if not asked_for and backend is not None and backend.calls.checked.forked:
+            _warn_forked()
+            return task(data)
         with known_as_the_tasks(device):
             return suspending.call(device, task, data)
-    except BaseException as error:
-        error.__traceback__ = of_the_task(error)
-        raise
 
 
 @functools.cache
@@ -267,6 +295,11 @@ def _warn_forked() -> None:
         "This process was forked after CUDA was initialised and can use no device: tasks that name "
         "no device run without one. Create the pool with multiprocessing's 'spawn' context"
     )
+
+
+def monitored_method(monitor: Monitor, key: Hashable, device: Device) -> MonitoredCall:
+    """Return a call of an actor's method or property, on the actor's device."""
+    return MonitoredCall(monitor, key, device, once=_METHODS_RUN_ONCE, is_method=True)
 
 
 class DeviceMethod(DeviceFunction[..., Any]):
@@ -303,18 +336,20 @@ class DeviceMethod(DeviceFunction[..., Any]):
         self._bring = bring
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        call = MonitoredCall(self._monitor, self._key, self._device, is_method=True)
-        if inspect.iscoroutinefunction(self.__wrapped__):
-            return self._await(call, args, kwargs)
-        with call:
-            result = self._run(args, kwargs)
-        return suspending.within(self._device, result)
+        with begins_with_the_task:
+            call = monitored_method(self._monitor, self._key, self._device)
+            if inspect.iscoroutinefunction(self.__wrapped__):
+                return self._await(call, args, kwargs)
+            with call:
+                result = self._run(args, kwargs)
+            return suspending.within(self._device, result)
 
     async def _await(
         self, call: MonitoredCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        async with call:
-            return await suspending.within(self._device, self._run_coroutine(args, kwargs))
+        with begins_with_the_task:
+            async with call:
+                return await suspending.within(self._device, self._run_coroutine(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._bring is not None:
