@@ -132,9 +132,8 @@ class SimulatedArray(NDArrayOperatorsMixin):
 
     def _view(self, offset: int, shape: tuple[int, ...], dtype: Any, strides: Any) -> Self:
         """Return an array around this array's own memory; ``offset`` and strides are in bytes."""
-        view = object.__new__(type(self))
-        data = np.ndarray(shape, dtype, self._data.view("u1").reshape(-1), offset, strides)
-        view._place(data, self._device, self._memory)
+        view, flat = object.__new__(type(self)), self._data.view("u1").reshape(-1)
+        view._place(np.ndarray(shape, dtype, flat, offset, strides), self._device, self._memory)
         return view
 
     @classmethod

@@ -36,6 +36,7 @@ from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.memory.data import DeviceData
 from dask_devctx.worker.memory.keeping import within_limits
 from dask_devctx.worker.memory.manager import DeviceMemory
+from dask_devctx.worker.memory.surroundings import Surroundings
 from dask_devctx.worker.memory.use import HostTask
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.no_devices import NoDevices
@@ -159,28 +160,12 @@ class DeviceExtension:
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
+            around = Surroundings(worker, self.inputs, self.peers, self.history)
+            limit = options.device_memory_limit
             self.memory = steps.enter_context(
-                within_limits(
-                    worker,
-                    used,
-                    options.device_memory_limit,
-                    copies=self._copies_on,
-                    drop_copies=self._drop_copies,
-                    places=self._places_of_result,
-                    made_by=self._made_by,
-                    brought=self._brought,
-                    on_copy=self._on_spill,
-                    on_failure=self.monitor.blame.noticed_between,
-                )
+                within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
             )
-            if self.memory is not None:
-                for name in DeviceMemory.counts:
-                    self.record.memory[name] = partial(self.memory.count, name)
-                drop_copies = self.monitor.retries.drop_replicas
-                spill_all = self.memory.spill_all
-                self.monitor.retries.drop_replicas = lambda device: (
-                    drop_copies(device) + spill_all(device)
-                )
+            around.tell(self.memory, self.record, self.monitor.retries)
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
@@ -352,34 +337,10 @@ class DeviceExtension:
         if made is not None and self.inputs is not None:
             self.inputs.arrived(key, made)
 
-    def _on_spill(self, device: Device, nbytes: int, seconds: float, *, back: bool) -> None:
-        ends = ("host", device.uuid) if back else (device.uuid, "host")
-        self.history.copied(*ends, nbytes, seconds, "spill")
-
     def _make_room(self, device: Device) -> int:
         """Drop copies and spill values of a device that has no memory for an arriving value."""
         dropped = 0 if self.inputs is None else self.inputs.drop_replicas(device)
         return dropped + (0 if self.memory is None else self.memory.spill_all(device))
-
-    def _copies_on(self, device: Device) -> int:
-        """Return the bytes of a device that copies and staging memory take."""
-        copies = 0 if self.inputs is None else self.inputs.replicas.nbytes(device)
-        return copies + self.peers.staging_nbytes(device)
-
-    def _drop_copies(self, device: Device, nbytes: int) -> int:
-        return 0 if self.inputs is None else self.inputs.replicas.drop_some(device, nbytes)
-
-    def _places_of_result(self, key: Hashable) -> Mapping[Device, int] | None:
-        ts = self._tasks.get(key)
-        made = None if ts is None else _work_of(ts)
-        return None if made is None else made.places
-
-    def _made_by(self, key: Hashable) -> Stamp | None:
-        return None if self.inputs is None else self.inputs.work_of(key)
-
-    def _brought(self, key: Hashable, places: Mapping[Device, int], after: Stamp) -> None:
-        if self.inputs is not None:
-            self.inputs.brought(key, places, after)
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Status, Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
+from dask_devctx.errors import DriverError
 from dask_devctx.transfer.page_locked import PageLockedPool
 from dask_devctx.worker.ipc.connections import SAYS
 from dask_devctx.worker.memory.data import SENDING, DeviceData
-from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.limits import limit_nbytes
 from dask_devctx.worker.memory.manager import DeviceMemory
+from dask_devctx.worker.memory.surroundings import Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
 
 # The fraction of a worker's host memory that may be page-locked.
 _PAGE_LOCKED: Final = 0.4
-# The tasks in these states need their inputs soon.
-_NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing", "resumed"})
 
 
 @contextmanager
@@ -31,7 +30,8 @@ def within_limits(
     worker: Worker,
     devices: Sequence[Device],
     limit: float | str | None,
-    **callbacks: Any,
+    around: Surroundings,
+    on_failure: Callable[[Device, DriverError], object],
 ) -> Iterator[DeviceMemory | None]:
     """While it is open, the values that a worker keeps stay within the limits of its devices.
 
@@ -43,8 +43,10 @@ def within_limits(
         Its devices.
     limit
         The option ``device_memory_limit``.
-    **callbacks
-        Arguments of :class:`DeviceMemory`.
+    around
+        The parts of the worker that it concerns.
+    on_failure
+        Called with a device that failed, and the driver's error.
 
     Yields
     ------
@@ -64,16 +66,13 @@ def within_limits(
         make_room=lambda nbytes: memory.spill_clean(nbytes),
     )
 
-    def moved(kept: Kept) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            worker.loop.add_callback(data.moved, kept)
-
-    memory = DeviceMemory(known, pool, moved=moved, next_use=_next_use(worker), **callbacks)
+    memory = DeviceMemory(known, pool, around, on_failure)
     data: DeviceData
 
     def wrap(before: MutableMapping[Any, Any]) -> DeviceData:
         nonlocal data
         data = DeviceData(before, memory)
+        around.show = data.moved
         return data
 
     def unwrap() -> MutableMapping[Any, Any]:
@@ -95,25 +94,6 @@ def _host_memory(worker: Worker) -> int:
     from distributed.system import MEMORY_LIMIT
 
     return int(MEMORY_LIMIT)
-
-
-def _next_use(worker: Worker) -> Callable[[Hashable], Any]:
-    known = worker.state.tasks
-
-    def next_use(key: Hashable) -> Any:
-        ts = known.get(key)
-        if ts is None or not ts.dependents:
-            return None
-        return min(
-            (
-                dep.priority
-                for dep in list(ts.dependents)  # at once: the event loop changes it
-                if dep.state in _NEED_INPUTS and dep.priority is not None
-            ),
-            default=None,
-        )
-
-    return next_use
 
 
 def _sending(get_data: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from time import perf_counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from dask.utils import format_bytes
 
@@ -28,6 +28,9 @@ from dask_devctx.worker.executors import near_cpus
 from dask_devctx.worker.memory.host_form import HostForm, Sent
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.memory.surroundings import Surroundings
 
 logger = logging.getLogger(__name__)
 
@@ -47,24 +50,8 @@ class DeviceMemory:
         The limit of each device in bytes.
     pool
         Host memory for the values that leave.
-    copies
-        Returns the bytes of a device that copies and staging memory take.
-    drop_copies
-        Drops at least so many bytes of the copies on a device; returns the bytes of the dropped.
-    next_use
-        Given a key, returns the priority of the next task that needs it; None if none is known.
-    places
-        Given a key whose value is about to be kept, returns its bytes by device; None if they are
-        not known.
-    made_by
-        Given a key, returns the stamp of the work that makes its value; None if it is not known.
-    moved
-        Called on any thread with each value that has left its device or come back.
-    brought
-        Called with the key of a value that comes back, its bytes by device, and the copy's stamp,
-        with the manager's lock held.
-    on_copy
-        Called with a device, the bytes that left it or came ``back``, and the seconds.
+    around
+        The parts of the worker that it concerns.
     on_failure
         Called with a device that failed, and the driver's error.
 
@@ -78,26 +65,11 @@ class DeviceMemory:
         self,
         limits: Mapping[Device, int],
         pool: PageLockedPool,
-        *,
-        copies: Callable[[Device], int] = lambda device: 0,
-        drop_copies: Callable[[Device, int], int] = lambda device, nbytes: 0,
-        next_use: Callable[[Hashable], Any] = lambda key: None,
-        places: Callable[[Hashable], Mapping[Device, int] | None] = lambda key: None,
-        made_by: Callable[[Hashable], Stamp | None] = lambda key: None,
-        moved: Callable[[Kept], object] = lambda kept: None,
-        brought: Callable[[Hashable, Mapping[Device, int], Stamp], object] = lambda *args: None,
-        on_copy: Callable[..., object] = lambda device, nbytes, seconds, *, back: None,
+        around: Surroundings,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
     ) -> None:
         self._pool = pool
-        self._copies = copies
-        self._drop_copies = drop_copies
-        self._next_use = next_use
-        self._places = places
-        self._made_by = made_by
-        self._moved = moved
-        self._brought = brought
-        self._on_copy = on_copy
+        self._around = around
         self._on_failure = on_failure
         self._lock = threading.RLock()
         self._ledgers = {
@@ -134,7 +106,7 @@ class DeviceMemory:
     def keep(self, key: Hashable, value: Any) -> Kept | None:
         """Count a value from now on; None for a value that is on no device of the worker."""
         try:
-            places = self._places(key)
+            places = self._around.places(key)
             if places is None:
                 places = nbytes_by_device.estimated(value).places
         except Exception:  # of a user's type; the task that gets the value fails with it
@@ -241,7 +213,7 @@ class DeviceMemory:
         ledger = self._ledgers[device]
         with self._lock:
             self._settle()
-            return ledger.held + ledger.incoming + self._copies(device)
+            return ledger.held + ledger.incoming + self._around.copies(device)
 
     def make_room(self, device: Device, nbytes: int, *, wait: bool = True) -> bool:
         """Reserve bytes on a device, after others have left it; :meth:`give_room` undoes it.
@@ -258,7 +230,7 @@ class DeviceMemory:
             over = self.used(device) + nbytes - ledger.limit
             if over <= 0 or not wait or ledger.stopped:
                 break
-            if self._drop_copies(device, over):
+            if self._around.drop_copies(device, over):
                 release_held()
                 continue
             with self._lock:
@@ -444,13 +416,13 @@ class DeviceMemory:
     def _wanted(self, ledger: Ledger) -> int:
         self._settle()
         demand, ledger.demand = ledger.demand, 0
-        used = ledger.held + ledger.incoming + self._copies(ledger.device)
+        used = ledger.held + ledger.incoming + self._around.copies(ledger.device)
         if used > ledger.start:
             demand = max(demand, used - ledger.stop)
         return demand
 
     def _move_away(self, ledger: Ledger, wanted: int) -> bool:
-        dropped = self._drop_copies(ledger.device, wanted)
+        dropped = self._around.drop_copies(ledger.device, wanted)
         if dropped:
             release_held()
         if dropped >= wanted:
@@ -468,7 +440,7 @@ class DeviceMemory:
             self._settle()
             found: list[list[Kept]] = []
             gain = 0
-            for kept in in_order_of_leaving(ledger, self._next_use):
+            for kept in in_order_of_leaving(ledger, self._around.next_use):
                 if gain >= wanted:
                     break
                 if kept.leaving:
@@ -519,7 +491,7 @@ class DeviceMemory:
             first, self._told_of_spilling = not self._told_of_spilling, True
         values.clear()  # frees the memory
         if copied:
-            self._on_copy(device, form.nbytes, perf_counter() - begun, back=False)
+            self._around.copied(device, form.nbytes, perf_counter() - begun, back=False)
         if first:
             logger.warning(  # once: dask shows no lines of a lower level
                 "%s holds more than its limit of %s: values go to host memory, and come back "
@@ -528,7 +500,7 @@ class DeviceMemory:
                 format_bytes(ledger.limit),
             )
         for kept in group:
-            self._moved(kept)
+            self._around.moved(kept)
         self._grow.set()
         return True
 
@@ -548,7 +520,7 @@ class DeviceMemory:
     def _copied(self, group: Sequence[Kept], device: Device) -> HostForm:
         after = []
         for kept in group:
-            stamp = kept.after or self._made_by(kept.key)
+            stamp = kept.after or self._around.made_by(kept.key)
             if stamp is None or device not in stamp.devices:
                 stamp = Stamp.of_devices([device])
             after.append(stamp)
@@ -623,7 +595,7 @@ class DeviceMemory:
         try:
             begun = perf_counter()
             values, stamp = self._allocated(form, device)
-            self._on_copy(device, form.nbytes, perf_counter() - begun, back=True)
+            self._around.copied(device, form.nbytes, perf_counter() - begun, back=True)
             back = []
             with self._lock:
                 self._settle()
@@ -634,7 +606,7 @@ class DeviceMemory:
                     value = values[kept.index]
                     places = nbytes_by_device(value)
                     self._count_away(kept, -1)
-                    self._brought(kept.key, places, stamp)  # before a task can see the value
+                    self._around.brought(kept.key, places, stamp)  # before a task can see the value
                     kept.value, kept.places, kept.after = value, places, stamp
                     kept.memories = self._memories(value, places)
                     self._add(kept)
@@ -648,7 +620,7 @@ class DeviceMemory:
         finally:
             self.give_room(device, form.nbytes)
         for kept in back:
-            self._moved(kept)
+            self._around.moved(kept)
 
     def _allocated(self, form: HostForm, device: Device) -> tuple[tuple[Any, ...], Stamp]:
         for attempt in itertools.count():
@@ -657,7 +629,7 @@ class DeviceMemory:
             except Exception as error:
                 if not is_out_of_memory(error) or attempt == 2:
                     raise
-            self._drop_copies(device, form.nbytes)
+            self._around.drop_copies(device, form.nbytes)
             release_held()
             if attempt:
                 self.spill_all(device)
