@@ -118,6 +118,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as locks:  # other tests use the GPUs at the same time
         os.environ["DASK_DEVCTX__LOCK_DIRECTORY"] = locks
         options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", locks, "-rfExX"]
+        # Not the project's conftest.py, which simulates devices.
+        options += ["--confcutdir", str(tests.parent)]
         pytest.main([str(tests), *options, *arguments], plugins=[replaced])
     print(f"\n{dict(replaced.outcomes)}")
     unexpected = [name for name in replaced.failed if name not in expected]
