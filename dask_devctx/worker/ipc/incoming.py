@@ -15,11 +15,20 @@ from distributed.protocol.serialize import register_serialization_family
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.transfer.ipc.headers import (
+    Description,
+    Header,
+    MalformedHeaderError,
+    count,
+    read_description,
+    read_header,
+)
 from dask_devctx.transfer.ipc.lanes import Lane
 from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
 from dask_devctx.transfer.ipc.parcel import unpack
-from dask_devctx.transfer.ipc.receiving import Description, Receiving
-from dask_devctx.worker.ipc.outgoing import FAMILY, NEXT, QUICK_NBYTES, QUICK_S, has_failed
+from dask_devctx.transfer.ipc.receiving import Receiving
+from dask_devctx.worker.ipc.messages import NEXT
+from dask_devctx.worker.ipc.outgoing import FAMILY, QUICK_NBYTES, QUICK_S, has_failed
 from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
@@ -44,6 +53,11 @@ class Arriving:
             memoryview(buffer) if writeable else memoryview(buffer).toreadonly()
             for buffer, writeable in zip(buffers, header["writeable"], strict=True)
         ]
+
+    def check(self, parts: int) -> None:
+        """Raise :class:`MalformedHeaderError` if it is not made of these parts."""
+        first = count(self.first, "first", most=parts + 1)
+        count(self.count, "count", most=parts - first + 1)
 
     def complete(self, memory: Sequence[Any]) -> Any:
         """Return the value, given the memory of its parts."""
@@ -121,19 +135,20 @@ class Incoming:
         begun = time.perf_counter()
         data: dict[Hashable, Any] = msg["data"]
         arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
-        receiving = Receiving(
-            about["sender"],
-            about["parts"],
-            about["piece"],
-            self._devices.get(about["source"], self._first),
-            self._opened,
-        )
-        memory, device = self._memory(), receiving.device
+        try:
+            header = read_header(about)
+            for value in arriving.values():
+                value.check(len(header.parts))
+        except MalformedHeaderError as error:
+            raise await self._refused(address, error) from error
+        device = self._devices.get(header.source, self._first)
+        receiving = Receiving(header.sender, header.parts, header.piece, device, self._opened)
+        memory = self._memory()
         if memory is not None and not memory.make_room(device, receiving.nbytes, wait=False):
             memory.give_room(device, receiving.nbytes)
             await self._run(memory.make_room, device, receiving.nbytes)
         try:
-            data.update(await self._received(address, about, receiving, arriving))
+            data.update(await self._received(address, header, receiving, arriving))
         except (DevctxError, OSError) as error:
             if is_out_of_memory(error):
                 data.update(self._failed(arriving, error, address))
@@ -143,12 +158,14 @@ class Incoming:
             elif not isinstance(error, OSError):  # a later attempt would fail too
                 await self._pairs.refuse(address, f"its memory cannot be read: {error}")
             raise CommClosedError(f"values from {address} could not be read: {error}") from error
+        except MalformedHeaderError as error:
+            raise await self._refused(address, error) from error
         except Exception as error:
             data.update(self._failed(arriving, error, address))
             return
         finally:
             if memory is not None:  # the room is theirs until dask has them
-                sizes = [nbytes for _, nbytes, _ in about["parts"]]
+                sizes = [nbytes for _, nbytes, _ in header.parts]
                 left = receiving.nbytes
                 for key, value in arriving.items():
                     nbytes = min(sum(sizes[value.first : value.first + value.count]), left)
@@ -156,8 +173,14 @@ class Incoming:
                     left -= nbytes
                 memory.give_room(device, left)
         took = time.perf_counter() - begun
-        where = (about["source"], receiving.device.uuid)
+        where = (header.source, receiving.device.uuid)
         self._traffic.count(*where, "ipc", receiving.nbytes, took, copies=len(arriving))
+
+    async def _refused(self, address: str, error: MalformedHeaderError) -> CommClosedError:
+        """Let a worker's values come through the host; return the error that ends its answer."""
+        logger.warning("The header of a transfer from %s was refused: %s", address, error)
+        await self._pairs.refuse(address, f"it sent a malformed header: {error}")
+        return CommClosedError(f"values from {address} could not be read: {error}")
 
     def _failed(
         self, arriving: dict[Hashable, Arriving], error: Exception, address: str
@@ -167,11 +190,11 @@ class Incoming:
     async def _received(
         self,
         address: str,
-        about: dict[str, Any],
+        header: Header,
         receiving: Receiving,
         arriving: dict[Hashable, Arriving],
     ) -> dict[Hashable, Any]:
-        where: Description = about["shown"]
+        where = header.shown
         if receiving.nbytes <= QUICK_NBYTES and receiving.is_quick(where):
             self._allocate(receiving)
             if receiving.pieces:
@@ -188,7 +211,7 @@ class Incoming:
             found = await self._run(self._read_and_unpacked, receiving, where, arriving, address)
             return found
         await self._run(self._allocate, receiving)
-        await self._pieces(address, about["number"], receiving, where, last)
+        await self._pieces(address, header.number, receiving, where, last)
         found = await self._run(self._unpacked, receiving, arriving, address)
         return found
 
@@ -208,7 +231,7 @@ class Incoming:
                         said = await self._ask(address, number, index + 1, index + 1)
                     if not said:
                         raise CommClosedError(f"{address} gave a transfer up")
-                    where = said
+                    where = read_description(said)
             except BaseException:
                 if asked is not None:
                     asked.cancel()
