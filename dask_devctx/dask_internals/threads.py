@@ -83,7 +83,7 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
     def grow_to(self, busy: int, needed: int) -> None:
         """Allow ``needed`` threads, and start one if fewer than ``busy`` run."""
-        self._max_workers: int = max(self._max_workers, needed)  # type: ignore[has-type]
+        self._max_workers: int = max(self._max_workers, needed)
         if len(self._threads) < busy:
             self._adjust_thread_count()
 
