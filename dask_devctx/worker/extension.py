@@ -21,12 +21,13 @@ from dask_devctx.worker import comms, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.allocators import allocating
+from dask_devctx.worker.cpu_threads import threads_without_a_device
 from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
 from dask_devctx.worker.history import History
-from dask_devctx.worker.host_memory import counting_host_memory
+from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs import Input, Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
@@ -135,6 +136,7 @@ class DeviceExtension:
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
             )
+            steps.enter_context(fair_limit(worker, share.part))
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
@@ -142,6 +144,10 @@ class DeviceExtension:
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
+            if used:
+                steps.enter_context(
+                    threads_without_a_device(worker, options.cpu_threads, share.part)
+                )
             steps.enter_context(set_for_devices(worker, interval_s))
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
             steps.enter_context(self._tasks_assigned())

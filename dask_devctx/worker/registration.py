@@ -63,7 +63,13 @@ async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = N
             return
         try:
             await install_routing(worker)
-            await _tell(worker, ANNOUNCE, seen=seen, used=[device.uuid for device in used])
+            await _tell(
+                worker,
+                ANNOUNCE,
+                seen=seen,
+                used=[device.uuid for device in used],
+                memory_limit=worker.memory_manager.memory_limit,
+            )
         except Exception as error:
             logger.warning(
                 "Tasks that name a device may go to a worker that does not have it: the scheduler "
