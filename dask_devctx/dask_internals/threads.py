@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from distributed.threadpoolexecutor import ThreadPoolExecutor, secede
+from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor  # its users too
+from distributed.threadpoolexecutor import secede
 
 Priority = tuple[int, ...]
 

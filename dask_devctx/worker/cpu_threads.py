@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import psutil
 from dask.system import CPU_COUNT
 from distributed import Worker
-from distributed.threadpoolexecutor import ThreadPoolExecutor
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.threads import (
+    ThreadPoolExecutor,
     end_idle_threads,
     set_most_threads,
     threads_of,
