@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo test soak trials fuzz lint dist-check format clean
+.PHONY: demo test soak trials blame fuzz lint dist-check format clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/segment_images.py --out demo
@@ -22,6 +22,10 @@ soak: $(VENV)/ready
 # Random graphs, changes of the plugin under load, and faults of single driver calls.
 trials: $(VENV)/ready
 	$(BIN)/python -m tests.trials $(TRIALS_ARGS)
+
+# A task that breaks its device after its Python has returned, 50 times: BLAME_ARGS="--help".
+blame: $(VENV)/ready
+	$(BIN)/python -m tests.blame $(BLAME_ARGS)
 
 # A million strange inputs.
 fuzz: $(VENV)/ready

@@ -14,6 +14,7 @@ from dask_devctx.cuda.flags import ContextFlags
 from dask_devctx.cuda.limits import Limit
 from dask_devctx.cuda.on_device import on_device
 from dask_devctx.cuda.primary import PrimaryContext
+from dask_devctx.cuda.several import task_devices
 from dask_devctx.errors import (
     DevctxError,
     DeviceFailedError,
@@ -21,6 +22,7 @@ from dask_devctx.errors import (
     DeviceMismatchError,
     DeviceNotFoundError,
     DeviceOutOfMemoryError,
+    DeviceReservationError,
     DeviceScopeError,
     DevicesInUseError,
     DriverError,
@@ -28,6 +30,7 @@ from dask_devctx.errors import (
     ForkedProcessError,
     LockDirectoryError,
     MissingPackageError,
+    NotEnoughDevicesError,
     OneDeviceOnlyError,
     UnsupportedDaskError,
     ValueNotMovableError,
@@ -37,6 +40,7 @@ from dask_devctx.errors import (
 if TYPE_CHECKING:
     from dask_devctx.client.cluster import LocalDeviceCluster
     from dask_devctx.client.report import report
+    from dask_devctx.client.timeline import timeline
     from dask_devctx.plugin import DevicePlugin
     from dask_devctx.scheduler.routing import DeviceRouting
     from dask_devctx.simulated_array import SimulatedArray as SimulatedArray
@@ -56,6 +60,7 @@ __all__ = [
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
     "DevicePlugin",
+    "DeviceReservationError",
     "DeviceRouting",
     "DeviceScopeError",
     "DevicesInUseError",
@@ -66,6 +71,7 @@ __all__ = [
     "LocalDeviceCluster",
     "LockDirectoryError",
     "MissingPackageError",
+    "NotEnoughDevicesError",
     "OneDeviceOnlyError",
     "PrimaryContext",
     "StreamPriorityRange",
@@ -77,6 +83,8 @@ __all__ = [
     "on_device",
     "report",
     "start_soonest",
+    "task_devices",
+    "timeline",
     "to_device",
 ]
 
@@ -92,6 +100,7 @@ _DISTRIBUTED_HALF = {
     "device_of": "dask_devctx.transfer",
     "report": "dask_devctx.client.report",
     "start_soonest": "dask_devctx.worker.policy",
+    "timeline": "dask_devctx.client.timeline",
     "to_device": "dask_devctx.transfer",
 }
 

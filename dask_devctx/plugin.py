@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
+from dask.utils import funcname
 from distributed import Worker, WorkerPlugin
 
 from dask_devctx import config
@@ -17,6 +18,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
+from dask_devctx.worker.allocators import sizes
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.interpreter import switch_interval
 from dask_devctx.worker.share import DeviceShare
@@ -105,6 +107,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """
         return None if self.extension is None else self.extension.report()
 
+    def configuration(self) -> dict[str, Any]:
+        """Return the options, and the bytes that they mean on each device of the worker."""
+        shown = {name: getattr(self.options, name) for name in OPTION_NAMES}
+        if self.options.policy is not None:
+            shown["policy"] = funcname(self.options.policy)
+        devices = {
+            device.uuid: {"device": str(device.info), **sizes(device, self.options)}
+            for device in self.worker_devices
+        }
+        return {"options": shown, "devices": devices}
+
     # -- dask's hooks
 
     async def setup(self, worker: Worker) -> None:
@@ -150,8 +163,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         failure = self._use(worker, share)
         if failure is None:
             await share.settle()
-            if self._share is share:
-                await registration.announce(worker, self.worker_devices, turn)
+            if self._share is share and self.extension is not None:
+                await registration.announce(
+                    worker, self.worker_devices, turn, limits=self.extension.limits
+                )
         else:
             await registration.refuse(worker, failure, turn)
             raise failure  # dask tells the client, and keeps the plugin
@@ -172,7 +187,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if self.extension is not None and self._share is not None:
             self.extension.close()
             self._use(worker, self._share)
-            worker.loop.add_callback(registration.announce, worker, self.worker_devices)
+            limits = self.extension.limits
+            worker.loop.add_callback(
+                registration.announce, worker, self.worker_devices, limits=limits
+            )
 
     async def teardown(self, worker: Worker) -> None:
         """Restore the worker as it was before :meth:`setup`; running tasks run to their end."""

@@ -55,6 +55,21 @@ CASES = [
         "directory with the configuration devctx.lock-directory",
     ),
     (
+        errors.NotEnoughDevicesError(3, ["cuda:0", "cuda:1"]),
+        {"wanted": 3, "devices": ("cuda:0", "cuda:1")},
+        "the task asks for 3 devices at once, and no worker that it may run on has so many: this "
+        "one has 2 (cuda:0, cuda:1). The devices of a task belong to one worker. Start one worker "
+        "for all devices of a machine with LocalDeviceCluster(n_workers=1), or workers that have "
+        "enough with devices_per_worker=3",
+    ),
+    (
+        errors.DeviceReservationError(20 * 2**30, {"cuda:0": 16 * 2**30}),
+        {"nbytes": 20 * 2**30, "limits": {"cuda:0": 16 * 2**30}},
+        "the task reserves 20.00 GiB of device memory (device_memory), and can never have more "
+        "than 16.00 GiB on cuda:0. Reserve less, make the task's parts smaller, or raise "
+        "device_memory_limit if the devices have more",
+    ),
+    (
         errors.UnsupportedDaskError("distributed.worker.X", "2030.1.0", "2030.1.1", "0.1.0"),
         {
             "name": "distributed.worker.X",
@@ -74,10 +89,15 @@ CASES = [
     (
         errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
         {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
-        "this worker wants 2 devices for itself and 1 of 2 are free: cuda:0 is held by pid 1. "
+        "this worker wants 2 devices for itself and 1 of 2 is free: cuda:0 is held by pid 1. "
         "Close a cluster that holds them and is not needed, such as that of a notebook's earlier "
         "cell (cluster.close(), or client.shutdown()), start fewer workers on this machine, or "
         "lower devices_per_worker",
+    ),
+    (
+        errors.DevicesInUseError(2, ["cuda:1"], {}),
+        {"wanted": 2, "free": ("cuda:1",), "holders": {}},
+        "this worker wants 2 devices for itself and there is 1. Lower devices_per_worker",
     ),
     (
         errors.DevicesInUseError(3, ["cuda:1"], {"cuda:0": "pid 1"}),
@@ -100,7 +120,7 @@ CASES = [
         },
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
         "process any more: the worker ends, and dask computes its results again. x on cuda:1 "
-        "caused it: nothing else has run since the device was last seen healthy. "
+        "caused it. Nothing else has run since the device was last seen healthy. "
         "compute-sanitizer finds the line",
     ),
     (
@@ -109,9 +129,33 @@ CASES = [
         ),
         {"suspects": ("x on cuda:0",), "synchronized": False, "watched": True},
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
-        "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it: "
-        "as a suspect of an earlier failure it was watched: it ran again without the other "
-        "suspects, and the worker waited for its device. compute-sanitizer finds the line",
+        "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it. "
+        "It was watched: no other task ran in the process, and the worker waited for its devices "
+        "before and after it. compute-sanitizer finds the line",
+    ),
+    (
+        errors.DeviceFailedError(
+            "cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0", "y on cuda:1"]
+        ),
+        {"suspects": ("x on cuda:0", "y on cuda:1"), "not_again": ""},
+        "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
+        "any more: the worker ends, and dask computes its results again. Any of these may have "
+        "caused it: x on cuda:0; y on cuda:1. All that are still needed run again, each alone and "
+        "watched; then the one that breaks the device errs",
+    ),
+    (
+        errors.DeviceFailedError(
+            "cuda:1",
+            "GPU-b",
+            "CUDA_ERROR_ASSERT",
+            710,
+            ["x on cuda:0", "y on cuda:1"],
+            not_again="it says rerun=False",
+        ),
+        {"not_again": "it says rerun=False"},
+        "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
+        "any more: the worker ends, and dask computes its results again. Any of these may have "
+        "caused it: x on cuda:0; y on cuda:1. It is not run again: it says rerun=False",
     ),
     (
         errors.DeviceOutOfMemoryError(

@@ -22,6 +22,7 @@ from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
+from dask_devctx.errors.base import counted
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -177,9 +178,9 @@ class LocalDeviceCluster(WatchedCluster):
         per_worker = per_worker or 1  # at least
         if n_workers * per_worker > self._n_devices:
             raise ValueError(
-                f"{n_workers} workers with {per_worker} devices each need {n_workers * per_worker} "
-                f"devices, and there are {self._n_devices}. Start fewer workers, or lower "
-                f"devices_per_worker{self._share_said}"
+                f"{counted(n_workers, 'worker')} with {counted(per_worker, 'device')} each would "
+                f"need {n_workers * per_worker}, and this machine has {self._n_devices}. Start "
+                f"fewer workers, or lower devices_per_worker{self._share_said}"
             )
 
     # -- the hooks of WatchedCluster
@@ -231,8 +232,8 @@ def _even_share(n_devices: int, n_workers: int) -> int:
     share, left_over = divmod(n_devices, n_workers)
     if share and left_over:
         warnings.warn(
-            f"{n_workers} workers have {share} of the {n_devices} devices each: {left_over} of "
-            "them will be idle",
+            f"{counted(n_workers, 'worker')} will use {share * n_workers} of the {n_devices} "
+            f"devices, {share} each: {counted(left_over, 'device')} will be idle",
             stacklevel=3,
         )
     return max(share, 1)

@@ -1,17 +1,20 @@
-"""A table of the tasks that ran on the devices of a cluster."""
+"""The report of a cluster's devices: the tasks that ran there, and the values that moved."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
-from distributed import Client, Worker
+from distributed import Client, Scheduler, Worker
 
-from dask_devctx.client.tables import aligned, nbytes_text
+from dask_devctx.client import rendering
 from dask_devctx.plugin import DevicePlugin
+from dask_devctx.scheduler.counts import Counts, PastCounts
+from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer
+
+By = Literal["device", "prefix"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,36 +33,59 @@ class ReportedRefusal(RefusedTask):
 
 @dataclass(frozen=True, slots=True)
 class ReportedDevice(DeviceCounts):
-    """A device of a worker, and the worker's address."""
+    """A device of a worker.
+
+    Parameters
+    ----------
+    worker
+        The worker's address.
+    worker_name
+        The worker's name.
+    present
+        Whether the worker is there. A device that no worker has any more keeps its counts.
+    """
 
     worker: str = ""
+    worker_name: str = ""
+    present: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedTransfer(Transfer):
-    """Values that went from one device to another, and the address of the worker that counted."""
+    """Values that went from one device to another, and the address of the worker that counted.
+
+    The address is empty for the transfers of workers that left.
+    """
 
     worker: str = ""
 
 
 class Report(list[ReportedTask]):
-    """The tasks that ran on a cluster's devices, the earliest first; its text is a table.
+    """The tasks that ran on a cluster's devices, the earliest first.
 
-    ``pandas.DataFrame(report)`` makes a data frame of it, ``pandas.DataFrame(report.devices)`` one
-    of the devices.
+    Its text has a line for each device and one for the cluster. In notebooks it is a table with
+    bars. ``pandas.DataFrame(report)`` makes a data frame of the tasks, and
+    ``pandas.DataFrame(report.devices)`` one of the devices.
 
     Attributes
     ----------
     devices
-        A row for each device of each worker.
+        A row for each device of each worker. The counts of workers that left are in the row of a
+        worker that has the same device.
     transfers
         A row for each pair of devices between which values moved, and for each way.
     refused
         The tasks that failed before they could run, because they got no device.
+    without_device
+        The latest tasks that ran on no device.
+    hosted
+        The number of all tasks that ran on no device, on workers that are there.
     workers
         Whether each worker runs the plugin, by its address.
     silent
         The reason why a worker did not answer, by its address. The other attributes lack it.
+    by
+        ``"device"`` or ``"prefix"``: the lines of its text.
     """
 
     def __init__(
@@ -70,81 +96,54 @@ class Report(list[ReportedTask]):
         workers: Mapping[str, bool] | None = None,
         silent: Mapping[str, str] | None = None,
         transfers: Sequence[ReportedTransfer] = (),
+        *,
+        without_device: Sequence[ReportedTask] = (),
+        hosted: int = 0,
+        by: By = "device",
     ) -> None:
         super().__init__(tasks)
         self.devices = list(devices)
         self.refused = list(refused)
         self.transfers = list(transfers)
+        self.without_device = list(without_device)
+        self.hosted = hosted
         self.workers = dict(workers or {})
         self.silent = dict(silent or {})
+        self.by = by
 
     def __repr__(self) -> str:
         return str(self)  # a list of thousands of tasks is unreadable
 
     def __str__(self) -> str:
-        """Return a line for each device and each kind of task on it, then the problems."""
-        rows: list[Sequence[object]] = []
-        for device in self.devices:
-            memory = f"{nbytes_text(device.memory_free)} of {nbytes_text(device.memory_total)} free"
-            state = (device.queued, device.running, device.done, device.failed)
-            where = (device.worker, f"cuda:{device.device_id}", device.uuid)
-            rows.append((*where, "all", *state, round(device.busy_s, 3), memory))
-            runs = [run for run in self if (run.worker, run.uuid) == (device.worker, device.uuid)]
-            for prefix in sorted({run.prefix for run in runs}):
-                same = [run for run in runs if run.prefix == prefix]
-                failed = sum(run.outcome == "error" for run in same)
-                busy_s = sum(run.stop - run.start for run in same if run.start and run.stop)
-                counts = ("", "", len(same) - failed, failed)
-                rows.append(("", "", "", prefix, *counts, round(busy_s, 3), ""))
-        head = ("worker", "device", "uuid", "tasks", "queued", "running", "done", "failed")
-        tables = [aligned((*head, "busy s", "memory"), rows)]
-        if self.transfers:
-            tables.append(aligned(_TRANSFERS, [_transfer_row(row) for row in self.transfers]))
-        return "\n".join([*tables, *self._amiss()])
+        return rendering.text(self)
 
-    def _amiss(self) -> Iterator[str]:
-        same = Counter((task.worker, task.prefix, task.reason) for task in self.refused)
-        for (worker, prefix, reason), count in same.items():
-            yield f"refused on {worker}: {count} of {prefix}: {reason}"
-        for worker, reason in self.silent.items():
-            yield f"no answer from {worker}: {reason}"
-        without = [worker for worker, runs in self.workers.items() if not runs]
-        if not self.workers and not self.silent:
-            yield "the cluster has no workers"
-        elif len(without) == len(self.workers) > 0:
-            yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
-        elif without:
-            yield f"without the plugin: {', '.join(without)}"
-        having = {device.worker for device in self.devices}
-        bare = [worker for worker, runs in self.workers.items() if runs and worker not in having]
-        if bare:
-            yield f"with the plugin and without devices: {', '.join(bare)}"
+    def _repr_html_(self) -> str:
+        return rendering.html(self)
 
 
-_TRANSFERS = ("worker", "from", "to", "way", "moved", "values", "saved", "because")
-
-
-def _transfer_row(row: ReportedTransfer) -> Sequence[object]:
-    moved = nbytes_text(row.nbytes)
-    where = row.worker, row.source, row.destination
-    return *where, row.way, moved, row.copies, row.saved, row.reason or ""
-
-
-def report(client: Client) -> Any:
+def report(client: Client, *, by: By = "device") -> Any:
     """Return the tasks that ran on each device of a cluster.
 
     Parameters
     ----------
     client
         A client of the cluster; an asynchronous one gives an awaitable.
+    by
+        The lines of the report's text: ``"device"``, or ``"prefix"`` for a line for each kind of
+        task. The report's content is the same.
 
     Returns
     -------
     Report
         The tasks; ``devices`` has the devices, ``transfers`` the values that moved between them,
-        and ``refused`` the tasks that got no device. A
-        worker remembers its latest tasks, ``devctx.history`` of them; one that has left is not in
-        it.
+        ``refused`` the tasks that got no device, and ``without_device`` the tasks that ran on none.
+        A worker remembers its latest tasks, ``devctx.history`` of them; tasks of a worker that left
+        are not in it. The counts of the devices include the workers that left.
+
+    Raises
+    ------
+    ValueError
+        ``by`` is neither.
 
     Examples
     --------
@@ -157,16 +156,19 @@ def report(client: Client) -> Any:
     ...         [(task.key, task.device_id) for task in report(client)]
     [('sum-1', 2)]
     """
-    return client.sync(_report, client)
+    if by not in ("device", "prefix"):
+        raise ValueError(f"by must be 'device' or 'prefix', got {by!r}")
+    return client.sync(_report, client, by)
 
 
-async def _report(client: Client) -> Report:
+async def _report(client: Client, by: By) -> Report:
     tasks: list[ReportedTask] = []
     devices: list[ReportedDevice] = []
     transfers: list[ReportedTransfer] = []
     refused: list[ReportedRefusal] = []
     workers: dict[str, bool] = {}
     silent: dict[str, str] = {}
+    hosted = 0
     # A worker that restarts, or has another version of this package, must not hide the others.
     answers = await client.run(_of_worker, on_error="return")
     for worker, answer in sorted(answers.items()):
@@ -175,15 +177,80 @@ async def _report(client: Client) -> Report:
             continue
         workers[worker] = answer is not None
         if answer is not None:
-            tasks += [ReportedTask(*(*run, worker)) for run in answer["runs"] if run[2] is not None]
-            devices += [ReportedDevice(worker=worker, **row) for row in answer["devices"]]
+            who = {"worker": worker, "worker_name": answer["name"]}
+            tasks += [ReportedTask(*(*run, worker)) for run in answer["runs"]]
+            devices += [ReportedDevice(**row, **who) for row in answer["devices"]]
             transfers += [ReportedTransfer(worker=worker, **row) for row in answer["transfers"]]
             refused += [ReportedRefusal(*(*task, worker)) for task in answer["refused"]]
+            hosted += answer["without_device"]
+    past, moved = await _past(client)
+    devices = _with_past(devices, past)
+    for (source, destination, way), (nbytes, copies, saved, seconds) in moved.items():
+        counts = int(nbytes), int(copies), int(saved), seconds
+        transfers.append(ReportedTransfer(source, destination, way, *counts))
     tasks.sort(key=lambda task: task.start or 0.0)
-    return Report(tasks, devices, refused, workers, silent, transfers)
+    on_devices = [task for task in tasks if task.uuid is not None]
+    on_none = [task for task in tasks if task.uuid is None]
+    return Report(
+        on_devices,
+        devices,
+        refused,
+        workers,
+        silent,
+        transfers,
+        without_device=on_none,
+        hosted=hosted,
+        by=by,
+    )
+
+
+async def _past(client: Client) -> tuple[dict[str, Any], dict[tuple[str, str, str], list[float]]]:
+    """Return the counts of workers that left; none where the scheduler lacks this package."""
+    try:
+        found: Any = await client.run_on_scheduler(_of_scheduler)
+    except Exception:
+        return {}, {}
+    return found or ({}, {})
+
+
+def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> list[ReportedDevice]:
+    """Return the devices, each with the counts of workers that left."""
+    rows, missing = [], dict(past)
+    for device in devices:
+        before = missing.pop(device.uuid, None)
+        if before is not None:
+            sums = {
+                one.name: getattr(device, one.name) + getattr(before.counts, one.name)
+                for one in fields(PastCounts)
+            }
+            device = replace(device, **sums)
+        rows.append(device)
+    for uuid, before in missing.items():
+        counts = {one.name: getattr(before.counts, one.name) for one in fields(PastCounts)}
+        rows.append(
+            ReportedDevice(
+                before.device_id,
+                uuid,
+                before.name,
+                **counts,
+                worker=before.worker,
+                worker_name=before.worker,
+                present=False,
+            )
+        )
+    return rows
+
+
+def _of_scheduler(dask_scheduler: Scheduler) -> Any:
+    plugin = dask_scheduler.plugins.get(DeviceRouting.name)
+    counts: Counts | None = getattr(plugin, "counts", None)
+    return None if counts is None else (counts.past, counts.transfers)
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
     # A coroutine, so that it runs on the worker's event loop.
     plugin = dask_worker.plugins.get(DevicePlugin.name)
-    return plugin.report() if isinstance(plugin, DevicePlugin) else None
+    if not isinstance(plugin, DevicePlugin):
+        return None
+    found = plugin.report()
+    return None if found is None else {**found, "name": str(dask_worker.name)}

@@ -48,3 +48,17 @@ def nbytes_text(nbytes: int | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def shortened(text: str, columns: int) -> str:
+    """Return a text of at most so many columns, with "…" in the place of its middle.
+
+    Examples
+    --------
+    >>> shortened("tcp://127.0.0.1:45821", 12)
+    'tcp:/…:45821'
+    """
+    if len(text) <= columns:
+        return text
+    end = columns // 2
+    return f"{text[: columns - end - 1]}…{text[-end:]}"

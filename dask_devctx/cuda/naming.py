@@ -19,6 +19,9 @@ ACCEPTED = (
 AUTO: Final = "auto"
 NO_DEVICE: Final = "none"
 
+# Words for the host, which is no device.
+_HOST: Final = re.compile(r"(?:cpu|host)(?::[0-9]+)?", re.IGNORECASE)
+
 # torch's names of the current device.
 CURRENT: Final = frozenset({"cuda", "gpu"})
 
@@ -173,6 +176,11 @@ def _read_text(text: str) -> Name:
     hint = f"A device is {ACCEPTED}"
     if text in (AUTO, NO_DEVICE):
         hint = f"{text!r} is for annotations alone: dask.annotate(device={text!r}). {hint}"
+    if _HOST.fullmatch(text):
+        hint = (
+            'The host is no device. to_device(value, "cpu") copies a value to it, and '
+            f"dask.annotate(device=None) keeps a task off the devices. {hint}"
+        )
     return Name("unknown", hint)
 
 

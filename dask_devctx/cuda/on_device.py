@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.several import Together
 from dask_devctx.cuda.suspending import ScopedFunction, call
+from dask_devctx.cuda.synchronized import Synchronized
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,8 +22,9 @@ def on_device(
     Parameters
     ----------
     which
-        Anything that :class:`~dask_devctx.Device` accepts. The calling process looks it up at each
-        call, so a machine without that GPU can pass the function on.
+        Anything that :class:`~dask_devctx.Device` accepts, or a list of several: then the first is
+        current, and :func:`~dask_devctx.task_devices` returns all. The calling process looks it up
+        at each call, so a machine without that GPU can pass the function on.
     synchronize
         Whether to wait for the device's work before a function or coroutine returns its result, and
         before a generator yields an item.
@@ -37,6 +40,8 @@ def on_device(
     TypeError
         The decorated object cannot be called, or the device is missing. On calling: ``which`` does
         not name a device.
+    ValueError
+        The list is empty. On calling: it names a device twice.
     DeviceNotFoundError
         On calling: this process does not have the device.
 
@@ -62,6 +67,10 @@ def on_device(
 
     if inspect.isroutine(which) or isinstance(which, type):
         raise TypeError(f"on_device needs a device: write @on_device(1) above {which!r}")
+    if isinstance(which, list | tuple):
+        which = list(which)  # the caller may change its own
+        if not which:
+            raise ValueError("on_device([]) names no device: give at least one, on_device([0, 1])")
 
     def decorate(fn: Callable[P, T]) -> DeviceFunction[P, T]:
         return DeviceFunction(which, fn, synchronize)
@@ -75,7 +84,7 @@ class DeviceFunction(ScopedFunction[P, T]):
     Attributes
     ----------
     which
-        The device, as the caller named it.
+        The device, as the caller named it, or the list of several.
     synchronize
         Whether it waits for the device's work.
     __wrapped__
@@ -93,10 +102,21 @@ class DeviceFunction(ScopedFunction[P, T]):
         self.synchronize = synchronize
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self.which.__class__ is list:
+            return self._on_all(*args, **kwargs)
         device = Device(self.which)
         if self.synchronize:
             return device.synchronized().run(self.__wrapped__, *args, **kwargs)
         result: T = call(device, self.__wrapped__, *args, **kwargs)
+        return result
+
+    def _on_all(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        named: Any = self.which
+        scope: Any = Together([Device(one) for one in named])
+        if self.synchronize:
+            result: T = Synchronized[Any](scope).run(self.__wrapped__, *args, **kwargs)
+        else:
+            result = call(scope, self.__wrapped__, *args, **kwargs)
         return result
 
     def _rebuilt(self) -> tuple[Any, ...]:

@@ -21,6 +21,11 @@ async def add_worker_plugin(scheduler: Scheduler, plugin: WorkerPlugin) -> None:
     await scheduler.register_worker_plugin(None, dumps(plugin), name=plugin.name, idempotent=False)
 
 
+def warn_clients(scheduler: Scheduler, text: str) -> None:
+    """Let all clients of a scheduler warn, as :meth:`distributed.Worker.warn` of a worker does."""
+    scheduler.log_event("warn", {"message": dumps(text), "category": dumps(UserWarning)})
+
+
 def answer(scheduler: Scheduler, handlers: Mapping[str, Callable[..., Any]]) -> None:
     """Add handlers for messages to a scheduler."""
     scheduler.handlers.update(handlers)
@@ -81,6 +86,17 @@ def annotate(ts: Any, name: str, value: object) -> None:
     """Add an annotation to a task."""
     # A new dictionary, because the old one may belong to many tasks.
     ts.annotations = {**(ts.annotations or {}), name: value}
+
+
+def without_annotation(ts: Any, name: str) -> None:
+    """Remove an annotation of a task."""
+    kept = {one: value for one, value in (ts.annotations or {}).items() if one != name}
+    ts.annotations = kept or None
+
+
+def only_copies(scheduler: Scheduler, worker: str) -> list[Any]:
+    """Return the tasks whose results only this worker has."""
+    return [ts for ts in scheduler.workers[worker].has_what if len(ts.who_has) == 1]
 
 
 def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from dask._task_spec import DataNode, GraphNode, Task
 from distributed import Worker
 
-from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor, send_next_task_to
+from dask_devctx.dask_internals.threads import Submits, send_next_task_to
 
 # A node of dask's graph: a task, a value, or a container of further nodes.
 Node: Final[Any] = GraphNode
@@ -47,8 +47,8 @@ class TaskStandIn:
     def __init__(
         self,
         task: Callable[[Any], Any],
-        executor: TaskThreadPoolExecutor | None = None,
-        priority: tuple[int, ...] | None = None,
+        executor: Submits | None = None,
+        priority: tuple[Any, ...] | None = None,
     ) -> None:
         self.task = task
         self.executor = executor
@@ -92,6 +92,16 @@ def about_to_begin(worker: Worker) -> Iterator[Any]:
 def add_metadata(ts: Any, name: str, value: str) -> None:
     """Add an entry to the metadata of a task, which its worker sends to the scheduler."""
     ts.metadata[name] = value
+
+
+def is_cancelled(worker: Worker, key: Hashable) -> bool:
+    """Return whether a task was cancelled; on any thread.
+
+    dask counts a task as running as soon as its device's threads have it. It may wait there for a
+    long time, and may not be needed any more when it begins.
+    """
+    ts = worker.state.tasks.get(key)
+    return ts is not None and ts.state == "cancelled"
 
 
 def makes_an_actor(worker: Worker, key: Hashable) -> bool:

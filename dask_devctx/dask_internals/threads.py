@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor  # its users too
-from distributed.threadpoolexecutor import secede
+from distributed.threadpoolexecutor import secede, thread_state
 
-Priority = tuple[int, ...]
+Priority = tuple[Any, ...]
 
 
 class Work(Protocol):
@@ -24,6 +24,20 @@ class Work(Protocol):
 
     def run(self) -> None:
         """Do the work, and raise nothing."""
+
+
+class Submits(Protocol):
+    """An executor of dask's tasks."""
+
+    def submit_task(
+        self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any] | asyncio.Future[Any]:
+        """Run a task of dask's; the task with the smallest priority runs first."""
+
+
+def has_seceded() -> bool:
+    """Return whether this thread of a pool has seceded from it."""
+    return not getattr(thread_state, "proceed", True)
 
 
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
@@ -76,12 +90,12 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
 # The executor and the priority of the next task of this context. A reader takes the entry out of
 # the list, since the task itself runs in a copy of this context.
-_next_task: ContextVar[list[tuple[TaskThreadPoolExecutor, Priority | None]] | None] = ContextVar(
+_next_task: ContextVar[list[tuple[Submits, Priority | None]] | None] = ContextVar(
     "next_task", default=None
 )
 
 
-def send_next_task_to(executor: TaskThreadPoolExecutor, priority: Priority | None) -> None:
+def send_next_task_to(executor: Submits, priority: Priority | None) -> None:
     """Send the next task that this context submits to another executor.
 
     This works for executors for which :func:`sending_tasks_on` is open.

@@ -36,6 +36,9 @@ GONE: Final[Mapping[int, str]] = {
     999: "CUDA_ERROR_UNKNOWN",
 }
 
+# These failures are of the hardware. No task can cause them.
+HARDWARE: Final = frozenset({214, 220, 226})
+
 OUT_OF_MEMORY: Final = 2
 NOT_READY: Final = 600
 NOT_SUPPORTED: Final = 801

@@ -16,6 +16,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from dask_devctx.errors.base import counted
+
 # strtol reads leading white space, a sign and decimal digits; the rest is ignored.
 _NUMBER = re.compile(r"\s*([+-]?[0-9]+)")
 UUID_KINDS = ("GPU-", "MIG-")
@@ -131,7 +133,7 @@ def _by_index(entry: str, devices: Sequence[PhysicalDevice]) -> str | _Unusable:
     wide = max(-_LONG_MAX - 1, min(_LONG_MAX, int(number[1])))
     index = (wide + 2**31) % 2**32 - 2**31  # a C long that is stored in a C int
     if not 0 <= index < len(devices):
-        return _Unusable(f"the machine has {len(devices)} devices")
+        return _Unusable(f"the machine has {counted(len(devices), 'device')}")
     return _whole_or_first_instance(devices[index])
 
 

@@ -13,6 +13,7 @@ from dask_devctx.errors.devices import (
     ValueNotMovableError,
     VisibleDevicesError,
 )
+from dask_devctx.errors.requests import DeviceReservationError, NotEnoughDevicesError
 from dask_devctx.errors.versions import MissingPackageError, UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
@@ -28,6 +29,7 @@ __all__ = [
     "DeviceMismatchError",
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
+    "DeviceReservationError",
     "DeviceScopeError",
     "DevicesInUseError",
     "DriverError",
@@ -35,6 +37,7 @@ __all__ = [
     "ForkedProcessError",
     "LockDirectoryError",
     "MissingPackageError",
+    "NotEnoughDevicesError",
     "OneDeviceOnlyError",
     "UnsupportedDaskError",
     "ValueNotMovableError",

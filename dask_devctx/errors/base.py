@@ -5,6 +5,11 @@ from __future__ import annotations
 from typing import Any, ClassVar, dataclass_transform
 
 
+def counted(n: int, noun: str) -> str:
+    """Return a number and its noun, for messages: ``"1 device"``, ``"2 devices"``."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
 @dataclass_transform(eq_default=False)
 class DevctxError(Exception):
     """Base class of every error that this package raises.

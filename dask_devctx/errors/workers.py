@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dask_devctx.errors.base import DevctxError
+from dask_devctx.errors.base import DevctxError, counted
 
 
 class LockDirectoryError(DevctxError):
@@ -53,9 +53,9 @@ class DevicesInUseError(DevctxError):
 
     def __str__(self) -> str:
         total = len(self.free) + len(self.holders)
-        wants = f"this worker wants {self.wanted} devices for itself and"
+        wants = f"this worker wants {counted(self.wanted, 'device')} for itself and"
         if self.wanted > total:
-            return f"{wants} there are {total}. Lower devices_per_worker"
+            return f"{wants} there {_are(total)} {total}. Lower devices_per_worker"
         held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
         if not self.wanted:
             return (
@@ -65,11 +65,15 @@ class DevicesInUseError(DevctxError):
                 "say so: DevicePlugin(shared=True) (devctx.shared: true)"
             )
         return (
-            f"{wants} {len(self.free)} of {total} are free{': ' if held else ''}{held}. Close a "
-            "cluster that holds them and is not needed, such as that of a notebook's earlier cell "
-            "(cluster.close(), or client.shutdown()), start fewer workers on this machine, or "
-            "lower devices_per_worker"
+            f"{wants} {len(self.free)} of {total} {_are(len(self.free))} free"
+            f"{': ' if held else ''}{held}. Close a cluster that holds them and is not needed, "
+            "such as that of a notebook's earlier cell (cluster.close(), or client.shutdown()), "
+            "start fewer workers on this machine, or lower devices_per_worker"
         )
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
 
 
 _NAMED = 8  # the most suspects that the message names
@@ -89,16 +93,19 @@ class DeviceFailedError(DevctxError):
     code
         The number of that status.
     suspects
-        The tasks that may have caused it, each as ``"key on cuda:0"``. The task that noticed it
-        comes first, then the others, from the latest to the earliest.
+        The tasks that may have caused it, each as ``"key on cuda:0"``: running tasks first, then
+        tasks that had ended, from the latest to the earliest. Empty if no task can be the cause.
     synchronized
         Whether the worker waited for the device after each task, so that no finished task is a
         suspect.
     lost
         Whether NVML says that the device is gone.
     watched
-        Whether the suspects were suspects of an earlier failure too, and the worker waited for the
-        device after each of them this time. Other tasks of the same time are not named then.
+        Whether the one suspect was watched: no other task ran in the process beside it, and the
+        worker waited for its devices before it and after it.
+    not_again
+        Why the task that has this error does not run again, although other tasks are suspects, too.
+        "" where the one suspect has it, and where all of them run again.
 
     Notes
     -----
@@ -113,6 +120,7 @@ class DeviceFailedError(DevctxError):
     synchronized: bool = False
     lost: bool = False
     watched: bool = False
+    not_again: str = ""
 
     @staticmethod
     def _convert(fields: dict[str, Any]) -> None:
@@ -125,47 +133,48 @@ class DeviceFailedError(DevctxError):
             if self.lost
             else ""
         )
-        was_reset = self.status == "CUDA_ERROR_CONTEXT_IS_DESTROYED"
         end = (
             "Its context was reset or destroyed, and all data on it is gone"
-            if was_reset
+            if self._was_reset
             else "No GPU can be used in this process any more"
         )
-        what = (
+        return (
             f"{self.device} ({self.uuid}) failed with {self.status} ({self.code}){lost}. {end}: "
-            "the worker ends, and dask computes its results again. "
+            f"the worker ends, and dask computes its results again. {self._cause()}"
         )
+
+    @property
+    def _was_reset(self) -> bool:
+        return self.status == "CUDA_ERROR_CONTEXT_IS_DESTROYED"
+
+    def _cause(self) -> str:
+        again = (
+            f"It is not run again: {self.not_again}"
+            if self.not_again
+            else "All that are still needed run again, each alone and watched; then the one that "
+            "breaks the device errs"
+        )
+        if not self.suspects:
+            again = again if self.not_again else "The tasks that ran in the process run again"
+            return f"No task is suspected. {again}"
+        if len(self.suspects) > 1:
+            named = "; ".join(self.suspects[:_NAMED])
+            if len(self.suspects) > _NAMED:
+                named += f"; and {len(self.suspects) - _NAMED} more (.suspects has all)"
+            return f"Any of these may have caused it: {named}. {again}"
+        suspect = self.suspects[0]
         find = (
             "Take cudaDeviceReset() and numba.cuda.close() out of it"
-            if was_reset
+            if self._was_reset
             else "compute-sanitizer finds the line"
         )
-        if self.watched and len(self.suspects) == 1:
-            return (
-                f"{what}{self.suspects[0]} caused it: as a suspect of an earlier failure it was "
-                "watched: it ran again without the other suspects, and the worker waited for its "
-                f"device. {find}"
-            )
-        if len(self.suspects) == 1:
-            return (
-                f"{what}{self.suspects[0]} caused it: nothing else has run since the device was "
-                f"last seen healthy. {find}"
-            )
-        named = "; ".join(self.suspects[:_NAMED])
-        if len(self.suspects) > _NAMED:
-            named += f"; and {len(self.suspects) - _NAMED} more (.suspects has all)"
         how = (
-            "They were suspects of an earlier failure, the worker waited for the device after each "
-            "of them, and they ran at the same time. To tell them apart, run them one after the "
-            "other"
+            "It was watched: no other task ran in the process, and the worker waited for its "
+            "devices before and after it"
             if self.watched
-            else "They ran at the same time. To tell them apart, run them one after the other"
-            if self.synchronized
-            else "Work that a task leaves running may fail after it. To find out, run again with "
-            "DevicePlugin(synchronize=True) (devctx.synchronize: true), which waits for the device "
-            "after each task"
+            else "Nothing else has run since the device was last seen healthy"
         )
-        return f"{what}Any of these may have caused it: {named}. {how}"
+        return f"{suspect} caused it. {how}. {again + '. ' if self.not_again else ''}{find}"
 
 
 class DeviceOutOfMemoryError(DevctxError, MemoryError):

@@ -167,11 +167,11 @@ def _by_value(function: Callable[..., Any]) -> bytes:
 
 
 def _warn_of_loss() -> None:
-    """Warn where a frame is made under a ``device`` annotation, which dask drops."""
-    device = dask.get_annotations().get("device", _warn_of_loss)
-    if device is not _warn_of_loss:
+    """Warn where a frame is made under an annotation of this package, which dask drops."""
+    given = dask.get_annotations()
+    for name in sorted(optimize.NAMES & given.keys()):
         warnings.warn(
-            f"dask.dataframe drops the annotation device={device!r} of frames that are made "
+            f"dask.dataframe drops the annotation {name}={given[name]!r} of frames that are made "
             "under it. It uses the annotation around compute() or persist(): annotate there, with "
             "a function of the key for different devices, or use "
             "map_partitions(on_device(...)(function))",

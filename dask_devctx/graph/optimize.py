@@ -2,7 +2,7 @@
 
 dask fuses the tasks of arrays and bags without regard to their annotations, and then loses the
 annotations with the layers. These functions give each set of tasks with equal annotations to dask's
-own optimizer. A graph without ``device`` annotations goes to dask unchanged.
+own optimizer. A graph without annotations of this package goes to dask unchanged.
 
 The functions run on the scheduler. They are sent there by value, so that a scheduler need not have
 this package. So they use nothing of it but names of dask's own functions.
@@ -24,6 +24,10 @@ from dask_devctx.dask_internals.graphs import (
     fuse_roots,
     optimize_blockwise,
 )
+
+# The annotations of this package; the values of the first two may be None, which means no device.
+NAMES = frozenset({"device", "devices", "device_share", "device_memory", "rerun"})
+MAY_BE_NONE = frozenset({"device", "devices"})
 
 Graph = Any  # a HighLevelGraph, or a mapping of tasks by key
 Annotations = dict[str, Any]
@@ -58,7 +62,7 @@ def _optimize(
     by_layers: bool = False,
 ) -> Graph:
     if not isinstance(dsk, HighLevelGraph) or not any(
-        "device" in (layer.annotations or ()) for layer in dsk.layers.values()
+        not NAMES.isdisjoint(layer.annotations or ()) for layer in dsk.layers.values()
     ):
         return optimize(dsk, keys, **kwargs)
     wanted = set(flatten(keys if isinstance(keys, (list, set)) else [keys]))
@@ -124,9 +128,9 @@ def _of_key(annotations: Mapping[str, Any] | None, key: Hashable) -> Annotations
     """Return a key's own annotations, with "none" for None, which the scheduler drops."""
     of_key = {n: v(key) if callable(v) else v for n, v in (annotations or {}).items()}
     return {
-        name: "none" if name == "device" and value is None else value
+        name: "none" if value is None else value
         for name, value in of_key.items()
-        if value is not None or name == "device"
+        if value is not None or name in MAY_BE_NONE
     }
 
 

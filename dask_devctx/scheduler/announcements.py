@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.inventory import DeviceInfo, Inventory
-from dask_devctx.errors import DevicesInUseError, LockDirectoryError
+from dask_devctx.errors import DeviceFailedError, DevicesInUseError, LockDirectoryError
 from dask_devctx.scheduler.holdings import Holdings
 
 # The handlers that workers call on the scheduler.
@@ -21,6 +21,8 @@ SHARE: Final = "devctx_share"
 # More devices than any machine has, and more characters than any name of a device.
 _DEVICES_LIMIT = 1024
 _TEXT_LIMIT = 256
+# More tasks than a worker's devices run at a time.
+_TASKS_LIMIT = 10_000
 
 # The errors with which a worker leaves that could not take its devices.
 _REFUSALS: Mapping[str, Callable[..., Exception]] = {
@@ -52,7 +54,7 @@ def read_holdings(message: Mapping[str, Any]) -> Holdings:
     used = frozenset(_text(uuid, "used") for uuid in _items(message.get("used"), "used"))
     if not used <= uuids:
         raise MalformedError(f"'used' has UUIDs that 'seen' lacks: {sorted(used - uuids)[:3]}")
-    return Holdings(Inventory(devices), used)
+    return Holdings(Inventory(devices), used, _limits(message.get("limits", {}), used))
 
 
 def read_memory_limit(message: Mapping[str, Any]) -> int | None:
@@ -91,6 +93,56 @@ def read_refusal(message: Mapping[str, Any]) -> Exception:
     return error
 
 
+class FailureMessage(NamedTuple):
+    """The content of a worker's message about a failure of its devices.
+
+    Parameters
+    ----------
+    fields
+        The fields of its :class:`~dask_devctx.DeviceFailedError`.
+    suspects
+        The tasks that may have caused it.
+    bystanders
+        Other tasks that run again.
+    erred
+        The tasks among them that err with it.
+    """
+
+    fields: tuple[Any, ...]
+    suspects: tuple[Hashable, ...]
+    bystanders: tuple[Hashable, ...]
+    erred: tuple[Hashable, ...]
+
+
+def read_failure(message: Mapping[str, Any]) -> FailureMessage:
+    """Return the failure that a worker reports."""
+    given = _items(message.get("fields"), "fields")
+    try:
+        error = DeviceFailedError(*given)
+        texts = (error.device, error.uuid, error.status)
+        flags = (error.synchronized, error.lost, error.watched)
+    except Exception as wrong:
+        raise MalformedError(f"'fields' are not those of a failure: {wrong!r:.80}") from None
+    for text in texts:
+        _text(text, "fields")
+    if not isinstance(error.not_again, str) or any(not isinstance(flag, bool) for flag in flags):
+        raise MalformedError("'fields' are not those of a failure")
+    if error.code.__class__ is not int or any(not isinstance(one, str) for one in error.suspects):
+        raise MalformedError("'fields' are not those of a failure")
+    keys = (_keys(message.get(name), name) for name in ("suspects", "bystanders", "erred"))
+    return FailureMessage(error.args, *keys)
+
+
+def _keys(value: object, name: str) -> tuple[Hashable, ...]:
+    keys = _items(value, name, _TASKS_LIMIT)
+    for key in keys:
+        try:
+            hash(key)
+        except TypeError:
+            raise MalformedError(f"'{name}' has one that is no key: {_shown(key)}") from None
+    return tuple(keys)
+
+
 def _device(ordinal: int, fields: object) -> DeviceInfo:
     if not isinstance(fields, Mapping):
         raise MalformedError(f"a device in 'seen' is no mapping, but {type(fields).__name__}")
@@ -103,11 +155,24 @@ def _device(ordinal: int, fields: object) -> DeviceInfo:
     return DeviceInfo(ordinal, _text(fields.get("uuid"), "uuid"), pci_bus_id=pci_bus_id)
 
 
-def _items(value: object, name: str) -> list[Any] | tuple[Any, ...]:
+def _limits(limits: object, used: frozenset[str]) -> dict[str, int]:
+    if not isinstance(limits, Mapping):
+        raise MalformedError(f"'limits' is no mapping, but {type(limits).__name__}")
+    found = {}
+    for uuid, nbytes in limits.items():
+        if uuid not in used:
+            raise MalformedError(f"'limits' has a UUID that 'used' lacks: {_shown(uuid)}")
+        if nbytes.__class__ is not int or nbytes < 0:
+            raise MalformedError(f"a limit in 'limits' is no number of bytes: {_shown(nbytes)}")
+        found[str(uuid)] = nbytes
+    return found
+
+
+def _items(value: object, name: str, most: int = _DEVICES_LIMIT) -> list[Any] | tuple[Any, ...]:
     if not isinstance(value, list | tuple):
         raise MalformedError(f"'{name}' is no list, but {type(value).__name__}")
-    if len(value) > _DEVICES_LIMIT:
-        raise MalformedError(f"'{name}' has {len(value)} entries; {_DEVICES_LIMIT} at most")
+    if len(value) > most:
+        raise MalformedError(f"'{name}' has {len(value)} entries; {most} at most")
     return value
 
 

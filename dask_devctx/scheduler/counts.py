@@ -13,12 +13,14 @@ from typing import Any, Final
 
 from distributed import Scheduler
 
+# The metrics with a row for each pair of devices, in a worker and between workers.
+TRAFFIC: Final = ("devctx-traffic", "devctx-ipc")
 # The metric with a row for each device in a worker's heartbeat, and the name of the device in a
 # task's metadata and in the times of a task that failed.
 METRIC: Final = "devctx"
 DEVICE: Final = "device"
 
-# The devices whose counts are kept.
+# The devices, and the pairs of devices, whose counts are kept.
 _LIMIT: Final = 4096
 
 
@@ -45,6 +47,22 @@ class PastCounts:
         """Add other counts to these."""
         for one in fields(self):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+_NUMBER: Final = int | float
+_TRANSFERRED: Final = ("nbytes", "copies", "saved", "seconds")
+# The fields of rows, and their types.
+_DEVICE: Final[dict[str, Any]] = {
+    "uuid": str,
+    "device_id": int,
+    "name": str | None,
+    **{one.name: _NUMBER for one in fields(PastCounts)},
+}
+_TRANSFER: Final[dict[str, Any]] = {
+    "source": str,
+    "destination": str,
+    **dict.fromkeys(_TRANSFERRED, _NUMBER),
+}
 
 
 @dataclass
@@ -79,10 +97,14 @@ class Counts:
     ----------
     past
         The devices of workers that left, by UUID.
+    transfers
+        The bytes, copies, saved copies and seconds of these workers' transfers, by source,
+        destination and way.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.past: dict[str, PastDevice] = {}
+        self.transfers: dict[tuple[str, str, str], list[float]] = {}
         self._scheduler = scheduler
         self._seen: dict[str, dict[str, PastCounts]] = {}
         # dask has dropped the state of a worker by the time that it says that the worker left.
@@ -121,13 +143,16 @@ class Counts:
     def forget_all(self) -> None:
         """Forget the workers that left: no worker has the plugin now."""
         self.past.clear()
+        self.transfers.clear()
 
     def left(self, address: str) -> None:
         """Keep the counts of a worker that left."""
         seen = self._seen.pop(address, {})
         state = self._states.pop(address, None)
-        for row in () if state is None else _rows(state.metrics):
-            told = PastCounts(**{one.name: row.get(one.name, 0) for one in fields(PastCounts)})
+        metrics = {} if state is None else state.metrics
+        self._keep_transfers(metrics)
+        for row in _rows(metrics, METRIC, _DEVICE):
+            told = PastCounts(**{one.name: row[one.name] for one in fields(PastCounts)})
             counted = seen.pop(row["uuid"], PastCounts())
             for one in fields(PastCounts):
                 most = max(getattr(told, one.name), getattr(counted, one.name))
@@ -135,6 +160,16 @@ class Counts:
             self._add(PastDevice(address, row["device_id"], row["name"], told), row["uuid"])
         for uuid, counted in seen.items():  # it left before a heartbeat told of this device
             self._add(PastDevice(address, -1, None, counted), uuid)
+
+    def _keep_transfers(self, metrics: Mapping[str, Any]) -> None:
+        for name in TRAFFIC:
+            for row in _rows(metrics, name, _TRANSFER):
+                key = row["source"], row["destination"], row.get("way", "peer")
+                if key not in self.transfers and len(self.transfers) == _LIMIT:
+                    return
+                sums = self.transfers.setdefault(key, [0, 0, 0, 0.0])
+                for index, one in enumerate(_TRANSFERRED):
+                    sums[index] += row[one]
 
     def _add(self, device: PastDevice, uuid: str) -> None:
         before = self.past.pop(uuid, None)
@@ -147,14 +182,14 @@ class Counts:
             del self.past[next(iter(self.past))]
 
 
-def _rows(metrics: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rows of a heartbeat that can be read; workers may have another version."""
-    rows = metrics.get(METRIC)
+def _rows(
+    metrics: Mapping[str, Any], name: str, expected: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """Return the rows of a metric that can be read; workers may have another version."""
+    rows = metrics.get(name)
     return [
         row
         for row in (rows if isinstance(rows, list | tuple) else ())
         if isinstance(row, Mapping)
-        and isinstance(row.get("uuid"), str)
-        and {"device_id", "name"} <= row.keys()
-        and all(isinstance(row.get(one.name, 0), int | float) for one in fields(PastCounts))
+        and all(isinstance(row.get(name), kind) for name, kind in expected.items())
     ]

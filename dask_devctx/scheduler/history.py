@@ -114,7 +114,7 @@ class DeviceHistory:
     devices
         The devices, by worker and UUID.
     workers
-        The workers whose history was collected, by address.
+        The workers of all rows, by address.
     patience_s
         How long the collection continues after the last reading.
     """
@@ -181,11 +181,14 @@ class DeviceHistory:
         known.present = False
         self.workers[address] = known  # at the end: the first ones left first
         gone = [address for address, one in self.workers.items() if not one.present]
-        for first in gone[:-_GONE]:
-            del self.workers[first]
-            for table in (self.samples, self.devices):
-                for key in [key for key in table if key[0] == first]:
-                    del table[key]
+        if len(gone) > _GONE:
+            named = {worker for worker, _ in self._rows}
+            for first in gone[: len(gone) // 2]:
+                for table in (self.samples, self.devices):
+                    for key in [key for key in table if key[0] == first]:
+                        del table[key]
+                if first not in named:
+                    del self.workers[first]
 
     def event(self, topic: str, event: Any) -> None:
         """Keep the event of a device that failed: its worker ends before it is asked."""
@@ -194,7 +197,9 @@ class DeviceHistory:
         uuid = event.get("device")
         text = str(event.get("error", ""))[:_TEXT]
         row = Incident(ACTION, time(), uuid if isinstance(uuid, str) else None, text=text)
-        self._keep(str(event.get("worker")), row)
+        worker = str(event.get("worker"))
+        self._known(worker)
+        self._keep(worker, row)
 
     # -- collecting
 
@@ -211,15 +216,19 @@ class DeviceHistory:
                 self._asking[address] = task
                 task.add_done_callback(partial(self._asked, address))
 
+    def _known(self, address: str) -> KnownWorker:
+        known = self.workers.get(address)
+        if known is None:
+            ws = self._scheduler.workers.get(address)
+            name, host = (address, "") if ws is None else (str(ws.name), ws.host)
+            known = self.workers[address] = KnownWorker(name, host, ws is not None)
+        return known
+
     def _asked(self, address: str, task: object) -> None:
         del self._asking[address]
 
     async def _ask(self, address: str) -> None:
-        ws = self._scheduler.workers[address]
-        known = self.workers.get(address)
-        if known is None:
-            known = self.workers[address] = KnownWorker(str(ws.name), ws.host)
-        more = True
+        known, more = self._known(address), True
         while more:
             try:
                 asking: Awaitable[Any] = ask(
@@ -244,7 +253,7 @@ class DeviceHistory:
         lost = sum(n for name, n in answer["lost"].items() if name != "samples")
         if lost:
             text = f"{lost} rows were dropped before they were collected"
-            self._keep(address, Incident("lost", time(), text=text))
+            self._keep(address, Incident("lost", time(), text=text, count=lost))
         return more
 
     def _keep(self, address: str, row: Row) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.inventory import DeviceInfo, Inventory
@@ -20,6 +21,29 @@ _EARLY_LIMIT = 1000
 _EARLY_S = 300.0
 
 
+class Several(NamedTuple):
+    """What a task asks for of one worker, if this is not just one device.
+
+    Parameters
+    ----------
+    names
+        The devices that it names; empty for any.
+    number
+        How many devices it asks for; None for all of the worker's.
+    nbytes
+        The bytes that it reserves on each; 0 for none.
+    """
+
+    names: tuple[Name, ...]
+    number: int | None
+    nbytes: int
+
+    @property
+    def kind(self) -> str:
+        """Something else than any kind of :class:`~dask_devctx.cuda.naming.Name`."""
+        return "several"
+
+
 @dataclass(frozen=True)
 class Holdings:
     """The devices of one worker, as it announced them.
@@ -30,13 +54,19 @@ class Holdings:
         The devices that its process sees. An ordinal is a position in this inventory.
     used
         The UUIDs of the devices that it uses.
+    limits
+        The bytes that tasks may have on a device, by its UUID; a device without an entry is
+        unlimited.
     """
 
     seen: Inventory
     used: frozenset[str]
+    limits: Mapping[str, int] = field(default_factory=dict)
 
-    def have(self, name: Name) -> bool:
+    def have(self, name: Name | Several) -> bool:
         """Return whether the worker uses the device; every worker has the current device."""
+        if isinstance(name, Several):
+            return self._have_several(name)
         if name == _CURRENT:
             return True
         found = naming.among(name, self.seen)
@@ -55,6 +85,16 @@ class Holdings:
         yield _CURRENT
         for ordinal, info in self._used():
             yield from _exact_names(ordinal, info)
+
+    def _have_several(self, several: Several) -> bool:
+        wanted = self.used
+        if several.names:
+            if not all(map(self.have, several.names)):
+                return False
+            found = [naming.among(name, self.seen) for name in several.names]
+            wanted = frozenset(info.uuid for infos in found for info in infos[:1])
+        fit = sum(self.limits.get(uuid, several.nbytes) >= several.nbytes for uuid in wanted)
+        return fit >= (several.number or max(len(wanted), 1))
 
     def _used(self) -> Iterator[tuple[int, DeviceInfo]]:
         return ((n, info) for n, info in enumerate(self.seen.devices) if info.uuid in self.used)
@@ -96,8 +136,10 @@ class Index:
                 del self._by_name[name]
         return holdings
 
-    def holders(self, name: Name) -> set[str]:
+    def holders(self, name: Name | Several) -> set[str]:
         """Return the addresses of the workers that have a device, as a new set."""
+        if isinstance(name, Several):
+            return {address for address in self.using if self.by_worker[address].have(name)}
         if (exact := self._by_name.get(name)) is not None:
             return set(exact)
         start = str(name.value)
@@ -111,8 +153,11 @@ class Index:
             if self.by_worker[address].have(name)
         }
 
-    def has(self, name: Name) -> bool:
+    def has(self, name: Name | Several) -> bool:
         """Return whether any worker has the device."""
+        return bool(self.holders(name)) if isinstance(name, Several) else self._has_one(name)
+
+    def _has_one(self, name: Name) -> bool:
         return name in self._by_name or bool(self.holders(name))
 
 

@@ -11,18 +11,12 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx import config
-from dask_devctx.annotations import (
-    ANNOTATION,
-    about_mistaken,
-    answer,
-    carried_device,
-    mistaken,
-    requested_device,
-)
+from dask_devctx.annotations import DEVICES, NAMES, carried_device, requested_device
+from dask_devctx.annotations.answers import answer
+from dask_devctx.annotations.names import ABOUT_ONE, about_mistaken, about_no_plugin, mistaken
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
-from dask_devctx.scheduler import suspects
 from dask_devctx.scheduler.announcements import (
     ANNOUNCE,
     CLAIM,
@@ -41,6 +35,7 @@ from dask_devctx.scheduler.dashboard import DevicePages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.holdings import Cluster
 from dask_devctx.scheduler.sharing import Sharing
+from dask_devctx.scheduler.suspects import FAILED, TOPIC, SuspectTasks
 from dask_devctx.scheduler.wishes import Wishes
 
 logger = logging.getLogger(__name__)
@@ -83,7 +78,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.refused: dict[object, Exception] = {}
-        self._mistaken: set[str] = set()
+        self._warned: set[str] = set()
 
     @property
     def devices(self) -> dict[str, frozenset[str]]:
@@ -110,7 +105,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.counts = Counts(scheduler)
         for address in scheduler.workers:
             self._cluster.join(address, time())
-        acts = {ANNOUNCE: self._announced, WITHDRAW: self._withdrawn, REFUSE: self._refused}
+        self._suspects = SuspectTasks(scheduler)
+        acts = {
+            ANNOUNCE: self._announced,
+            WITHDRAW: self._withdrawn,
+            REFUSE: self._refused,
+            FAILED: self._suspects.failed,
+        }
         self._sharing = Sharing(self._share, scheduler.workers, self._grace_s)
         handlers: dict[str, Callable[..., Any]] = {
             op: self._handler(op, act) for op, act in acts.items()
@@ -123,7 +124,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop answering the workers' messages."""
-        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, CLAIM))
+        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, FAILED, CLAIM))
         self._pages.close()
         self.history.close()
 
@@ -136,20 +137,36 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
+        ours = sorted(NAMES & annotations.keys())
         for name in mistaken(annotations):
-            if name not in self._mistaken:
-                self._mistaken.add(name)
-                logger.warning("%s", about_mistaken(name))
-                event = {"action": "annotation-mistaken", "message": about_mistaken(name)}
-                scheduler.log_event(suspects.TOPIC, event)
-        annotated = annotations.get(ANNOTATION, {})
+            self._warn(about_mistaken(name))
+        if 1 in annotations.get(DEVICES, {}).values():
+            self._warn(ABOUT_ONE)
+        if ours and not (self._cluster.present.using or self._cluster.unheard):
+            self._warn_if_unused(ours[0])
+        annotated = set().union(*(annotations[name] for name in ours))
         touched = [ts for key in tasks if (ts := scheduler.tasks.get(key)) is not None]
         self._note(
             ts for ts in touched if ts.key in annotated or carried_device(ts.run_spec) is not None
         )
 
+    def _warn_if_unused(self, name: str) -> None:
+        """Warn that no worker of the cluster heeds an annotation, if there are workers."""
+        if self._cluster.workers and not self._cluster.left.by_worker:
+            self._warn(about_no_plugin(name))
+
+    def _warn(self, text: str) -> None:
+        """Warn once, in the scheduler's log and in the clients."""
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
+            event = {"action": "annotation-mistaken", "message": text}
+            self.scheduler.log_event(TOPIC, event)
+            internals.warn_clients(self.scheduler, text)
+
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)
+        self._suspects.moved(key, finish)
         self.counts.moved(start, finish, kwargs)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
@@ -162,6 +179,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._move(self._wishes.review(worker, None, holdings, joined=1))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
+        self._suspects.worker_left(worker)
         holdings = self._cluster.leave(worker, time())
         self._sharing.left(worker, may_return=True)
         self.counts.left(worker)
@@ -172,7 +190,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Mark the tasks that may have broken a worker's devices."""
-        suspects.mark(self.scheduler, topic, msg)
+        self._suspects.read_event(topic, msg)
         self.history.event(topic, msg)
 
     # -- messages of workers

@@ -100,6 +100,8 @@ class Incident:
         The task's key, or None.
     text
         A sentence for people.
+    count
+        How often it happened; for ``"lost"``, the number of rows.
     """
 
     what: str
@@ -107,6 +109,7 @@ class Incident:
     uuid: str | None = None
     key: Hashable = None
     text: str = ""
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +262,9 @@ class Transfer:
     seconds: float
     reason: str | None = None
 
+
+# The end of a copy that is the worker's host memory.
+HOST: Final = "host"
 
 Row = TaskRun | Copy | Incident | Sample
 # The rings of a worker's history, and the rows in them.

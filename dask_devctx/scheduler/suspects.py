@@ -3,51 +3,131 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from distributed import Scheduler
 
-from dask_devctx.annotations import WATCHED
-from dask_devctx.dask_internals.scheduler import annotate
+from dask_devctx.annotations.runs import REFUSED, RERUN, WATCHED, had_all_runs, watched_run
+from dask_devctx.dask_internals.scheduler import annotate, only_copies, without_annotation
+from dask_devctx.scheduler.announcements import MalformedError, read_failure
 
 logger = logging.getLogger(__name__)
 
-# The event in which a worker names these tasks; see
+# The event in which a worker names these tasks, and the message with the same content; see
 # :mod:`dask_devctx.worker.failures.attribution`.
 TOPIC: Final = "devctx"
 ACTION: Final = "device-failed"
+FAILED: Final = "devctx_device_failed"
 
-# More tasks than a worker's devices run at a time.
-_LIMIT = 10_000
-
-
-def mark(scheduler: Scheduler, topic: str, event: Any) -> None:
-    """Mark the tasks that the event of a failure names; refuse a malformed event."""
-    if topic != TOPIC or not isinstance(event, Mapping) or event.get("action") != ACTION:
-        return
-    suspects: Any = event.get("suspects")
-    worker = event.get("worker")  # dask adds it
-    wrong = _what_is_wrong(suspects)
-    if not isinstance(worker, str) or worker not in scheduler.workers:
-        wrong = "come from no worker of this cluster"
-    if wrong:
-        logger.warning("An event %s was refused: its suspects %s", ACTION, wrong)
-        return
-    for key in suspects:
-        ts = scheduler.tasks.get(key)
-        if ts is not None:
-            annotate(ts, WATCHED, True)
+_ONCE: Final = f"it says {RERUN}=False"
+_SHOWN: Final = 8  # the most keys that a message in the log shows
 
 
-def _what_is_wrong(suspects: Any) -> str:
-    if not isinstance(suspects, list | tuple):
-        return f"are no list, but {type(suspects).__name__}"
-    if len(suspects) > _LIMIT:
-        return f"are {len(suspects)}; {_LIMIT} at most"
-    for key in suspects:
+class SuspectTasks:
+    """Marks the tasks that may have broken a worker's devices, by the worker's word.
+
+    Parameters
+    ----------
+    scheduler
+        The scheduler.
+
+    Notes
+    -----
+    A task that may run again is watched then, at most ``allowed-failures`` times. The next worker
+    fails all others with the error of the device, without a call of them.
+
+    Marks are annotations. So they outlive the worker that named the tasks, and last as long as the
+    scheduler knows the task.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._failed: set[str] = set()
+        self._refused: set[Hashable] = set()
+
+    def read_event(self, topic: str, event: Any) -> None:
+        """Mark the tasks that the event of a failure names; refuse a malformed event."""
+        if topic != TOPIC or not isinstance(event, Mapping) or event.get("action") != ACTION:
+            return
         try:
-            hash(key)
-        except TypeError:
-            return f"have one that is no key: {type(key).__name__}"
-    return ""
+            self.failed(event.get("worker"), event)  # dask adds the worker
+        except MalformedError as error:
+            logger.warning("An event %s was refused: %s", ACTION, error)
+
+    def failed(self, worker: object, message: Mapping[str, Any]) -> None:
+        """Mark the tasks that a failed worker names, once.
+
+        Raises
+        ------
+        MalformedError
+            The message comes from no worker, or has wrong content.
+        """
+        if not isinstance(worker, str) or worker not in self._scheduler.workers:
+            raise MalformedError("it comes from no worker of this cluster")
+        failure = read_failure(message)
+        if worker in self._failed:  # the event and the message say the same
+            return
+        self._failed.add(worker)
+        again, once, gone = [], [], []
+        for key in dict.fromkeys((*failure.suspects, *failure.bystanders)):
+            ts = self._scheduler.tasks.get(key)
+            if ts is None:
+                gone.append(key)
+            elif key in failure.erred:  # it may have retries
+                self._watch(ts, counted=False)
+            elif why := self._why_not(ts, suspected=key in failure.suspects):
+                self._refuse(ts, failure.fields, why)
+                once.append(key)
+            else:
+                self._watch(ts)
+                again.append(key)
+        for ts in only_copies(self._scheduler, worker):
+            if _runs_once(ts) and ts.key not in self._refused:
+                self._refuse(ts, failure.fields, f"its result was lost, and {_ONCE}")
+                once.append(ts.key)
+        logger.warning(
+            "%s of %s failed with %s. Tasks that err: %s. Watched in their next run: %s. Not run "
+            "again, and err if they are needed: %s. Suspects whose results nobody needs: %s",
+            *(failure.fields[0], worker, failure.fields[2]),
+            *map(_shown, (failure.erred, again, once, gone)),
+        )
+
+    def worker_left(self, worker: str) -> None:
+        """Forget a worker; another one may have its address later."""
+        self._failed.discard(worker)
+
+    def moved(self, key: Hashable, finish: str) -> None:
+        """Let a task that was refused run if a client asks for it again."""
+        if self._refused and key in self._refused and finish in ("erred", "forgotten"):
+            self._refused.discard(key)
+            ts = self._scheduler.tasks.get(key)
+            if ts is not None:
+                without_annotation(ts, REFUSED)
+
+    def _runs(self, ts: Any) -> tuple[int, int]:
+        """Return how often a task was watched, and how often it may be."""
+        run, most = watched_run(ts.annotations)
+        return run, most or self._scheduler.allowed_failures
+
+    def _why_not(self, ts: Any, *, suspected: bool) -> str:
+        """Return the reason why a task does not run again; "" if it does."""
+        return _ONCE if suspected and _runs_once(ts) else had_all_runs(*self._runs(ts))
+
+    def _watch(self, ts: Any, *, counted: bool = True) -> None:
+        run, most = self._runs(ts)
+        annotate(ts, WATCHED, [run + 1 if counted else max(run, 1), most])
+
+    def _refuse(self, ts: Any, fields: Sequence[Any], why: str) -> None:
+        self._refused.add(ts.key)
+        annotate(ts, REFUSED, [*fields[:-1], why])
+
+
+def _runs_once(ts: Any) -> bool:
+    return bool(ts.annotations) and ts.annotations.get(RERUN) is False
+
+
+def _shown(keys: Iterable[Hashable]) -> str:
+    listed = [str(key) for key in keys]
+    more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return (", ".join(listed[:_SHOWN]) or "none") + more

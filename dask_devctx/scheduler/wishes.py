@@ -12,10 +12,11 @@ from collections.abc import Callable, Hashable, Iterable, Set
 from itertools import chain
 from typing import Any, Final
 
+from dask_devctx.annotations import Request
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import Name
 from dask_devctx.dask_internals.scheduler import restrict, restrictions
-from dask_devctx.scheduler.holdings import Cluster, Holdings
+from dask_devctx.scheduler.holdings import Cluster, Holdings, Several
 
 # A restriction to no worker: the task waits in dask's state "no-worker" until it is lifted.
 _NOBODY: Final = frozenset({"devctx://waiting-for-the-device"})
@@ -30,7 +31,7 @@ _ANYWHERE: Final[Terms] = (True, frozenset(), frozenset(), False)
 
 
 class Demand:
-    """A device that tasks name.
+    """A device that tasks name, or several devices at once.
 
     Attributes
     ----------
@@ -44,7 +45,7 @@ class Demand:
 
     __slots__ = ("groups", "holders", "name", "said")
 
-    def __init__(self, name: Name, holders: set[str]) -> None:
+    def __init__(self, name: Name | Several, holders: set[str]) -> None:
         self.name = name
         self.holders = holders
         self.groups: dict[Terms, Group] = {}
@@ -100,7 +101,8 @@ class Wishes:
     def __init__(self, cluster: Cluster, workers_on: Callable[[str], Iterable[str]]) -> None:
         self._cluster = cluster
         self._workers_on = workers_on
-        self._demands: dict[Name, Demand] = {}
+        self._demands: dict[Name | Several, Demand] = {}
+        self._for_several: set[Demand] = set()
         # The same, by the number of workers that have the device: none and all matter.
         self._by_count: defaultdict[int, set[Demand]] = defaultdict(set)
         # The groups by the keys of their tasks, and the usual ones by the number or text in the
@@ -123,7 +125,7 @@ class Wishes:
                 return  # its restrictions are those of its group, not its user's
             self.forget(key)
         said = wanted.__class__, wanted
-        common = said[0] in (int, str) and not (ts.actor or any(restrictions(ts)))
+        common = _is_plain(wanted) and not (ts.actor or any(restrictions(ts)))
         group = self._usual.get(said) if common else None
         if group is None:
             group = self._group(ts, _name(wanted))
@@ -156,7 +158,7 @@ class Wishes:
         if not group.tasks and group.terms[1:] != _ANYWHERE[1:]:  # there may be many such groups
             del group.demand.groups[group.terms]
 
-    def _group(self, ts: Any, name: Name) -> Group:
+    def _group(self, ts: Any, name: Name | Several) -> Group:
         demand = self._demands.get(name)
         if demand is None:
             demand = self._demand(name)
@@ -171,11 +173,13 @@ class Wishes:
             self._lead(group)
         return group
 
-    def _demand(self, name: Name) -> Demand:
+    def _demand(self, name: Name | Several) -> Demand:
         if len(self._demands) > _KEPT and len(self._demands) > 2 * len(self._groups):
             self._forget_unnamed(list(self._demands.values()))
         demand = self._demands[name] = Demand(name, self._cluster.present.holders(name))
         self._by_count[len(demand.holders)].add(demand)
+        if isinstance(name, Several):
+            self._for_several.add(demand)
         return demand
 
     def _forget_unnamed(self, demands: Iterable[Demand]) -> None:
@@ -183,6 +187,7 @@ class Wishes:
             if not any(group.tasks for group in demand.groups.values()):
                 del self._demands[demand.name]
                 self._by_count[len(demand.holders)].discard(demand)
+                self._for_several.discard(demand)
                 for said in demand.said:
                     del self._usual[said]
 
@@ -211,11 +216,9 @@ class Wishes:
         self._forget_unnamed(list(self._by_count[0]))
         touched = set(self._by_count[there - joined])
         names = chain.from_iterable(h.names() for h in (before, now) if h is not None)
-        for name in names:
-            demand = self._demands.get(name)
-            if demand is None:
-                continue
-            has = now is not None and now.have(name)
+        named = (demand for name in names if (demand := self._demands.get(name)) is not None)
+        for demand in chain(named, tuple(self._for_several)):
+            has = now is not None and now.have(demand.name)
             if has is not (address in demand.holders):
                 self._by_count[len(demand.holders)].discard(demand)
                 (demand.holders.add if has else demand.holders.discard)(address)
@@ -268,7 +271,24 @@ class Wishes:
         return workers, hosts or None, loose
 
 
-def _name(wanted: object) -> Name:
+def _is_plain(wanted: object) -> bool:
+    """Return whether a request always means the same, and can be looked up."""
+    if isinstance(wanted, Request):
+        return all(one.__class__ in (int, str) for one in wanted.names)
+    return wanted.__class__ in (int, str)
+
+
+def _name(wanted: object) -> Name | Several:
+    if isinstance(wanted, Request):
+        names = tuple(map(_name_of_one, wanted.names))
+        unknown = [name for name in names if name.kind == "unknown"]
+        if unknown or (len(names) == 1 and wanted.nbytes is None):
+            return (unknown or names)[0]
+        return Several(names, wanted.number, wanted.nbytes or 0)
+    return _name_of_one(wanted)
+
+
+def _name_of_one(wanted: object) -> Name:
     try:
         return naming.read(wanted)
     except Exception:  # no name, or a user's object that raises: the worker reports it

@@ -6,7 +6,7 @@ import functools
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, product
 from typing import Any
 
 from dask_devctx.transfer.protocols import Parts, Protocol
@@ -130,8 +130,11 @@ class DictLike(Protocol):
     base: type[dict[Any, Any]] = dict
 
     def items(self, value: Any) -> list[Any]:
-        keys_and_values = self.base.items(value)
-        return [key for key, _ in keys_and_values] + [item for _, item in keys_and_values]
+        if self.kind is dict:  # a subclass may override the methods that a copy calls
+            copied = value.copy()  # takes a third of the time of pairs
+            return [*copied, *copied.values()]
+        pairs = self.base.items(value)
+        return [key for key, _ in pairs] + [item for _, item in pairs]
 
     def begin(self, value: Any, parts: list[Any]) -> Any:
         return self.base.__new__(self.kind)
@@ -161,6 +164,36 @@ class DefaultDictLike(DictLike):
         factory: Any = vars(defaultdict)["default_factory"]
         factory.__set__(made, factory.__get__(value))
         return made
+
+
+class ObjectArrayLike(Protocol):
+    """NumPy's arrays of objects; all its other arrays hold no other values."""
+
+    def __init__(self, kind: type) -> None:
+        self.base = kind
+        super().__init__(kind)
+
+    @staticmethod
+    def holds(value: Any) -> bool:
+        return bool(value.dtype.kind == "O" and value.ndim)
+
+    def items(self, value: Any) -> list[Any]:
+        return list(value.flat) if self.holds(value) else []
+
+    def begin(self, value: Any, parts: list[Any]) -> Any:
+        return value.copy(order="K")
+
+    def finish(self, value: Any, made: Any, items: list[Any]) -> None:
+        # One by one: NumPy would take several that are arrays for rows.
+        for index, item in zip(product(*map(range, made.shape)), items, strict=True):
+            made[index] = item
+        made.flags.writeable = value.flags.writeable
+
+    def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
+        n = value.size
+        if n <= at_most or not self.holds(value):
+            return self.items(value), n
+        return [*value.flat[:: -(-n // (at_most - 1))], value.flat[-1]], n
 
 
 class PartialLike(Protocol):

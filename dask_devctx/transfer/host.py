@@ -37,7 +37,9 @@ def cannot_be_copied(value: object, device: object) -> TypeError:
     """Return the error for a value of a type that ``to_host`` does not know."""
     kind = type(value).__qualname__
     return TypeError(
-        f"a {kind} lives on {device}, and nothing is known that copies one to the host. Register a "
-        f"function with to_host.register({kind}), or call its library's own: CuPy's .get(), "
-        "torch's .cpu(), Numba's .copy_to_host(), jax.device_get"
+        f"a {kind} lives on {device}, and nothing is known that copies one to the host. For a type "
+        "of your own, register a function that takes one and returns the copy, beside its function "
+        f"for to_device: from dask_devctx.transfer import to_host; to_host.register({kind}). For a "
+        "library's array, call the library's own: CuPy's .get(), torch's .cpu(), Numba's "
+        ".copy_to_host(), jax.device_get"
     )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.registry import Registry
+
+# The number of objects to look at first: if one is an array, all of the value is counted at once.
+_FIRST_LOOK: Final = 32
 
 
 def _unknown(value: object) -> None:
@@ -89,16 +92,16 @@ class BytesByDevice(Registry):
         If the search finds an array in the value, all of the value is counted. If it finds none in
         a thousand objects, the value counts as host data; the log says so once for its type.
         """
-        found = walk.find(type(value))
-        if found is None:
+        if walk.is_plain(value):
             return {}
-        if found is walk.LEAF:
+        if walk.find(type(value)) is walk.LEAF:
             return self._count(value)
-        seen = walk.look(value, self._count)
-        if seen.complete:
-            return seen.places
-        if seen.places:
-            return self.counted(value)
+        for at_most in (_FIRST_LOOK, walk.AT_MOST - _FIRST_LOOK):
+            seen = walk.look(value, self._count, at_most)
+            if seen.complete:
+                return seen.places
+            if seen.places:
+                return self.counted(value)
         walk.tell_cut_short(value)
         return {}
 
@@ -125,7 +128,7 @@ class BytesByDevice(Registry):
 
     def estimated(self, value: object) -> walk.Look:
         """Return an estimate, and whether it is exact; takes less than a millisecond."""
-        if walk.find(type(value)) is None:
+        if walk.is_plain(value):
             return _PLAIN
         return walk.look(value, self._count, walk.AT_MOST_ON_LOOP)
 

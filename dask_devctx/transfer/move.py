@@ -101,10 +101,9 @@ class Move:
         known = self._memo.get(id(value))
         if known is not None:
             return known[1]
-        found = walk.find(type(value))
-        if found is None:
+        if walk.is_plain(value):
             return value
-        if found is walk.LEAF:
+        if walk.find(type(value)) is walk.LEAF:
             return self.leaf(value)
         try:
             with self.device:  # values that are copied like a pickle run their own code
@@ -325,7 +324,7 @@ class ToDevice(Registry):
         array([[0., 0.],
                [0., 0.]])
         """
-        if walk.find(type(value)) is None:
+        if walk.is_plain(value):
             return value
         move = _thread.move
         if is_host(device):

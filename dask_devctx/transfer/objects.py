@@ -92,6 +92,8 @@ def built_in(kind: type, is_foreign: Callable[[type], bool]) -> Protocol | None:
     """
     if tuple in kind.__mro__ and inherited(kind, "n_sequence_fields") is not None:
         return containers.StructSequence(kind)
+    if (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
+        return containers.ObjectArrayLike(kind)
     made: Callable[[type], Protocol] = ObjectLike
     for each in kind.__mro__:
         if each in _BASES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Py_TPFLAGS_HEAPTYPE: set for types that a class statement makes.
@@ -40,6 +40,8 @@ class Protocol(ABC):
     """
 
     base: type = object
+    # Tells the values of this type that hold others; None where all of them may.
+    holds: Callable[[Any], bool] | None = None
     # Methods by which a type defines how it is pickled, and so copied.
     _said: tuple[str, ...] = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
 

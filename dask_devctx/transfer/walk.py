@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
@@ -62,6 +62,23 @@ def find(kind: type) -> Any:
         found = LEAF if Registry.any_knows(kind) else _taken_apart(kind)
         _found[kind] = found
         return found
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value holds no arrays; a look at its type, and no search, tells so."""
+    found = find(type(value))
+    if found is None or found is LEAF:
+        return found is None
+    return found.holds is not None and not found.holds(value)
+
+
+def _of_kind(kind: type, parts: Iterable[Any]) -> list[Any]:
+    """Return the parts of one type that may hold arrays."""
+    some = [part for part in parts if type(part) is kind]
+    found = find(kind)
+    if found is LEAF or found.holds is None:
+        return some
+    return [part for part in some if found.holds(part)]
 
 
 def _taken_apart(kind: type) -> Protocol | None:
@@ -112,7 +129,7 @@ def walk(root: Any) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
             continue
         yield value, protocol, parts
         for kind in wanted:
-            new = {id(part): part for part in parts if type(part) is kind}
+            new = {id(part): part for part in _of_kind(kind, parts)}
             for known in new.keys() & seen.keys():
                 del new[known]
             seen.update(new)
@@ -190,13 +207,14 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
         except Exception:
             continue
         types_left -= len(parts)
-        complete &= len(parts) == n_parts
         wanted = _not_plain(parts)
+        # NumPy's arrays have objects of one kind: a sample of plain ones, such as texts, is enough.
+        complete &= len(parts) == n_parts or (protocol.holds is not None and not wanted)
         if not wanted:
             continue
         scale *= n_parts / len(parts)
         for kind in wanted:
-            some = [part for part in parts if type(part) is kind]
+            some = _of_kind(kind, parts)
             scaled = scale
             if len(some) > _SAMPLE:
                 later.append((some, scale))

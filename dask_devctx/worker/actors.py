@@ -5,25 +5,28 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Hashable
+from contextlib import ExitStack, suppress
 from typing import Any, Self
 
 from distributed import Worker
+from distributed.protocol import to_serialize
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.several import Together
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.task import Arguments, Bring, DeviceMethod
+from dask_devctx.worker.failures.others import Others
+from dask_devctx.worker.task import Arguments, Bring, DeviceMethod, monitored_method
 
 _POLL_S = 0.01
 # The time that an error may take to reach the caller of a method.
 _ON_ITS_WAY_S = 0.2
 
-# The actors' devices, by the state of the task that made the actor. An actor keeps its device while
-# it lives, also when the plugin is registered again.
-_devices: weakref.WeakKeyDictionary[Any, Device] = weakref.WeakKeyDictionary()
+# The actors' devices, by the state of the task that made the actor. An actor keeps its devices
+# while it lives, also when the plugin is registered again.
+_devices: weakref.WeakKeyDictionary[Any, tuple[Device, ...]] = weakref.WeakKeyDictionary()
 
 
 class DeviceActors(dict[Hashable, Any]):
@@ -69,13 +72,13 @@ class DeviceActors(dict[Hashable, Any]):
         """Restore the worker; running calls end on their devices."""
         self._steps.close()
 
-    def live_on(self, ts: Any, device: Device) -> None:
-        """Note the device of the actor that a task makes."""
-        _devices[ts] = device
+    def live_on(self, ts: Any, devices: tuple[Device, ...]) -> None:
+        """Note the devices of the actor that a task makes."""
+        _devices[ts] = devices
 
-    async def answered(self, keys: Collection[Hashable]) -> None:
-        """Wait until the callers of these actors' methods have their answers."""
-        while any(self._unanswered[key] for key in keys):
+    async def answered(self) -> None:
+        """Wait until the callers of actors' methods have their answers."""
+        while self._unanswered:
             await asyncio.sleep(_POLL_S)
 
     def __getitem__(self, key: Hashable) -> Any:
@@ -84,14 +87,14 @@ class DeviceActors(dict[Hashable, Any]):
             self._called = None
         elif not internals.in_an_actor():
             return actor
-        device = self._device_of(key)
-        if device is None:
+        devices = self._devices_of(key)
+        if not devices:
             return actor
-        return _OnDevice(actor, device, key, self._monitor, self._bring)
+        return _OnDevices(actor, devices, key, self._monitor, self._bring)
 
-    def _device_of(self, key: Hashable) -> Device | None:
+    def _devices_of(self, key: Hashable) -> tuple[Device, ...]:
         ts = self._worker.state.tasks.get(key)
-        return None if ts is None else _devices.get(ts)
+        return () if ts is None else _devices.get(ts, ())
 
     def _executing(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         async def execute_on_device(actor: Hashable = None, **kwargs: Any) -> Any:
@@ -113,8 +116,19 @@ class DeviceActors(dict[Hashable, Any]):
 
     def _reading(self, read: Callable[..., Any]) -> Callable[..., Any]:
         def read_on_device(actor: Hashable = None, **kwargs: Any) -> Any:
-            with self._device_of(actor) or nullcontext():  # a property may compute
-                answer = read(actor=actor, **kwargs)
+            devices = self._devices_of(actor)
+            if not devices:
+                return read(actor=actor, **kwargs)
+            try:
+                with (  # a property may compute
+                    monitored_method(self._monitor, actor, devices[0]),
+                    Others(self._monitor, actor, devices),
+                ):
+                    answer = read(actor=actor, **kwargs)
+                    if "exception" in answer:
+                        raise answer["exception"].data
+            except Exception as error:
+                return {"status": "error", "exception": to_serialize(error)}
             return self._to_send(actor, answer)
 
         return read_on_device
@@ -126,7 +140,7 @@ class DeviceActors(dict[Hashable, Any]):
 
     def _to_send(self, key: Hashable, answer: dict[str, Any]) -> dict[str, Any]:
         """Return an actor's answer; its readers wait for the work that makes it."""
-        if self._device_of(key) is not None and "result" in answer:
+        if self._devices_of(key) and "result" in answer:
             with suppress(Exception):  # a user's type raised, or the device failed
                 made = stamp(answer["result"].data)
                 if made is not None:
@@ -134,28 +148,33 @@ class DeviceActors(dict[Hashable, Any]):
         return answer
 
 
-class _OnDevice:
-    """An actor whose methods run on its device."""
+class _OnDevices:
+    """An actor whose methods run on its devices."""
 
     def __init__(
-        self, actor: Any, device: Device, key: Hashable, monitor: Monitor, bring: Bring | None
+        self,
+        actor: Any,
+        devices: tuple[Device, ...],
+        key: Hashable,
+        monitor: Monitor,
+        bring: Bring | None,
     ) -> None:
         self._actor = actor
-        self._device = device
+        self._devices = devices
         self._key = key
         self._monitor = monitor
         self._bring = bring
 
     def __getattr__(self, name: str) -> Any:
-        with self._device:
+        with Together(self._devices):
             attribute = getattr(self._actor, name)
         if not callable(attribute):
             return attribute
-        return DeviceMethod(self._monitor, self._key, self._device, attribute, self._bring)
+        return DeviceMethod(self._monitor, self._key, self._devices, attribute, self._bring)
 
 
-def _brought(arguments: Arguments, device: Device) -> Arguments:
-    """Return a method's arguments on its actor's device."""
-    if nbytes_by_device(arguments).keys() - {device}:
-        return to_device(arguments, device, after=stamp(arguments))
+def _brought(arguments: Arguments, devices: tuple[Device, ...]) -> Arguments:
+    """Return a method's arguments on its actor's devices: on the first, unless they are there."""
+    if nbytes_by_device(arguments).keys() - set(devices):
+        return to_device(arguments, devices[0], after=stamp(arguments))
     return arguments

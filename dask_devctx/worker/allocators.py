@@ -22,6 +22,8 @@ from dask_devctx.worker.memory.limits import limit_nbytes
 
 # RMM allocates in units of this size, and refuses other sizes of a pool.
 _ALIGNMENT_NBYTES = 256
+_SIZES = ("rmm_pool_size", "rmm_maximum_pool_size", "rmm_release_threshold")
+
 _NO_LIMIT_NBYTES = 2**64 - 1
 
 # The libraries of this process that allocate through RMM for good.
@@ -70,6 +72,14 @@ def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> I
         yield
 
 
+def sizes(device: Device, options: Options) -> dict[str, int | None]:
+    """Return the bytes that the options mean on a device, by the options' names."""
+    return {
+        "device_memory_limit": limit_nbytes(device, options.device_memory_limit),
+        **{name: _aligned(device, getattr(options, name)) for name in _SIZES},
+    }
+
+
 # -- RMM
 
 
@@ -87,13 +97,9 @@ def _rmm_resource(device: Device, options: Options, worker_name: object) -> Iter
 
 
 def _resource(mr: Any, device: Device, options: Options, worker_name: object) -> Any:
-    size = _aligned(device, options.rmm_pool_size)
-    maximum = _aligned(device, options.rmm_maximum_pool_size)
+    size, maximum, threshold = (_aligned(device, getattr(options, name)) for name in _SIZES)
     if options.rmm_async:
-        resource = mr.CudaAsyncMemoryResource(
-            initial_pool_size=size,
-            release_threshold=_aligned(device, options.rmm_release_threshold),
-        )
+        resource = mr.CudaAsyncMemoryResource(initial_pool_size=size, release_threshold=threshold)
         if maximum is not None:
             resource = mr.LimitingResourceAdaptor(resource, allocation_limit=maximum)
     else:

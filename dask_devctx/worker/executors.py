@@ -1,16 +1,14 @@
 """The threads of a device: a pool that starts the most urgent task first.
 
 A GPU's tasks run on the GPU's own threads, on CPUs near it. So libraries make the handles and
-workspaces that they keep for each thread and GPU only once.
+workspaces that they keep for each thread and GPU only once. A task with a claim starts when it is
+granted, on a thread of its first device.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import os
-import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +19,14 @@ from typing import Any, NamedTuple
 from distributed import Status, Worker
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.threads import Priority, TaskThreadPoolExecutor, sending_tasks_on
-
-# The priority of a call that is no task, such as the call with which a thread rejoins its pool.
-_FIRST: tuple[float, ...] = (float("-inf"),)
-_LAST: tuple[float, ...] = (float("inf"),)
+from dask_devctx.dask_internals.threads import (
+    Priority,
+    TaskThreadPoolExecutor,
+    has_seceded,
+    sending_tasks_on,
+)
+from dask_devctx.worker.admission import Admission, Claim
+from dask_devctx.worker.queues import FIRST, DeviceQueue
 
 
 class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
@@ -39,6 +40,8 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         How many tasks run at a time.
     cpus
         The CPUs on which the threads run; None for any that the process may use.
+    calls
+        The queue of calls; its admission decides which of them may start.
 
     Notes
     -----
@@ -49,15 +52,19 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     second one wraps. This halves the work, and one wakeup of the loop serves all tasks that ended.
     """
 
-    def __init__(self, name: str, threads: int, cpus: frozenset[int] | None) -> None:
-        super().__init__(name, threads, _ByPriority())
+    def __init__(
+        self, name: str, threads: int, cpus: frozenset[int] | None, calls: DeviceQueue | None = None
+    ) -> None:
+        self._max_workers: int
+        self._calls = calls or DeviceQueue()
+        super().__init__(name, threads, self._calls)
         self._cpus = cpus
         self._near = threading.local()
         self._outcomes = _Outcomes()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a call before all waiting tasks."""
-        call = _Call(_FIRST, self._nearby(fn, args, kwargs), Future())
+        call = _Call(FIRST, self._nearby(fn, args, kwargs), Future())
         if not self.give(call):
             # The pool is shut down. A thread that rejoins calls this too: it continues at once.
             if not self.let_back_in():
@@ -69,16 +76,44 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any] | asyncio.Future[Any]:
         """Run a task of dask's; the task with the smallest priority runs first."""
-        work: _Call | _LoopCall
-        near, urgency = self._nearby(fn, args, kwargs), priority or _FIRST
-        loop = asyncio._get_running_loop()
-        if loop is not None and self._outcomes.go_to(loop):
-            work = _LoopCall(urgency, near, loop.create_future(), self._outcomes)
-        else:
-            work = _Call(urgency, near, Future())
+        work = self._work(priority or FIRST, fn, args, kwargs)
         if not self.give(work):
             raise _shut_down()
         return work.future
+
+    def submit_claimed(
+        self, claim: Claim, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any] | asyncio.Future[Any]:
+        """Run a task of dask's as soon as its claim is granted."""
+        work = self._work(claim.urgency, fn, args, kwargs)
+        if self._shutdown:
+            raise _shut_down()
+        claim.submit(lambda: self._start_claimed(work, claim))
+        return work.future
+
+    def _start_claimed(self, work: Any, claim: Claim) -> None:
+        needed, busy = self._calls.put_claimed(work, claim)
+        self._max_workers = max(self._max_workers, needed)
+        if len(self._threads) < busy:
+            self._adjust_thread_count()
+
+    def _adjust_thread_count(self) -> None:
+        if has_seceded():  # dask calls this on the thread that secedes
+            self._calls.left()
+        super()._adjust_thread_count()
+
+    def _work(
+        self,
+        urgency: tuple[Any, ...],
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> _Call | _LoopCall:
+        near = self._nearby(fn, args, kwargs)
+        loop = asyncio._get_running_loop()
+        if loop is not None and self._outcomes.go_to(loop):
+            return _LoopCall(urgency, near, loop.create_future(), self._outcomes)
+        return _Call(urgency, near, Future())
 
     def _nearby(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -92,9 +127,23 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         return near
 
 
+class Claimed:
+    """Takes the place of a device's executor for a task with a claim."""
+
+    def __init__(self, executor: DeviceThreadPoolExecutor, claim: Claim) -> None:
+        self._executor = executor
+        self._claim = claim
+
+    def submit_task(
+        self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Future[Any] | asyncio.Future[Any]:
+        """Run a task of dask's as soon as its claim is granted."""
+        return self._executor.submit_claimed(self._claim, fn, *args, **kwargs)
+
+
 @contextmanager
 def device_threads(
-    worker: Worker, devices: Sequence[Device], threads: int
+    worker: Worker, devices: Sequence[Device], threads: int, admission: Admission
 ) -> Iterator[dict[Device, DeviceThreadPoolExecutor]]:
     """While it is open, a worker has threads for each device, and runs the device's tasks there.
 
@@ -105,7 +154,9 @@ def device_threads(
     devices
         Its devices.
     threads
-        How many tasks run on a device at a time.
+        How many tasks that say nothing run on a device at a time.
+    admission
+        Decides which tasks may start.
 
     Yields
     ------
@@ -114,7 +165,10 @@ def device_threads(
     """
     pools = {
         device: DeviceThreadPoolExecutor(
-            f"devctx-{device}", threads, near_cpus(device.info.cpu_affinity)
+            f"devctx-{device}",
+            threads,
+            near_cpus(device.info.cpu_affinity),
+            DeviceQueue(admission, device),
         )
         for device in devices
     }
@@ -217,18 +271,3 @@ class _LoopCall(NamedTuple):
         except BaseException as raised:
             error = raised
         self.outcomes.put(self.future, result, error)
-
-
-class _ByPriority(queue.Queue[Any]):
-    """A queue of calls, ordered by the smallest priority, then by arrival."""
-
-    def _init(self, maxsize: int) -> None:
-        self.queue: Any = []
-        self._counter = itertools.count()
-
-    def _put(self, item: Any) -> None:
-        priority = _LAST if item is None else item.priority
-        heapq.heappush(self.queue, (priority, next(self._counter), item))
-
-    def _get(self) -> Any:
-        return heapq.heappop(self.queue)[-1]

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from distributed import Reschedule, Status, Worker
 
-from dask_devctx.annotations import Unannotated, is_watched, requested_device
+from dask_devctx.annotations import Request, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
-from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker import comms, serialization
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.allocators import allocating
+from dask_devctx.worker.claimed import ClaimedTask
+from dask_devctx.worker.claims import Claims, reservable
 from dask_devctx.worker.cpu_threads import threads_without_a_device
 from dask_devctx.worker.executors import device_threads
-from dask_devctx.worker.failures.attribution import Failure, tell_scheduler
+from dask_devctx.worker.failures import conditions
+from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.shutdown import end_failed_worker, refuse_data
-from dask_devctx.worker.history import History
+from dask_devctx.worker.failures.shutdown import begin_the_end
+from dask_devctx.worker.functions import monitoring_functions
+from dask_devctx.worker.history import remembering
 from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
-from dask_devctx.worker.inputs import Input, Inputs
+from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.metrics import Record
-from dask_devctx.worker.placement import NoDevices, Placement
+from dask_devctx.worker.no_devices import NoDevices
+from dask_devctx.worker.one_input import Input
+from dask_devctx.worker.placement import Placement
 from dask_devctx.worker.policy import start_soonest
+from dask_devctx.worker.prometheus import exposed
+from dask_devctx.worker.registration import has_routing
 from dask_devctx.worker.share import DeviceShare
 from dask_devctx.worker.task import DeviceTask
+from dask_devctx.worker.urgency import urgency_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# The stand-ins of tasks that have a device.
+_STAND_INS = frozenset({DeviceTask, ClaimedTask})
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
 _RUNNING = frozenset({"executing", "long-running"})
@@ -82,6 +92,7 @@ class DeviceExtension:
         self._tasks = worker.state.tasks  # read at every transition of every task
         self.failure: Exception | None = None
         self.inputs: Inputs | None = None
+        self.limits: dict[Device, int] = {}
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
             history, interval_s = 0, None
@@ -93,9 +104,11 @@ class DeviceExtension:
                 self.failure = error
                 self.placement = NoDevices(error)
             used = self.placement.devices
+            self.claims = steps.enter_context(
+                _opened(Claims, self.placement, options.tasks_per_device, self.limits)
+            )
             self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
-            self.history = History(history, used, lambda: worker.scheduler_delay)
-            steps.enter_context(answering(worker, self.history.handlers))
+            self.history = steps.enter_context(remembering(worker, used, history))
             self.record = Record(used, options.tasks_per_device, self.history, history)
             steps.enter_context(metric(worker, Record.metric, self.record.metrics))
             self.monitor = steps.enter_context(
@@ -105,16 +118,17 @@ class DeviceExtension:
                     synchronize=options.synchronize,
                     oom_retries=options.oom_retries,
                     on_failure=self._on_failure,
-                    is_cancelled=partial(_is_cancelled, self._tasks),
+                    is_cancelled=partial(tasks.is_cancelled, worker),
+                    marks=partial(has_routing, worker),
                 )
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
             self.record.retried = self.monitor.retries.counted
-            self.monitor.retries.on_retry = self._on_retry
+            self.monitor.retries.on_retry = self.history.tried_again
             if options.move_inputs:
                 self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
                 self.monitor.retries.drop_replicas = self.inputs.drop_replicas
-                self.inputs.replicas.on_copy = self._on_copy
+                self.inputs.replicas.on_copy = self.history.copied_between
                 self.record.memory["copies"] = self.inputs.replicas.nbytes
                 steps.enter_context(comms.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
@@ -132,6 +146,7 @@ class DeviceExtension:
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
+            steps.enter_context(exposed(self.record, self.monitor, self.history, self._transfers))
             drop_replicas = self.monitor.retries.drop_replicas
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
@@ -140,7 +155,10 @@ class DeviceExtension:
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
-            self.pools = steps.enter_context(device_threads(worker, used, options.tasks_per_device))
+            self.pools = steps.enter_context(
+                device_threads(worker, used, options.tasks_per_device, self.claims.admission)
+            )
+            self.claims.pools = self.pools
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
@@ -148,7 +166,9 @@ class DeviceExtension:
                 steps.enter_context(
                     threads_without_a_device(worker, options.cpu_threads, share.part)
                 )
+            steps.enter_context(monitoring_functions(worker, self.monitor, used))
             steps.enter_context(set_for_devices(worker, interval_s))
+            self.claims.take_again(self._tasks)
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
             steps.enter_context(self._tasks_assigned())
             self._steps = steps.pop_all()
@@ -161,8 +181,9 @@ class DeviceExtension:
         """Use all devices of the worker, or none of them."""
         devices = self._share.devices
         with ExitStack() as taking:
+            self.limits = reservable(devices, options.device_memory_limit)
             placement = Placement(
-                devices, options.tasks_per_device, options.policy or start_soonest
+                devices, options.tasks_per_device, options.policy or start_soonest, self.limits
             )
             taking.enter_context(comms.landing_on(self._worker, devices))
             import_early(options.pre_import or ())
@@ -184,17 +205,21 @@ class DeviceExtension:
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
+        return {**self.record.report(), "transfers": self._transfers()}
+
+    def _transfers(self) -> list[dict[str, Any]]:
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
-        transfers = [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
-        return {**self.record.report(), "transfers": transfers}
+        return [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
 
     def transition(self, key: Hashable, start: str, finish: str) -> None:
         """Give a task that is about to run its device; stop counting a task that is done."""
         ts = self._tasks.get(key)
         # A task that was cancelled and requested again returns to "executing" without a transition
         # to it. So this looks at the state, and not at `finish`.
+        if key in self.claims.by_key:
+            self.claims.follow(key, finish, ts)
         if ts is not None and ts.state == "executing":
-            if ts.run_spec.__class__ is not DeviceTask:
+            if ts.run_spec.__class__ not in _STAND_INS:
                 self._assign(ts)
         elif key in self.placement.placed:
             if finish == "long-running":  # a cancelled task, too, which stays cancelled
@@ -216,6 +241,7 @@ class DeviceExtension:
         try:
             if self.peers.unreadable:
                 self.peers.unreadable.check(ts)
+            watched, once = conditions.read(annotations)
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
                 self._done(ts.key, None)  # if it had a device before it was requested again
@@ -227,7 +253,12 @@ class DeviceExtension:
                 wanted = self.monitor.retries.redirect(ts.key) or wanted
             before = self.placement.placed.get(ts.key)  # if it was requested again
             inputs = self._inputs(ts) if ts.dependencies else []
-            device = self.placement.place(ts.key, ts.prefix, wanted, inputs)
+            if wanted.__class__ is Request:
+                claim = self.claims.make(ts, wanted, inputs, urgency_of(ts))
+                device, devices = claim.devices[0], claim.devices
+            else:
+                claim, device = None, self.placement.place(ts.key, ts.prefix, wanted, inputs)
+                devices = (device,)
             self.record.placed(ts, device, before)
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
@@ -237,19 +268,23 @@ class DeviceExtension:
             tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
-        if tasks.makes_an_actor(self._worker, ts.key):
-            self._actors.live_on(ts, device)
+        makes_actor = tasks.makes_an_actor(self._worker, ts.key)
+        if makes_actor:
+            self._actors.live_on(ts, devices)
         theirs = bool(annotations) and "executor" in annotations  # the user's own threads
-        stand_in = DeviceTask(
-            ts.run_spec,
-            device,
-            executor=None if theirs else self.pools[device],
-            priority=_urgency(ts),
-            asked_for=asked_for,
-            watched=is_watched(annotations),
-            inputs=self.inputs,
-            monitor=self.monitor,
-        )
+        how: dict[str, Any] = {
+            "priority": urgency_of(ts),
+            "asked_for": asked_for,
+            "watched": watched,
+            "once": once,
+            "inputs": self.inputs,
+            "monitor": self.monitor,
+        }
+        if claim is None:
+            pool = None if theirs else self.pools[device]
+            stand_in: Any = DeviceTask(ts.run_spec, device, executor=pool, **how)
+        else:
+            stand_in = self.claims.stand_in(ts, claim, theirs, makes_actor, how)
         tasks.replace(ts, stand_in)
         if self.inputs is not None and ts.dependencies:
             known = self.inputs.lifetimes
@@ -258,7 +293,7 @@ class DeviceExtension:
                 dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
             }
             if inputs and self.placement.has_queue(device):
-                self.inputs.start_moving(inputs, stand_in.lifetimes, device)
+                self.inputs.start_moving(inputs, stand_in.lifetimes, *devices)
         self._advice.give()
 
     def _done(self, key: Hashable, ts: Any) -> None:
@@ -287,20 +322,9 @@ class DeviceExtension:
         if made is not None and self.inputs is not None:
             self.inputs.arrived(key, made)
 
-    def _on_copy(self, source: Device, target: Device, nbytes: int, seconds: float) -> None:
-        self.history.copied(source.uuid, target.uuid, nbytes, seconds, "peer")
-
-    def _on_retry(self, key: Hashable, device: Device, error: Exception) -> None:
-        text = f"{type(error).__name__}: {error}"
-        self.history.happened("out-of-memory", device.uuid, key, text)
-
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
-        refuse_data(self._worker)  # now: others may ask for data before the event loop runs
-        tell_scheduler(self._worker, failure)
-        self._worker.loop.add_callback(
-            end_failed_worker, self._worker, failure, self._actors.answered
-        )
+        begin_the_end(self._worker, failure, self._actors.answered)
 
     def _written(self, key: Hashable, value: object) -> None:
         """Called when dask is about to write a value to disk; its work may still be running."""
@@ -328,31 +352,7 @@ def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator
         yield made
 
 
-def _urgency(ts: Any) -> tuple[Any, ...]:
-    """Return a task's priority in the queue of its device; the smallest runs first.
-
-    It is dask's own priority, with one change. Among tasks of the same user priority, tasks that
-    use up an input that no other task waits for run first: the device holds less data when they are
-    done. Without this, a device fills up with the results of many tasks before the first is used.
-    """
-    by_user, *others = ts.priority
-    for dep in ts.dependencies:
-        if len(dep.dependents) == 1:
-            return (by_user, 0, *others)
-    return (by_user, 1, *others)
-
-
-def _is_cancelled(tasks: Mapping[Hashable, Any], key: Hashable) -> bool:
-    """Return whether a task was cancelled; on any thread.
-
-    dask counts a task as running as soon as its device's threads have it. It may wait there for a
-    long time, and may not be needed any more when it begins.
-    """
-    ts = tasks.get(key)
-    return ts is not None and ts.state == "cancelled"
-
-
 def _work_of(ts: Any) -> Stamp | None:
     """Return the stamp of the work that makes a task's value, if the task ran here."""
     spec = ts.run_spec
-    return spec.made if spec.__class__ is DeviceTask else None
+    return spec.made if isinstance(spec, DeviceTask) else None

@@ -10,13 +10,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
+from distributed import Worker
+
 from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.connections import answering
 from dask_devctx.scheduler.history import ANSWER_LIMIT, HISTORY
-from dask_devctx.scheduler.rows import KINDS
+from dask_devctx.scheduler.rows import HOST, KINDS
 
 # Ten minutes of heartbeats.
 _SAMPLES: Final = 1200
@@ -88,6 +92,8 @@ class History:
     ----------
     tasks, copies, incidents, samples
         The rings.
+    spilled
+        The bytes that left each device for the host, by its UUID.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class History:
         self.copies = Ring(limit)
         self.incidents = Ring(limit)
         self.samples = Ring(min(_SAMPLES, limit) * len(devices))
+        self.spilled: Counter[str] = Counter()
         self._offset = offset
         self._epoch = f"{time.time()}-{next(_epochs)}"
 
@@ -114,20 +121,33 @@ class History:
         way: str,
         values: int = 1,
     ) -> None:
-        """Note a copy that ended just now; on any thread."""
+        """Note a copy that ended just now; on any thread.
+
+        Parameters
+        ----------
+        source, target, nbytes, way, values
+            As in :class:`~dask_devctx.scheduler.rows.Copy`.
+        seconds
+            Its duration.
+        """
+        if way == "spill" and target == HOST:
+            self.spilled[source] += nbytes
         stop = self.now()
         self.copies.append((source, target, nbytes, stop - seconds, stop, way, values))
+
+    def copied_between(self, source: Device, target: Device, nbytes: int, seconds: float) -> None:
+        """Note a copy within the worker; on any thread."""
+        self.copied(source.uuid, target.uuid, nbytes, seconds, "peer")
+
+    def tried_again(self, key: Hashable, device: Device, error: Exception) -> None:
+        """Note a task that ran out of a device's memory; on any thread."""
+        self.happened("out-of-memory", device.uuid, key, f"{type(error).__name__}: {error}")
 
     def happened(
         self, what: str, uuid: str | None = None, key: Hashable = None, text: str = ""
     ) -> None:
         """Note an incident; on any thread."""
         self.incidents.append((what, self.now(), uuid, key, text))
-
-    @property
-    def handlers(self) -> dict[str, Callable[..., Any]]:
-        """The messages that are answered from the history."""
-        return {HISTORY: self.answer}
 
     def answer(self, epoch: str | None = None, since: Mapping[str, int] | None = None) -> Any:
         """Return the rows since some numbers, as plain data; a worker's handler.
@@ -151,3 +171,19 @@ class History:
             "rows": rows,
             "devices": self._devices,
         }
+
+
+@contextmanager
+def remembering(worker: Worker, devices: Sequence[Device], limit: int) -> Iterator[History]:
+    """While it is open, a worker has a history and answers questions about it.
+
+    Parameters
+    ----------
+    worker, devices
+        The worker and its devices.
+    limit
+        How many rows of each kind are kept.
+    """
+    history = History(limit, devices, lambda: worker.scheduler_delay)
+    with answering(worker, {HISTORY: history.answer}):
+        yield history

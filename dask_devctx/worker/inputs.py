@@ -21,6 +21,7 @@ from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.replicas import Replicas
 from dask_devctx.worker import arguments
+from dask_devctx.worker.one_input import Input
 
 logger = logging.getLogger(__name__)
 
@@ -38,53 +39,6 @@ _UNKNOWN = Lifetime()
 _UNKNOWN.ended = True
 # The stamp of a value that is on no device.
 _ON_THE_HOST = Stamp({}, {})
-
-
-class Input:
-    """One input of a task. Its place is looked up once, on first use.
-
-    Parameters
-    ----------
-    key, value
-        The value, and its key.
-    inputs
-        Knows the copies of the value; None if no copies are made.
-    """
-
-    __slots__ = ("_inputs", "_nbytes", "key", "value")
-
-    def __init__(self, key: Hashable, value: object, inputs: Inputs | None) -> None:
-        self.key = key
-        self.value = value
-        self._inputs = inputs
-        self._nbytes: Mapping[Device, int] | None = None
-
-    @property
-    def nbytes(self) -> Mapping[Device, int]:
-        """The approximate bytes of the value on each device; empty for a value on the host.
-
-        It is empty too if a user's type raises: the task looks again when it gets the value, and
-        fails with that error. Of a large value that was not looked at before, this looks only at a
-        part, for less than a millisecond: the task looks again.
-        """
-        if self._nbytes is None:
-            lifetime = None if self._inputs is None else self._inputs.lifetimes.get(self.key)
-            if lifetime is not None and lifetime.places is not None:
-                self._nbytes = lifetime.places
-                return self._nbytes
-            try:
-                self._nbytes, complete = nbytes_by_device.estimated(self.value)
-            except Exception:
-                logger.debug("the devices of %r are unknown", self.key, exc_info=True)
-                self._nbytes, complete = {}, False
-            if complete and lifetime is not None:
-                lifetime.places = self._nbytes
-        return self._nbytes
-
-    @property
-    def copies(self) -> Collection[Device]:
-        """The devices that have a copy of it."""
-        return () if self._inputs is None else self._inputs.copies_of(self.key)
 
 
 class Inputs:
@@ -188,6 +142,7 @@ class Inputs:
         inputs: Iterable[Input],
         lifetimes: Mapping[Hashable, Lifetime],
         device: Device,
+        *others: Device,
     ) -> None:
         """Begin to copy a task's inputs while the task waits for its turn.
 
@@ -200,10 +155,14 @@ class Inputs:
         device
             The task's device. Inputs are copied ahead only as far as there is room; the others are
             copied when the task's turn comes.
+        others
+            Its other devices. Inputs that live on its devices stay there.
         """
         far = []
         for one in inputs:
             places = one.nbytes
+            if others and places.keys() <= {device, *others}:
+                continue
             nbytes = sum(places.values()) - places.get(device, 0)
             lifetime = lifetimes.get(one.key)
             if nbytes and lifetime is not None and device not in one.copies:
@@ -231,9 +190,16 @@ class Inputs:
                 logger.debug("%r was not copied ahead to %s", one.key, device, exc_info=True)
 
     def bring(
-        self, data: Mapping[Hashable, Any], lifetimes: Mapping[Hashable, Lifetime], device: Device
+        self,
+        data: Mapping[Hashable, Any],
+        lifetimes: Mapping[Hashable, Lifetime],
+        device: Device,
+        *others: Device,
     ) -> tuple[dict[Hashable, Any], Copies]:
-        """Return a task's inputs on its device, and the copies among them."""
+        """Return a task's inputs on its device, and the copies among them.
+
+        An input that lives on its devices, where these are several, stays where it is.
+        """
         inputs, copies = {}, []
         for key, value in data.items():
             lifetime = lifetimes.get(key, _UNKNOWN)
@@ -251,6 +217,12 @@ class Inputs:
                 after = Stamp.of_devices(places)
                 if lifetime is not _UNKNOWN:
                     lifetime.after = after
+            if others and places.keys() <= {device, *others}:
+                inputs[key] = value
+                for one in {device, *places}:  # any of them may read it, and must find it there
+                    after.hold_back_unless_done(one)
+                copies.append((lifetime, value))
+                continue
             inputs[key] = here = self.replicas.get(
                 lifetime, value, device, after=after, places=places
             )
@@ -258,7 +230,7 @@ class Inputs:
                 copies.append((lifetime, here))
         return inputs, copies
 
-    def bring_arguments(self, task: Any, device: Device) -> Any:
+    def bring_arguments(self, task: Any, device: Device, *others: Device) -> Any:
         """Return a task whose own arrays, given by value, are on its device.
 
         Parameters
@@ -267,13 +239,17 @@ class Inputs:
             dask's node of the graph. It is not changed: it may run again, on another device.
         device
             The task's device, which is current.
+        others
+            Its other devices: arrays on these stay there.
         """
-        if arguments.may_hold_arrays(task) and nbytes_by_device.found_in(task).keys() - {device}:
+        if arguments.may_hold_arrays(task) and (
+            nbytes_by_device.found_in(task).keys() - {device, *others}
+        ):
             return Move(device, guard_source=False).run(task)
         return task
 
-    def made(self, result: object, copies: Copies, device: Device) -> Stamp | None:
-        """Note that a task has given all its work to its device.
+    def made(self, result: object, copies: Copies, device: Device, *others: Device) -> Stamp | None:
+        """Note that a task has given all its work to its devices.
 
         Returns
         -------
@@ -282,19 +258,26 @@ class Inputs:
             holds no arrays, such as a number.
         """
         after = None
-        if walk.find(type(result)) is not None:
+        if not walk.is_plain(result):
             after = stamp(result) or _ON_THE_HOST  # so that it is not looked up again
+        if others:  # any of the devices may have made the value, wherever it is
+            everything = Stamp.of_devices(
+                dict.fromkeys((device, *others, *(after.devices if after else ()))),
+                None if after is None else after.places,
+            )
+            self._used(copies, device, everything)
+            return everything if after is not None and after.devices else after
         if copies:
             # A result on the host does not show whether the device's work is done.
             known = after is not None and device in after.devices
             self._used(copies, device, after if known else Stamp.of_devices([device]))
         return after
 
-    def gave_up(self, copies: Copies, device: Device) -> None:
-        """Note that a task raised: its work on the device may still run."""
+    def gave_up(self, copies: Copies, device: Device, *others: Device) -> None:
+        """Note that a task raised: its work on the devices may still run."""
         if copies:
             with suppress(DevctxError):  # the device failed; the task's own exception counts
-                self._used(copies, device, Stamp.of_devices([device]))
+                self._used(copies, device, Stamp.of_devices([device, *others]))
 
     def _used(self, copies: Copies, device: Device, after: Stamp | None) -> None:
         self.replicas.used(copies, device, after)

@@ -7,18 +7,23 @@ from time import monotonic
 from typing import Protocol
 
 from dask_devctx import driver
-from dask_devctx.annotations import not_an_annotation
+from dask_devctx.annotations import Request, not_an_annotation
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.links import link_rank
 from dask_devctx.cuda.naming import AUTO
-from dask_devctx.errors import DeviceNotFoundError
-from dask_devctx.worker.policy import RELUCTANCE_S, Candidate, Policy, start_soonest
+from dask_devctx.cuda.several import refuse_twice
+from dask_devctx.errors import (
+    DeviceNotFoundError,
+    DeviceReservationError,
+    NotEnoughDevicesError,
+)
+from dask_devctx.worker.groups import choose_group
+from dask_devctx.worker.load import Load
+from dask_devctx.worker.policy import Candidate, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT = 0.5
-# The least duration that is expected of a task whose prefix was never measured. It is so long that
-# no task waits for it only to avoid a copy of its inputs.
-_UNKNOWN_S = 10 * RELUCTANCE_S
 # How long a reading of the devices' free memory is used: each takes microseconds.
 _MEMORY_AGE_S = 0.5
 
@@ -35,19 +40,6 @@ class Located(Protocol):
         """The devices that have a copy of it."""
 
 
-class _Load:
-    """The tasks of a device: the prefix of each task, by key, and the number of tasks by prefix."""
-
-    __slots__ = ("counts", "device", "free_nbytes", "last_turn", "prefixes")
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.prefixes: dict[Hashable, str] = {}
-        self.counts: dict[str, int] = {}  # kept up to date, since a queue may be long
-        self.last_turn = 0
-        self.free_nbytes: int | None = None
-
-
 class Placement:
     """Chooses a device of a worker for each task, and counts the tasks on each device.
 
@@ -59,25 +51,37 @@ class Placement:
         How many tasks run on a device at a time.
     policy
         Chooses a device for a task that asks for none.
+    limits
+        The bytes that tasks may reserve, by device; a device without an entry is unlimited.
 
     Attributes
     ----------
     placed
-        The tasks that are counted now, and their devices.
+        The tasks that are counted now, and their devices; the first device of several.
+    durations_s
+        The durations of tasks, by prefix.
 
     Notes
     -----
     Use it only on the worker's event loop.
     """
 
-    def __init__(self, devices: Sequence[Device], tasks_per_device: int, policy: Policy) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        tasks_per_device: int,
+        policy: Policy,
+        limits: Mapping[Device, int] | None = None,
+    ) -> None:
         self.devices = tuple(devices)
+        self._limits = limits or {}
         self._tasks_per_device = tasks_per_device
         self._policy = policy
-        self._loads = {device: _Load(device) for device in devices}
+        self._loads = {device: Load(device) for device in devices}
         self.placed: dict[Hashable, Device] = {}
+        self._groups: dict[Hashable, tuple[Device, ...]] = {}
         self._named: dict[tuple[type, object], Device] = {}
-        self._durations_s: dict[str, float] = {}
+        self.durations_s: dict[str, float] = {}
         self._typical_s = 0.0
         self._turn = 0
         self._memory_read_at = float("-inf")
@@ -120,10 +124,90 @@ class Placement:
         self.placed[key] = device
         return device
 
+    def place_group(
+        self, key: Hashable, prefix: str, request: Request, inputs: Sequence[Located] = ()
+    ) -> tuple[Device, ...]:
+        """Return the devices that a task with a request runs on, and count the task on each.
+
+        Parameters
+        ----------
+        key, prefix, inputs
+            As for :meth:`place`.
+        request
+            What the task asks for.
+
+        Raises
+        ------
+        DeviceNotFoundError, NotEnoughDevicesError
+            The worker does not have these devices, or not so many.
+        DeviceReservationError
+            No device may give a task so many bytes.
+        ValueError
+            The request names a device twice.
+        """
+        if request.names:
+            group = tuple(self._asked_for(name) for name in request.names)
+            refuse_twice(group)
+        else:
+            group = self._any_group(key, request, inputs)
+        self._check_limits(request, group)
+        self.remove(key)
+        self._turn += 1
+        places = self.share_of(request, group[0]) * self._tasks_per_device
+        for device in group:
+            load = self._loads[device]
+            load.last_turn = self._turn
+            load.parts[key] = prefix, places
+        self.placed[key] = group[0]
+        self._groups[key] = group
+        return group
+
+    def share_of(self, request: Request, device: Device) -> float:
+        """Return the part of a device that a request takes.
+
+        A request that does not say counts as a task that says nothing. If it reserves a smaller
+        part of the device's memory, it counts as this part.
+        """
+        if request.share is not None:
+            return request.share
+        place, limit = 1 / self._tasks_per_device, self._limits.get(device)
+        if request.nbytes is None or not limit:
+            return place
+        return min(request.nbytes / limit, place)
+
+    def _any_group(
+        self, key: Hashable, request: Request, inputs: Sequence[Located]
+    ) -> tuple[Device, ...]:
+        if request.number is None:
+            return self.devices
+        if request.number > len(self.devices):
+            raise NotEnoughDevicesError(request.number, [str(one.info) for one in self.devices])
+        before = self._groups.get(key, ())
+        if len(before) == request.number:
+            return before
+        nbytes = request.nbytes or 0
+        usable = [one for one in self.devices if self._limits.get(one, nbytes) >= nbytes]
+        if request.number > len(usable):
+            self._check_limits(request, self.devices)
+        candidates = [one for one in self._candidates(inputs) if one.device in usable]
+        if request.number == 1:
+            return (self._chosen(candidates),)
+        places = [(one.nbytes, frozenset(one.copies)) for one in inputs]
+        return choose_group(candidates, request.number, places, link_rank)
+
+    def _check_limits(self, request: Request, group: Sequence[Device]) -> None:
+        nbytes = request.nbytes or 0
+        low = {one: limit for one in group if (limit := self._limits.get(one, nbytes)) < nbytes}
+        if low:
+            raise DeviceReservationError(nbytes, {str(one.info): n for one, n in low.items()})
+
     def remove(self, key: Hashable) -> Device | None:
         """Stop counting a task; return its device, or None."""
         device = self.placed.pop(key, None)
-        if device is not None:
+        if device is not None and key in self._groups:
+            for one in self._groups.pop(key):
+                del self._loads[one].parts[key]
+        elif device is not None:
             load = self._loads[device]
             prefix = load.prefixes.pop(key)
             load.counts[prefix] -= 1
@@ -131,44 +215,49 @@ class Placement:
                 del load.counts[prefix]
         return device
 
+    def keep(self, key: Hashable, devices: Sequence[Device], share: float) -> None:
+        """Count an actor that keeps a part of some devices."""
+        for device in devices:
+            self._loads[device].kept[key] = share * self._tasks_per_device
+
+    def drop(self, key: Hashable) -> None:
+        """Stop counting an actor."""
+        for load in self._loads.values():
+            load.kept.pop(key, None)
+
     def has_queue(self, device: Device) -> bool:
         """Return whether the task that was placed last on a device waits for others there."""
-        return len(self._loads[device].prefixes) > self._tasks_per_device
+        load = self._loads[device]
+        return len(load.prefixes) + len(load.parts) > self._tasks_per_device
 
     def record_duration(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
-        known = self._durations_s.get(prefix, seconds)
-        self._durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
+        known = self.durations_s.get(prefix, seconds)
+        self.durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
-
-    def _busy_s(self, load: _Load) -> float:
-        """Return how long a device needs for its tasks, as far as durations are known."""
-        known, unknown_s = self._durations_s, max(self._typical_s, _UNKNOWN_S)
-        busy_s = 0.0
-        for prefix, count in load.counts.items():
-            busy_s += count * known.get(prefix, unknown_s)
-        return busy_s
 
     def _assign(self, inputs: Iterable[Located]) -> Device:
         if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
+        return self._chosen(self._candidates(inputs))
+
+    def _candidates(self, inputs: Iterable[Located]) -> list[Candidate]:
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
-        turn, share = self._turn, self._tasks_per_device
-        candidates = [
+        turn, share, known = self._turn, self._tasks_per_device, self.durations_s
+        return [
             Candidate(
                 device,
-                len(load.prefixes),
-                self._busy_s(load) / share,
+                len(load.prefixes) + len(load.parts),
+                load.busy_s(known, self._typical_s) / share,
                 move_nbytes[device],
                 turn - load.last_turn,
                 load.free_nbytes,
                 moves[device],
-                len(load.prefixes) >= share,
+                len(load.prefixes) + len(load.parts) >= share,
             )
             for device, load in self._loads.items()
         ]
-        return self._chosen(candidates)
 
     def _chosen(self, candidates: Sequence[Candidate]) -> Device:
         name = getattr(self._policy, "__qualname__", repr(self._policy))
@@ -230,33 +319,3 @@ class Placement:
         if name[0] in (int, str):
             self._named[name] = device
         return device
-
-
-class NoDevices:
-    """Takes the place of :class:`Placement` on a worker that does not have its devices.
-
-    Parameters
-    ----------
-    reason
-        The reason; a task that asks for a device fails with it.
-    """
-
-    devices: tuple[Device, ...] = ()
-
-    def __init__(self, reason: Exception) -> None:
-        self.placed: dict[Hashable, Device] = {}
-        self._reason = reason
-
-    def place(
-        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
-    ) -> Device:
-        raise self._reason
-
-    def remove(self, key: Hashable) -> Device | None:
-        return None
-
-    def has_queue(self, device: Device) -> bool:
-        return False
-
-    def record_duration(self, prefix: str, seconds: float) -> None:
-        pass

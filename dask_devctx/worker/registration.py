@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from distributed import Worker
 from distributed.core import Status
@@ -35,7 +35,22 @@ _WAY_OUT = (
 )
 
 
-async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = None) -> None:
+# The workers whose scheduler lacks this package.
+_without_routing: WeakSet[Worker] = WeakSet()
+
+
+def has_routing(worker: Worker) -> bool:
+    """Return whether a worker's scheduler has this package, as far as the worker knows."""
+    return worker not in _without_routing
+
+
+async def announce(
+    worker: Worker,
+    used: Sequence[Device],
+    turn: Turn | None = None,
+    *,
+    limits: Mapping[Device, int] | None = None,
+) -> None:
     """Tell the scheduler which devices a worker has, so that tasks find them.
 
     Parameters
@@ -47,6 +62,8 @@ async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = N
         ordinals need them.
     turn
         The worker's turn; a new one by default.
+    limits
+        The bytes that tasks may reserve, by device; a device without an entry is unlimited.
 
     Notes
     -----
@@ -69,6 +86,7 @@ async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = N
                 seen=seen,
                 used=[device.uuid for device in used],
                 memory_limit=worker.memory_manager.memory_limit,
+                limits={device.uuid: nbytes for device, nbytes in (limits or {}).items()},
             )
         except Exception as error:
             logger.warning(
@@ -77,6 +95,9 @@ async def announce(worker: Worker, used: Sequence[Device], turn: Turn | None = N
                 "scheduler runs.",
                 error,
             )
+            _without_routing.add(worker)
+        else:
+            _without_routing.discard(worker)
 
 
 def withdraw(worker: Worker) -> None:

@@ -47,6 +47,24 @@ def register() -> None:
             with_it()
 
 
+def _only_for_us(header: dict[str, Any], frames: list[Any]) -> Serialized:
+    """Return the header and frames of bytes that distributed alone would take for numbers.
+
+    distributed's function for tensors reads a "gradient" first, and then fails with the text.
+    """
+    text = (
+        f"a tensor of torch.{header['dtype']} arrived as bytes, because NumPy does not have this "
+        "type, and this process cannot unpack it: create a dask_devctx.DevicePlugin here first, or "
+        "let the task return another type, such as x.float()"
+    )
+    ours = {"sub-header": header["sub-header"], "grad": False}
+    refusal = {
+        "sub-header": {"serializer": "error"},
+        "grad": {"header": ours["sub-header"], "start": 1},
+    }
+    return {**header, **refusal, "ours": ours}, [text.encode(), *frames]
+
+
 @functools.cache
 def _register_torch() -> None:
     import torch
@@ -67,11 +85,13 @@ def _register_torch() -> None:
             more |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape}
             on_host = on_host.contiguous().view(-1).view(torch.uint8)
         header, frames = theirs.serialize_torch_Tensor(on_host)
-        return {**header, **more, "requires_grad": tensor.requires_grad}, frames
+        header |= {**more, "requires_grad": tensor.requires_grad}
+        return (header, frames) if numpys else _only_for_us(header, frames)
 
     def deserialize_tensor(header: dict[str, Any], frames: list[Any]) -> Any:
         if "dtype" not in header:
             return theirs.deserialize_torch_Tensor(header, frames)
+        header, frames = {**header, **header["ours"]}, frames[1:]
         flat = theirs.deserialize_torch_Tensor({**header, "requires_grad": False}, frames)
         tensor = flat.view(getattr(torch, header["dtype"])).view(header["shape"])
         return tensor.requires_grad_(header["requires_grad"])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping
 from threading import get_ident
 from time import perf_counter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Reschedule
 
@@ -22,9 +22,13 @@ from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import DeviceFunction
+from dask_devctx.cuda.several import known_as_the_tasks, note_devices
 from dask_devctx.dask_internals.tasks import TaskStandIn
-from dask_devctx.dask_internals.threads import TaskThreadPoolExecutor
-from dask_devctx.worker.failures.calls import MonitoredCall, of_the_task
+from dask_devctx.dask_internals.threads import Submits
+from dask_devctx.errors import DeviceFailedError
+from dask_devctx.worker.failures.calls import MonitoredCall
+from dask_devctx.worker.failures.others import Others
+from dask_devctx.worker.tracebacks import begins_with_the_task, place_of
 
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
@@ -36,9 +40,14 @@ logger = logging.getLogger(__name__)
 
 _NONE: Mapping[Hashable, Lifetime] = MappingProxyType({})
 
-# The positional and the named arguments of a method, and a function that copies them to a device.
+_METHODS_RUN_ONCE: Final = (
+    "calls of actors run once, and this actor's state is lost with its worker. Make a new actor"
+)
+
+# The positional and the named arguments of a method, and a function that copies them to the first
+# of some devices.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Bring = Callable[[Arguments, Device], Arguments]
+Bring = Callable[[Arguments, tuple[Device, ...]], Arguments]
 
 
 class DeviceTask(TaskStandIn):
@@ -57,7 +66,10 @@ class DeviceTask(TaskStandIn):
     asked_for
         Whether the user asked for this device. If not, any device would do.
     watched
-        Whether it may have broken a device before.
+        The number of its watched run, since it may have broken a device before; 0 if it is not
+        watched.
+    once
+        Why it does not run again after a device failed while it ran; "" if it may.
     inputs
         Copies the inputs to the device; None leaves them where they are.
     monitor
@@ -80,7 +92,7 @@ class DeviceTask(TaskStandIn):
     """
 
     __slots__ = (
-        *("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "watched"),
+        *("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "once", "watched"),
         *("_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
     )
 
@@ -89,10 +101,11 @@ class DeviceTask(TaskStandIn):
         task: Callable[[Any], Any],
         device: Device | Exception,
         *,
-        executor: TaskThreadPoolExecutor | None = None,
-        priority: tuple[int, ...] | None = None,
+        executor: Submits | None = None,
+        priority: tuple[Any, ...] | None = None,
         asked_for: bool = True,
-        watched: bool = False,
+        watched: int = 0,
+        once: str = "",
         inputs: Inputs | None = None,
         monitor: Monitor | None = None,
     ) -> None:
@@ -104,6 +117,7 @@ class DeviceTask(TaskStandIn):
         self.device = device
         self.asked_for = asked_for
         self.watched = watched
+        self.once = once
         self._placed_at = self._began_at = perf_counter()
         self._inputs_s = self._memory_s = 0.0
         self._thread: int | None = None
@@ -114,37 +128,57 @@ class DeviceTask(TaskStandIn):
         return place_s, self._inputs_s, self._memory_s, self._thread
 
     def __call__(self, data: Any = ()) -> Any:
-        device, monitor = self.device, self.monitor
-        task: Any = self.task
-        if isinstance(device, Exception):
-            raise device
-        assert monitor is not None
-        if monitor.is_cancelled(task.key):
-            raise Reschedule  # dask ignores this, unless the task was requested again just now
-        self._began_at, self._thread = perf_counter(), get_ident()
-        call = MonitoredCall(
-            monitor, task.key, device, movable=not self.asked_for, watched=self.watched
-        )
-        if task.is_coro:
-            return self._await(call, device, data)
-        again = False
-        while call.unfinished:
-            with call:
-                if again:
-                    self._memory_s = perf_counter() - self._began_at
-                again = True
-                result = self._run(device, data)
-        return suspending.within(device, result)
+        with begins_with_the_task:
+            device, monitor = self.device, self.monitor
+            task: Any = self.task
+            if isinstance(device, Exception):
+                raise device
+            assert monitor is not None
+            if monitor.is_cancelled(task.key):
+                raise Reschedule  # dask ignores this, unless the task was requested again just now
+            self._began_at, self._thread = perf_counter(), get_ident()
+            call = MonitoredCall(
+                monitor,
+                task.key,
+                device,
+                movable=not self.asked_for,
+                watched=self.watched,
+                once=self.once,
+            )
+            if task.is_coro:
+                return self._await(call, device, data)
+            again = False
+            try:
+                while call.unfinished:
+                    with call:
+                        if again:
+                            self._memory_s = perf_counter() - self._began_at
+                        again = True
+                        result = self._run(device, data)
+            except DeviceFailedError as error:
+                self._name_place(error)
+                raise
+            return suspending.within(device, result)
 
     async def _await(self, call: MonitoredCall, device: Device, data: Any) -> Any:
-        again = False
-        while call.unfinished:
-            async with call:
-                if again:
-                    self._memory_s = perf_counter() - self._began_at
-                again = True
-                result = await suspending.within(device, self._run_coroutine(device, data))
-        return result
+        with begins_with_the_task:
+            again = False
+            try:
+                while call.unfinished:
+                    async with call:
+                        if again:
+                            self._memory_s = perf_counter() - self._began_at
+                        again = True
+                        result = await suspending.within(device, self._run_coroutine(device, data))
+            except DeviceFailedError as error:
+                self._name_place(error)
+                raise
+            return result
+
+    def _name_place(self, error: DeviceFailedError) -> None:
+        place = place_of(getattr(self.task, "func", None))
+        if place:
+            error.add_note(f"This task calls {place}")
 
     def _run(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
@@ -168,6 +202,7 @@ class DeviceTask(TaskStandIn):
 
     def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
         """Return the task and its inputs on the device, and the copies among the inputs."""
+        note_devices(device)
         if self.inputs is None:
             return self.task, data, []
         task = self.inputs.bring_arguments(self.task, device)
@@ -195,17 +230,15 @@ def _run_elsewhere(
     task: Callable[[Any], Any], device: Device | Exception, asked_for: bool, data: Any = ()
 ) -> Any:
     """Run a task in the process that unpickled it; return its result."""
-    if isinstance(device, Exception):
-        raise device
-    backend = driver.current_backend()
-    if not asked_for and backend is not None and backend.calls.checked.forked:
-        _warn_forked()
-        return task(data)
-    try:
-        return suspending.call(device, task, data)
-    except BaseException as error:
-        error.__traceback__ = of_the_task(error)
-        raise
+    with begins_with_the_task:
+        if isinstance(device, Exception):
+            raise device
+        backend = driver.current_backend()
+        if not asked_for and backend is not None and backend.calls.checked.forked:
+            _warn_forked()
+            return task(data)
+        with known_as_the_tasks(device):
+            return suspending.call(device, task, data)
 
 
 @functools.cache
@@ -214,6 +247,11 @@ def _warn_forked() -> None:
         "This process was forked after CUDA was initialised and can use no device: tasks that name "
         "no device run without one. Create the pool with multiprocessing's 'spawn' context"
     )
+
+
+def monitored_method(monitor: Monitor, key: Hashable, device: Device) -> MonitoredCall:
+    """Return a call of an actor's method or property, on the actor's device."""
+    return MonitoredCall(monitor, key, device, once=_METHODS_RUN_ONCE, is_method=True)
 
 
 class DeviceMethod(DeviceFunction[..., Any]):
@@ -225,8 +263,8 @@ class DeviceMethod(DeviceFunction[..., Any]):
         Monitors the device.
     key
         The actor's key.
-    device
-        Its device.
+    devices
+        Its devices; the first one is current.
     method
         The method.
     bring
@@ -238,34 +276,39 @@ class DeviceMethod(DeviceFunction[..., Any]):
         self,
         monitor: Monitor,
         key: Hashable,
-        device: Device,
+        devices: tuple[Device, ...],
         method: Callable[..., Any],
         bring: Bring | None,
     ) -> None:
-        super().__init__(device, method)
+        super().__init__(devices[0], method)
         self._monitor = monitor
         self._key = key
-        self._device = device
+        self._device = devices[0]
+        self._devices = devices
         self._bring = bring
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        call = MonitoredCall(self._monitor, self._key, self._device, is_method=True)
-        if inspect.iscoroutinefunction(self.__wrapped__):
-            return self._await(call, args, kwargs)
-        with call:
-            result = self._run(args, kwargs)
-        return suspending.within(self._device, result)
+        with begins_with_the_task:
+            call = monitored_method(self._monitor, self._key, self._device)
+            if inspect.iscoroutinefunction(self.__wrapped__):
+                return self._await(call, args, kwargs)
+            with call:
+                result = self._run(args, kwargs)
+            return suspending.within(self._device, result)
 
     async def _await(
         self, call: MonitoredCall, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        async with call:
-            return await suspending.within(self._device, self._run_coroutine(args, kwargs))
+        with begins_with_the_task:
+            async with call:
+                return await suspending.within(self._device, self._run_coroutine(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._bring is not None:
-            args, kwargs = self._bring((args, kwargs), self._device)
-        return self.__wrapped__(*args, **kwargs)
+            args, kwargs = self._bring((args, kwargs), self._devices)
+        with Others(self._monitor, self._key, self._devices):
+            return self.__wrapped__(*args, **kwargs)
 
     async def _run_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return await self._run(args, kwargs)
+        with Others(self._monitor, self._key, self._devices):
+            return await self._run(args, kwargs)

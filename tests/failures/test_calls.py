@@ -60,7 +60,7 @@ def as_task(monitor: Monitor, fn: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def as_method(monitor: Monitor, fn: Callable[[], Any]) -> Callable[[], Any]:
-    return DeviceMethod(monitor, "it", Device(0), fn, None)
+    return DeviceMethod(monitor, "it", (Device(0),), fn, None)
 
 
 def call(made: Callable[[], Any]) -> Any:

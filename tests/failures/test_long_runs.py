@@ -1,10 +1,12 @@
-"""``make soak``, ``make trials`` and ``make fuzz``, at a small size."""
+"""``make soak``, ``make trials``, ``make blame`` and ``make fuzz``, at a small size."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -40,3 +42,9 @@ def test_fuzz() -> None:
 def test_trials() -> None:
     shown = run("tests.trials", "--graphs", "3", "--changes", "4", "--faults", "6")
     assert "every result right or a clear error, nothing hung" in shown
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_blame(workers: int) -> None:
+    shown = run("tests.blame", "--times", "1", "--workers", str(workers))
+    assert "only suspect in 1; 0 good tasks were wrong or erred" in shown

@@ -1,4 +1,4 @@
-"""The plugin adds no port, and no way in but messages about devices and about their memory."""
+"""The plugin adds no port, and no way in but messages about devices, their memory and tasks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import psutil
 from distributed import Client, LocalCluster
 
 from dask_devctx import DevicePlugin
-from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.announcements import ANNOUNCE, CLAIM, REFUSE, SHARE, WITHDRAW
+from dask_devctx.scheduler.history import HISTORY
+from dask_devctx.scheduler.suspects import FAILED
 
 
 def listening() -> set[tuple[str, int]]:
@@ -24,13 +26,14 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
         ports = listening()
         before = [(set(s.handlers), set(s.stream_handlers)) for s in servers]
         (on_worker, its_streams), (on_scheduler, streams) = before
-        told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW}, streams)
-        ipc = {f"devctx_ipc_{op}" for op in ("agree", "close", "hello", "next")}
+        told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW, FAILED, CLAIM}, streams)
+        added = {f"devctx_ipc_{op}" for op in ("agree", "close", "hello", "next")}
+        added |= {SHARE, HISTORY}
         client.register_plugin(DevicePlugin())
         assert client.submit(sum, [1, 2]).result() == 3
         assert listening() == ports
         assert [(set(s.handlers), set(s.stream_handlers)) for s in servers] == [
-            (on_worker | ipc, its_streams),
+            (on_worker | added, its_streams),
             told,
         ]
         client.unregister_worker_plugin("devctx")

@@ -122,22 +122,6 @@ def test_a_kernel_that_fails_later_is_blamed_exactly_when_devices_are_waited_for
     assert [number for number, _ in client.gather(first + after)] == list(range(10))
 
 
-@pytest.mark.parametrize("cluster", [{"devices": [0]}], indirect=True)
-def test_without_waiting_every_task_that_may_be_the_cause_is_named_and_no_other(
-    client: Client,
-) -> None:
-    cleared = client.map(where_slowly, range(5))
-    wait(cleared)
-    bad = client.submit(leave_a_bad_kernel_running, 0.3)
-    assert bad.result(timeout=30) == "looks good"  # its kernel is still running
-    noticed = client.submit(where_slowly, 5, 1.0)
-    with pytest.raises(DeviceFailedError) as caught:
-        noticed.result(timeout=30)
-    assert caught.value.suspects == (f"{noticed.key} on cuda:0", f"{bad.key} on cuda:0")
-    assert "synchronize" in str(caught.value)
-    assert client.gather(cleared)[4][0] == 4
-
-
 def test_tasks_that_are_long_done_are_no_suspects(client: Client) -> None:
     wait(client.map(where_slowly, range(8)))  # the last of each device, too
     time.sleep(3)

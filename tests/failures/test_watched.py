@@ -1,4 +1,4 @@
-"""A task that breaks its device after it returned errs in the end, and no second bystander does."""
+"""A task that breaks its device after it returned errs in its second run. No other task errs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from dask_devctx import (
     LocalDeviceCluster,
     driver,
 )
-from dask_devctx.annotations import WATCHED
-from dask_devctx.scheduler import suspects
+from dask_devctx.annotations.runs import REFUSED, WATCHED
+from dask_devctx.scheduler.suspects import SuspectTasks
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.quarantine import Watch
+from dask_devctx.worker.failures.quarantine import Quarantine
+from dask_devctx.worker.failures.suspects import Suspects
 from dask_devctx.worker.task import DeviceTask
 from tests.failures.conftest import Monitored
 
@@ -67,10 +68,35 @@ def leave_a_bad_kernel_running_and_stay(after_s: float, flag: str) -> str:
     return "looks good"
 
 
+def count_and_leave_a_bad_kernel(directory: str, after_s: float) -> str:
+    (Path(directory) / str(time.monotonic_ns())).touch()
+    return leave_a_bad_kernel_running(after_s)
+
+
+def count_slowly(directory: str, name: str, seconds: float) -> None:
+    """Leave a file; it must not be there yet."""
+    (Path(directory) / name).touch(exist_ok=False)
+    time.sleep(seconds)
+
+
+def secede_and_break(mine: str, others: str, breaks: bool = True) -> None:
+    """Break the device while both run."""
+    secede()
+    Path(mine).touch()
+    while not os.path.exists(others):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    Path(mine).unlink()
+    if breaks:
+        poison(0)
+    time.sleep(0.3)
+
+
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     plugin = DevicePlugin(**getattr(request, "param", {}))
     with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 2}),
         LocalDeviceCluster(
             n_workers=1, dashboard_address=":0", silence_logs=False, plugin=plugin
         ) as cluster,
@@ -79,7 +105,6 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
         yield client
 
 
-one_device = pytest.mark.parametrize("client", [{"devices": [0]}], indirect=True)
 each_kind = pytest.mark.parametrize(
     "leave", [leave_a_bad_kernel_running, leave_a_bad_kernel_running_in_a_coroutine]
 )
@@ -96,86 +121,106 @@ def error_in_the_end(future: Future, timeout: float = 60) -> DeviceFailedError:
     return error
 
 
-def check_blamed_exactly(bad: Future, noticed_on: str = "") -> None:
+def check_found(bad: Future, *, ended: bool = True) -> None:
     error = error_in_the_end(bad)
-    assert error.suspects == (f"{bad.key} on cuda:0",)
+    (suspect,) = error.suspects
+    assert suspect.startswith(f"{bad.key} on cuda:")
     assert error.watched
-    assert error.device == noticed_on or not noticed_on
-    assert "watched" in str(error)
-    assert "synchronize" not in str(error)
+    assert "It was watched" in str(error)
+    if ended:
+        assert f"This task calls {bad.key.rpartition('-')[0]}" in error.__notes__[0]
 
 
 @each_kind
-@one_device
-def test_on_one_device_one_bystander_errs_and_then_the_task_itself(
+def test_the_task_errs_whose_kernel_broke_after_it_returned_and_no_other(
     client: Client, leave: Callable[..., Any]
 ) -> None:
-    first = client.map(where_slowly, range(20))
-    wait(first)
-    bad = client.submit(leave, 0.3)
-    assert bad.result(timeout=30) == "looks good"
-    noticed = client.submit(where_slowly, 20, 1.0)
-    error = noticed.exception(timeout=30)
-    assert isinstance(error, DeviceFailedError)
-    assert not error.watched
-    assert error.suspects == (f"{noticed.key} on cuda:0", f"{bad.key} on cuda:0")
-
-    others = client.map(where_slowly, range(21, 60))
-    results = client.gather(first + others)
-    assert [number for number, _ in results] == [*range(20), *range(21, 60)]
-    check_blamed_exactly(bad)
-
-
-@each_kind
-def test_among_tasks_on_other_devices_one_bystander_errs_and_then_the_task_itself(
-    client: Client, leave: Callable[..., Any]
-) -> None:
-    first = client.map(where_slowly, range(20))
-    wait(first)
     with dask.annotate(device=0):
-        bad = client.submit(leave, 0.2)
-    others = client.map(where_slowly, range(20, 400))
-    check_blamed_exactly(bad)
-    wait(others, timeout=60)
-    erred = [future for future in others if future.status == "error"]
-    assert len(erred) == 1, [str(future.exception()) for future in erred]
-    good = [future for future in first + others if future not in erred]
-    expected = [n for n, future in enumerate(first + others) if future not in erred]
-    assert [number for number, _ in client.gather(good)] == expected
+        bad = client.submit(leave, 0.15)
+    others = client.map(where_slowly, range(100), seconds=0.005)
+    check_found(bad)
+    assert [number for number, _ in client.gather(others)] == [*range(100)]
 
 
 def test_a_task_that_does_not_end_is_reported_all_the_same(client: Client, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     with dask.annotate(device=0):
         bad = client.submit(leave_a_bad_kernel_running_and_stay, 0.2, str(ran))
-        bad.result(timeout=30)
-        noticed = client.submit(where_slowly, 0, 0.5)
-    assert isinstance(noticed.exception(timeout=30), DeviceFailedError)
-    # Whoever notices it on another device now is run again, until the worker is gone.
     with dask.annotate(device=1):
-        others = client.map(where_slowly, range(1, 100))
-    check_blamed_exactly(bad, noticed_on="cuda:1")
-    assert [number for number, _ in client.gather(others)] == [*range(1, 100)]
+        others = client.map(where_slowly, range(40))
+    check_found(bad, ended=False)
+    assert [number for number, _ in client.gather(others)] == [*range(40)]
 
 
-def test_with_retries_it_is_run_so_often_and_nobody_else_errs(client: Client) -> None:
+def test_with_retries_it_is_run_so_often_and_nobody_else_errs(
+    client: Client, tmp_path: Path
+) -> None:
     with dask.annotate(device=0, retries=1):
-        bad = client.submit(leave_a_bad_kernel_running, 0.1, key=("bad", 0))
-    with dask.annotate(retries=1):  # of one that notices, too
-        others = client.map(where_slowly, range(300))
-    check_blamed_exactly(bad)
-    assert [number for number, _ in client.gather(others)] == [*range(300)]
+        bad = client.submit(count_and_leave_a_bad_kernel, str(tmp_path), 0.1)
+    others = client.map(where_slowly, range(60))
+    check_found(bad)
+    assert len(list(tmp_path.iterdir())) == 3  # once unwatched, then watched, then its retry
+    assert [number for number, _ in client.gather(others)] == [*range(60)]
 
 
-def test_one_that_is_released_while_it_is_watched_costs_nobody_anything(client: Client) -> None:
-    bad = client.submit(leave_a_bad_kernel_running, 0.3)
-    others = client.map(where_slowly, range(100))
-    wait(others, timeout=30)
+def test_one_whose_result_nobody_needs_is_named_in_the_log_and_not_run_again(
+    client: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = client.submit(count_and_leave_a_bad_kernel, str(tmp_path), 0.3)
+    key = bad.key
+    bad.result(timeout=30)
     del bad
-    erred = [future for future in others if future.status == "error"]
-    assert len(erred) == 1
-    again = client.map(where_slowly, range(100, 150))
-    assert [number for number, _ in client.gather(again)] == [*range(100, 150)]
+    others = client.map(where_slowly, range(60))
+    assert [number for number, _ in client.gather(others)] == [*range(60)]
+    assert len(list(tmp_path.iterdir())) == 1
+    (log,) = [text for text in caplog.messages if "Watched in their next run" in text]
+    assert key in log.rpartition("nobody needs: ")[2]
+
+
+def test_a_task_that_must_not_run_twice_errs_and_names_all_suspects(
+    client: Client, tmp_path: Path
+) -> None:
+    with dask.annotate(device=1, rerun=False):
+        done = client.submit(count_slowly, str(tmp_path), "done", 0.0)
+        wait(done, timeout=30)
+        running = client.submit(count_slowly, str(tmp_path), "running", 1.5)
+    with dask.annotate(device=0):
+        bad = client.submit(leave_a_bad_kernel_running, 0.5)
+    for future in (running, done):
+        error = error_in_the_end(future)
+        assert {suspect.partition(" on ")[0] for suspect in error.suspects} == {
+            running.key,
+            bad.key,
+        }
+        assert "rerun=False" in str(error)
+    check_found(bad)
+
+
+def test_rerun_takes_true_and_false_only(client: Client) -> None:
+    with dask.annotate(rerun="no"), pytest.raises(TypeError, match="'rerun' is True or False"):
+        client.submit(str, 1).result(timeout=30)
+    with dask.annotate(rerun=True):
+        assert client.submit(str, 2).result(timeout=30) == "2"
+
+
+@pytest.mark.parametrize("client", [{"devices": [0, 1]}], indirect=True)
+def test_tasks_that_cannot_be_told_apart_err_after_their_last_run(
+    client: Client, tmp_path: Path
+) -> None:
+    """Both secede, so that nobody waits for them, and both run whenever the device fails."""
+    flags = [str(tmp_path / name) for name in ("first", "second")]
+    with dask.annotate(device=0):
+        bad = client.submit(secede_and_break, *flags)
+    with dask.annotate(device=1):
+        beside = client.submit(secede_and_break, *reversed(flags), False)
+    for future in (bad, beside):
+        error = error_in_the_end(future, 100)
+        assert {suspect.partition(" on ")[0] for suspect in error.suspects} == {
+            bad.key,
+            beside.key,
+        }
+        assert "a device failed in each of its 3 runs" in str(error)
+    assert client.submit(str, 1).result(timeout=30) == "1"
 
 
 def test_restart_forgets_who_was_watched(client: Client) -> None:
@@ -197,7 +242,7 @@ def run(
     device: int,
     fn: Callable[..., Any],
     *args: object,
-    watched: bool = False,
+    watched: int = 0,
 ) -> Any:
     task = DeviceTask(
         Task(key, fn, *args), Device(device), asked_for=False, watched=watched, monitor=monitor
@@ -206,7 +251,7 @@ def run(
 
 
 def run_watched(monitor: Monitor, key: Hashable, device: int, fn: Any, *args: object) -> Any:
-    return run(monitor, key, device, fn, *args, watched=True)
+    return run(monitor, key, device, fn, *args, watched=1)
 
 
 def test_a_watched_task_that_is_well_is_waited_for_and_returns(monitored: Monitored) -> None:
@@ -223,100 +268,160 @@ def test_a_watched_task_that_is_well_is_waited_for_and_returns(monitored: Monito
     assert asyncio.run(run_watched(monitor, ("two", 0), 0, later, 2)) == "2"
     assert machine.faults.calls["cuCtxSynchronize"] == 4
     assert not failures
-    assert not monitor.watch.running()
+    assert not monitor.quarantine.taken
 
 
-def test_who_notices_while_a_watched_task_runs_is_run_again(monitored: Monitored) -> None:
+def test_tasks_that_begin_wait_for_a_watched_one_and_run_again_if_it_breaks_the_device(
+    monitored: Monitored,
+) -> None:
     monitor, failures = monitored
-    broken, noticed = threading.Event(), threading.Event()
+    broken, other_began = threading.Event(), threading.Event()
 
     def break_it(data: object) -> None:
         poison(0)
         broken.set()
-        assert noticed.wait(10)
+        assert not other_began.wait(0.3)
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         running = pool.submit(run_watched, monitor, "bad", 0, break_it, None)
         assert broken.wait(10)
-        with pytest.raises(Reschedule):
-            run(monitor, "other", 1, str, 1)
-        noticed.set()
+        other = pool.submit(run, monitor, "other", 1, other_began.set)
+        assert isinstance(other.exception(10), Reschedule)
         error = running.exception(10)
     assert isinstance(error, DeviceFailedError)
     assert error.suspects == ("bad on cuda:0",)
     (failure,) = failures
-    assert set(failure.errors) == {"bad"}
-    assert set(failure.suspects) == {"bad", "other"}
+    assert set(failure.errors) == set(failure.suspects) == {"bad"}
+    assert not failure.bystanders
 
 
-def test_what_was_left_running_before_a_watched_task_is_not_its_fault(monitored: Monitored) -> None:
+def test_a_watched_task_waits_for_the_running_ones(monitored: Monitored) -> None:
+    monitor, _ = monitored
+    began, ended = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        began.set()
+        time.sleep(0.3)
+        ended.set()
+
+    async def stay_in_a_coroutine() -> None:
+        began.set()
+        await asyncio.sleep(0.3)
+        ended.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(run, monitor, "running", 0, stay)
+        assert began.wait(10)
+        assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
+        began.clear(), ended.clear()
+        pool.submit(asyncio.run, run(monitor, "running", 0, stay_in_a_coroutine))
+        assert began.wait(10)
+        assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
+
+
+@pytest.mark.parametrize("left_on", [0, 1])
+def test_work_that_was_left_running_before_a_watched_task_is_not_its_fault(
+    monitored: Monitored, left_on: int
+) -> None:
     monitor, failures = monitored
-    run(monitor, "left", 0, poison, 0.1)
+    run(monitor, "left", left_on, poison, 0.1)
     with pytest.raises(Reschedule):
         run_watched(monitor, "innocent", 0, str, 1)
     (failure,) = failures
-    assert not failure.errors, "the other one is a suspect now, and is found when it is run again"
-    assert set(failure.suspects) == {"innocent", "left"}
+    assert not failure.errors, "the other one runs again, watched"
+    assert failure.suspects == ("left",)
+    assert failure.bystanders == ("innocent",)
 
 
-def test_a_device_that_fails_with_nobody_there_costs_who_notices(monitored: Monitored) -> None:
-    monitor, failures = monitored
-    poison(0)
-    with pytest.raises(DeviceFailedError):  # else it would be run again for ever
-        run_watched(monitor, "innocent", 0, str, 1)
-    assert set(failures[0].errors) == {"innocent"}
-
-
-def test_a_device_that_is_gone_is_the_fault_of_no_watched_task_elsewhere(
-    monitored: Monitored,
+@pytest.mark.parametrize("watched", [0, 1])
+def test_a_device_that_fails_with_nobody_there_is_the_fault_of_nobody(
+    monitored: Monitored, watched: int
 ) -> None:
+    monitor, failures = monitored
+    assert run(monitor, "before", 0, str, 1, watched=1) == "1"
+    poison(0)
+    with pytest.raises(Reschedule):
+        run(monitor, "innocent", 0, str, 1, watched=watched)
+    (failure,) = failures
+    assert not failure.errors
+    assert not failure.suspects
+    assert failure.bystanders == ("innocent",)
+    assert "No task is suspected" in str(failure.error)
+
+
+@pytest.mark.parametrize("code", [214, 220, 226])
+def test_a_failure_of_the_hardware_is_the_fault_of_nobody(monitored: Monitored, code: int) -> None:
     monitor, failures = monitored
     machine = driver.backend().machine
     assert machine is not None
 
-    def lose_another(data: object) -> str:
-        def lose(data: object) -> None:
-            machine.gpus[1].lost = True
+    def fail() -> None:
+        machine.faults.poison(CUresult(code))
 
-        with pytest.raises(DeviceFailedError) as caught:
-            run(monitor, "there", 1, lose, None)
-        assert caught.value.lost
-        return "well"
+    with pytest.raises(Reschedule):
+        run_watched(monitor, "there", 0, fail)
+    (failure,) = failures
+    assert not failure.errors
+    assert not failure.suspects
+    assert failure.bystanders == ("there",)
 
-    assert run_watched(monitor, "innocent", 0, lose_another, None) == "well"
-    assert set(failures[0].errors) == {"there"}
+
+def test_a_device_that_is_gone_is_the_fault_of_no_task(monitored: Monitored) -> None:
+    monitor, failures = monitored
+    machine = driver.backend().machine
+    assert machine is not None
+
+    def lose() -> None:
+        machine.gpus[1].lost = True
+
+    with pytest.raises(Reschedule):
+        run(monitor, "there", 1, lose)
+    (failure,) = failures
+    assert failure.error.lost
+    assert not failure.suspects
+    assert failure.bystanders == ("there",)
 
 
 def test_watched_tasks_run_one_at_a_time(monitored: Monitored) -> None:
     monitor, _ = monitored
     at_once: list[int] = []
+    running: list[int] = []
 
-    def count(seconds: float) -> None:
-        at_once.append(len(monitor.watch.running()))
+    def count(number: int, seconds: float) -> None:
+        running.append(number)
+        at_once.append(len(running))
         time.sleep(seconds)
+        running.remove(number)
 
     with ThreadPoolExecutor(4) as pool:
-        calls = [pool.submit(run_watched, monitor, str(n), n, count, 0.05) for n in range(4)]
+        calls = [pool.submit(run_watched, monitor, str(n), n, count, n, 0.05) for n in range(4)]
         for call in calls:
             call.result(10)
     assert at_once == [1, 1, 1, 1]
 
 
-def test_a_watched_task_that_waits_for_another_is_not_waited_for_by_it() -> None:
-    watch = Watch(turn_s=0.2)
+def test_nobody_waits_without_end_for_a_watched_task() -> None:
+    suspects = Suspects()
+    quarantine = Quarantine(suspects, patience_s=0.2)
 
-    def turn(key: str) -> float:
+    def turn(key: str, run: int = 1) -> float:
         began = time.monotonic()
-        for _ in watch.turns(key, lambda: None):
+        for _ in quarantine.turn(key, run, lambda: None):
             time.sleep(0.005)
         return time.monotonic() - began
 
-    assert turn("outer") < 0.1
-    assert 0.2 <= turn("inner of one that kept its thread") < 2
-    watch.ended("inner of one that kept its thread")
-    watch.seceded("outer")
+    suspects.started("running", Device(0))
+    assert 0.2 <= turn("waits for a running one") < 2
+    suspects.ended("running", Device(0))
+    assert 0.2 <= turn("inner of one that kept its thread", 0) < 2
+    quarantine.ended("waits for a running one")
+    assert turn("outer", 2) < 0.1
+    quarantine.seceded("outer")
     assert turn("inner of one that seceded") < 0.1
-    watch.close()
+    quarantine.ended("inner of one that seceded")
+    assert turn("in its second run", 2) < 0.1
+    assert turn("waits ten times longer", 0) >= 1.5
+    quarantine.close()
     assert turn("after the plugin has gone") < 0.1
 
 
@@ -330,7 +435,7 @@ def double(number: int) -> int:
 
 
 def test_a_watched_task_can_wait_for_watched_ones_in_a_cluster(client: Client) -> None:
-    with dask.annotate(**{WATCHED: True}):
+    with dask.annotate(**{WATCHED: [1, 3]}):
         inner = client.map(double, range(4), pure=False)
         outer = client.submit(wait_for_others, [1, 2, 3])
         more = client.map(where_slowly, range(4))
@@ -356,24 +461,37 @@ async def test_a_watched_task_that_secedes_when_it_was_cancelled_is_not_waited_f
 ) -> None:
     await client.register_plugin(DevicePlugin())
     try:
-        with dask.annotate(device=0, **{WATCHED: True}):
+        with dask.annotate(device=0, **{WATCHED: [1, 3]}):
             cancelled = client.submit(secede_once_cancelled, "cancelled", key="cancelled")
         while worker.state.executing_count == 0:
             await asyncio.sleep(0.01)
         await cancelled.cancel()
-        with dask.annotate(device=1, **{WATCHED: True}):
+        with dask.annotate(device=1, **{WATCHED: [1, 3]}):
             assert await asyncio.wait_for(client.submit(double, 1).result(), 10) == 2
     finally:
         _go_on.set()
 
 
+WORKER = "tcp://w"
+FIELDS = ["cuda:0", "GPU-1", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0"], False, False, False, ""]
+
+
 class _Scheduler:
     """The part of a scheduler that is used: its tasks and workers."""
 
-    workers = frozenset({"tcp://w"})
+    allowed_failures = 2
 
-    def __init__(self, *keys: Hashable) -> None:
-        self.tasks = {key: SimpleNamespace(annotations=None) for key in keys}
+    def __init__(self, *keys: Hashable, **annotations: Any) -> None:
+        self.tasks = {
+            key: SimpleNamespace(key=key, annotations=dict(annotations) or None, who_has={WORKER})
+            for key in keys
+        }
+        self.workers = {WORKER: SimpleNamespace(has_what=[])}
+
+
+def event(*suspects: Hashable, **others: Any) -> dict[str, Any]:
+    named = {"suspects": [*suspects], "bystanders": [], "erred": []}
+    return {"action": "device-failed", "fields": FIELDS, "worker": WORKER, **named, **others}
 
 
 def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_changed(
@@ -381,25 +499,61 @@ def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_chan
 ) -> None:
     scheduler = _Scheduler("x", ("x", 0), "y")
     shared = scheduler.tasks["x"].annotations = {"device": 1}
-    keys = ["x", ("x", 0), "gone"]
-    event = {"action": "device-failed", "error": "…", "suspects": keys, "worker": "tcp://w"}
-    suspects.mark(scheduler, "devctx", event)
-    assert scheduler.tasks["x"].annotations == {"device": 1, WATCHED: True}
-    assert shared == {"device": 1}
-    assert scheduler.tasks["x", 0].annotations == {WATCHED: True}
-    assert scheduler.tasks["y"].annotations is None
-    suspects.mark(scheduler, "another topic", {**event, "suspects": ["y"]})
-    suspects.mark(scheduler, "devctx", {"level": "warning", "message": "…"})
-    suspects.mark(scheduler, "devctx", "no event of ours")
+    marks = SuspectTasks(scheduler)  # type: ignore[arg-type]
+    marks.read_event("another topic", event("y"))
+    marks.read_event("devctx", {"level": "warning", "message": "…"})
+    marks.read_event("devctx", "no event of ours")
     for wrong in (
-        {**event, "suspects": ["y"], "worker": "tcp://another"},
-        {**event, "suspects": "y"},
-        {**event, "suspects": ["y"], "worker": ["tcp://w"]},
-        {**event, "suspects": {"y": 1}},
-        {**event, "suspects": ["y", []]},
+        event("y", worker="tcp://another"),
+        event("y", worker=["tcp://w"]),
+        event("y", []),
+        event(suspects="y"),
+        event(suspects={"y": 1}),
+        event("y", bystanders=None),
+        event("y", fields=FIELDS[:3]),
+        event("y", fields=[*FIELDS[:3], "710", *FIELDS[4:]]),
+        event("y", fields=[*FIELDS[:4], [1], *FIELDS[5:]]),
         {"action": "device-failed"},
     ):
         caplog.clear()
-        suspects.mark(scheduler, "devctx", wrong)
+        marks.read_event("devctx", wrong)
         assert "device-failed was refused" in caplog.text
     assert scheduler.tasks["y"].annotations is None
+    marks.read_event("devctx", event("x", ("x", 0), "gone"))
+    assert scheduler.tasks["x"].annotations == {"device": 1, WATCHED: [1, 2]}
+    assert shared == {"device": 1}
+    assert scheduler.tasks["x", 0].annotations == {WATCHED: [1, 2]}
+    assert scheduler.tasks["y"].annotations is None
+    assert "Suspects whose results nobody needs: gone" in caplog.text
+
+
+def test_a_task_is_watched_so_often_as_failures_are_allowed_and_then_refused() -> None:
+    scheduler = _Scheduler("x", "beside", "erred")
+    marks = SuspectTasks(scheduler)  # type: ignore[arg-type]
+    told = event("x", "erred", bystanders=["beside"], erred=["erred"])
+    for run in (1, 2):
+        for _ in range(2):  # the event and the message say the same
+            marks.failed(WORKER, told)
+        for key in ("x", "beside"):
+            assert scheduler.tasks[key].annotations == {WATCHED: [run, 2]}
+        assert scheduler.tasks["erred"].annotations == {WATCHED: [1, 2]}
+        marks.worker_left(WORKER)
+    marks.failed(WORKER, told)
+    for key in ("x", "beside"):
+        *fields, why = scheduler.tasks[key].annotations[REFUSED]
+        assert DeviceFailedError(*fields, why).suspects == ("x on cuda:0",)
+        assert "in each of its 3 runs" in why
+        marks.moved(key, "erred")  # if a client asks for it again, it runs
+        assert scheduler.tasks[key].annotations == {WATCHED: [2, 2]}
+
+
+def test_tasks_that_must_not_run_twice_are_refused_if_they_ran_or_their_result_is_lost() -> None:
+    scheduler = _Scheduler("suspect", "waited", "lost", "elsewhere", "here too", rerun=False)
+    had = [scheduler.tasks[key] for key in ("lost", "here too")]
+    scheduler.workers[WORKER].has_what = had
+    scheduler.tasks["here too"].who_has = {WORKER, "tcp://v"}
+    marks = SuspectTasks(scheduler)  # type: ignore[arg-type]
+    marks.failed(WORKER, event("suspect", bystanders=["waited"]))
+    refused = [key for key, ts in scheduler.tasks.items() if REFUSED in ts.annotations]
+    assert refused == ["suspect", "lost"]
+    assert WATCHED in scheduler.tasks["waited"].annotations

@@ -11,6 +11,8 @@ from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, d
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 Point = namedtuple("Point", "x y")
 
 
@@ -189,6 +191,13 @@ def slotted_child(part: Any) -> SlottedChild:
 
 
 # How a value around some parts is made, by a name; the parts may be anything.
+def object_array(parts: Sequence[Any]) -> Any:
+    made = np.empty(len(parts), dtype=object)
+    for place, part in enumerate(parts):
+        made[place] = part
+    return made
+
+
 CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "list": list,
     "tuple": tuple,
@@ -200,6 +209,7 @@ CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "chain map": lambda parts: ChainMap(*[{"one": part} for part in parts]),
     "queue": lambda parts: deque(parts, maxlen=len(parts) + 1),
     "named tuple": lambda parts: Point(parts[0], parts[-1]),
+    "array of objects": object_array,
     "tuple made in C": lambda parts: os.terminal_size((parts[0], parts[-1])),
     "long tuple made in C": lambda parts: os.stat_result([parts[0]] * 10 + [parts[-1]] * 4),
     "namespace": lambda parts: types.SimpleNamespace(a=parts[0], b=parts[-1]),

@@ -141,6 +141,54 @@ def test_of_many_items_some_are_counted():
     assert nbytes_by_device(list(range(100_000))) == {}
 
 
+def objects(*items):
+    made = np.empty(len(items), dtype=object)
+    for place, item in enumerate(items):
+        made[place] = item
+    return made
+
+
+def test_arrays_in_numpys_arrays_of_objects():
+    x, row = array(0), np.arange(3)
+    value = objects(x, row, [array(2)], x)
+    value.flags.writeable = False
+    assert device_of(value) in (Device(0), Device(2))
+    assert nbytes_by_device(value) == {Device(0): 32, Device(2): 32}
+    moved = to_device({"a": value, "x": x}, 1)
+    assert type(moved["a"]) is np.ndarray
+    assert moved["a"].shape == (4,)
+    assert nbytes_by_device(moved) == {Device(1): 64}
+    assert moved["a"][0] is moved["a"][3] is moved["x"]
+    assert moved["a"][1] is row
+    assert not moved["a"].flags.writeable
+    assert value[0] is x
+    assert to_device(value, "cpu")[0].tolist() == x.get().tolist()
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_the_layout_of_an_array_of_objects_is_kept(order):
+    value = np.empty((2, 3), dtype=object, order=order)
+    for index in np.ndindex(2, 3):
+        value[index] = array(0) if index == (1, 2) else index
+    moved = to_device(value, 3)
+    assert moved.flags["C_CONTIGUOUS"] == value.flags["C_CONTIGUOUS"]
+    assert nbytes_by_device(moved) == {Device(3): 32}
+    assert [moved[index] for index in np.ndindex(1, 3)] == [(0, 0), (0, 1), (0, 2)]
+    value[0, 0] = value  # it holds itself
+    moved = to_device(value, 3)
+    assert moved[0, 0] is moved
+
+
+def test_other_arrays_of_numpy_are_known_by_their_type(caplog):
+    many = [np.ones(2) for _ in range(30_000)]
+    for value in (np.ones(3), np.empty((), dtype=object), many, np.array([None] * 30_000)):
+        assert nbytes_by_device(value) == {}
+        assert to_device(value, 1) is value
+        assert nbytes_by_device.estimated(value) == ({}, True) or len(value) > 100
+    assert caplog.records == []
+    assert nbytes_by_device([*many, objects(array(2))]) == {Device(2): 32}
+
+
 _HOST = st.none() | st.integers() | st.text(max_size=3)
 _NESTED = st.recursive(
     _HOST | st.integers(0, 3).map(lambda device: ("array", device)),

@@ -102,10 +102,25 @@ def test_a_type_that_nobody_registered(x):
         to_device([Other(Device(2))], "cpu")
     said = str(caught.value)
     assert "lives on cuda:2, and nothing is known that copies one to the host" in said
-    for remedy in ("to_host.register(", ".get()", ".cpu()", ".copy_to_host()", "jax.device_get"):
+    for remedy in (
+        "from dask_devctx.transfer import to_host; to_host.register(",
+        ".get()",
+        ".cpu()",
+        ".copy_to_host()",
+        "jax.device_get",
+    ):
         assert remedy in said
 
 
 def test_the_host_is_no_device(machine):
     with pytest.raises(LookupError):
         Device("cpu")
+
+
+@pytest.mark.parametrize("word", ["host", "CPU", "cpu:0"])
+def test_other_words_for_the_host_name_the_right_one(x, word):
+    with pytest.raises(LookupError) as caught:
+        to_device(x, word)
+    said = str(caught.value)
+    assert 'The host is no device. to_device(value, "cpu") copies a value to it' in said
+    assert "dask.annotate(device=None)" in said

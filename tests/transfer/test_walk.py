@@ -78,9 +78,9 @@ def test_host_data_is_itself_and_looked_at_for_a_moment(kind: str) -> None:
     assert to_device(value, 1) is value
     took = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         places, _ = nbytes_by_device.estimated(value)
-        took.append(time.perf_counter() - start)
+        took.append(time.thread_time() - start)
         assert places == {}
     assert min(took) < 1e-3
 
@@ -147,10 +147,10 @@ def test_ten_thousand_arrays_are_located_in_five_milliseconds() -> None:
     value = {i: array(i % 4) for i in range(10_000)}
     took = []
     for _ in range(9):
-        start = time.perf_counter()
+        start = time.thread_time()
         assert len(nbytes_by_device(value)) == 4
-        took.append(time.perf_counter() - start)
-    assert min(took) < 5e-3 * 2  # twice, where the machine has others to serve
+        took.append(time.thread_time() - start)
+    assert min(took) < 5e-3 * 2  # of the processor's time; twice, as cores share their caches
 
 
 def test_what_is_estimated_is_about_right() -> None:
@@ -168,7 +168,7 @@ def test_what_is_estimated_is_about_right() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_what_holds_no_arrays_is_known_by_its_type(value: Any) -> None:
-    assert walk.find(type(value)) is None
+    assert walk.is_plain(value)
 
 
 def test_a_type_that_copyreg_knows_is_made_as_it_says() -> None:

@@ -118,6 +118,21 @@ class SimulatedDevices:
             return (Status.CUDA_ERROR_INVALID_DEVICE,)
         return self._of_gpu(device, lambda gpu: int(self._reaches(gpu, other)))
 
+    @function(1)
+    def cuDeviceGetP2PAttribute(self, attribute: Any, device: Any, peer: Any) -> tuple[Any, ...]:
+        kind = types.CUdevice_P2PAttribute
+        if attribute != kind.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK:
+            raise AttributeError(f"the simulated driver has no {attribute}")
+        other = self._gpu(peer)
+        if other is None or other is self._gpu(device):
+            return (Status.CUDA_ERROR_INVALID_DEVICE,)
+        return self._of_gpu(device, lambda gpu: self._rank(gpu, other))
+
+    def _rank(self, gpu: SimulatedGPU, other: SimulatedGPU) -> int:
+        if not self._reaches(gpu, other):
+            return 2
+        return 0 if gpu.nvlinks is None or other.index in gpu.nvlinks else 1
+
     @staticmethod
     def _reaches(gpu: SimulatedGPU, other: SimulatedGPU) -> bool:
         return gpu is not other and (gpu.peers is None or other.index in gpu.peers)

@@ -39,6 +39,8 @@ class SimulatedGPU:
         ``"default"``, ``"exclusive"`` while another process has it, or ``"prohibited"``.
     peers
         The indices of the GPUs whose memory it can reach; None for all.
+    nvlinks
+        The indices of the GPUs that it reaches over NVLink, the others over PCIe; None for all.
     """
 
     index: int
@@ -49,6 +51,7 @@ class SimulatedGPU:
     mig: tuple[str, ...] | None = None
     numa_node: int = 0
     peers: frozenset[int] | None = None
+    nvlinks: frozenset[int] | None = None
     compute_mode: str = "default"
     lost: bool = False
     used_memory: int = 0

@@ -81,6 +81,13 @@ class Feed:
         self._sampled: dict[tuple[str, str], float] = {}
         self._seen_at: dict[str, float] = {}
 
+    def count(self) -> int:
+        """Return the number of lanes, as far as it is known before the history is collected."""
+        plugins = self._scheduler.plugins.values()
+        known = (getattr(plugin, "devices", {}) for plugin in plugins)
+        uuids = {uuid for devices in known for used in devices.values() for uuid in used}
+        return max(len(uuids), len(self._lanes.factors))
+
     @without_property_validation  # type: ignore[untyped-decorator]
     def update(self) -> None:
         """Give all plots the latest rows."""

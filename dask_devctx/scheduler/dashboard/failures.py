@@ -27,11 +27,13 @@ _NAMES: Final = {
 _STYLE: Final = """
 :host {{ overflow: auto; color: {text}; font: 13px Helvetica, Arial, sans-serif; }}
 h3 {{ font-size: 13px; margin: 4px 10px; }}
+.bk-clearfix {{ display: block; }}
 table {{ border-collapse: collapse; width: 100%; }}
 th {{ color: {faint}; font-weight: normal; text-align: left; position: sticky; top: 0;
       background: {page}; }}
 th, td {{ padding: 3px 10px; border-bottom: 1px solid {grid}; vertical-align: top;
           overflow-wrap: anywhere; }}
+td:nth-child(4) {{ min-width: 9em; }}
 td:nth-child(-n+3) {{ white-space: nowrap; overflow-wrap: normal; }}
 """
 

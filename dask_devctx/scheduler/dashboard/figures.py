@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 from bokeh.models import (
     BoxZoomTool,
     ColumnDataSource,
@@ -23,11 +23,11 @@ from bokeh.plotting import figure
 
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.lanes import HOST_PADDING
+from dask_devctx.scheduler.dashboard.sources import Names
 from dask_devctx.scheduler.dashboard.theme import Colours
 
-# The most rows of one kind that a browser is given.
-MOST_ROWS: Final = 10_000
-_MOST_TEXTS: Final = 24
+# How many texts a lane has, by the number of lanes: more would hide the plot.
+_MOST_TEXTS: Final = {4: 4, 8: 2, 24: 1}
 # How much of the past the plots show at first.
 WINDOW_S: Final = 30.0
 
@@ -47,6 +47,15 @@ _BYTES = """
         n /= 1024
         if (n < 1024 || unit == "TiB") return n.toPrecision(n < 1000 ? 3 : 4) + " " + unit
     }
+"""
+
+
+_RATE = """
+    const rate = Number(value) / 1e9
+    return Number.isFinite(rate) && rate > 0 ? rate.toPrecision(3) + " GB/s" : "not measured"
+"""
+_NAME = """
+    return names.data.name[value] ?? ""
 """
 
 
@@ -148,11 +157,11 @@ class LaneTexts:
         )
         plot.add_layout(self._labels)
 
-    def show(self, texts: Mapping[float, str]) -> None:
-        """Write each text at the height of its lane."""
-        data = {"y": list(texts), "text": list(texts.values())}
-        if len(texts) > _MOST_TEXTS:  # they would hide each other
-            data = {"y": [], "text": []}
+    def show(self, texts: Mapping[float, Sequence[str]]) -> None:
+        """Write texts at the height of each lane: fewer where there are many lanes."""
+        most = next((n for lanes, n in _MOST_TEXTS.items() if len(texts) <= lanes), 0)
+        shown = [", ".join(several[:most]) for several in texts.values()]
+        data = {"y": list(texts), "text": shown} if most else {"y": [], "text": []}
         if data != self._source.data:
             self._source.data = data
 
@@ -167,53 +176,36 @@ def legend_below(plot: figure) -> None:
     )  # fmt: skip
 
 
-def hover(renderers: Sequence[Any], lines: Mapping[str, str], head: str) -> HoverTool:
-    """Return a hover with a bold head and lines of names and values.
+def hover(
+    renderers: Sequence[Any], lines: Mapping[str, str], head: str, names: Names | None = None
+) -> HoverTool:
+    """Return a hover with a bold head and lines of labels and values.
 
-    A value ``@column{s}`` is a time in seconds, and ``@column{B}`` a number of bytes.
+    A value ``@column{s}`` is a time in seconds, ``@column{B}`` a number of bytes, ``@column{B/s}``
+    a rate, and ``@column{name}`` the number of a name.
     """
+    kinds = {"{s}": _SECONDS, "{B}": _BYTES, "{B/s}": _RATE, "{name}": _NAME}
+    made = {
+        kind: CustomJSHover(code=code, args={} if names is None else {"names": names.source})
+        for kind, code in kinds.items()
+    }
     formatters: dict[str, CustomJSHover] = {}
-    kinds = {"{s}": CustomJSHover(code=_SECONDS), "{B}": CustomJSHover(code=_BYTES)}
-    rows = []
-    for label, value in lines.items():
-        for kind, formatter in kinds.items():
-            if kind in value:
-                formatters[value.partition("{")[0]] = formatter
-                value = value.replace(kind, "{custom}")
-        rows.append(f"<tr><td style='padding-right: 8px'>{label}</td><td>{value}</td></tr>")
+
+    def formatted(text: str) -> str:
+        for column, kind in re.findall(r"(@\w+)({[^}]+})", text):
+            if kind in made:
+                formatters[column] = made[kind]
+                text = text.replace(column + kind, f"{column}{{custom}}")
+        return text
+
+    rows = "".join(
+        f"<tr><td style='padding-right: 8px'>{label}</td><td>{formatted(value)}</td></tr>"
+        for label, value in lines.items()
+    )
     return HoverTool(
         renderers=list(renderers),
+        tooltips=f"<div style='max-width: 480px; overflow-wrap: anywhere'><b>{formatted(head)}</b>"
+        f"<table style='font-size: 12px'>{rows}</table></div>",
         formatters=formatters,
-        tooltips=f"<div style='max-width: 480px; overflow-wrap: anywhere'><b>{head}</b>"
-        f"<table style='font-size: 12px'>{''.join(rows)}</table></div>",
         point_policy="follow_mouse",
     )
-
-
-def empty(names: str) -> dict[str, list[Any]]:
-    """Return columns without rows; their names are separated by spaces."""
-    return {name: [] for name in names.split()}
-
-
-def stream(source: ColumnDataSource, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Add rows to a plot's data; the oldest ones leave."""
-    added = list(rows)[-MOST_ROWS:]
-    if added:
-        source.stream({name: _column(added, name) for name in source.data}, MOST_ROWS)
-
-
-def all_columns(names: str, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return rows as columns, for data that is replaced."""
-    shown = list(rows)
-    return {name: [row[name] for row in shown] for name in names.split()}
-
-
-def clear(source: ColumnDataSource) -> None:
-    """Remove all rows of a plot's data."""
-    source.data = {name: [] for name in source.data}
-
-
-def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Any:
-    """Return a column as Bokeh sends it fast: numbers as an array."""
-    values = [row[name] for row in rows]
-    return values if isinstance(values[0], str) else np.array(values, dtype=float)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any, Final
 
-from bokeh.models import ColumnDataSource
 from dask.utils import format_bytes
 
 from dask_devctx.scheduler.dashboard.batches import Batch
@@ -14,14 +13,12 @@ from dask_devctx.scheduler.dashboard.figures import (
     LaneAxis,
     LaneTexts,
     TimeAxis,
-    clear,
-    empty,
     hover,
     legend_below,
     over_time,
-    stream,
 )
 from dask_devctx.scheduler.dashboard.intervals import Interval, Intervals
+from dask_devctx.scheduler.dashboard.sources import Rows
 from dask_devctx.scheduler.dashboard.theme import (
     CACHED,
     COPIES,
@@ -36,10 +33,6 @@ from dask_devctx.scheduler.rows import Sample
 # The part of a lane that is filled, measured from its middle.
 LOW, HIGH = -0.42, 0.42
 
-_COLUMNS: Final = (
-    "left right low to_held to_copies to_cached to_others high limit_at spilled_at lane held "
-    "copies cached others free total limit spilled"
-)
 # The layers from the bottom to the top: where they begin and end, their colour and their name.
 _LAYERS: Final = (
     ("low", "to_held", HELD, "held"),
@@ -60,15 +53,19 @@ class MemoryPlot:
 
     def __init__(self, times: TimeAxis, devices: LaneAxis, colours: Colours) -> None:
         self._intervals = Intervals()
-        self._source = ColumnDataSource(empty(_COLUMNS))
+        self._rows = Rows(
+            "left right low to_held to_copies to_cached to_others high limit_at spilled_at held "
+            "copies cached others free total limit spilled",
+            "lane",
+        )
         self.root = over_time("device_memory", "Memory of each device", times, devices, colours)
         free = self.root.quad(
-            left="left", right="right", bottom="low", top="high", source=self._source,
+            left="left", right="right", bottom="low", top="high", source=self._rows.source,
             fill_color=colours.lane, line_color=None, legend_label="free",
         )  # fmt: skip
         for bottom, top, colour, name in _LAYERS:
             self.root.quad(
-                left="left", right="right", bottom=bottom, top=top, source=self._source,
+                left="left", right="right", bottom=bottom, top=top, source=self._rows.source,
                 fill_color=colour, line_color=None, legend_label=name,
             )  # fmt: skip
         for at, colour, dash, name in (
@@ -76,7 +73,7 @@ class MemoryPlot:
             ("limit_at", LIMIT, "solid", "limit"),
         ):
             self.root.segment(
-                x0="left", x1="right", y0=at, y1=at, source=self._source, line_color=colour,
+                x0="left", x1="right", y0=at, y1=at, source=self._rows.source, line_color=colour,
                 line_width=2, line_dash=dash, legend_label=name,
             )  # fmt: skip
         legend_below(self.root)
@@ -88,15 +85,15 @@ class MemoryPlot:
     def show(self, batch: Batch) -> None:
         """Show the samples of a batch."""
         if batch.again:
-            clear(self._source)
+            self._rows.replace(())
         rows = [
             _row(one, batch.ms)
             for one in self._intervals.of(batch, batch.devices)
             if one.after.memory_total
         ]
-        stream(self._source, rows)
+        self._rows.add(rows)
         latest = self._intervals.latest.values()
-        self._texts.show({one.middle: _text(one.after) for one in latest})
+        self._texts.show({one.middle: _texts(one.after) for one in latest})
 
 
 def _row(one: Interval, ms: Callable[[float], float]) -> dict[str, Any]:
@@ -136,16 +133,12 @@ def _height(low: float, nbytes: int | None, total: int) -> float:
     return math.nan if nbytes is None else low + (HIGH - LOW) * min(nbytes / total, 1.0)
 
 
-def _text(sample: Sample) -> str:
-    """Return the latest numbers of a device in a few words."""
+def _texts(sample: Sample) -> list[str]:
+    """Return the latest numbers of a device in a few words, the most important ones first."""
     if not sample.memory_total:
-        return "memory unknown"
-    total = format_bytes(sample.memory_total)
-    used = None if sample.memory_free is None else sample.memory_total - sample.memory_free
-    parts = {
-        f"used of {total}": used,
-        "held": sample.memory_held,
-        "copies": sample.memory_copies or None,
-        "spilled": sample.memory_spilled or None,
-    }
-    return ", ".join(f"{format_bytes(n)} {name}" for name, n in parts.items() if n is not None)
+        return ["memory unknown"]
+    total, free = sample.memory_total, sample.memory_free
+    parts = [("held", sample.memory_held), ("copies", sample.memory_copies)]
+    parts += [("spilled", sample.memory_spilled)]
+    used = "" if free is None else f"{format_bytes(total - free)} of "
+    return [used + format_bytes(total), *(f"{name} {format_bytes(n)}" for name, n in parts if n)]

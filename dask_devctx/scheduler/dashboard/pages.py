@@ -21,7 +21,7 @@ from dask_devctx.scheduler.dashboard.timeline import Timeline
 from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
 from dask_devctx.scheduler.dashboard.utilization import UtilizationPlot
 
-_INTERVAL_MS: Final = 500
+_INTERVAL_MS: Final = 1000
 _TEMPLATES: Final = str(Path(__file__).parent / "templates")
 
 _PLOTS: Final = ("timeline", "memory", "utilization", "transfers", "failures")
@@ -77,5 +77,5 @@ def _fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> Non
     for plot in plots:
         document.add_root(plot.root)
     document.theme = bokeh_theme(colours)
-    document.template_variables["colours"] = colours
+    document.template_variables.update(colours=colours, lanes=feed.count())
     update_regularly(document, feed, _INTERVAL_MS)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from bokeh.models import ColumnDataSource
-
 from dask_devctx.dask_internals.dashboard import color_of
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.figures import (
-    MOST_ROWS,
     LaneAxis,
     TimeAxis,
-    all_columns,
-    clear,
-    empty,
     hover,
     over_time,
-    stream,
 )
 from dask_devctx.scheduler.dashboard.intervals import Intervals
 from dask_devctx.scheduler.dashboard.slots import Slots
+from dask_devctx.scheduler.dashboard.sources import MOST_ROWS, Names, Rows, rgba
 from dask_devctx.scheduler.dashboard.theme import COPY, WAYS, Colours
 from dask_devctx.scheduler.rows import TaskRun
 
@@ -32,9 +27,7 @@ _COPIES: Final = (-0.44, -0.32)
 # Without a sample for this long, nothing is known of the tasks that run.
 _STALE_S: Final = 3.0
 
-_TASK_COLUMNS: Final = "left right bottom top color name key lane outcome took place inputs memory"
-_COPY_COLUMNS: Final = "left right bottom top color source target way nbytes took rate values"
-_RUNNING_COLUMNS: Final = "left right bottom top running queued lane"
+_BOX: Final = "left right bottom top "
 
 
 class _Ran(NamedTuple):
@@ -57,11 +50,11 @@ class Timeline:
 
     def __init__(self, times: TimeAxis, lanes: LaneAxis, colours: Colours) -> None:
         self._times, self._lanes, self._colours = times, lanes, colours
-        self._slots = Slots()
-        self._tasks = ColumnDataSource(empty(_TASK_COLUMNS))
-        self._failed = ColumnDataSource(empty("x y"))
-        self._copies = ColumnDataSource(empty(_COPY_COLUMNS))
-        self._running = ColumnDataSource(empty(_RUNNING_COLUMNS))
+        self._slots, self._names = Slots(), Names()
+        self._tasks = Rows(_BOX + "color name lane outcome took place inputs memory", "key")
+        self._failed = Rows("x y")
+        self._copies = Rows(_BOX + "color source target way nbytes took rate values")
+        self._running = Rows(_BOX + "running queued lane")
         self._kept: deque[_Ran] = deque(maxlen=MOST_ROWS)
         self._intervals = Intervals()
         # When the latest task ended on each device, and since when it has tasks without a pause.
@@ -70,16 +63,22 @@ class Timeline:
         self.root = over_time(
             "device_timeline", "Tasks and copies on each device", times, lanes, colours
         )
-        box = {"left": "left", "right": "right", "bottom": "bottom", "top": "top"}
+        box = {name: name for name in _BOX.split()}
         running = self.root.quad(
-            **box, source=self._running, fill_color=colours.grid, fill_alpha=0.8, line_color=None
+            **box,
+            source=self._running.source,
+            fill_color=colours.grid,
+            fill_alpha=0.8,
+            line_color=None,
         )
         tasks = self.root.quad(
-            **box, source=self._tasks, fill_color="color", line_color="color", line_alpha=0.6
+            **box, source=self._tasks.source, fill_color="color", line_color="color", line_alpha=0.6
         )
-        copies = self.root.quad(**box, source=self._copies, fill_color="color", line_color="color")
+        copies = self.root.quad(
+            **box, source=self._copies.source, fill_color="color", line_color="color"
+        )
         self.root.scatter(
-            x="x", y="y", source=self._failed, marker="x", size=11, line_width=3,
+            x="x", y="y", source=self._failed.source, marker="x", size=11, line_width=3,
             line_color="#e31a1c",
         )  # fmt: skip
         for glyph in (running, tasks, copies):
@@ -89,30 +88,37 @@ class Timeline:
                 [tasks],
                 {
                     "key": "@key",
-                    "device": "@lane",
+                    "device": "@lane{name}",
                     "ran for": "@took{s}",
                     "waited for a free place": "@place{s}",
                     "waited for its inputs": "@inputs{s}",
                     "waited for memory": "@memory{s}",
                 },
-                "@name @outcome",
+                "@name{name} @outcome{name}",
+                self._names,
             ),
             hover(
                 [copies],
                 {
-                    "from": "@source",
-                    "to": "@target",
-                    "way": "@way",
+                    "from": "@source{name}",
+                    "to": "@target{name}",
+                    "way": "@way{name}",
                     "bytes": "@nbytes{B} in @values values",
                     "took": "@took{s}",
-                    "rate": "@rate",
+                    "rate": "@rate{B/s}",
                 },
                 "copy",
+                self._names,
             ),
             hover(
                 [running],
-                {"device": "@lane", "tasks that run": "@running", "tasks that wait": "@queued"},
+                {
+                    "device": "@lane{name}",
+                    "tasks that run": "@running",
+                    "tasks that wait": "@queued",
+                },
                 "running",
+                self._names,
             ),
         )
         times.follow(self.root)
@@ -123,8 +129,8 @@ class Timeline:
             self._kept.clear()
             self._ended.clear()
             self._running_since.clear()
-            for source in (self._tasks, self._failed, self._copies, self._running):
-                clear(source)
+            for rows in (self._tasks, self._failed, self._copies, self._running):
+                rows.replace(())
         ran = [
             _Ran(host, row, row.start, row.stop)
             for host, row in batch.tasks
@@ -136,14 +142,14 @@ class Timeline:
         before = self._slots.counts()
         slots = self._placed(ran)
         if self._slots.counts() != before:  # a lane has more rows now: all of it moves
-            clear(self._tasks)
-            clear(self._failed)
+            self._tasks.replace(())
+            self._failed.replace(())
             self._slots.clear()
             ran = list(self._kept)
             slots = self._placed(ran)
         self._show_tasks(batch, ran, slots)
-        stream(self._copies, self._copy_rows(batch))
-        self._running.data = all_columns(_RUNNING_COLUMNS, self._running_rows(batch))
+        self._copies.add(self._copy_rows(batch))
+        self._running.replace(self._running_rows(batch))
 
     def _placed(self, ran: Sequence[_Ran]) -> list[int]:
         """Return the row of each task in its lane."""
@@ -156,6 +162,7 @@ class Timeline:
     def _show_tasks(self, batch: Batch, ran: Sequence[_Ran], slots: Sequence[int]) -> None:
         rows, failed = [], []
         low, high = _TASKS
+        number = self._names.number
         for (host, row, start, stop), slot in zip(ran, slots, strict=True):
             middle = batch.lanes.position(host, row.uuid)
             if middle is None:  # its worker left long ago
@@ -170,11 +177,11 @@ class Timeline:
                     "right": right,
                     "bottom": top - 0.92 * height,
                     "top": top,
-                    "color": self._colours.failed if wrong else color_of(row.prefix),
-                    "name": row.prefix,
+                    "color": rgba(self._colours.failed if wrong else color_of(row.prefix)),
+                    "name": number(row.prefix),
                     "key": str(row.key),
-                    "lane": batch.lanes.label(host, row.uuid),
-                    "outcome": "failed" if wrong else "",
+                    "lane": number(batch.lanes.label(host, row.uuid)),
+                    "outcome": number("failed" if wrong else ""),
                     "took": stop - start,
                     "place": row.place_s,
                     "inputs": row.inputs_s,
@@ -183,12 +190,12 @@ class Timeline:
             )
             if wrong:
                 failed.append({"x": right, "y": top - 0.46 * height})
-        stream(self._tasks, rows)
-        stream(self._failed, failed)
+        self._tasks.add(rows)
+        self._failed.add(failed)
 
     def _copy_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
         low, high = _COPIES
-        lanes = batch.lanes
+        lanes, number = batch.lanes, self._names.number
         for host, row in batch.copies:
             middle = lanes.position(host, row.target) or lanes.position(host, row.source)
             if middle is None:
@@ -199,13 +206,13 @@ class Timeline:
                 "right": batch.ms(row.stop),
                 "bottom": middle + low,
                 "top": middle + high,
-                "color": WAYS.get(row.way, COPY),
-                "source": lanes.label(host, row.source),
-                "target": lanes.label(host, row.target),
-                "way": row.way,
+                "color": rgba(WAYS.get(row.way, COPY)),
+                "source": number(lanes.label(host, row.source)),
+                "target": number(lanes.label(host, row.target)),
+                "way": number(row.way),
                 "nbytes": row.nbytes,
                 "took": took,
-                "rate": f"{row.nbytes / took / 1e9:.3g} GB/s" if took else "",
+                "rate": row.nbytes / took if took > 0 else math.nan,
                 "values": row.values,
             }
 
@@ -232,5 +239,5 @@ class Timeline:
                     "top": one.middle + high,
                     "running": one.after.running,
                     "queued": one.after.queued,
-                    "lane": one.lane,
+                    "lane": self._names.number(one.lane),
                 }

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bokeh.models import ColumnDataSource, FactorRange, LabelSet
+from bokeh.models import FactorRange, LabelSet
 from bokeh.plotting import figure
 from dask.utils import format_bytes
 from distributed import Scheduler
 
 from dask_devctx.scheduler.dashboard.batches import Batch
-from dask_devctx.scheduler.dashboard.figures import empty, hover
+from dask_devctx.scheduler.dashboard.figures import hover, legend_below
 from dask_devctx.scheduler.dashboard.lanes import Lanes
+from dask_devctx.scheduler.dashboard.sources import Rows, rgba
 from dask_devctx.scheduler.dashboard.theme import COPY, WAYS, Colours
 from dask_devctx.scheduler.history import DeviceHistory
 
@@ -22,10 +24,10 @@ from dask_devctx.scheduler.history import DeviceHistory
 # other workers.
 WITHIN: Final = "devctx-traffic"
 BETWEEN: Final = "devctx-ipc"
-# The text of a cell is left out in a larger matrix.
-_MOST_TEXTS: Final = 8
-
-_COLUMNS: Final = "source target x y width color alpha way nbytes copies saved rate text"
+_WAYS: Final = {"peer": "within a worker", "ipc": "between workers", "host": "through the host"}
+# A larger matrix has cells with less text, or without text.
+_TWO_LINES: Final = 4
+_ONE_LINE: Final = 10
 
 
 @dataclass
@@ -38,11 +40,9 @@ class Total:
     seconds: float = 0.0
 
     @property
-    def rate(self) -> str:
-        """The bytes in a second, as text; empty if nothing moved."""
-        return (
-            f"{self.nbytes / self.seconds / 1e9:.3g} GB/s" if self.nbytes and self.seconds else ""
-        )
+    def rate(self) -> float:
+        """The bytes in a second; not a number if nothing moved."""
+        return self.nbytes / self.seconds if self.nbytes and self.seconds else math.nan
 
 
 class TransferMatrix:
@@ -57,7 +57,9 @@ class TransferMatrix:
     def __init__(self, scheduler: Scheduler, colours: Colours) -> None:
         self._scheduler = scheduler
         self._shown: Mapping[tuple[str, str, str], Total] | None = None
-        self._source = ColumnDataSource(empty(_COLUMNS))
+        self._rows = Rows(
+            "x y width color alpha nbytes copies saved rate", "source target way text"
+        )
         ranges = {"range_padding": 0, "factor_padding": 0}
         self.root = figure(
             name="device_transfers",
@@ -75,11 +77,14 @@ class TransferMatrix:
         self.root.ygrid.grid_line_color = None
         self.root.axis.major_tick_line_color = None
         cells = self.root.rect(
-            x="x", y="y", width="width", height=0.94, source=self._source, fill_color="color",
+            x="x", y="y", width="width", height=0.94, source=self._rows.source, fill_color="color",
             fill_alpha="alpha", line_color="color",
         )  # fmt: skip
+        for way, name in _WAYS.items():  # for the legend; out of sight
+            self.root.rect(x=[-9], y=[-9], width=1, height=1, color=WAYS[way], legend_label=name)
+        legend_below(self.root)
         self._labels = LabelSet(
-            x="x", y="y", text="text", source=self._source, text_align="center",
+            x="x", y="y", text="text", source=self._rows.source, text_align="center",
             text_baseline="middle", text_font_size="11px", text_color=colours.text,
         )  # fmt: skip
         self.root.add_layout(self._labels)
@@ -91,7 +96,7 @@ class TransferMatrix:
                     "bytes": "@nbytes{B}",
                     "values": "@copies",
                     "used again": "@saved",
-                    "rate": "@rate",
+                    "rate": "@rate{B/s}",
                 },
                 "@source → @target",
             )
@@ -110,7 +115,10 @@ class TransferMatrix:
         ends = [*devices, *sorted(others)]
         self.root.x_range.factors = ends or [""]
         self.root.y_range.factors = ends[::-1] or [""]
-        self._source.data = _cells(totals, ends)
+        self.root.xaxis.major_label_orientation = (
+            "horizontal" if len(ends) <= _ONE_LINE else "vertical"
+        )
+        self._rows.replace(_cells(totals, ends))
         nbytes = sum(total.nbytes for total in totals.values())
         copies = sum(int(total.copies) for total in totals.values())
         self.root.title.text = (
@@ -159,7 +167,7 @@ def _rows(metrics: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 _NEEDED: Final = {"source", "destination", "nbytes", "copies", "saved", "seconds"}
 
 
-def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> dict[str, Any]:
+def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> list[dict[str, Any]]:
     ways: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for source, target, way in sorted(totals):
         ways[source, target].append(way)
@@ -170,7 +178,9 @@ def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> dic
         width = 0.94 / len(several)
         for n, way in enumerate(several):
             total = totals[source, target, way]
-            text = f"{way} {format_bytes(total.nbytes)}\n{total.rate}"
+            text = format_bytes(total.nbytes) if len(ends) <= _ONE_LINE else ""
+            if len(ends) <= _TWO_LINES and not math.isnan(total.rate):
+                text += f"\n{total.rate / 1e9:.3g} GB/s"
             rows.append(
                 {
                     "source": source,
@@ -178,14 +188,14 @@ def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> dic
                     "x": at[target] - 0.47 + (n + 0.5) * width,
                     "y": len(ends) - at[source],
                     "width": width,
-                    "color": WAYS.get(way, COPY),
+                    "color": rgba(WAYS.get(way, COPY)),
                     "alpha": 0.2 + 0.8 * total.nbytes / (most or 1),
                     "way": way,
                     "nbytes": total.nbytes,
                     "copies": total.copies,
                     "saved": total.saved,
                     "rate": total.rate,
-                    "text": text if len(ends) <= _MOST_TEXTS else "",
+                    "text": text,
                 }
             )
-    return {name: [row[name] for row in rows] for name in _COLUMNS.split()}
+    return rows

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final
-
-from bokeh.models import ColumnDataSource
+from typing import Any
 
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.figures import (
     LaneAxis,
     LaneTexts,
     TimeAxis,
-    clear,
-    empty,
     hover,
     legend_below,
     over_time,
-    stream,
 )
 from dask_devctx.scheduler.dashboard.intervals import Interval, Intervals
 from dask_devctx.scheduler.dashboard.memory import HIGH, LOW
+from dask_devctx.scheduler.dashboard.sources import Rows
 from dask_devctx.scheduler.dashboard.theme import BANDWIDTH, COMPUTE, Colours
 from dask_devctx.scheduler.rows import Sample
-
-_COLUMNS: Final = (
-    "left right low high occupied_to computing_to bandwidth_from bandwidth_at lane occupied "
-    "computing bandwidth"
-)
 
 
 class UtilizationPlot:
@@ -42,13 +33,17 @@ class UtilizationPlot:
 
     def __init__(self, times: TimeAxis, devices: LaneAxis, colours: Colours) -> None:
         self._intervals = Intervals()
-        self._source = ColumnDataSource(empty(_COLUMNS))
+        self._rows = Rows(
+            "left right low high occupied_to computing_to bandwidth_from bandwidth_at occupied "
+            "computing bandwidth",
+            "lane",
+        )
         self.root = over_time(
             "device_utilization", "Utilization of each device, by NVML", times, devices, colours
         )
         # Without this layer, a hover finds only the times in which a device had load.
         whole = self.root.quad(
-            left="left", right="right", bottom="low", top="high", source=self._source,
+            left="left", right="right", bottom="low", top="high", source=self._rows.source,
             fill_color=colours.lane, line_color=None,
         )  # fmt: skip
         for top, colour, name in (
@@ -56,12 +51,12 @@ class UtilizationPlot:
             ("computing_to", COMPUTE, "computes"),
         ):
             self.root.quad(
-                left="left", right="right", bottom="low", top=top, source=self._source,
+                left="left", right="right", bottom="low", top=top, source=self._rows.source,
                 fill_color=colour, line_color=None, legend_label=name,
             )  # fmt: skip
         for x1, y0 in (("right", "bandwidth_at"), ("left", "bandwidth_from")):
             self.root.segment(
-                x0="left", x1=x1, y0=y0, y1="bandwidth_at", source=self._source,
+                x0="left", x1=x1, y0=y0, y1="bandwidth_at", source=self._rows.source,
                 line_color=BANDWIDTH, line_width=2, legend_label="memory bandwidth",
             )  # fmt: skip
         legend_below(self.root)
@@ -82,12 +77,10 @@ class UtilizationPlot:
     def show(self, batch: Batch) -> None:
         """Show the samples of a batch."""
         if batch.again:
-            clear(self._source)
-        stream(
-            self._source, [_row(one, batch.ms) for one in self._intervals.of(batch, batch.devices)]
-        )
+            self._rows.replace(())
+        self._rows.add(_row(one, batch.ms) for one in self._intervals.of(batch, batch.devices))
         latest = self._intervals.latest.values()
-        self._texts.show({one.middle: _text(one.after) for one in latest})
+        self._texts.show({one.middle: _texts(one.after) for one in latest})
 
 
 def _row(one: Interval, ms: Callable[[float], float]) -> dict[str, Any]:
@@ -115,9 +108,9 @@ def _row(one: Interval, ms: Callable[[float], float]) -> dict[str, Any]:
     }
 
 
-def _text(sample: Sample) -> str:
-    """Return the latest numbers of a device in a few words."""
+def _texts(sample: Sample) -> list[str]:
+    """Return the latest numbers of a device in a few words, the most important one first."""
     if sample.utilization is None:
-        return "NVML does not know"
-    text = f"{sample.utilization:.0%}"
-    return text if sample.bandwidth is None else f"{text}, memory bandwidth {sample.bandwidth:.0%}"
+        return ["NVML does not know"]
+    texts = [f"{sample.utilization:.0%}"]
+    return texts if sample.bandwidth is None else [*texts, f"bandwidth {sample.bandwidth:.0%}"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 
 from distributed import Reschedule, Worker
 
@@ -13,8 +13,8 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DeviceFailedError, DriverError
-from dask_devctx.scheduler.suspects import ACTION, TOPIC
-from dask_devctx.worker.failures.quarantine import Watch
+from dask_devctx.scheduler.suspects import ACTION, FAILED, TOPIC
+from dask_devctx.worker.failures.quarantine import Quarantine
 from dask_devctx.worker.failures.suspects import Suspect, Suspects
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,24 @@ class Failure:
     error
         The error of the device.
     errors
-        The error of each blamed task, by key.
+        The error of each task and method that errs with it, by key.
     suspects
         The keys of all tasks that may have caused it.
+    bystanders
+        The keys of tasks that run again, although they cannot have caused it.
+    marks
+        Whether the scheduler marks the suspects.
     """
 
     error: DeviceFailedError
-    errors: Mapping[Hashable, DeviceFailedError]
-    suspects: tuple[Hashable, ...]
+    errors: Mapping[Hashable, DeviceFailedError] = field(default_factory=dict)
+    suspects: tuple[Hashable, ...] = ()
+    bystanders: tuple[Hashable, ...] = ()
+    marks: bool = True
+
+    def error_of_one_that_runs_once(self, why: str) -> DeviceFailedError:
+        """Return the error of a call that did not begin, and does not run elsewhere."""
+        return DeviceFailedError(*[*self.error.args[:-1], why])
 
 
 class Blame:
@@ -48,30 +58,43 @@ class Blame:
         Whether the worker waits for the device after each task.
     on_failure
         Called once, before any task errs, on the thread of the task that noticed the failure.
+    marks
+        Returns whether the scheduler marks suspects, so that they are watched when they run again.
+        If not, the task that notices a failure errs, so that no task runs without end.
 
     Attributes
     ----------
     failure
         The failure, or None.
+    once
+        The reasons why some running tasks and methods do not run again, by key.
     suspects
         The tasks whose work may not be done yet.
-    watch
-        The watched tasks: they may have broken a device before.
+    quarantine
+        Lets watched tasks run alone.
 
     Notes
     -----
-    The running watched tasks are blamed; if there are none, the task that noticed the failure is.
-    So each failure costs a task, and a task that always breaks its device is not run endlessly. One
-    failure costs no task: a failure that a watched task finds before it gets its device. The tasks
-    that may have caused it are suspects, and are watched when they run again.
+    A task errs if it is the one suspect, or if it does not run again. All others run again. The
+    suspects are watched then: each runs alone, so that the guilty task is the one suspect.
+
+    A suspect that counts as done is no exception. dask runs it again if its result is needed, since
+    the result was lost with the worker.
     """
 
-    def __init__(self, synchronize: bool, on_failure: Callable[[Failure], None]) -> None:
+    def __init__(
+        self,
+        synchronize: bool,
+        on_failure: Callable[[Failure], None],
+        marks: Callable[[], bool] = lambda: True,
+    ) -> None:
         self.failure: Failure | None = None
+        self.once: dict[Hashable, str] = {}
         self.suspects = Suspects()
-        self.watch = Watch()
+        self.quarantine = Quarantine(self.suspects)
         self._synchronize = synchronize
         self._on_failure = on_failure
+        self._marks = marks
         self._lock = threading.Lock()
 
     def refuse_after_failure(self) -> None:
@@ -86,7 +109,7 @@ class Blame:
             raise Reschedule
 
     def error_of(self, key: Hashable) -> DeviceFailedError | None:
-        """Return the error of a blamed task; None for any other task."""
+        """Return the error of a task that errs with the failure; None for any other task."""
         return None if self.failure is None else self.failure.errors.get(key)
 
     def noticed(
@@ -103,61 +126,65 @@ class Blame:
         began
             Whether the task had its device.
         """
-        with self._lock:
-            if self.failure is None:
-                failure = self._decided(Suspect(key, device), found, began)
-                self._on_failure(failure)  # first, so that tasks are marked before they run again
-                self.failure = failure
-        return self.failure.errors.get(key) or Reschedule()
+        failure = self._note(Suspect(key, device), found, began)
+        return failure.errors.get(key) or Reschedule()
 
     def noticed_between(self, device: Device, found: DriverError) -> None:
-        """Note a failure that no task noticed, such as one during a transfer: no task errs."""
+        """Note a failure that no task noticed, such as one during a transfer."""
+        self._note(Suspect(None, device), found, False)
+
+    def _note(self, who: Suspect, found: DriverError, began: bool) -> Failure:
         with self._lock:
             if self.failure is None:
-                suspects = [one for one in self.suspects.named(None, device) if one.key is not None]
-                error = self._error(device, found, suspects, False)
-                failure = Failure(error, {}, tuple(dict.fromkeys(one.key for one in suspects)))
-                self._on_failure(failure)
+                failure = self._decided(who, found, began)
+                self._on_failure(failure)  # first, so that tasks are marked before they run again
                 self.failure = failure
+            return self.failure
 
     def _decided(self, who: Suspect, found: DriverError, began: bool) -> Failure:
-        suspects = self.suspects.named(*who)
+        device = who.device
+        lost = discovery.is_lost(device._backend, device.info)
         # Only a device's own tasks notice that it is gone.
-        watched = [
-            one
-            for one in self.watch.running()
-            if found.code in statuses.STICKY or one.device is who.device
-        ]
-        if not began and set(suspects) <= {who, *watched}:
-            began = True  # there are no other suspects to watch
-        blamed = watched or ([who] if began else [])
-        named = watched or suspects[0 if began else 1 :]
-        errors = {
-            one.key: self._error(
-                who.device, found, [one, *(other for other in named if other != one)], bool(watched)
-            )
-            for one in blamed
-        }
-        error = next(iter(errors.values()), None)
-        return Failure(
-            error or self._error(who.device, found, named, False),
-            errors,
-            tuple(dict.fromkeys(one.key for one in suspects)),
-        )
+        only = None if found.code in statuses.STICKY else device
+        first = [who] if began else []
+        running = tuple(dict.fromkeys([*first, *self.suspects.running(only)]))
+        suspects = tuple(dict.fromkeys([*first, *self.suspects.named(only)]))
+        if lost or found.code in statuses.HARDWARE:
+            suspects = ()
 
-    def _error(
-        self, device: Device, found: DriverError, suspects: Sequence[Suspect], watched: bool
-    ) -> DeviceFailedError:
-        return DeviceFailedError(
-            str(device),
-            device.uuid,
-            found.status,
-            found.code,
-            [str(suspect) for suspect in suspects],
-            self._synchronize,
-            discovery.is_lost(device._backend, device.info),
-            watched,
-        )
+        # A task may have several devices, and is a suspect on each of them.
+        places: dict[Hashable, list[str]] = {}
+        for one in suspects:
+            places.setdefault(one.key, []).append(str(one.device))
+        named = [f"{key} on {' and '.join(sorted(on))}" for key, on in places.items()]
+        keys = tuple(places)
+        sole = keys[0] if len(keys) == 1 else None
+
+        def error(not_again: str = "") -> DeviceFailedError:
+            return DeviceFailedError(
+                str(device),
+                device.uuid,
+                found.status,
+                found.code,
+                named,
+                self._synchronize,
+                lost,
+                sole is not None and self.quarantine.is_watched(sole),
+                not_again,
+            )
+
+        marks = self._marks()
+        errors = {one.key: error(self.once[one.key]) for one in running if one.key in self.once}
+        if any(one.key == sole for one in running):
+            errors.setdefault(sole, error())
+        if not marks and who.key is not None and (began or not {*keys} - {who.key}):
+            errors.setdefault(who.key, error(_UNMARKED))
+        beside = dict.fromkeys(one.key for one in (who, *running) if one.key not in keys)
+        beside.pop(None, None)
+        return Failure(error(), errors, keys, tuple(beside), marks)
+
+
+_UNMARKED = "the scheduler lacks dask-devctx, so that no task can be watched in its next run"
 
 
 def tell_scheduler(worker: Worker, failure: Failure) -> None:
@@ -177,13 +204,33 @@ def tell_scheduler(worker: Worker, failure: Failure) -> None:
     mark is there before the task runs again. A scheduler without this package only stores the
     event.
     """
-    event = {
-        "action": ACTION,
-        "device": failure.error.uuid,
-        "error": str(failure.error),
-        "suspects": list(failure.suspects),
-    }
     try:
-        worker.log_event(TOPIC, event)
+        worker.log_event(TOPIC, {"action": ACTION, **_message(failure)})
     except Exception as error:  # the worker ends in any case
         logger.warning("the scheduler was not told which tasks to watch: %r", error)
+
+
+async def confirm(worker: Worker, failure: Failure) -> None:
+    """Wait until the scheduler knows which tasks may have broken a worker's devices.
+
+    Notes
+    -----
+    dask computes the results of a worker again as soon as the worker has left. The worker leaves by
+    a message that may overtake the event. So this tells the scheduler again, and waits for the
+    answer.
+    """
+    told = getattr(worker.scheduler, FAILED)
+    answer = await told(address=worker.contact_address, **_message(failure))
+    if answer != "OK":
+        raise RuntimeError(f"the scheduler answers {FAILED} with {answer!r}")
+
+
+def _message(failure: Failure) -> dict[str, object]:
+    return {
+        "device": failure.error.uuid,
+        "error": str(failure.error),
+        "fields": list(failure.error.args),
+        "suspects": list(failure.suspects),
+        "bystanders": list(failure.bystanders),
+        "erred": list(failure.errors),
+    }

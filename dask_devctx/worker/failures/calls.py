@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Hashable, Iterator
 from types import TracebackType
 from typing import Final
@@ -15,7 +14,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import portable
-from dask_devctx.worker.failures.suspects import Suspect
+from dask_devctx.worker.tracebacks import of_the_task
 
 _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
 
@@ -34,11 +33,13 @@ class MonitoredCall:
     movable
         Whether it may be tried again on another device, because the user named no device.
     watched
-        Whether it may have broken a device before. Then it waits for its turn, and the worker waits
-        for the device after it.
+        The number of its watched run, since it may have broken a device before; 0 if it is not
+        watched. A watched call runs alone, and the worker waits for its devices before and after.
+    once
+        Why it does not run again after a device failed while it ran; "" if it may.
     is_method
-        Whether it is a call of an actor's method. The worker does not wait for the device after it,
-        and never runs it again, since it may have changed its actor already.
+        Whether it is a call of an actor's method, or another call that no task makes. The worker
+        does not wait for the device after it, and no watched task waits for its end.
 
     Attributes
     ----------
@@ -48,7 +49,7 @@ class MonitoredCall:
     Raises
     ------
     DeviceFailedError
-        On leaving: the device failed in this call, or this call is the first to notice it.
+        On leaving: the device failed in this call, or in a call that does not run again.
     DeviceOutOfMemoryError
         On leaving: there was not enough memory, also in the last retry.
     distributed.Reschedule
@@ -58,8 +59,7 @@ class MonitoredCall:
     Notes
     -----
     Inside ``with`` the device is current; ``async with`` is for coroutines, which enter it
-    themselves at each resume. An exception that leaves either has a traceback that begins with the
-    task's own code.
+    themselves at each resume.
 
     Examples
     --------
@@ -72,7 +72,7 @@ class MonitoredCall:
     """
 
     __slots__ = (
-        *("_device", "_is_method", "_key", "_monitor", "_movable", "_waits", "_watched"),
+        *("_device", "_is_method", "_key", "_monitor", "_movable", "_once", "_waits", "_watched"),
         "unfinished",
     )
 
@@ -83,7 +83,8 @@ class MonitoredCall:
         device: Device,
         *,
         movable: bool = False,
-        watched: bool = False,
+        watched: int = 0,
+        once: str = "",
         is_method: bool = False,
     ) -> None:
         self.unfinished = True
@@ -92,19 +93,23 @@ class MonitoredCall:
         self._device = device
         self._movable = movable
         self._watched = watched
+        self._once = once
         self._is_method = is_method
-        self._waits = (monitor.synchronize or watched) and not is_method
+        self._waits = (monitor.synchronize or bool(watched)) and not is_method
 
     # -- of a function
 
     def __enter__(self) -> None:
+        quarantine = self._monitor.quarantine
         while self.unfinished:
             try:
+                if self._watched or (quarantine.taken and not self._is_method):
+                    for _ in self._turn():
+                        quarantine.wait(_POLL_S)
                 if self._watched:
-                    for _ in self._turns():
-                        time.sleep(_POLL_S)
                     self._monitor.drain(self._key, self._device)
-                self._begin(stay=True)
+                if not self._begin(stay=True):
+                    continue
             except BaseException as error:
                 self._leave(error, None)
             else:
@@ -132,13 +137,16 @@ class MonitoredCall:
     # -- of a coroutine
 
     async def __aenter__(self) -> None:
+        quarantine = self._monitor.quarantine
         while self.unfinished:
             try:
-                if self._watched:
-                    for _ in self._turns():
+                if self._watched or (quarantine.taken and not self._is_method):
+                    for _ in self._turn():
                         await asyncio.sleep(_POLL_S)
+                if self._watched:
                     await asyncio.to_thread(self._monitor.drain, self._key, self._device)
-                self._begin(stay=False)
+                if not self._begin(stay=False):
+                    continue
             except BaseException as error:
                 self._leave(error, None)
             else:
@@ -153,9 +161,9 @@ class MonitoredCall:
         outcome = error
         self._monitor.suspects.ended(self._key, self._device)
         try:
-            if error is None and not self._watched:
-                self._monitor.blame.refuse_after_failure()
-            if error is None or isinstance(error, Exception):
+            if error is None and self._monitor.blame.failure is not None:
+                outcome = self._monitor.blame.error_of(self._key) or Reschedule()
+            elif error is None or isinstance(error, Exception):
                 outcome = self._look_inside(error, wait=False)
             if outcome is None and self._waits:
                 # on another thread: this one runs the worker's event loop
@@ -173,30 +181,52 @@ class MonitoredCall:
 
     # -- of both
 
-    def _turns(self) -> Iterator[None]:
-        return self._monitor.watch.turns(self._key, self._monitor.blame.refuse_after_failure)
+    def _turn(self) -> Iterator[None]:
+        monitor = self._monitor
+        return monitor.quarantine.turn(self._key, self._watched, monitor.blame.refuse_after_failure)
 
-    def _begin(self, *, stay: bool) -> None:
-        """Count the call, and check its device; ``stay`` leaves the device current."""
+    def _begin(self, *, stay: bool) -> bool:
+        """Count the call, and check its device; ``stay`` leaves the device current.
+
+        False if another task was given its turn meanwhile: this call has to wait.
+        """
         monitor, key, device = self._monitor, self._key, self._device
-        if self._watched:
-            monitor.watch.began(Suspect(key, device))
         if monitor.blame.failure is not None:
             raise Reschedule
-        monitor.suspects.started(key, device)
+        monitor.suspects.started(key, device, aside=self._is_method)
         try:
+            if (
+                monitor.quarantine.taken
+                and not (self._watched or self._is_method)
+                and monitor.quarantine.holds_back(key)
+            ):
+                monitor.suspects.withdrawn(key, device)
+                return False
             device.__enter__()
+            found: DriverError | None = None
             try:
                 if not self._waits:
                     monitor.checkup.before(device)
-            except BaseException as error:
-                device.__exit__(type(error), error, None)
-                raise
-            if not stay:
+            except DriverError as error:
+                found = error
+            if found is not None or not stay:
                 device.__exit__(None, None, None)
+        except DriverError as error:
+            found = error if error.code in statuses.STICKY else None
+            if found is None:  # the device cannot be entered, but the process is healthy
+                monitor.suspects.withdrawn(key, device)
+                raise
         except BaseException:
-            monitor.suspects.ended(key, device)
+            monitor.suspects.withdrawn(key, device)
             raise
+        if found is not None:
+            monitor.suspects.withdrawn(key, device)
+            if not statuses.failed(found.code):
+                raise found
+            raise monitor.blame.noticed(key, device, found, began=False) from found
+        if self._once:
+            monitor.blame.once[key] = self._once
+        return True
 
     def _look(self, error: Exception | None, *, wait: bool) -> Exception | None:
         """Check the device, inside its scope, after the call returned or raised ``error``.
@@ -215,7 +245,9 @@ class MonitoredCall:
     def _found(self, found: DriverError, error: Exception | None) -> Exception:
         if statuses.failed(found.code):
             blamed = self._monitor.blame.noticed(self._key, self._device, found)
-            blamed.__cause__ = portable(error or found)
+            cause = error or found
+            blamed.__traceback__ = cause.__traceback__ = of_the_task(cause)
+            blamed.__cause__ = portable(cause)
             return blamed
         if error is None:
             return found
@@ -225,11 +257,13 @@ class MonitoredCall:
     def _leave(self, outcome: BaseException | None, raised: BaseException | None) -> bool:
         """Raise the outcome of a call, or return whether ``raised`` is to be suppressed."""
         monitor, key = self._monitor, self._key
-        if outcome is None and self._watched:
+        if outcome is None and monitor.blame.failure is not None:
             outcome = monitor.blame.error_of(key)
+        if self._once:
+            monitor.blame.once.pop(key, None)
         if outcome is None:
             if self._watched:
-                monitor.watch.ended(key)
+                monitor.quarantine.ended(key)
             monitor.retries.forget(key)
             self.unfinished = False
             return False
@@ -238,8 +272,6 @@ class MonitoredCall:
             if outcome is None:
                 return True
             if outcome is raised:
-                # The interpreter raises it again without adding a frame of this method.
-                raised.__traceback__ = of_the_task(raised)
                 return False
             try:
                 raise outcome
@@ -252,36 +284,14 @@ class MonitoredCall:
         """Return the exception that a call ends with, or None to try it again."""
         monitor, key, device = self._monitor, self._key, self._device
         if isinstance(error, DriverError) and error.code in statuses.STICKY:
-            blamed = monitor.blame.noticed(key, device, error)
-            blamed.__cause__ = error
-            error = blamed
+            error = self._found(error, None)
         if self._watched:
-            monitor.watch.ended(key)
+            monitor.quarantine.ended(key)
         failure = monitor.blame.failure
         if self._is_method:
             if failure is not None and isinstance(error, Reschedule):
-                return failure.error
+                return failure.error_of_one_that_runs_once(self._once)
             return error
         if failure is not None or not isinstance(error, Exception):
             return error
         return monitor.retries.make_room(key, self._movable, device, error)
-
-
-# The modules that call a task. A traceback leaves them out, to begin with the task's own code.
-_ON_THE_WAY = (
-    *("dask_devctx.worker.task", "dask_devctx.worker.failures", "dask_devctx.cuda.suspending"),
-    *("dask_devctx.cuda.on_device", "dask._task_spec"),
-)
-
-
-def of_the_task(error: BaseException) -> TracebackType | None:
-    """Return the part of an error's traceback that begins with the task's own code, or all."""
-    step = error.__traceback__
-    while step is not None and _is_on_the_way(step):
-        step = step.tb_next
-    return step or error.__traceback__
-
-
-def _is_on_the_way(step: TracebackType) -> bool:
-    name: str = step.tb_frame.f_globals.get("__name__", "")
-    return name.startswith(_ON_THE_WAY)

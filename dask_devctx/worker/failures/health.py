@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.driver import statuses
 from dask_devctx.driver.work import RelaxedCapture
-from dask_devctx.errors import DevctxError
+from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.worker.failures.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ class Checkup:
     ----------
     suspects
         The tasks whose work may not be done yet.
+    on_failure
+        Called with a device that failed between tasks, and the driver's error.
 
     Attributes
     ----------
@@ -32,23 +34,42 @@ class Checkup:
         How often a task left another context current, by device.
     """
 
-    def __init__(self, suspects: Suspects) -> None:
+    def __init__(
+        self, suspects: Suspects, on_failure: Callable[[Device, DriverError], object]
+    ) -> None:
         self.left_behind: Counter[Device] = Counter()
         self._suspects = suspects
+        self._on_failure = on_failure
         self._warned_at: dict[Device, float] = {}
 
     def before(self, device: Device) -> None:
-        """Check a device inside its scope, before a task for which the worker does not wait.
+        """Check a device inside its scope, before a task: a failure is not the task's then.
 
         Raises
         ------
         DriverError
             The device failed.
         """
-        if self._suspects.marked(device):
-            calls = device._backend.calls.work
-            with RelaxedCapture(calls):
+        calls = device._backend.calls.work
+        with RelaxedCapture(calls):
+            if self._suspects.marked(device):
                 self._suspects.look(device, calls, mark=False)
+            calls.probe()
+
+    def drain(self, device: Device) -> None:
+        """Wait until a device has done all its work.
+
+        Raises
+        ------
+        DriverError
+            The device failed, or the driver gives no answer.
+        """
+        calls = device._backend.calls
+        with device, RelaxedCapture(calls.work):
+            ended = self._suspects.count(device)
+            calls.synchronize()
+            self._suspects.idle(device, ended)
+            calls.work.probe()
 
     def after(self, key: Hashable, device: Device, *, wait: bool) -> None:
         """Check a device inside its scope, after a task.
@@ -81,13 +102,19 @@ class Checkup:
             calls.work.probe()
 
     def between(self) -> None:
-        """Check the devices between tasks, and clear the suspects whose work is done.
-
-        A failure that is found here is ignored: the next task on the device notices it and errs.
-        """
-        for device in self._suspects.left():
-            with suppress(DevctxError), device, RelaxedCapture(device._backend.calls.work):
-                self._suspects.look(device, device._backend.calls.work, mark=True)
+        """Check the devices that are in use, and clear the suspects whose work is done."""
+        used = (one.device for one in self._suspects.running() if one.device._handle)
+        for device in {*self._suspects.left(), *used}:
+            calls = device._backend.calls.work
+            try:
+                with device, RelaxedCapture(calls):
+                    self._suspects.look(device, calls, mark=True)
+                    calls.probe()
+            except DriverError as error:
+                if statuses.failed(error.code):
+                    self._on_failure(device, error)
+            except DevctxError as error:
+                logger.debug("the progress of %s is unknown: %s", device, error)
 
     def _note_left_behind(self, key: Hashable, device: Device) -> None:
         self.left_behind[device] += 1

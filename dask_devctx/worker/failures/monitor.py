@@ -9,7 +9,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.errors import DriverError
+from dask_devctx.errors import DeviceFailedError, DriverError
 from dask_devctx.worker.failures.attribution import Blame, Failure
 from dask_devctx.worker.failures.health import Checkup
 from dask_devctx.worker.failures.oom_retries import Retries
@@ -32,6 +32,8 @@ class Monitor:
         Called once, on the task's thread, when a device failed.
     is_cancelled
         Given the key of a task that is about to begin, returns whether the task was cancelled.
+    marks
+        Returns whether the scheduler marks suspects.
 
     Attributes
     ----------
@@ -41,8 +43,8 @@ class Monitor:
         Decides which task errs when a device failed.
     suspects
         The tasks whose work may not be done yet.
-    watch
-        The tasks that are watched, since they may have broken a device before.
+    quarantine
+        Lets the tasks run alone that may have broken a device before.
     checkup
         Checks the devices.
     retries
@@ -64,14 +66,15 @@ class Monitor:
         oom_retries: int,
         on_failure: Callable[[Failure], None],
         is_cancelled: Callable[[Hashable], bool] = lambda key: False,
+        marks: Callable[[], bool] = lambda: True,
     ) -> None:
         self.synchronize = synchronize
         self.is_cancelled = is_cancelled
         self.retries = Retries(devices, oom_retries)
-        self.blame = Blame(synchronize, on_failure)
+        self.blame = Blame(synchronize, on_failure, marks)
         self.suspects = self.blame.suspects
-        self.watch = self.blame.watch
-        self.checkup = Checkup(self.suspects)
+        self.quarantine = self.blame.quarantine
+        self.checkup = Checkup(self.suspects, self.blame.noticed_between)
         self._looking = PeriodicCallback(self.checkup.between, _LOOK_INTERVAL_MS)
         self._looking.start()
 
@@ -82,12 +85,24 @@ class Monitor:
             "out-of-memory": {str(device): n for device, n in self.retries.counted.items()},
         }
 
+    def failures(self) -> dict[str, dict[str, int]]:
+        """Return the same by the devices' UUIDs."""
+        counted = {
+            "context-left-behind": self.checkup.left_behind,
+            "out-of-memory": self.retries.counted,
+        }
+        return {
+            kind: {device.uuid: n for device, n in by_device.items()}
+            for kind, by_device in counted.items()
+        }
+
     def seceded(self, key: Hashable) -> None:
         """Note that a task seceded from its thread: it may be waiting for other tasks."""
-        self.watch.seceded(key)
+        self.suspects.seceded(key)
+        self.quarantine.seceded(key)
 
     def drain(self, key: Hashable, device: Device) -> None:
-        """Wait for the work of other tasks on a device: a later failure is not theirs.
+        """Wait for the work of other tasks on all devices: a later failure is not theirs.
 
         Parameters
         ----------
@@ -97,17 +112,47 @@ class Monitor:
         Raises
         ------
         DeviceFailedError, distributed.Reschedule
-            The device failed; as :meth:`Blame.noticed` decides.
+            A device failed; as :meth:`Blame.noticed` decides.
         """
-        try:
-            with device:
-                self.checkup.after(key, device, wait=True)
-        except DriverError as found:
-            if found.code in statuses.STICKY:  # the task itself meets any other error
-                raise self.blame.noticed(key, device, found, began=False) from found
+        for one in dict.fromkeys((device, *self.suspects.left())):
+            try:
+                self.checkup.drain(one)
+            except DriverError as found:
+                if statuses.failed(found.code):  # the task itself meets any other error
+                    raise self.blame.noticed(key, one, found, began=False) from found
+
+    def began_aside(self, key: Hashable, devices: Sequence[Device], once: str) -> None:
+        """Count a call that is no task and may use several devices.
+
+        Parameters
+        ----------
+        key
+            Its name among the suspects.
+        devices
+            The devices that it may use.
+        once
+            Why it does not run again.
+        """
+        self.blame.once[key] = once
+        for device in devices:
+            self.suspects.started(key, device, aside=True)
+
+    def ended_aside(self, key: Hashable, devices: Sequence[Device]) -> DeviceFailedError | None:
+        """Check the devices after such a call; return the error for its caller."""
+        for device in devices:
+            self.suspects.ended(key, device)
+        for device in devices:
+            try:
+                with device:
+                    self.checkup.after(key, device, wait=False)
+            except DriverError as found:
+                if statuses.failed(found.code):
+                    self.blame.noticed(key, device, found)
+        self.blame.once.pop(key, None)
+        return self.blame.error_of(key)
 
     def close(self) -> None:
         """Release the monitor's resources; running calls are monitored to their end."""
         self._looking.stop()
         self.suspects.close()
-        self.watch.close()
+        self.quarantine.close()

@@ -1,4 +1,4 @@
-"""The watched tasks, which may have broken a device before: they run one at a time."""
+"""The watched tasks, which may have broken a device before: each runs alone in its process."""
 
 from __future__ import annotations
 
@@ -7,80 +7,120 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from typing import Final
 
-from dask_devctx.worker.failures.suspects import Suspect
+from dask_devctx.worker.failures.suspects import Suspects
 
-# A watched task waits this long for its turn: the task whose turn it is may wait for this task.
-_TURN_S: Final = 60.0
+# Other tasks wait this long for a watched task, since that task may wait for one of them. In each
+# further watched run of the task they wait ten times longer, so that tasks that take long can be
+# told apart, too.
+_PATIENCE_S: Final = 60.0
+_LONGER: Final = 10
 
 
-class Watch:
-    """The watched tasks of this process that run, and the task whose turn it is.
+class Quarantine:
+    """Lets watched tasks run one at a time, with no other task of the process beside them.
 
     Parameters
     ----------
-    turn_s
-        How long a task waits for its turn, in seconds, before it continues without a turn.
+    suspects
+        Knows the running tasks.
+    patience_s
+        How long other tasks wait for a task in its first watched run, in seconds.
+
+    Attributes
+    ----------
+    taken
+        Whether a watched task runs. Tasks that begin ask :meth:`turn` then.
 
     Notes
     -----
-    All devices report a sticky error of one device. So watched tasks run one after the other: if a
-    device fails while one of them runs, that task is blamed. Other tasks run beside it as usual.
+    All devices report a sticky error of one device. So a watched task waits until the tasks that
+    run have ended, and tasks that begin wait until it has ended. If a device fails meanwhile, the
+    watched task is the one suspect.
 
-    No task waits without end. A task that secedes from its thread to wait for others gives up its
-    turn, and a task continues after ``turn_s`` seconds. Then several watched tasks run at once, and
-    all of them are blamed for a failure.
+    No task waits without end, since a task may wait for another one. A task that secedes from its
+    thread gives up its turn, and nobody waits for it. Nobody waits for methods of actors either,
+    and they wait for nobody. All others continue when their patience ends. Tasks that then run at
+    the same time are suspects together.
 
-    Thread-safe. Nothing here blocks: it is called on threads and on the event loop.
+    Thread-safe. Only :meth:`wait` blocks.
     """
 
-    def __init__(self, turn_s: float = _TURN_S) -> None:
-        self._turn_s = turn_s
-        self._lock = threading.Lock()
-        self._turns: dict[Hashable, bool] = {}  # True while the task has its turn
-        self._running: dict[Hashable, Suspect] = {}
+    def __init__(self, suspects: Suspects, patience_s: float = _PATIENCE_S) -> None:
+        self.taken = False
+        self._suspects = suspects
+        self._patience_s = patience_s
+        self._changed = threading.Condition()
+        self._until: dict[Hashable, float] = {}  # how long others wait for a task with a turn
+        self._watched: set[Hashable] = set()
         self._closed = False
 
-    def turns(self, key: Hashable, check: Callable[[], None]) -> Iterator[None]:
-        """Yield until it is a task's turn.
+    def turn(self, key: Hashable, run: int, check: Callable[[], None]) -> Iterator[None]:
+        """Yield until a task may begin.
 
         Parameters
         ----------
         key
             The task's key.
+        run
+            The number of its watched run; 0 if it is not watched.
         check
             Called repeatedly; if it raises, the wait ends.
         """
-        until = time.monotonic() + self._turn_s
-        while True:
+        while not self._has_turn(key, run):
             check()
-            with self._lock:
-                late = self._closed or time.monotonic() >= until
-                if late or not any(self._turns.values()):
-                    self._turns[key] = True
-                    return
             yield
+        patience_s = self._patience_s * _LONGER ** (run - 1)
+        until = time.monotonic() + patience_s
+        while run and not self._closed and self._suspects.others_run(key):
+            check()
+            if time.monotonic() >= until:
+                break
+            yield
+        check()
+        if run:
+            with self._changed:
+                self._until[key] = time.monotonic() + patience_s
+
+    def _has_turn(self, key: Hashable, run: int) -> bool:
+        with self._changed:
+            if self.holds_back(key):
+                return False
+            if run:
+                patience_s = self._patience_s * _LONGER ** (run - 1)
+                self._until[key] = time.monotonic() + patience_s
+                self._watched.add(key)
+                self.taken = True
+            return True
+
+    def holds_back(self, key: Hashable) -> bool:
+        """Return whether a task has to wait for a watched one."""
+        now = time.monotonic()
+        others = (until for one, until in tuple(self._until.items()) if one != key)
+        return not self._closed and any(now < until for until in others)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a turn ends, for some seconds at most."""
+        with self._changed:
+            self._changed.wait(seconds)
 
     def seceded(self, key: Hashable) -> None:
         """Give a task's turn to the next task, while the first continues."""
-        with self._lock:
-            if key in self._turns:
-                self._turns[key] = False
-
-    def began(self, suspect: Suspect) -> None:
-        """Note that the task whose turn it is got its device."""
-        with self._lock:
-            self._running[suspect.key] = suspect
+        with self._changed:
+            if key in self._until:
+                self._until[key] = 0.0
+                self._changed.notify_all()
 
     def ended(self, key: Hashable) -> None:
-        """Note that a task and its device's work are done; the task's turn is over."""
-        with self._lock:
-            self._turns.pop(key, None)
-            self._running.pop(key, None)
+        """Note that a task and its devices' work are done; the task's turn is over."""
+        with self._changed:
+            self._watched.discard(key)
+            if self._until.pop(key, None) is not None:
+                self.taken = bool(self._until)
+                self._changed.notify_all()
 
-    def running(self) -> tuple[Suspect, ...]:
-        """Return the watched tasks that have their device."""
-        with self._lock:
-            return tuple(self._running.values())
+    def is_watched(self, key: Hashable) -> bool:
+        """Return whether a task runs in quarantine."""
+        return key in self._watched
 
     def close(self) -> None:
         """End all waits."""

@@ -13,7 +13,7 @@ from distributed import Worker
 from distributed.core import Status
 
 from dask_devctx.dask_internals import worker as internals
-from dask_devctx.worker.failures.attribution import Failure
+from dask_devctx.worker.failures.attribution import Failure, confirm, tell_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +26,25 @@ _REFUSING_S = 0.5
 _EXIT_STATUS = 70  # EX_SOFTWARE; the nanny's log shows it
 
 
-def refuse_data(worker: Worker) -> None:
-    """Refuse all requests for data of this process from now on; on any thread."""
-    internals.answer_for_good(worker, "get_data", _refuse)
+def begin_the_end(
+    worker: Worker,
+    failure: Failure,
+    answered: Callable[[], Awaitable[None]],
+) -> None:
+    """End a worker soon as :func:`end_failed_worker` does; on any thread.
+
+    Before it returns, others get no data from the worker, and the message about its suspects is on
+    its way.
+    """
+    internals.answer_for_good(worker, "get_data", _refuse)  # others may ask before the loop runs
+    tell_scheduler(worker, failure)
+    worker.loop.add_callback(end_failed_worker, worker, failure, answered)
 
 
 async def end_failed_worker(
-    worker: Worker, failure: Failure, answered: Callable[[Collection[Hashable]], Awaitable[None]]
+    worker: Worker,
+    failure: Failure,
+    answered: Callable[[], Awaitable[None]],
 ) -> None:
     """End a worker whose process cannot use its devices any more.
 
@@ -41,20 +53,21 @@ async def end_failed_worker(
     worker
         The worker.
     failure
-        The failure, and the errors of the blamed tasks.
+        The failure, and the errors of the tasks that err with it.
     answered
-        Given the keys of actors, waits until the callers of their methods have their answers.
+        Waits until the callers of actors' methods have their answers.
 
     Notes
     -----
     Runs on the worker's event loop, in this order:
 
-    1. The worker takes no more tasks and sends no more data.
-    2. The error of each blamed task reaches the scheduler, also if the task does not end. The error
-       of an actor's method reaches its caller.
-    3. The worker leaves the scheduler as expected, so that dask blames no other task. dask computes
+    1. The worker takes no more tasks.
+    2. The scheduler knows the suspects, and watches them when they run again.
+    3. The error of each task that errs reaches the scheduler, also if the task does not end. The
+       errors of actors' methods reach their callers.
+    4. The worker leaves the scheduler as expected, so that dask blames no other task. dask computes
        the worker's results again.
-    4. The process exits. A nanny starts another.
+    5. The process exits. A nanny starts another.
 
     This makes no call to the devices: any call may hang, and libraries do not survive a reset of
     their primary context.
@@ -66,18 +79,19 @@ async def end_failed_worker(
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it has enough memory.
     worker.status = Status.closing_gracefully
-    refuse_data(worker)
     nanny = internals.leave_nanny(worker)
     if nanny:
         last_resort = threading.Timer(4 * _STEP_S, os._exit, [_EXIT_STATUS])
         last_resort.daemon = True
         last_resort.start()
+    if failure.marks:
+        await _bounded(confirm(worker, failure), "name its suspects to the scheduler")
     reported = await _bounded(_reported(worker, failure.errors), "see a task's error reported")
     if not reported:
         for key, task_error in failure.errors.items():
             internals.report_error(worker, key, task_error)
         reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
-    await _bounded(answered(failure.errors), "answer the callers of its actors")
+    await _bounded(answered(), "answer the callers of its actors")
     await _bounded(internals.leave_scheduler(worker, expected=reported), "leave the scheduler")
     await asyncio.sleep(_REFUSING_S)
     if nanny:

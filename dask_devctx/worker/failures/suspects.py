@@ -26,9 +26,6 @@ class Suspect(NamedTuple):
     key: Hashable
     device: Device
 
-    def __str__(self) -> str:
-        return f"{self.key} on {self.device}"
-
 
 class _Work:
     """The tasks that ended on a device and whose work may still be running."""
@@ -61,25 +58,48 @@ class Suspects:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[Suspect, int] = {}
+        self._aside: set[Hashable] = set()
         self._work: defaultdict[Device, _Work] = defaultdict(_Work)
         self._closed = False
 
-    def started(self, key: Hashable, device: Device) -> None:
-        """Count a task that begins."""
+    def started(self, key: Hashable, device: Device, *, aside: bool = False) -> None:
+        """Count a task that begins; no watched task waits for the end of one that is ``aside``."""
         suspect = Suspect(key, device)
         with self._lock:
             self._running[suspect] = self._running.get(suspect, 0) + 1
+            if aside:
+                self._aside.add(key)
+
+    def seceded(self, key: Hashable) -> None:
+        """Let no watched task wait for a task that may wait for other tasks itself."""
+        with self._lock:
+            self._aside.add(key)
+
+    def withdrawn(self, key: Hashable, device: Device) -> None:
+        """Count a task no more that began, but was not called yet."""
+        with self._lock:
+            self._left_off(Suspect(key, device))
 
     def ended(self, key: Hashable, device: Device) -> None:
         """Count a task that returned: its work may still be running on the device."""
         suspect = Suspect(key, device)
         with self._lock:
-            count = self._running.pop(suspect, 1) - 1
-            if count > 0:
-                self._running[suspect] = count
+            self._left_off(suspect)
             work = self._work[device]
             work.left.append(suspect)
             work.ended += 1
+
+    def _left_off(self, suspect: Suspect) -> None:
+        count = self._running.pop(suspect, 1) - 1
+        if count > 0:
+            self._running[suspect] = count
+        elif self._aside:
+            self._aside.discard(suspect.key)
+
+    def others_run(self, key: Hashable) -> bool:
+        """Return whether a task runs that another watched task, ``key``, has to wait for."""
+        with self._lock:
+            return any(one.key != key and one.key not in self._aside for one in self._running)
 
     def left(self) -> tuple[Device, ...]:
         """Return the devices that may still have work of tasks that ended."""
@@ -159,9 +179,14 @@ class Suspects:
             work = self._work.get(device)
             return 0 if work is None else work.ended
 
-    def named(self, key: Hashable, device: Device) -> tuple[Suspect, ...]:
-        """Return all suspects: the given one, then running tasks, then ended ones, latest first."""
+    def running(self, device: Device | None = None) -> tuple[Suspect, ...]:
+        """Return the running tasks, of one device or of all."""
         with self._lock:
-            first = Suspect(key, device)
-            left = [s for work in self._work.values() for s in reversed(work.left)]
-            return tuple(dict.fromkeys([first, *self._running, *left]))
+            return tuple(one for one in self._running if device in (None, one.device))
+
+    def named(self, device: Device | None = None) -> tuple[Suspect, ...]:
+        """Return all suspects, of one device or of all: running tasks first, then latest first."""
+        with self._lock:
+            left = [one for work in self._work.values() for one in reversed(work.left)]
+            every = dict.fromkeys([*self._running, *left])
+            return tuple(one for one in every if device in (None, one.device))

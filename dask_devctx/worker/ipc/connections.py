@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from distributed import Worker
 from distributed.comm import CommClosedError
@@ -28,6 +28,27 @@ Message = dict[str, Any]
 _SAYS: Final = "#"
 
 
+class Way(Protocol):
+    """The way of values from worker to worker, as the connections use it."""
+
+    async def settle(self, address: str) -> str | None:
+        """Return the token for a worker that is asked for data, or None.
+
+        The token tells that worker that this one can read its memory.
+        """
+
+    async def complete(self, address: str, msg: Message) -> None:
+        """Complete a worker's answer before dask sees it."""
+
+    async def prepare(
+        self, who: str | None, token: str, msg: Message
+    ) -> tuple[Message, Callable[[bool], None]] | None:
+        """Return other values to send, and a function to call with whether they were read."""
+
+    def lost(self, address: str) -> None:
+        """Note that the connection to a worker ended."""
+
+
 class Connections:
     """While it is open, two functions see the values that a worker receives and sends.
 
@@ -37,16 +58,8 @@ class Connections:
         The worker.
     unreadable
         Collects the values that cannot be read.
-    settle
-        Called with a worker's address before it is asked for data; returns the token that tells
-        that worker that this one can read its memory, or None.
-    complete
-        Called with a worker's address and its answer, before dask sees the answer.
-    prepare
-        Called with the address of the worker that asked, its token, and the values to send. Returns
-        the values that are sent instead, and a function that is called with whether they were read.
-    lost
-        Called with the address of a worker whose connection ended.
+    way
+        The way that the values take.
 
     Attributes
     ----------
@@ -60,24 +73,10 @@ class Connections:
     sides wait without end. Here, such a connection is closed.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        unreadable: UnreadableValues,
-        *,
-        settle: Callable[[str], Awaitable[str | None]],
-        complete: Callable[[str, Message], Awaitable[None]],
-        prepare: Callable[
-            [str | None, str, Message], Awaitable[tuple[Message, Callable[[bool], None]] | None]
-        ],
-        lost: Callable[[str], None],
-    ) -> None:
+    def __init__(self, worker: Worker, unreadable: UnreadableValues, way: Way) -> None:
         self._worker = worker
         self._unreadable = unreadable
-        self._settle = settle
-        self._complete = complete
-        self._prepare = prepare
-        self._lost = lost
+        self._way = way
         self._open = True
         self.under_way = 0
         with ExitStack() as steps:
@@ -120,7 +119,7 @@ class Connections:
         ) -> Any:
             address, _, token = (who or "").partition(_SAYS)
             who = address or None
-            answering = _Answering(comm, partial(self._prepare, who, token))
+            answering = _Answering(comm, partial(self._way.prepare, who, token))
             try:
                 return await get_data(answering, keys=keys, who=who, serializers=serializers)
             finally:
@@ -147,7 +146,7 @@ class _Asking:
         of = self.connections
         if not of._open or not isinstance(msg, dict) or msg.get("op") != "get_data":
             return await self._write(msg, *args, **kwargs)
-        request, said = msg, await of._settle(self._address)
+        request, said = msg, await of._way.settle(self._address)
         if said is not None and msg.get("who"):
             msg = {**msg, "who": f"{msg['who']}{_SAYS}{said}"}
         of.under_way += 1
@@ -173,7 +172,7 @@ class _Asking:
         try:
             msg = await self._read(*args, **kwargs)
             if isinstance(msg, dict) and msg.get("status") == "OK":
-                await of._complete(address, msg)
+                await of._way.complete(address, msg)
             return msg
         except Exception as error:
             failure = error
@@ -182,7 +181,7 @@ class _Asking:
                 failure = error.__context__
             elif isinstance(error, CommClosedError) or self._comm.closed():
                 self._comm.abort()
-                of._lost(address)
+                of._way.lost(address)
                 raise
             self._comm.abort()
         except BaseException:

@@ -109,7 +109,10 @@ def test_whether_memory_can_be_shown_is_tried(
 
 def test_what_is_left_over_is_told() -> None:
     with (
-        pytest.warns(UserWarning, match="3 workers have 1 of the 4 devices each: 1 of them"),
+        pytest.warns(
+            UserWarning,
+            match="3 workers will use 3 of the 4 devices, 1 each: 1 device will be idle",
+        ),
         LocalDeviceCluster(n_workers=3, **QUIET) as cluster,
     ):
         assert ordinals(cluster) == [[0], [1], [2]]
@@ -139,8 +142,12 @@ def test_the_configuration_splits_too() -> None:
     [
         ({"devices": [9]}, DeviceNotFoundError, "no device 9"),
         ({"devices": ["banana"]}, DeviceNotFoundError, "banana"),
-        ({"n_workers": 5}, ValueError, "5 workers with 1 devices each need 5 devices"),
-        ({"n_workers": 2, "devices_per_worker": 3}, ValueError, "need 6 devices, and there are 4"),
+        (
+            {"n_workers": 5},
+            ValueError,
+            "5 workers with 1 device each would need 5, and this machine has 4",
+        ),
+        ({"n_workers": 2, "devices_per_worker": 3}, ValueError, "need 6, and this machine has 4"),
         ({"devices_per_worker": 0}, ValueError, "devices_per_worker must be a whole number"),
         ({"plugin": DevicePlugin(), "devices": [0]}, TypeError, "either a plugin"),
         ({"plugin": DevicePlugin(), "devices_per_worker": 1}, TypeError, "either a plugin"),
@@ -214,7 +221,9 @@ def test_scaling() -> None:
         with dask.annotate(device=3):  # before the last has said what it has, maybe
             assert client.submit(_where, pure=False).result(timeout=10) == 3
         assert ordinals(cluster) == [[0], [1], [2], [3]]
-        with pytest.raises(ValueError, match="5 workers with 1 devices each need 5 devices"):
+        with pytest.raises(
+            ValueError, match="5 workers with 1 device each would need 5, and this machine has 4"
+        ):
             cluster.scale(5)
         cluster.scale(2)
         deadline = time.monotonic() + 10
@@ -305,9 +314,9 @@ def test_adapting() -> None:
 
 def test_more_workers_than_the_devices_were_divided_among_are_refused_with_the_remedy() -> None:
     said = (
-        "4 workers with 2 devices each need 8 devices, and there are 4. Start fewer workers, or "
-        "lower devices_per_worker: the 4 devices were divided among n_workers=2. For more workers "
-        "later, pass devices_per_worker to LocalDeviceCluster"
+        "4 workers with 2 devices each would need 8, and this machine has 4. Start fewer workers, "
+        "or lower devices_per_worker: the 4 devices were divided among n_workers=2. For more "
+        "workers later, pass devices_per_worker to LocalDeviceCluster"
     )
     with (
         LocalDeviceCluster(n_workers=2, **QUIET) as cluster,
@@ -319,7 +328,9 @@ def test_more_workers_than_the_devices_were_divided_among_are_refused_with_the_r
 def test_more_than_there_is_room_for_is_refused() -> None:
     with (
         LocalDeviceCluster(n_workers=0, devices_per_worker=1, **QUIET) as cluster,
-        pytest.raises(ValueError, match="9 workers with 1 devices each need 9 devices"),
+        pytest.raises(
+            ValueError, match="9 workers with 1 device each would need 9, and this machine has 4"
+        ),
     ):
         cluster.adapt(maximum=9)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Iterator
+from xml.etree import ElementTree
 
 import dask
 import pytest
@@ -15,6 +17,7 @@ from dask_devctx import (
     DeviceNotFoundError,
     DevicePlugin,
     LocalDeviceCluster,
+    SimulatedArray,
     report,
 )
 from dask_devctx.client.report import Report
@@ -174,20 +177,108 @@ def test_only_the_latest_are_remembered() -> None:
         assert sum(device.done for device in found.devices) == 5
 
 
-def test_the_text_is_a_table(client: Client) -> None:
+def test_the_text_has_a_line_for_each_device_and_one_for_the_cluster(client: Client) -> None:
     run_some(client)
     found = report(client)
     head, *lines = str(found).splitlines()
-    names = ["worker", "device", "uuid", "tasks", "queued", "running", "done", "failed", "busy s"]
-    assert head.split("  ")[0] == "worker"
-    assert [name for name in names if name not in head] == []
-    (line,) = [line for line in lines if Device(3).uuid in line]
+    assert head.split("  ")[0] == "device"
+    assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "all"]
     (device,) = [device for device in found.devices if device.device_id == 3]
-    counts = ["all", "0", "0", "6", "1", str(round(device.busy_s, 3))]
-    assert line.split()[:9] == [device.worker, "cuda:3", device.uuid, *counts]
-    assert [line.split()[0] for line in lines if "inproc" not in line].count("nap") == 4
-    assert "16.0 GiB of 16.0 GiB free" in line
-    assert str(Report()).startswith("worker  device  uuid")
+    cells = ["cuda:3", device.worker_name, "0", "0", "6", "1", str(round(device.busy_s, 1))]
+    assert lines[3].split()[:7] == cells
+    assert "of 16.0 GiB" in lines[3]
+    busy_s = sum(device.busy_s for device in found.devices)
+    assert lines[4].split()[:8] == ["all", "4", "2", "workers", "0", "0", "24", "1"]
+    assert float(lines[4].split()[8]) == round(busy_s, 1)
+    assert "of 64.0 GiB" in lines[4]
+    assert str(Report()).startswith("device  worker")
+
+
+def test_the_text_by_prefix_has_a_line_for_each_kind_of_task(client: Client) -> None:
+    run_some(client)
+    found = report(client, by="prefix")
+    head, *lines = str(found).splitlines()
+    assert head.split()[:3] == ["tasks", "done", "failed"]
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
+    assert {name: row[:2] for name, row in rows.items()} == {"nap": ["24", "0"], "fail": ["0", "1"]}
+    assert rows["nap"][-1] == "0,1,2,3"
+    assert float(rows["nap"][4]) > 0  # tasks of which two ran at a time had waited
+    assert len(found) == 25
+    with pytest.raises(ValueError, match="by must be 'device' or 'prefix', got 'worker'"):
+        report(client, by="worker")
+
+
+def test_no_line_is_longer_than_a_hundred_columns(client: Client) -> None:
+    long = "a-very-long-name-of-a-task-with-many-words-" * 4
+    with dask.annotate(device=9):
+        assert isinstance(client.submit(nap, 0, key=f"{long}-1").exception(), DeviceNotFoundError)
+    with dask.annotate(device=0):
+        client.submit(nap, 0, key=f"{long}-2").result()
+    for by in ("device", "prefix"):
+        found = report(client, by=by)
+        for device in list(found.devices):
+            name = "tcp://a-host-with-a-long-name.example.com:45821"
+            numbers = {"done": 10**7, "busy_s": 12345678.9, "memory_free": 5, "utilization": 1.0}
+            found.devices.append(dataclasses.replace(device, worker_name=name, **numbers))
+        assert max(map(len, str(found).splitlines())) <= 100
+        assert long in next(iter(found)).key
+
+
+def test_in_a_notebook_it_is_a_table_with_bars(client: Client) -> None:
+    ran = run_some(client)
+    with dask.annotate(device=0):
+        client.submit(nap, 0, key="<b>bold</b>").result()
+    html = report(client)._repr_html_()
+    table = ElementTree.fromstring(html[: html.index("</table>") + len("</table>")])
+    rows = [list(row) for row in table.iter("tr")]
+    assert len(rows) == 6
+    names = ["".join(cell.itertext()) for cell in rows[0]]
+    done = names.index("done")
+    assert sum(int("".join(row[done].itertext())) for row in rows[1:-1]) == len(ran) + 1
+    assert len([bar for bar in table.iter("div") if "width: 100.0%" in bar.get("style", "")]) == 1
+    assert "<b>" not in report(client, by="prefix")._repr_html_()
+
+
+def test_tasks_without_a_device_are_counted(client: Client) -> None:
+    with dask.annotate(device=None):
+        client.gather(client.map(time.sleep, [0.001, 0.002, 0.003]))
+    found = report(client)
+    assert list(found) == []
+    assert (found.hosted, len(found.without_device)) == (3, 3)
+    assert {(task.uuid, task.device_id) for task in found.without_device} == {(None, None)}
+    assert "tasks without a device: 3" in str(found).splitlines()
+
+
+def test_values_that_moved_are_reported(client: Client) -> None:
+    with dask.annotate(device=2):
+        made = client.submit(SimulatedArray, (100, 100))
+    with dask.annotate(device=0):
+        client.submit(lambda x: x.device.device_id, made).result()
+    found = report(client)
+    (row,) = [row for row in found.transfers if row.way == "peer"]
+    assert (row.source, row.destination) == (Device(2).uuid, Device(0).uuid)
+    assert (row.nbytes, row.copies) == (80_000, 1)
+    assert "moved by peer: 78.1 KiB in 1 copy" in str(found).splitlines()
+
+
+def test_the_counts_survive_a_restart_of_the_workers() -> None:
+    with (
+        LocalDeviceCluster(n_workers=2, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.gather(client.map(nap, [0.01] * 20, pure=False))
+        assert isinstance(client.submit(fail, key="fail-1").exception(), ZeroDivisionError)
+        before = report(client)
+        client.restart()
+        after = report(client)
+        assert {d.worker for d in after.devices}.isdisjoint(d.worker for d in before.devices)
+        for found in (before, after):
+            assert len(found.devices) == 4
+            assert sum(device.done for device in found.devices) == 20
+            assert sum(device.failed for device in found.devices) == 1
+            assert 0.19 < sum(device.busy_s for device in found.devices) < 20
+        client.gather(client.map(nap, [0.01] * 5, pure=False))
+        assert sum(device.done for device in report(client).devices) == 25
 
 
 def test_pandas_makes_a_frame_of_it(client: Client) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from dask_devctx.annotations import Request
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.inventory import DeviceInfo, Inventory
 from dask_devctx.scheduler.holdings import Cluster, Holdings
@@ -21,17 +22,21 @@ NOBODY = {"devctx://waiting-for-the-device"}
 NAMES = [
     *UUIDS, *(uuid[4:].upper() for uuid in UUIDS), UUIDS[0][:6], "GPU-1", "GPU-f", 0, 1, "cuda:2",
     7, "0000:01:00.0", "banana", 1.5, "cuda",
+    Request(number=2), Request(number=3, nbytes=5), Request(number=None), Request((0, 1), 2),
+    Request((UUIDS[0], 1), 2, nbytes=9), Request(("banana",), 1),
 ]  # fmt: skip
 
 holdings = st.builds(
-    lambda seen, used: Holdings(
+    lambda seen, used, limits: Holdings(
         Inventory(
             tuple(DeviceInfo(n, uuid, pci_bus_id=f"0000:0{n}:00.0") for n, uuid in enumerate(seen))
         ),
         frozenset(used) & frozenset(seen),
+        {uuid: limits[n] for n, uuid in enumerate(sorted(used & {*seen})) if n < len(limits)},
     ),
     st.permutations(UUIDS).flatmap(lambda p: st.integers(0, 4).map(lambda n: p[:n])),
     st.sets(st.sampled_from(UUIDS)),
+    st.lists(st.sampled_from([4, 7, 10]), max_size=4),
 )
 addresses = st.sampled_from(ADDRESSES)
 tasks = st.fixed_dictionaries(
@@ -70,14 +75,13 @@ class Model:
     def expected(self, said: dict[str, Any]) -> tuple[set[str], set[str] | None, bool]:
         workers, hosts = said.get("workers"), said.get("hosts")
         own = (workers or set(), hosts, said.get("loose", False))
-        try:
-            name = naming.read(said["wanted"])
-        except TypeError:
-            name = naming.Name("unknown")
-        targets = {a for a, held in self.have.items() if held.have(name)}
+        wanted = said["wanted"]
+        targets = {a for a, held in self.have.items() if has(held, wanted)}
         if not targets:
-            lost = any(held.have(name) for held, _ in self.left.values())
-            may_wait = not said.get("actor") and name.kind != "unknown"
+            lost = any(has(held, wanted) for held, _ in self.left.values())
+            named = wanted.names if isinstance(wanted, Request) else (wanted,)
+            unknown = any(name_of(one).kind == "unknown" for one in named)
+            may_wait = not said.get("actor") and not unknown
             if may_wait and (lost or self.unheard):
                 return NOBODY, None, False
             targets = {a for a, held in self.have.items() if held.used} or set(self.have)
@@ -88,6 +92,29 @@ class Model:
         allowed = (workers or set()).union(*(HOSTS.get(host, set()) for host in hosts or ()))
         both = allowed & targets or (targets if said.get("loose") else set())
         return (both, None, False) if both else own
+
+
+def name_of(wanted: Any) -> naming.Name:
+    try:
+        return naming.read(wanted)
+    except TypeError:
+        return naming.Name("unknown")
+
+
+def has(held: Holdings, wanted: Any) -> bool:
+    """Return whether a worker has all that a task asks for."""
+    if not isinstance(wanted, Request):
+        return held.have(name_of(wanted))
+    uuids = set(held.used)
+    if wanted.names:
+        names = [name_of(one) for one in wanted.names]
+        if not all(held.have(name) for name in names):
+            return False
+        uuids = {naming.among(name, held.seen)[0].uuid for name in names}
+    fit = [uuid for uuid in uuids if held.limits.get(uuid, 1000) >= (wanted.nbytes or 0)]
+    if wanted.number is None:
+        return 0 < len(uuids) == len(fit)
+    return len(fit) >= wanted.number
 
 
 def having(*uuids: str) -> Holdings:

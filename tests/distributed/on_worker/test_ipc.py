@@ -396,9 +396,9 @@ def _of_5_mb() -> SimulatedArray:
 
 async def _given_back(dask_worker: Worker) -> Any:
     transfers = dask_worker.plugins["devctx"].extension.peers
-    before = sum(each.nbytes for each in transfers._stagings.values())
-    await transfers.give_back()
-    return before > 0, sum(each.nbytes for each in transfers._stagings.values())
+    before = sum(each.nbytes for each in transfers.way.stagings.values())
+    await transfers.way.give_back()
+    return before > 0, sum(each.nbytes for each in transfers.way.stagings.values())
 
 
 def test_the_work_that_makes_a_value_is_waited_for() -> None:

@@ -90,6 +90,15 @@ for device in ("cpu", "cuda"):
     y = there_and_back(torch.Tensor([1.0], device, dtype="bfloat16"), "dask")
     assert (y.dtype, y.device.type, y.data.tolist()) == ("bfloat16", device, [1.0])
 there_and_back(torch.Linear(torch.tensor([1.0], "cpu")), "dask")
+# as it arrives where nothing is registered
+from distributed.protocol.torch import deserialize_torch_Tensor
+header, frames = dask_serialize(torch.Tensor([1.0], "cuda", dtype="bfloat16"))
+try:
+    deserialize_torch_Tensor(header, frames)
+except TypeError as error:
+    assert "a tensor of torch.bfloat16 arrived as bytes" in str(error), error
+else:
+    raise AssertionError("it was taken for numbers")
 tied = torch.Linear(x, x)
 y = there_and_back(tied, "pickle")
 assert y._parameters[0] is y._parameters[1]

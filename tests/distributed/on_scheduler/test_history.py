@@ -13,7 +13,7 @@ from distributed import Client, Nanny, Worker
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin
-from dask_devctx.scheduler.history import DeviceHistory
+from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.worker.history import History, Ring
@@ -261,6 +261,23 @@ async def test_a_device_that_fails_is_an_incident(
     ((address, row),) = history.rows().rows
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)
     assert row.text == "it broke"
+    assert history.workers[address].host == "127.0.0.1"
+
+
+@gen_cluster(client=True, nthreads=[], timeout=60)
+async def test_workers_that_left_long_ago_are_forgotten_but_for_those_of_rows(
+    client: Any, scheduler: Any
+) -> None:
+    history = DeviceHistory(scheduler, list)
+    event = {"action": "device-failed", "worker": "tcp://10.0.0.1:5", "error": "it broke"}
+    history.event("devctx", event)
+    for n in range(500):
+        address = f"tcp://10.0.0.2:{n}"
+        history.workers[address] = KnownWorker(str(n), "10.0.0.2")
+        history.left(address)
+    assert "tcp://10.0.0.1:5" in history.workers
+    assert "tcp://10.0.0.2:499" in history.workers
+    assert len(history.workers) < 150
 
 
 @with_plugin()

@@ -1,0 +1,215 @@
+"""A report as text of at most 100 columns, and as a table with bars for notebooks."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Final
+
+from dask_devctx.client.tables import aligned, nbytes_text, shortened
+
+if TYPE_CHECKING:
+    from dask_devctx.client.report import Report, ReportedDevice, ReportedTask
+
+COLUMNS: Final = 100
+_WORKER: Final = 16
+
+_BY_DEVICE: Final = (
+    *("device", "worker", "runs", "waits", "done", "failed", "busy s", "use"),
+    *("memory used", "copied in"),
+)
+_BY_PREFIX: Final = (
+    *("tasks", "done", "failed", "busy s", "mean ms"),
+    *("for a place s", "inputs s", "memory s", "devices"),
+)
+
+
+@dataclass
+class Line:
+    """One device of a cluster, with the sums over the workers that use it; or all devices."""
+
+    name: str
+    workers: list[str] = field(default_factory=list)
+    running: int = 0
+    queued: int = 0
+    done: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+    uses: list[float] = field(default_factory=list)
+    used: int | None = None
+    total: int | None = None
+    copied_in: int = 0
+
+    def add(self, device: ReportedDevice) -> None:
+        """Add the counts of a device of a worker."""
+        self.running += device.running
+        self.queued += device.queued
+        self.done += device.done
+        self.failed += device.failed
+        self.busy_s += device.busy_s
+
+    def cells(self) -> tuple[object, ...]:
+        """Return its cells, in the order of the table's columns."""
+        return (
+            self.name,
+            shortened(", ".join(self.workers), _WORKER),
+            self.running,
+            self.queued,
+            self.done,
+            self.failed,
+            round(self.busy_s, 1),
+            None if not self.uses else f"{sum(self.uses) / len(self.uses):.0%}",
+            f"{nbytes_text(self.used)} of {nbytes_text(self.total)}",
+            nbytes_text(self.copied_in),
+        )
+
+
+def lines(report: Report) -> list[Line]:
+    """Return a line for each device, and one for all devices."""
+    found: dict[str, Line] = {}
+    everything = Line("")
+    names: set[str] = set()
+    for device in sorted(report.devices, key=_place):
+        line = found.get(device.uuid)
+        first = line is None
+        if line is None:
+            name = f"cuda:{device.device_id}" if device.device_id >= 0 else device.uuid[:12]
+            line = found[device.uuid] = Line(name)
+        if device.present:
+            line.workers.append(device.worker_name)
+            names.add(device.worker)
+        elif first:
+            line.workers.append("(left)")
+        for one in (line, everything):
+            one.add(device)
+            if first and device.utilization is not None:
+                one.uses.append(device.utilization)
+            if first and device.memory_total is not None and device.memory_free is not None:
+                one.used = (one.used or 0) + device.memory_total - device.memory_free
+                one.total = (one.total or 0) + device.memory_total
+    for row in report.transfers:
+        if row.destination in found:
+            for one in (found[row.destination], everything):
+                one.copied_in += row.nbytes
+    everything.name = f"all {len(found)}"
+    everything.workers = [f"{len(names)} worker{'' if len(names) == 1 else 's'}"]
+    return [*found.values(), everything]
+
+
+def _place(device: ReportedDevice) -> tuple[object, ...]:
+    """Return a device's place among the lines: by host and ordinal; those that left come last."""
+    host = device.worker.rpartition(":")[0]
+    return not device.present, host, device.device_id, device.worker
+
+
+def text(report: Report) -> str:
+    """Return a report as text."""
+    if report.by == "prefix":
+        table = aligned(_BY_PREFIX, list(_prefixes(report)))
+    else:
+        table = aligned(_BY_DEVICE, [line.cells() for line in lines(report)])
+    return "\n".join([table, *(_cut(line) for line in _below(report))])
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= COLUMNS else f"{line[: COLUMNS - 1]}…"
+
+
+def _prefixes(report: Report) -> Iterator[Sequence[object]]:
+    groups: defaultdict[str, list[ReportedTask]] = defaultdict(list)
+    for run in report:
+        groups[run.prefix].append(run)
+    for prefix, runs in sorted(groups.items(), key=lambda item: -_busy_s(item[1])):
+        failed = sum(run.outcome == "error" for run in runs)
+        on = ",".join(str(n) for n in sorted({run.device_id for run in runs}, key=str))
+        yield (
+            shortened(prefix, 24),
+            len(runs) - failed,
+            failed,
+            round(_busy_s(runs), 2),
+            round(1000 * _busy_s(runs) / len(runs), 1),
+            round(sum(run.place_s for run in runs), 2),
+            round(sum(run.inputs_s for run in runs), 2),
+            round(sum(run.memory_s for run in runs), 2),
+            shortened(on, 10),
+        )
+
+
+def _busy_s(runs: Iterable[ReportedTask]) -> float:
+    return sum(run.stop - run.start for run in runs if run.start and run.stop)
+
+
+def _below(report: Report) -> Iterator[str]:
+    """Yield a line for each way of transfers, for tasks without a device, and for problems."""
+    if report.hosted:
+        yield f"tasks without a device: {report.hosted}"
+    nbytes: Counter[tuple[str, str | None]] = Counter()
+    copies: Counter[tuple[str, str | None]] = Counter()
+    for row in report.transfers:
+        nbytes[row.way, row.reason] += row.nbytes
+        copies[row.way, row.reason] += row.copies
+    for way, reason in nbytes:
+        because = f": {reason}" if reason else ""
+        moved, count = nbytes_text(nbytes[way, reason]), copies[way, reason]
+        yield f"moved by {way}: {moved} in {count} {'copy' if count == 1 else 'copies'}{because}"
+    same = Counter((task.worker, task.prefix, task.reason) for task in report.refused)
+    for (worker, prefix, reason), count in same.items():
+        yield f"refused on {worker}: {count} of {prefix}: {reason}"
+    for worker, reason in report.silent.items():
+        yield f"no answer from {worker}: {reason}"
+    without = [worker for worker, runs in report.workers.items() if not runs]
+    if not report.workers and not report.silent:
+        yield "the cluster has no workers"
+    elif len(without) == len(report.workers) > 0:
+        yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
+    elif without:
+        yield f"without the plugin: {', '.join(without)}"
+    having = {device.worker for device in report.devices}
+    bare = [worker for worker, runs in report.workers.items() if runs and worker not in having]
+    if bare:
+        yield f"with the plugin and without devices: {', '.join(bare)}"
+
+
+# -- in notebooks
+
+_CELL: Final = "text-align: right; padding: 2px 8px"
+_BAR: Final = (
+    '<div style="background: rgba(128, 128, 128, 0.2); width: 8em">'
+    '<div style="background: {color}; width: {percent:.1f}%; white-space: nowrap; '
+    'padding: 0 4px; box-sizing: border-box">{text}</div></div>'
+)
+_BUSY, _MEMORY = "rgba(70, 130, 180, 0.6)", "rgba(218, 165, 32, 0.6)"
+
+
+def html(report: Report) -> str:
+    """Return a report as an HTML table; bars show the busy time and the memory of each device."""
+    if report.by == "prefix":
+        head: Sequence[str] = _BY_PREFIX
+        body = [[escape(str(cell)) for cell in row] for row in _prefixes(report)]
+    else:
+        head, found = _BY_DEVICE, lines(report)
+        most = max((line.busy_s for line in found[:-1]), default=0.0)
+        body = [_html_cells(line, most, is_all=line is found[-1]) for line in found]
+    rows = "".join(
+        "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) + "</tr>"
+        for row in body
+    )
+    names = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in head)
+    below = "".join(f"<div>{escape(line)}</div>" for line in _below(report))
+    return f"<table><thead><tr>{names}</tr></thead><tbody>{rows}</tbody></table>{below}"
+
+
+def _html_cells(line: Line, most_s: float, *, is_all: bool) -> list[str]:
+    cells = [escape("-" if cell is None else str(cell)) for cell in line.cells()]
+    busy, memory = _BY_DEVICE.index("busy s"), _BY_DEVICE.index("memory used")
+    if not is_all and most_s > 0:
+        cells[busy] = _bar(_BUSY, line.busy_s / most_s, cells[busy])
+    if line.used is not None and line.total:
+        cells[memory] = _bar(_MEMORY, line.used / line.total, cells[memory])
+    return cells
+
+
+def _bar(color: str, share: float, shown: str) -> str:
+    return _BAR.format(color=color, percent=100 * min(max(share, 0.0), 1.0), text=shown)

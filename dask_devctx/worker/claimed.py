@@ -1,0 +1,131 @@
+"""A task with a claim: on several devices, on a part of one, or with a reservation of memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Hashable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from distributed import Reschedule
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.worker.admission import Claim
+from dask_devctx.worker.failures.others import Others
+from dask_devctx.worker.task import DeviceTask
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.inputs import Copies
+
+
+class ClaimedTask(DeviceTask):
+    """A task that runs when its claim is granted, and then gives back what it had.
+
+    Parameters
+    ----------
+    task, device
+        As for :class:`~dask_devctx.worker.task.DeviceTask`; the device is the first of the claim.
+    claim
+        All that it takes on its devices.
+    makes_actor
+        Whether its result is an actor, which keeps the claim.
+    **given
+        As for :class:`~dask_devctx.worker.task.DeviceTask`.
+
+    Notes
+    -----
+    The executor of its first device starts it when the claim is granted. A coroutine waits for that
+    itself, and so does a task on threads of its user.
+    """
+
+    __slots__ = ("claim", "makes_actor")
+
+    def __init__(
+        self, task: Any, device: Device, claim: Claim, *, makes_actor: bool = False, **given: Any
+    ) -> None:
+        super().__init__(task, device, **given)
+        self.claim = claim
+        self.makes_actor = makes_actor
+
+    def __call__(self, data: Any = ()) -> Any:
+        claim = self.claim
+        if self.task.is_coro:  # type: ignore[attr-defined]
+            return self._in_turn(data)
+        waits = not (claim.held or claim.void)
+        if waits:
+            claim.wait()
+        try:
+            self._refuse_void()
+            result = super().__call__(data)
+            claim.for_life = self.makes_actor
+            return result
+        finally:
+            if waits:
+                claim.ended()
+
+    async def _in_turn(self, data: Any) -> Any:
+        claim = self.claim
+        try:
+            await _granted(claim)
+            self._refuse_void()
+            result = await super().__call__(data)
+            claim.for_life = self.makes_actor
+            return result
+        finally:
+            claim.withdraw()
+            claim.ended()
+
+    def _refuse_void(self) -> None:
+        if self.claim.void:  # the task was cancelled while it waited
+            raise Reschedule
+
+    def _all(self) -> Others:
+        assert self.monitor is not None
+        key: Hashable = self.task.key  # type: ignore[attr-defined]
+        waits = self.monitor.synchronize or bool(self.watched)
+        return Others(self.monitor, key, self.claim.devices, wait=waits)
+
+    def _run(self, device: Device, data: Any) -> Any:
+        with self._all():
+            return super()._run(device, data)
+
+    async def _run_coroutine(self, device: Device, data: Any) -> Any:
+        with self._all():
+            return await super()._run_coroutine(device, data)
+
+    def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
+        if self.inputs is None:
+            return self.task, data, []
+        devices = self.claim.devices
+        task = self.inputs.bring_arguments(self.task, *devices)
+        if not data:
+            return task, data, []
+        return task, *self.inputs.bring(data, self.lifetimes, *devices)
+
+    def _gave_up(self, device: Device, copies: Copies) -> None:
+        if self.inputs is not None:
+            self.inputs.gave_up(copies, *self.claim.devices)
+
+    def _returned(self, device: Device, copies: Copies, result: Any) -> None:
+        if self.inputs is not None:
+            self.made = self.inputs.made(result, copies, *self.claim.devices)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a task with the annotation devices, device_share or device_memory runs in its "
+            "worker's process, and its executor is of other processes. Leave out the annotation "
+            "'executor', or name one device with dask.annotate(device=1)"
+        )
+
+
+async def _granted(claim: Claim) -> None:
+    """Submit a claim and wait, on an event loop, until it is granted."""
+    loop = asyncio.get_running_loop()
+    there = asyncio.Event()
+
+    def grant() -> None:
+        with suppress(RuntimeError):  # the loop is closed, so no task waits
+            loop.call_soon_threadsafe(there.set)
+
+    claim.submit(grant)
+    await there.wait()

@@ -1,0 +1,42 @@
+"""The conditions on which a task runs, since a device failed while it ran, or may fail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dask_devctx.annotations.runs import RERUN, had_all_runs, may_rerun, refusal, watched_run
+from dask_devctx.errors import DeviceFailedError
+
+
+def read(annotations: Mapping[str, Any] | None) -> tuple[int, str]:
+    """Return the number of a task's watched run, and why it does not run again after this run.
+
+    Parameters
+    ----------
+    annotations
+        The task's annotations: its user's, and the scheduler's.
+
+    Returns
+    -------
+    int
+        0 if the task is not watched.
+    str
+        "" if it may run again.
+
+    Raises
+    ------
+    DeviceFailedError
+        The scheduler does not let the task run again.
+    TypeError
+        The user's annotation is wrong.
+    """
+    if not annotations:
+        return 0, ""
+    failed = refusal(annotations)
+    if failed is not None:
+        raise DeviceFailedError(*failed)
+    run, most = watched_run(annotations)
+    if not may_rerun(annotations):
+        return run, f"it says {RERUN}=False"
+    return run, had_all_runs(run, most) if run else ""

@@ -1,0 +1,71 @@
+"""The tracebacks of failed tasks: each begins with the task's own code."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Final
+
+from distributed import Reschedule
+
+from dask_devctx.errors import DevctxError
+
+# The modules that call a task.
+_ON_THE_WAY: Final = ("dask_devctx.", "dask._task_spec")
+
+
+class BeginsWithTheTask:
+    """While it is open, an exception that leaves it loses the frames that lead to the task's code.
+
+    Notes
+    -----
+    Return or await a task's result inside it: an interpreter raises the exception again without
+    adding the frame of the function that uses this.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            error.__traceback__ = of_the_task(error)
+
+
+begins_with_the_task: Final = BeginsWithTheTask()
+
+
+def place_of(function: Any) -> str:
+    """Return the name of a task's function and the place of its code; "" where they are unknown."""
+    while (inner := getattr(function, "__wrapped__", getattr(function, "func", None))) is not None:
+        function = inner
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return ""
+    return f"{function.__qualname__} in {code.co_filename}, line {code.co_firstlineno}"
+
+
+def of_the_task(error: BaseException) -> TracebackType | None:
+    """Return the part of an error's traceback that begins with the task's own code.
+
+    Notes
+    -----
+    An error of this package that no code of the task is part of has no such part: its message says
+    all that a user needs. Any other exception keeps its whole traceback then.
+    """
+    step = error.__traceback__
+    while step is not None and _is_on_the_way(step):
+        step = step.tb_next
+    if step is None and not isinstance(error, (DevctxError, Reschedule)):
+        return error.__traceback__
+    return step
+
+
+def _is_on_the_way(step: TracebackType) -> bool:
+    name: str = step.tb_frame.f_globals.get("__name__", "")
+    return name.startswith(_ON_THE_WAY)

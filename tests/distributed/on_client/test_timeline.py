@@ -1,0 +1,254 @@
+"""The timeline is a trace by the rules of its format, with the tasks and copies of the report."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, LocalCluster, wait
+
+from dask_devctx import (
+    DevctxError,
+    Device,
+    LocalDeviceCluster,
+    SimulatedArray,
+    report,
+    timeline,
+)
+from dask_devctx.client.trace_events import Stretch, trace
+from dask_devctx.scheduler.history import KnownDevice, KnownWorker
+from dask_devctx.scheduler.rows import Copy, Sample, TaskRun
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with (
+        LocalDeviceCluster(
+            n_workers=1, processes=False, dashboard_address=":0", tasks_per_device=2
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def nap(seconds: float, *inputs: object) -> SimulatedArray:
+    time.sleep(seconds)
+    return SimulatedArray((100, 100))
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def run_some(client: Client) -> None:
+    made = client.map(nap, [0.02 + n / 1e5 for n in range(12)], pure=False)
+    wait(made)
+    client.gather(client.map(nap, [0.01] * 12, made[::-1], [made[0]] * 12, pure=False))
+    with dask.annotate(device=3):
+        assert isinstance(client.submit(fail, key="fail-1").exception(), ZeroDivisionError)
+    with dask.annotate(device=None):
+        client.submit(sum, [1, 2], key="host-1").result()
+
+
+def checked(path: Path) -> dict[str, Any]:
+    """Return a trace after its events were checked by the rules of the format."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    check(content)
+    return content
+
+
+def check(content: dict[str, Any]) -> None:
+    events = content["traceEvents"]
+    assert content["displayTimeUnit"] in ("ms", "ns")
+    timed = [event["ts"] for event in events if event["ph"] != "M"]
+    assert timed == sorted(timed)
+    slices, flows = defaultdict(list), defaultdict(list)
+    named = {(e["name"], e["pid"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
+    for event in events:
+        assert event["ph"] in "XMCisf"
+        assert isinstance(event["pid"], int)
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] > 0
+            slices[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+        elif event["ph"] == "C":
+            assert event["args"]
+            assert all(isinstance(value, int | float) for value in event["args"].values())
+        elif event["ph"] == "i":
+            assert event["s"] in "gpt"
+        elif event["ph"] in "sf":
+            flows[event["cat"], event["name"], event["id"]].append(event)
+        if event["ph"] in "Xi" and event["pid"]:
+            assert named["thread_name", event["pid"], event["tid"]]["name"]
+            assert named["process_name", event["pid"], 0]["name"]
+    for times in slices.values():  # nothing overlaps on one thread
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(times))
+    for both in flows.values():
+        begin, end = sorted(both, key=lambda event: event["ts"])
+        assert (begin["ph"], end["ph"], end["bp"]) == ("s", "f", "e")
+        for event in both:  # an arrow begins and ends at a slice that encloses it
+            there = slices[event["pid"], event["tid"]]
+            assert any(start <= event["ts"] <= stop for start, stop in there)
+
+
+def lanes(content: dict[str, Any]) -> dict[tuple[int, int], str]:
+    events = content["traceEvents"]
+    return {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
+
+
+def slices(content: dict[str, Any], category: str) -> list[dict[str, Any]]:
+    return [e for e in content["traceEvents"] if e["ph"] == "X" and e["cat"] == category]
+
+
+def test_every_task_and_copy_of_the_report_is_in_it(client: Client, tmp_path: Path) -> None:
+    run_some(client)
+    made = timeline(client, tmp_path / "timeline.json")
+    found, content = report(client), checked(tmp_path / "timeline.json")
+    where = lanes(content)
+    origin = content["otherData"]["begins_at"]
+    tasks = {event["args"]["key"]: event for event in slices(content, "task")}
+    assert len(tasks) == len(slices(content, "task")) == len(found) + 1
+    for run in found:
+        event = tasks[run.key]
+        assert event["name"] == run.prefix
+        assert where[event["pid"], event["tid"]].split(" ")[0] == f"cuda:{run.device_id}"
+        assert event["args"]["device"] == run.uuid
+        assert event["args"]["outcome"] == run.outcome
+        assert event["args"]["waited for a place (s)"] == round(run.place_s, 6)
+        assert event["ts"] == pytest.approx((run.start - origin) * 1e6, abs=2)
+        assert event["dur"] == pytest.approx((run.stop - run.start) * 1e6, abs=2)
+    assert where[tasks["host-1"]["pid"], tasks["host-1"]["tid"]] == "no device"
+    sums: defaultdict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for event in slices(content, "copy"):
+        name = where[event["pid"], event["tid"]]
+        if " receives" in name:
+            pair = event["args"]["from"], event["args"]["to"]
+            assert name.startswith(f"cuda:{Device(pair[1]).device_id} ")
+            sums[pair][0] += event["args"]["bytes"]
+            sums[pair][1] += event["args"]["values"]
+    reported = {(row.source, row.destination): [row.nbytes, row.copies] for row in found.transfers}
+    assert sums == {pair: row for pair, row in reported.items() if row[1]} != {}
+    arrows = [event for event in content["traceEvents"] if event["ph"] == "s"]
+    assert len(arrows) == sum(row.copies for row in found.transfers) == made.copies
+    assert made.tasks == len(found) + 1
+    assert content["otherData"]["lost_rows"] == made.lost == 0
+    text = f"<timeline {str(made.path)!r}: {made.tasks} tasks, {made.copies} copies>"
+    assert repr(made) == text
+
+
+def test_it_counts_memory_and_tasks(client: Client, tmp_path: Path) -> None:
+    made = client.map(nap, [0.1] * 8, pure=False)
+    wait(made)
+    deadline = time.monotonic() + 20
+    while True:
+        timeline(client, tmp_path / "timeline.json")
+        content = checked(tmp_path / "timeline.json")
+        counters = defaultdict(list)
+        for event in content["traceEvents"]:
+            if event["ph"] == "C":
+                counters[event["name"]].append(event["args"])
+        memory = counters["cuda:0 memory (bytes)"]
+        if memory and memory[-1]["free"] <= 16 * 2**30 - 80_000:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert {tuple(args) for args in counters["cuda:3 tasks"]} == {("running", "queued")}
+
+
+def test_a_stretch_of_work(client: Client, tmp_path: Path) -> None:
+    client.gather(client.map(nap, [0.0] * 5, key="before", pure=False))
+    with timeline(client, tmp_path / "timeline.json") as made:
+        client.gather(client.map(nap, [0.0] * 7, key="inside", pure=False))
+        time.sleep(1.5)
+        client.gather(client.map(nap, [0.0] * 3, key="inside-too", pure=False))
+    client.gather(client.map(nap, [0.0] * 5, key="after", pure=False))
+    keys = [e["args"]["key"] for e in slices(checked(tmp_path / "timeline.json"), "task")]
+    assert len(keys) == made.tasks == 10
+    assert all("inside" in key for key in keys)
+
+
+def test_lost_rows_are_told(tmp_path: Path) -> None:
+    with (
+        dask.config.set({"devctx.history": 4}),
+        LocalDeviceCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.gather(client.map(nap, [0.0] * 10, pure=False))
+        made = timeline(client, tmp_path / "timeline.json")
+        content = checked(tmp_path / "timeline.json")
+    assert (made.tasks, made.lost, content["otherData"]["lost_rows"]) == (4, 6, 6)
+    (said,) = [e for e in content["traceEvents"] if e["ph"] == "i" and e["s"] == "g"]
+    assert (said["name"], said["args"]) == ("6 earlier rows are lost", {"rows": 6})
+
+
+def test_an_asynchronous_client_awaits_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with (
+            LocalDeviceCluster(
+                n_workers=1, processes=False, dashboard_address=":0", asynchronous=True
+            ) as cluster,
+            Client(cluster, asynchronous=True) as client,
+        ):
+            await client.submit(nap, 0, key="nap-1")
+            made = await timeline(client, tmp_path / "all.json")
+            assert made.tasks == 1
+            async with timeline(client, tmp_path / "stretch.json"):
+                await client.submit(nap, 0, key="nap-2")
+            (event,) = slices(checked(tmp_path / "stretch.json"), "task")
+            assert event["args"]["key"] == "nap-2"
+
+    asyncio.run(body())
+
+
+def test_without_the_plugin_the_error_names_the_remedy(tmp_path: Path) -> None:
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+        pytest.raises(DevctxError, match=r"client\.register_plugin"),
+    ):
+        timeline(client, tmp_path / "timeline.json")
+
+
+def test_values_between_workers_and_the_host() -> None:
+    workers = {name: KnownWorker(name, "host") for name in ("tcp://a:1", "tcp://a:2")}
+    devices = {
+        ("tcp://a:1", "GPU-1"): KnownDevice(0, "A"),
+        ("tcp://a:2", "GPU-2"): KnownDevice(1, "A"),
+    }
+    copies = [
+        ("tcp://a:2", Copy("GPU-1", "GPU-2", 10, 5.0, 6.0, "ipc")),
+        ("tcp://a:1", Copy("GPU-1", "tcp://a:2", 10, 5.5, 5.5, "host")),
+        ("tcp://a:1", Copy("GPU-1", "tcp://client:9", 10, 6.5, 6.6, "host")),
+        ("tcp://a:1", Copy("GPU-1", "host", 10, 7.0, 7.1, "spill")),
+        ("tcp://a:1", Copy("host", "GPU-1", 10, 8.0, 8.1, "spill")),
+    ]
+    running = ("tcp://a:1", TaskRun(("x", 1, 2), "x", "GPU-1", 0, 5.1, 5.2, "memory"))
+    sample = Sample("GPU-1", 9.0, 1, 2, utilization=0.5, memory_held=7)
+    content = trace(Stretch([*copies, running], [("tcp://a:1", sample)], devices, workers))
+    check(json.loads(json.dumps(content)))
+    where = lanes(content)
+    ends = [(e["pid"], where[e["pid"], e["tid"]]) for e in slices(content, "copy")]
+    assert ends == [
+        *[(1, "cuda:0 sends"), (2, "cuda:1 receives")],
+        *[(1, "cuda:0 sends (2)"), (2, "host receives")],
+        *[(1, "cuda:0 sends"), (3, "host receives")],
+        *[(1, "cuda:0 sends"), (1, "host receives")],
+        *[(1, "host sends"), (1, "cuda:0 receives")],
+    ]
+    counters = {e["name"]: e["args"] for e in content["traceEvents"] if e["ph"] == "C"}
+    assert counters["cuda:0 utilization (%)"] == {"GPU": 50.0}
+    assert counters["cuda:0 memory (bytes)"] == {"held": 7}
+    (task,) = slices(content, "task")
+    assert task["args"]["key"] == "('x', 1, 2)"

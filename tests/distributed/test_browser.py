@@ -1,0 +1,191 @@
+"""The page of the devices in a real browser, while a job runs."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, wait
+
+from dask_devctx import LocalDeviceCluster, report
+from dask_devctx.simulated_array import SimulatedArray
+from tests.distributed import browsers
+
+pytest.importorskip("bokeh")
+pytestmark = pytest.mark.skipif(browsers.missing() is not None, reason=str(browsers.missing()))
+
+# Returns the rows of a plot's renderer that has all of some columns.
+ROWS = """
+    const [plot, ...columns] = arguments
+    const figure = window.Bokeh?.documents[0]?.get_model_by_name(plot)
+    for (const renderer of figure?.renderers ?? []) {
+        const data = renderer.data_source.data
+        if (columns.every((column) => column in data))
+            return columns.map((column) => Array.from(data[column]))
+    }
+"""
+NAMES = """
+    const figure = Bokeh.documents[0].get_model_by_name(arguments[0])
+    return figure.y_range.factors
+"""
+LAYOUT = """
+    const boxes = [...document.querySelectorAll("#devices > div")].map((cell) => {
+        const {left, top, width, height} = cell.getBoundingClientRect()
+        const shown = cell.firstElementChild.getBoundingClientRect()
+        return {left, top, width, height, shown: [shown.width, shown.height]}
+    })
+    const background = getComputedStyle(document.body).backgroundColor
+    return {boxes, background, wide: document.documentElement.scrollWidth - innerWidth}
+"""
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def make(megabytes: int) -> SimulatedArray:
+    time.sleep(0.1)
+    return SimulatedArray((megabytes << 20,), "u1")
+
+
+def add(one: SimulatedArray, other: SimulatedArray) -> SimulatedArray:
+    time.sleep(0.1)
+    return one + other
+
+
+def fails() -> None:
+    raise ValueError("no <b>rows</b> in this file")
+
+
+def run_job(client: Client, name: str) -> list[Any]:
+    """Make a value on each device, and add it to the next device's; return the results."""
+    values = []
+    for device in range(4):
+        with dask.annotate(device=device):
+            values.append(client.submit(make, 2, key=f"make-{name}-{device}"))
+    sums = []
+    for device in range(4):
+        with dask.annotate(device=device):
+            other = values[(device + 1) % 4]
+            sums.append(client.submit(add, values[device], other, key=f"add-{name}-{device}"))
+    with dask.annotate(device=None):
+        sums.append(client.submit(time.sleep, 0.2, key=f"load-{name}"))
+    wait([*values, *sums])
+    return values + sums
+
+
+def until(read: Callable[[], Any], accept: Callable[[Any], Any], timeout: float = 20) -> Any:
+    """Return the first answer that is accepted."""
+    deadline = time.monotonic() + timeout
+    while not accept(answer := read()):
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.2)
+    return answer
+
+
+def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
+    url = client.dashboard_link.replace("/status", "/devices")
+    with browsers.browser(1280, 900) as page:
+        page.get(f"{url}?theme=light")
+        values = run_job(client, "first")
+        failed = client.submit(fails, key="fails-1")
+        wait(failed)
+
+        def rows(plot: str, *columns: str) -> list[tuple[Any, ...]]:
+            found = page.execute_script(ROWS, f"device_{plot}", *columns)
+            return [] if found is None else list(zip(*found, strict=True))
+
+        # A lane for each device, and one for the work without a device; it has a bar for each task.
+        keys = {(key,) for key in (*(v.key for v in values), "fails-1")}
+        until(lambda: {*rows("timeline", "key")}, lambda shown: shown >= keys)
+        lanes = ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "no device"]
+        assert page.execute_script(NAMES, "device_timeline") == lanes[::-1]
+        assert page.execute_script(NAMES, "device_memory") == lanes[-2::-1]
+        at = dict(rows("timeline", "key", "bottom"))
+        for device in range(4):
+            assert 4 - device < at[f"make-first-{device}"] + 0.5 < 5 - device
+        for left, right in rows("timeline", "left", "right"):
+            assert 0 <= right - left < 10_000
+        # More tasks, more bars.
+        values += run_job(client, "second")
+        keys |= {(value.key,) for value in values}
+        until(lambda: {*rows("timeline", "key")}, lambda shown: shown == keys)
+
+        # Memory and transfers have the report's numbers.
+        reported = report(client)
+
+        def memory() -> dict[Any, Any]:
+            latest = {}
+            for lane, *numbers in rows("memory", "lane", "total", "free", "held", "copies"):
+                latest[lane] = numbers
+            return latest
+
+        expected = {
+            f"cuda:{device.device_id}": [
+                device.memory_total,
+                device.memory_free,
+                device.memory_held or 0,
+                device.memory_copies or 0,
+            ]
+            for device in reported.devices
+        }
+        assert all(total - free > 0 for total, free, *_ in expected.values())
+        until(memory, lambda shown: shown == expected)
+        names = {device.uuid: f"cuda:{device.device_id}" for device in reported.devices}
+        moved: defaultdict[Any, int] = defaultdict(int)
+        for row in reported.transfers:
+            moved[names[row.source], names[row.destination], row.way] += row.nbytes
+        assert {pair[:2] for pair in moved} >= {("cuda:1", "cuda:0"), ("cuda:0", "cuda:3")}
+        until(
+            lambda: {t[:3]: t[3] for t in rows("transfers", "source", "target", "way", "nbytes")},
+            lambda shown: shown == moved,
+        )
+        # The failure, as text and not as HTML.
+        table = page.execute_script(
+            "return Bokeh.documents[0].get_model_by_name('device_failures').text"
+        )
+        assert "fails-1" in table
+        assert "no &lt;b&gt;rows&lt;/b&gt; in this file" in table
+
+        for theme, background in (("light", "rgb(250, 250, 250)"), ("dark", "rgb(28, 31, 34)")):
+            if theme == "dark":
+                page.get(f"{url}?theme=dark")
+                until(lambda: {*rows("timeline", "key")}, lambda shown: shown == keys)
+            for width, height in ((1280, 900), (3840, 2160)):
+                page.set_window_size(width, height)
+                layout = until(
+                    lambda: page.execute_script(LAYOUT), lambda layout: layout["wide"] <= 0
+                )
+                page.save_screenshot(str(tmp_path / f"{theme}-{width}.png"))
+                assert layout["background"] == background
+                assert len(layout["boxes"]) == 5
+                for box in layout["boxes"]:
+                    assert box["left"] >= 0
+                    assert box["left"] + box["width"] <= width
+                    assert box["width"] >= 500
+                    assert box["height"] >= 150
+                    assert box["shown"][0] <= box["width"] + 1
+                    assert box["shown"][1] <= box["height"] + 1
+        assert browsers.errors(page) == []
+
+
+def test_a_plot_alone(client: Client) -> None:
+    run_job(client, "first")
+    with browsers.browser(800, 600) as page:
+        page.get(client.dashboard_link.replace("/status", "/individual-device-transfers"))
+        until(
+            lambda: page.execute_script(ROWS, "device_transfers", "nbytes"),
+            lambda rows: rows and rows[0],
+        )
+        assert page.execute_script("return document.documentElement.scrollHeight") <= 600
+        assert browsers.errors(page) == []

@@ -1,0 +1,343 @@
+"""Tasks of several GPUs: NCCL, models over GPUs, multi-GPU FFT, while others fill the rest.
+
+Each scenario has a process of its own, with one worker for all of its GPUs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client
+
+from dask_devctx import Device, LocalDeviceCluster, device_of, task_devices
+from tests.gpu.own_process import answer_of
+
+pytestmark = pytest.mark.timeout(320)
+
+COUNTS = [pytest.param(n, marks=pytest.mark.gpu(count=n)) for n in (2, 4)]
+FILLERS = 400
+LENGTH = 1 << 20
+
+
+# -- what the tasks do; each returns whether its result is right
+
+
+def torch_all_reduce(_: int = 0) -> bool:
+    import torch
+    from torch.cuda import nccl
+
+    devices = task_devices()
+    tensors = [
+        torch.full((LENGTH,), float(n + 1), device=f"cuda:{int(one)}")
+        for n, one in enumerate(devices)
+    ]
+    nccl.all_reduce(tensors)
+    total = sum(range(1, len(devices) + 1))
+    return all(bool((tensor == total).all()) for tensor in tensors)
+
+
+def cupy_all_reduce(_: int = 0) -> bool:
+    import cupy
+    from cupy.cuda import nccl
+
+    devices = task_devices()
+    communicators = nccl.NcclCommunicator.initAll([int(one) for one in devices])
+    arrays = []
+    for n, one in enumerate(devices):
+        with one:
+            arrays.append(cupy.full(LENGTH, n + 1, dtype="f4"))
+    nccl.groupStart()
+    for one, communicator, array in zip(devices, communicators, arrays, strict=True):
+        with one:
+            pointer = array.data.ptr
+            communicator.allReduce(
+                pointer,
+                pointer,
+                LENGTH,
+                nccl.NCCL_FLOAT32,
+                nccl.NCCL_SUM,
+                cupy.cuda.Stream.null.ptr,
+            )
+    nccl.groupEnd()
+    total = sum(range(1, len(devices) + 1))
+    right = []
+    for one, array in zip(devices, arrays, strict=True):
+        with one:
+            right.append(bool((array == total).all()))
+    for communicator in communicators:
+        communicator.destroy()
+    return all(right)
+
+
+def _layers() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    widths = [256, 512, 512, 256, 8]
+    return [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
+
+
+def _batch() -> tuple[Any, Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(512, 256, generator=generator),
+        torch.randn(512, 8, generator=generator),
+    )
+
+
+def _loss(forward: Callable[[Any], Any], x: Any, y: Any) -> Any:
+    import torch
+
+    return torch.nn.functional.mse_loss(forward(x), y)
+
+
+def _expected_gradients() -> list[Any]:
+    """The gradients of the whole model and batch on the host."""
+    import torch
+
+    model = torch.nn.Sequential(*_layers())
+    _loss(model, *_batch()).backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def _close(found: list[Any]) -> bool:
+    import torch
+
+    return all(
+        torch.allclose(a.cpu(), b, rtol=1e-3, atol=1e-4)
+        for a, b in zip(found, _expected_gradients(), strict=True)
+    )
+
+
+def split_model(_: int = 0) -> bool:
+    """A model whose layers are on all of the GPUs: forward and backward."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    layers, devices = _layers(), task_devices()
+    homes = [f"cuda:{int(devices[n * len(devices) // len(layers)])}" for n in range(len(layers))]
+    for layer, home in zip(layers, homes, strict=True):
+        layer.to(home)
+
+    def forward(x: Any) -> Any:
+        for layer, home in zip(layers, homes, strict=True):
+            x = layer(x.to(home))
+        return x
+
+    x, y = _batch()
+    _loss(forward, x, y.to(homes[-1])).backward()
+    return len(set(homes)) > 1 and _close([p.grad for layer in layers for p in layer.parameters()])
+
+
+def data_parallel(_: int = 0) -> bool:
+    """A replica on each GPU, a part of the batch for each, and the mean of the gradients."""
+    import torch
+    from torch.cuda import nccl
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    homes = [f"cuda:{int(one)}" for one in task_devices()]
+    replicas = [torch.nn.Sequential(*_layers()).to(home) for home in homes]
+    x, y = _batch()
+    parts = zip(replicas, homes, x.chunk(len(homes)), y.chunk(len(homes)), strict=True)
+    for replica, home, some_x, some_y in parts:
+        _loss(replica, some_x.to(home), some_y.to(home)).backward()
+    for gradients in zip(*([p.grad for p in one.parameters()] for one in replicas), strict=True):
+        nccl.all_reduce(list(gradients))
+    means = [[p.grad / len(homes) for p in one.parameters()] for one in replicas]
+    return all(_close(gradients) for gradients in means)
+
+
+def cufft(_: int = 0) -> bool:
+    import cupy
+    import numpy
+
+    rng = numpy.random.default_rng(0)
+    x = (rng.random(LENGTH) + 1j * rng.random(LENGTH)).astype("c8")
+    cupy.fft.config.use_multi_gpus = True
+    cupy.fft.config.set_cufft_gpus([int(one) for one in task_devices()])
+    try:
+        found = cupy.asnumpy(cupy.fft.fft(cupy.asarray(x)))
+    finally:
+        cupy.fft.config.use_multi_gpus = False
+    expected = numpy.fft.fft(x)
+    return bool(abs(found - expected).max() <= 1e-4 * abs(expected).max())
+
+
+TASKS = {one.__name__: one for one in (
+    torch_all_reduce, cupy_all_reduce, split_model, data_parallel, cufft
+)}  # fmt: skip
+
+
+# -- the scenarios
+
+
+def _timed(task: Callable[[int], Any], number: int) -> tuple[Any, list[int], float, float]:
+    start = time.perf_counter()
+    answer = task(number)
+    return answer, [int(one) for one in task_devices()], start, time.perf_counter()
+
+
+def _fill(_: int) -> int:
+    import cupy
+
+    x = cupy.random.random((1024, 1024), dtype="f4")
+    for _n in range(4):
+        x = x @ x / 1024
+    cupy.cuda.get_current_stream().synchronize()
+    return int(task_devices()[0])
+
+
+def beside_others(client: Client, count: int, name: str) -> dict[str, Any]:
+    """Tasks of all GPUs while tasks of one fill the rest: right, and never beside each other."""
+    client.gather(client.map(_fill, range(count), pure=False))  # the libraries are loaded
+    with dask.annotate(devices=count):
+        client.submit(_timed, TASKS[name], 0, pure=False).result(120)
+    fillers = client.map(lambda n: _timed(_fill, n), range(FILLERS), pure=False)
+    with dask.annotate(devices=count, priority=1):
+        large = client.map(lambda n: _timed(TASKS[name], n), range(10), pure=False)
+    runs = client.gather(large), client.gather(fillers)
+    spans: dict[int, list[tuple[float, float]]] = {}
+    for _, devices, start, end in [*runs[0], *runs[1]]:
+        for one in devices:
+            spans.setdefault(one, []).append((start, end))
+    overlaps = 0
+    for one in spans.values():
+        one.sort()
+        overlaps += sum(b[0] < a[1] for a, b in itertools.pairwise(one))
+    first = min(start for one in spans.values() for start, _ in one)
+    last = max(end for one in spans.values() for _, end in one)
+    used = sum(end - start for one in spans.values() for start, end in one)
+    return {
+        "right": all(answer is True for answer, *_ in runs[0]),
+        "devices": sorted({len(devices) for _, devices, *_ in runs[0]}),
+        "filled": sorted({one for _, devices, *_ in runs[1] for one in devices}),
+        "overlaps": overlaps,
+        "used": used / (len(spans) * (last - first)),
+    }
+
+
+def _hold(seconds: float) -> float:
+    time.sleep(seconds)
+    return time.perf_counter()
+
+
+def soon(client: Client, count: int, name: str) -> dict[str, Any]:
+    """How long after the last device is free a task of all begins."""
+    late = []
+    for n in range(60):
+        busy = []
+        for ordinal in range(count):
+            with dask.annotate(device=ordinal):
+                busy.append(client.submit(_hold, 0.02 + 0.005 * ordinal, pure=False))
+        with dask.annotate(devices=count):
+            begun = client.submit(time.perf_counter, pure=False)
+        ends = client.gather(busy)
+        if n >= 10:
+            late.append(begun.result(20) - max(ends))
+    return {"late_ms": 1000 * statistics.median(late), "worst_ms": 1000 * max(late)}
+
+
+def _spread() -> list[Any]:
+    import cupy
+
+    made = []
+    for n, one in enumerate(task_devices()):
+        with one:
+            made.append(cupy.full(1000, n, dtype="f8"))
+    return made
+
+
+def _places(arrays: list[Any]) -> tuple[list[int], list[float]]:
+    homes = []
+    for one in arrays:
+        home = device_of(one)
+        assert home is not None
+        homes.append(int(home))
+    sums = []
+    for one, home in zip(arrays, homes, strict=True):
+        with Device(home):
+            sums.append(float(one.sum()))
+    return homes, sums
+
+
+def values(client: Client, count: int, name: str) -> dict[str, Any]:
+    """A value that spans all GPUs: kept by a task of all, moved for a task of one, and sent."""
+    with dask.annotate(devices=count):
+        spread = client.submit(_spread, pure=False)
+        kept = client.submit(_places, spread, pure=False).result(60)
+    with dask.annotate(device=1):
+        moved = client.submit(_places, spread, pure=False).result(60)
+    sent = [float(one.sum()) for one in spread.result(60)]
+    return {"kept": kept, "moved": moved, "sent": sent}
+
+
+def _cluster(count: int) -> LocalDeviceCluster:
+    return LocalDeviceCluster(n_workers=1, devices=list(range(count)), dashboard_address=":0")
+
+
+if __name__ == "__main__":
+    # The workers have to find the functions under this module's name.
+    from tests.gpu import test_several
+
+    scenario, how_many, about = sys.argv[1:]
+    with _cluster(int(how_many)) as cluster, Client(cluster) as connected:
+        answer = getattr(test_several, scenario)(connected, int(how_many), about)
+    print(json.dumps(answer), flush=True)
+
+
+# -- the tests
+
+
+def scenario_of(name: str, count: int, about: str = "-") -> Any:
+    # NCCL's multicast over NVLink needs rights that a shared machine may not give.
+    return answer_of("tests.gpu.test_several", name, str(count), about, NCCL_NVLS_ENABLE="0")
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", TASKS)
+def test_work_of_several_gpus_beside_that_of_one(name: str, count: int) -> None:
+    pytest.importorskip("cupy")
+    if "cu" not in name:
+        pytest.importorskip("torch")
+    found = scenario_of("beside_others", count, name)
+    assert found["right"]
+    assert found["devices"] == [count]
+    assert found["filled"] == list(range(count))
+    assert found["overlaps"] == 0
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_it_begins_soon_after_its_devices_are_free(count: int) -> None:
+    assert scenario_of("soon", count)["late_ms"] < 1
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_value_on_several_gpus(count: int) -> None:
+    pytest.importorskip("cupy")
+    found = scenario_of("values", count)
+    sums = [1000.0 * n for n in range(count)]
+    assert found["kept"] == [list(range(count)), sums]
+    assert found["moved"] == [[1] * count, sums]
+    assert found["sent"] == sums
+
+
+@pytest.mark.gpu(count=2)
+def test_the_driver_ranks_links() -> None:
+    from dask_devctx import driver
+    from dask_devctx.cuda.links import link_rank
+    from dask_devctx.driver import backends
+
+    with driver.use(backends.real()):
+        rank = link_rank(Device(0), Device(1))
+    print(json.dumps({"rank": rank}))
+    assert rank >= 0
