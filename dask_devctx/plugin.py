@@ -15,6 +15,7 @@ from dask_devctx import config
 from dask_devctx.config.options import OPTION_NAMES, Options, remembered_tasks
 from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_only
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
@@ -94,6 +95,33 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         if name in OPTION_NAMES:
             return getattr(self.options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self._chosen().items())
+        return f"DevicePlugin({given})"
+
+    def _repr_html_(self) -> str:
+        rows = {"uses": ", ".join(self._uses()), **self._chosen()}
+        return html_table("DevicePlugin", {name: str(value) for name, value in rows.items()})
+
+    def _uses(self) -> tuple[str, ...]:
+        if self.extension is not None:
+            return tuple(str(device.info) for device in self.worker_devices)
+        named = self.options.devices
+        return ("all devices of each worker",) if named is None else tuple(map(str, named))
+
+    def _chosen(self) -> dict[str, Any]:
+        """Return the devices, and the options that are not the default."""
+        usual = config.defaults["devctx"]
+        options = {name: getattr(self.options, name) for name in OPTION_NAMES}
+        changed = {
+            name: value
+            for name, value in options.items()
+            if value is not None and value != usual.get(name.replace("_", "-"))
+        }
+        if self.extension is not None:
+            return {"worker_devices": self.worker_devices, **changed}
+        return changed
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:
@@ -180,6 +208,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             raise
         if self.extension.failure is not None:
             share.release()
+        else:
+            registration.say_devices(self.worker_devices)
         return self.extension.failure
 
     def _changed(self, worker: Worker) -> None:

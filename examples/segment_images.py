@@ -1,16 +1,21 @@
 """Find and measure the regions in photographs and micrographs, on every GPU of this machine.
 
-Each image goes through a small graph of its own: load, denoise, threshold, label, measure.
+Each image goes through a small graph of its own: load, denoise, threshold, label, measure. This
+happens in rounds, in turns with a small and a large window of the denoising. The last step of each
+round, compare, tells how much of an image both windows agree on. Its two inputs are often on
+different devices, so that one of them moves.
+
 Loading is not GPU work and stays on dask's own threads. The two largest images are assigned to
-the first and to the last device. Each other task gets a device automatically. The same lines
-compute with CuPy on GPUs, and with NumPy and SciPy on simulated devices. The measurements are
-compared with a run without dask.
+devices, others each round. Each other task gets a device automatically. The same lines compute with
+CuPy on GPUs, and with NumPy and SciPy on simulated devices. The measurements are compared with a
+run without dask.
 
     pip install -e ".[demo]"  # in a checkout
     python examples/segment_images.py --out results
 
-writes ``segmented.png``, a contact sheet, and ``timeline.png``, the tasks by device and time.
-The exit status is 1 if a measurement differs.
+A page of dask's dashboard shows the devices while it runs. At the end it writes ``segmented.png``,
+a contact sheet, ``devices.png``, the tasks on each device and the bytes between devices, and
+``timeline.json`` for https://ui.perfetto.dev. The exit status is 1 if a measurement differs.
 """
 
 from __future__ import annotations
@@ -19,21 +24,30 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dask
 import numpy as np
-from distributed import Client, Future, progress
+from distributed import Client, Future, wait
 from skimage import data
 
-from dask_devctx import Device, DriverUnavailableError, LocalDeviceCluster, devices, driver
+from dask_devctx import (
+    Device,
+    DriverUnavailableError,
+    LocalDeviceCluster,
+    devices,
+    driver,
+    report,
+    timeline,
+)
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.simulated_array import SimulatedArray
 
 IMAGES = [
     "astronaut",
@@ -54,20 +68,9 @@ IMAGES = [
     "rocket",
     "text",
 ]
-STAGES = ("load", "denoise", "threshold", "label", "measure")
+STAGES = ("load", "denoise", "threshold", "label", "measure", "compare")
+WINDOWS = (3, 5)  # pixels
 SMALLEST_REGION = 20  # pixels
-
-
-@dataclass(frozen=True)
-class Step:
-    """The result of a task: its value, and where and when it ran."""
-
-    value: Any
-    image: str
-    stage: str
-    device_id: int | None
-    start: float
-    stop: float
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,35 @@ class Segmented:
     count: int
 
 
-def array_modules(simulated: bool) -> tuple[Any, Any]:
-    """Return the modules to compute with: CuPy's on GPUs, otherwise NumPy's and SciPy's."""
-    names = ("numpy", "scipy.ndimage") if simulated else ("cupy", "cupyx.scipy.ndimage")
-    return import_module(names[0]), import_module(names[1])
+@dataclass(frozen=True)
+class Library:
+    """The library that computes: CuPy on GPUs, otherwise NumPy with SciPy.
+
+    Arrays of simulated devices are read before NumPy computes, and kept on their device after it.
+    """
+
+    kind: Literal["gpu", "simulated", "host"]
+
+    @property
+    def modules(self) -> tuple[Any, Any]:
+        names = (
+            ("cupy", "cupyx.scipy.ndimage") if self.kind == "gpu" else ("numpy", "scipy.ndimage")
+        )
+        return import_module(names[0]), import_module(names[1])
+
+    def read(self, array: Any) -> Any:
+        return (
+            array.get() if self.kind == "simulated" and not isinstance(array, np.ndarray) else array
+        )
+
+    def keep(self, array: Any) -> Any:
+        return SimulatedArray.asarray(array) if self.kind == "simulated" else array
+
+    def to_host(self, array: Any) -> Any:
+        return array.get() if self.kind == "gpu" else array
 
 
-# -- the five stages, which know nothing of dask
+# -- the stages, which know nothing of dask
 
 
 def load(name: str) -> Any:
@@ -97,87 +122,95 @@ def load(name: str) -> Any:
     return image.astype(np.uint8)
 
 
-def denoise(pixels: Any, *, simulated: bool) -> Any:
+def denoise(pixels: Any, library: Library, window: int) -> Any:
     """Take the median of each pixel's neighbourhood."""
-    xp, ndimage = array_modules(simulated)
-    return ndimage.median_filter(xp.asarray(pixels), size=3)
+    xp, ndimage = library.modules
+    return library.keep(ndimage.median_filter(xp.asarray(library.read(pixels)), size=window))
 
 
-def threshold(pixels: Any, *, simulated: bool) -> Any:
+def threshold(pixels: Any, library: Library) -> tuple[Any, Any]:
     """Split the grey levels in two by Otsu's method; the rarer side is the foreground."""
-    xp, _ = array_modules(simulated)
-    counts = xp.bincount(pixels.ravel(), minlength=256)
-    counts = np.asarray(counts if simulated else counts.get(), dtype=float)
+    xp, _ = library.modules
+    levels_of_pixels = library.read(pixels)
+    counts = library.to_host(xp.bincount(levels_of_pixels.ravel(), minlength=256)).astype(float)
     below, levels = np.cumsum(counts), np.arange(256)
     above = below[-1] - below
     weighted = np.cumsum(counts * levels)
     with np.errstate(divide="ignore", invalid="ignore"):
         apart = weighted / below - (weighted[-1] - weighted) / above
     level = int(np.nanargmax(below * above * apart**2))
-    bright = pixels > level
-    return pixels, (bright if above[level] <= below[level] else ~bright)
+    bright = levels_of_pixels > level
+    return pixels, library.keep(bright if above[level] <= below[level] else ~bright)
 
 
-def label(split: tuple[Any, Any], *, simulated: bool) -> Segmented:
+def label(split: tuple[Any, Any], library: Library) -> Segmented:
     """Number the connected regions of the foreground."""
-    _, ndimage = array_modules(simulated)
+    _, ndimage = library.modules
     pixels, foreground = split
-    labels, count = ndimage.label(foreground)
-    return Segmented(pixels, labels, int(count))
+    labels, number = ndimage.label(library.read(foreground))
+    return Segmented(pixels, library.keep(labels), int(number))
 
 
-def measure(segmented: Segmented, *, simulated: bool) -> tuple[Any, Any, Any]:
+def measure(segmented: Segmented, library: Library) -> tuple[Any, Any, Any]:
     """Return the measurements of each region, the pixels and the labels, all in host memory.
 
     A region's row is its area in pixels, its centre's row and column, and its mean grey level.
     """
-    xp, ndimage = array_modules(simulated)
+    xp, ndimage = library.modules
+    pixels, labels = library.read(segmented.pixels), library.read(segmented.labels)
     index = xp.arange(1, segmented.count + 1)
-    ones = xp.ones_like(segmented.labels)
-    rows, columns = (xp.asarray(axis) for axis in xp.indices(segmented.labels.shape))
-    areas = ndimage.sum_labels(ones, segmented.labels, index)
-    sums = [
-        ndimage.sum_labels(what, segmented.labels, index)
-        for what in (rows, columns, segmented.pixels)
-    ]
+    rows, columns = (xp.asarray(axis) for axis in xp.indices(labels.shape))
+    areas = ndimage.sum_labels(xp.ones_like(labels), labels, index)
+    sums = [ndimage.sum_labels(what, labels, index) for what in (rows, columns, pixels)]
     table = xp.stack([areas, *(one / areas for one in sums)], axis=1)
     table = table[areas >= SMALLEST_REGION]
-    if not simulated:
-        return table.get(), segmented.pixels.get(), segmented.labels.get()
-    return table, segmented.pixels, segmented.labels
+    return library.to_host(table), library.to_host(pixels), library.to_host(labels)
+
+
+def compare(one: Segmented, other: Segmented, library: Library) -> float:
+    """Return the share of the pixels that are background in both, or in neither."""
+    first, second = library.read(one.labels), library.read(other.labels)
+    return float(((first > 0) == (second > 0)).mean())
 
 
 # -- the same, as tasks
 
 
-def run_stage(fn: Callable[[Any], Any], image: str, stage: str, before: Step | None) -> Step:
-    """Run a stage on the result of the stage before, and note where and when."""
-    start = time.time()
-    value = fn(image if before is None else before.value)
-    device = Device.current()
-    if device is not None:
-        device.sync()  # a kernel may still run after its call returned
-    device_id = None if device is None else device.device_id
-    return Step(value, image, stage, device_id, start, time.time())
+@dataclass
+class Round:
+    """The tasks of one round for one image."""
+
+    segmented: Future
+    measured: Future
+    agreed: Future | None
 
 
-def submit(client: Client, image: str, device: Device | None, simulated: bool) -> list[Future]:
-    """Send an image's graph to the cluster; one future per stage."""
+def submit(
+    client: Client, image: str, device: Device | None, library: Library, number: int,
+    before: Round | None,
+) -> Round:  # fmt: skip
+    """Send an image's graph of one round to the cluster."""
+    window, name = WINDOWS[number % len(WINDOWS)], (image, number)
     with dask.annotate(device=None):
-        steps = [client.submit(run_stage, load, image, "load", None, pure=False)]
+        pixels = client.submit(load, image, key=("load", *name))
     with dask.annotate(device="auto" if device is None else device.uuid):
-        for stage, fn in zip(STAGES[1:], (denoise, threshold, label, measure), strict=True):
-            on = partial(fn, simulated=simulated)
-            steps.append(client.submit(run_stage, on, image, stage, steps[-1], pure=False))
-    return steps
+        denoised = client.submit(denoise, pixels, library, window, key=("denoise", *name))
+        split = client.submit(threshold, denoised, library, key=("threshold", *name))
+        segmented = client.submit(label, split, library, key=("label", *name))
+        measured = client.submit(measure, segmented, library, key=("measure", *name))
+        agreed = None
+        if before is not None:
+            agreed = client.submit(
+                compare, segmented, before.segmented, library, key=("compare", *name)
+            )
+    return Round(segmented, measured, agreed)
 
 
 def without_dask(image: str) -> Any:
     """Return an image's measurements, computed here on the CPU, one stage after the other."""
-    value: Any = load(image)
-    for fn in (denoise, threshold, label, measure):
-        value = fn(value, simulated=True)
-    return value[0]
+    library = Library("host")
+    split = threshold(denoise(load(image), library, WINDOWS[0]), library)
+    return measure(label(split, library), library)[0]
 
 
 def same(measured: Any, expected: Any) -> bool:
@@ -191,52 +224,80 @@ def same(measured: Any, expected: Any) -> bool:
 # -- the pictures and the text
 
 
-def draw_contact_sheet(results: dict[str, Step], path: Path) -> None:
+def draw_contact_sheet(results: dict[str, Any], path: Path) -> None:
     """Write every image with its regions in colour."""
     plt = headless_pyplot()
     from skimage.color import label2rgb
 
     columns = min(6, len(results))
     rows = -(-len(results) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(2.6 * columns, 2.8 * rows), squeeze=False)
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(2.6 * columns, 2.8 * rows + 0.4),
+        squeeze=False,
+        layout="constrained",
+    )
+    figure.suptitle("Each image with the regions that were found in it, in colour", fontsize=12)
     for axis in axes.flat:
         axis.axis("off")
-    for axis, (name, step) in zip(axes.flat, results.items(), strict=False):
-        table, pixels, labels = step.value
+    for axis, (name, (table, pixels, labels)) in zip(axes.flat, results.items(), strict=False):
         axis.imshow(label2rgb(labels, pixels, alpha=0.35, bg_label=0))
-        axis.set_title(f"{name}: {len(table)}", fontsize=8)
-    figure.tight_layout()
+        axis.set_title(f"{name}: {len(table)} regions", fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def draw_timeline(steps: list[Step], path: Path) -> None:
-    """Draw which task ran on which device, and when."""
+def draw_devices(done: Any, names: dict[str, str], path: Path) -> None:
+    """Write the tasks on each device over time, and the bytes that moved between the devices."""
     plt = headless_pyplot()
-    origin = min(step.start for step in steps)
-    places = sorted({-1 if step.device_id is None else step.device_id for step in steps})
-    figure, axis = plt.subplots(figsize=(10, 1.2 + 0.5 * len(places)))
+    runs = [run for run in [*done, *done.without_device] if run.prefix in STAGES and run.start]
+    origin = min(run.start for run in runs)
+    lanes = [*names.values(), "no device"]
+    figure, (tasks, moves) = plt.subplots(
+        1, 2, figsize=(15, 1.8 + 0.5 * len(lanes)), width_ratios=(3, 1), layout="constrained"
+    )
     colours = dict(zip(STAGES, plt.get_cmap("tab10").colors, strict=False))
     for stage in STAGES:
-        bars = [
-            (places.index(-1 if s.device_id is None else s.device_id), s)
-            for s in steps
-            if s.stage == stage
-        ]
-        axis.barh(
-            [place for place, _ in bars],
-            [1000 * (s.stop - s.start) for _, s in bars],
-            left=[1000 * (s.start - origin) for _, s in bars],
+        of_stage = [run for run in runs if run.prefix == stage]
+        tasks.barh(
+            [lanes.index(names.get(run.uuid, "no device")) for run in of_stage],
+            [run.stop - run.start for run in of_stage],
+            left=[run.start - origin for run in of_stage],
             color=colours[stage],
             edgecolor="white",
-            linewidth=0.3,
+            linewidth=0.2,
             label=stage,
         )
-    axis.set_yticks(range(len(places)), ["no device" if p < 0 else f"device {p}" for p in places])
-    axis.set_xlabel("milliseconds since the first task began")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 1.2), ncols=len(STAGES), frameon=False)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
+    tasks.set_yticks(range(len(lanes)), lanes)
+    tasks.invert_yaxis()
+    tasks.set_xlabel("seconds since the first task began")
+    tasks.set_title("Which device ran which step, and when; a gap is idle time")
+    tasks.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(STAGES), frameon=False)
+    table = moved(done, names)
+    moves.imshow(table, cmap="Greens")
+    for (row, column), megabytes in np.ndenumerate(table):
+        if megabytes:
+            dark = megabytes > table.max() / 2
+            text = f"{megabytes:.3g}"
+            moves.text(column, row, text, ha="center", va="center", color="w" if dark else "k")
+    for set_ticks in (moves.set_xticks, moves.set_yticks):
+        set_ticks(range(len(names)), names.values())
+    moves.set_ylabel("from")
+    moves.set_xlabel("to")
+    moves.set_title("Megabytes copied between devices")
+    figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def moved(done: Any, names: dict[str, str]) -> Any:
+    """Return the megabytes from each device to each other one."""
+    order = list(names)
+    table = np.zeros((len(order), len(order)))
+    for row in done.transfers:
+        if row.source in names and row.destination in names:
+            table[order.index(row.source), order.index(row.destination)] += row.nbytes / 1e6
+    return table
 
 
 def headless_pyplot() -> Any:
@@ -269,53 +330,98 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(), help="the folder for the pictures")
     parser.add_argument("--images", nargs="+", choices=IMAGES, default=IMAGES, metavar="NAME")
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="begin further rounds for this long"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
 
     with ExitStack() as stack:
-        return segment(options.images, options.out, *find_devices(stack))
+        found, simulated = find_devices(stack)
+        library = Library("simulated" if simulated else "gpu")
+        return segment(options.images, options.seconds, options.out, found, library)
 
 
-def segment(images: list[str], out: Path, found: tuple[Device, ...], simulated: bool) -> int:
+def segment(
+    images: list[str], seconds: float, out: Path, found: tuple[Device, ...], library: Library
+) -> int:
     """Segment the images, show the results, and return the exit status."""
     sizes = {name: load(name).size for name in images}
-    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    assigned = dict(zip(largest[:2], (found[0], found[-1]), strict=False))
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:2]
 
-    with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
-        graphs = {name: submit(client, name, assigned.get(name), simulated) for name in images}
-        everything = [future for graph in graphs.values() for future in graph]
-        progress(everything, notebook=False)
-        print()
-        results = client.gather({name: graph[-1] for name, graph in graphs.items()})
-        with dask.annotate(device=None):
-            steps = client.gather(client.map(strip, everything, pure=False))
+    with LocalDeviceCluster(synchronize=True) as cluster, Client(cluster) as client:
+        page = cluster.dashboard_link.replace("/status", "/devices")
+        print(f"See the devices at work for the next {seconds:.0f} s:\n\n    {page}\n")
+        first, latest, rounds = run_rounds(client, images, largest, seconds, found, library)
+        results = client.gather({name: one.measured for name, one in first.items()})
+        agreed = client.gather({name: one.agreed for name, one in latest.items()})
+        done = report(client)
+        timeline(client, out / "timeline.json")
 
+    names = {device.uuid: f"cuda:{device.device_id}" for device in found}
     draw_contact_sheet(results, out / "segmented.png")
-    draw_timeline(steps, out / "timeline.png")
-
-    wrong = 0
-    print(f"{'image':22}{'regions':>8}  {'device':16}{'ms':>8}  check")
-    for name, step in results.items():
-        own = [one for one in steps if one.image == name and one.device_id is not None]
-        where = ",".join(map(str, sorted({one.device_id for one in own})))
-        where += " (assigned)" if name in assigned else ""
-        milliseconds = 1000 * sum(one.stop - one.start for one in own)
-        fits = same(step.value[0], without_dask(name))
-        wrong += not fits
-        regions = len(step.value[0])
-        print(
-            f"{name:22}{regions:8}  {where:16}{milliseconds:8.1f}  {'same' if fits else 'DIFFERS'}"
-        )
-    print(f"\nWrote {out / 'segmented.png'} and {out / 'timeline.png'}.")
+    draw_devices(done, names, out / "devices.png")
+    print(f"\n{rounds} rounds of {len(images)} images.\n\n{done}\n")
+    wrong = print_images(results, agreed, done, names)
+    print(
+        f"\n{out / 'segmented.png'}: the images with their regions in colour"
+        f"\n{out / 'devices.png'}: the tasks on each device, and the bytes between devices"
+        f"\n{out / 'timeline.json'}: each task and each copy; open it at https://ui.perfetto.dev"
+    )
     if wrong:
         print(f"{wrong} of {len(results)} images differ from the run without dask.")
     return int(wrong > 0)
 
 
-def strip(step: Step) -> Step:
-    """Return a step without its value, which may be large."""
-    return Step(None, step.image, step.stage, step.device_id, step.start, step.stop)
+def run_rounds(
+    client: Client, images: list[str], largest: list[str], seconds: float,
+    found: tuple[Device, ...], library: Library,
+) -> tuple[dict[str, Round], dict[str, Round], int]:  # fmt: skip
+    """Run rounds for some time, two at least; return the first, the last, and their number."""
+    begin = time.monotonic()
+    first: dict[str, Round] = {}
+    before: dict[str, Round] = {}
+    for number in count():
+        # The two largest images go to other devices each round.
+        turn = (number, -1 - number)
+        assigned = {name: found[n % len(found)] for name, n in zip(largest, turn, strict=False)}
+        latest = {
+            name: submit(client, name, assigned.get(name), library, number, before.get(name))
+            for name in images
+        }
+        first = first or latest
+        # One round runs while the next one waits.
+        wait([one.measured for one in before.values()])
+        show_progress(number, time.monotonic() - begin, seconds)
+        before = latest
+        if number > 0 and time.monotonic() - begin > seconds:
+            break
+    wait([future for one in latest.values() for future in (one.measured, one.agreed)])
+    return first, latest, number + 1
+
+
+def show_progress(number: int, passed: float, seconds: float) -> None:
+    """Show, where there is a terminal, how far it is."""
+    if sys.stdout.isatty():
+        print(f"\rround {number + 1}, {min(passed, seconds):.0f} of {seconds:.0f} s ", end="")
+
+
+def print_images(
+    results: dict[str, Any], agreed: dict[str, float], done: Any, names: dict[str, str]
+) -> int:
+    """Print a line for each image; return the number of images that differ."""
+    ran: defaultdict[str, set[str]] = defaultdict(set)
+    for run in done:
+        ran[run.key[1]].add(names[run.uuid])
+    wrong = 0
+    print(f"{'image':22}{'regions':>8}{'agreement':>11}  {'check':8}devices")
+    for name, (table, _, _) in results.items():
+        fits = same(table, without_dask(name))
+        wrong += not fits
+        where = " ".join(sorted(ran[name]))
+        check = "same" if fits else "DIFFERS"
+        print(f"{name:22}{len(table):8}{agreed[name]:11.1%}  {check:8}{where}")
+    return wrong
 
 
 if __name__ == "__main__":

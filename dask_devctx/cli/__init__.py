@@ -10,6 +10,8 @@ import click
 
 # The configuration comes first, because it decides which devices are simulated.
 from dask_devctx import config
+from dask_devctx.cli.configuration import configuration
+from dask_devctx.cli.worker import worker
 from dask_devctx.client.tables import aligned, nbytes_text
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.discovery import DeviceInfo
@@ -18,7 +20,11 @@ from dask_devctx.cuda.inspection import Machine, inspect_machine
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def devctx() -> None:
-    """The GPUs of this machine, as dask-devctx uses them."""
+    """GPUs of this machine, workers that use them, and clusters of such workers."""
+
+
+devctx.add_command(worker)
+devctx.add_command(configuration)
 
 
 @devctx.command()

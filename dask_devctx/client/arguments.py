@@ -92,7 +92,8 @@ DASK_CUDAS: Final[Mapping[str, Argument]] = {
     "data": _works("the same"),
 }
 
-_UCX: Final = {
+# The arguments for UCX, and their keys in its configuration.
+UCX: Final = {
     "enable_tcp_over_ucx": "tcp",
     "enable_infiniband": "infiniband",
     "enable_nvlink": "nvlink",
@@ -121,7 +122,7 @@ def without_dask_cudas(given: Mapping[str, Any], owner: type) -> dict[str, Any]:
     """
     _refuse_unknown(given, owner)
     kept = dict(given)
-    _set_up_ucx(kept)
+    set_up_ucx(kept)
     for name, argument in DASK_CUDAS.items():
         if argument.outcome == "not needed" and kept.pop(name, None):
             logger.warning("%s is not needed: %s", name, argument.text)
@@ -208,9 +209,17 @@ def visible_device(entry: str) -> Device:
 # -- UCX
 
 
-def _set_up_ucx(kept: dict[str, Any]) -> None:
-    """Configure UCX, if it is the protocol."""
-    flags = {key: kept[name] for name, key in _UCX.items() if kept.get(name) is not None}
+def set_up_ucx(kept: dict[str, Any]) -> None:
+    """Configure UCX, if it is the protocol, by the arguments ``enable_…``, and take these out.
+
+    Raises
+    ------
+    MissingPackageError
+        UCX is not installed.
+    TypeError
+        ``enable_tcp_over_ucx`` is given with another protocol.
+    """
+    flags = {key: kept[name] for name, key in UCX.items() if kept.get(name) is not None}
     protocol = kept.get("protocol")
     if kept.pop("enable_tcp_over_ucx", None):
         if protocol is None:
@@ -221,7 +230,7 @@ def _set_up_ucx(kept: dict[str, Any]) -> None:
         return
     if importlib.util.find_spec("ucp") is None:
         require(f"protocol={protocol!r}", "distributed_ucxx")
-    for name in _UCX:
+    for name in UCX:
         kept.pop(name, None)
     if any(flags.values()):
         flags["cuda-copy"] = True

@@ -20,6 +20,7 @@ from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_also
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
+from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.errors.base import counted
@@ -109,10 +110,11 @@ class LocalDeviceCluster(WatchedCluster):
             used = named_devices(plugin.options.devices)
         require_packages(plugin.options)
         if n_workers is None:
-            n_workers = _n_workers(used, plugin.options, kwargs)
+            processes = kwargs.get("processes") is not False
+            n_workers = default_n_workers(used, plugin.options, processes=processes)
         options = plugin.options
         if options.devices_per_worker is None and n_workers > 1 and not options.shared:
-            own["devices_per_worker"] = _even_share(len(used), n_workers)
+            own["devices_per_worker"] = even_share(len(used), n_workers)
             self._share_said = (
                 f": the {len(used)} devices were divided among n_workers={n_workers}. For more "
                 "workers later, pass devices_per_worker to LocalDeviceCluster"
@@ -123,13 +125,13 @@ class LocalDeviceCluster(WatchedCluster):
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)
+        self._uses = tuple(str(device.info) for device in used)
         # Workers of one process use the same devices, unless each takes a number of them.
         self._shared = plugin.options.shared or kwargs.get("processes") is False
         self._check_enough(n_workers)
         if threads_per_worker is None:
             per_worker = plugin.options.devices_per_worker or len(used)
-            running = per_worker * plugin.options.tasks_per_device
-            threads_per_worker = LOOK_AHEAD * max(running, 1)
+            threads_per_worker = look_ahead(per_worker, plugin.options)
         if "memory_limit" not in kwargs:
             kwargs["memory_limit"] = MEMORY_LIMIT // self._most_workers(n_workers)
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
@@ -140,6 +142,15 @@ class LocalDeviceCluster(WatchedCluster):
         """Return how many workers share the host's memory, as far as that is known now."""
         per_worker = self._plugin.options.devices_per_worker
         return max(n_workers, self._n_devices // per_worker if per_worker else 1, 1)
+
+    def __repr__(self) -> str:
+        names = ", ".join(name.partition(" ")[0] for name in self._uses)
+        return f"{super().__repr__()[:-1]}, devices={names})"
+
+    def _repr_html_(self, cluster_status: str | None = None) -> str:
+        found: str = super()._repr_html_(cluster_status=cluster_status)
+        rows = dict(name.split(" ", 1) for name in self._uses)
+        return found + html_table("Devices", rows)
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
         """Scale to ``n`` workers, as ``LocalCluster`` does."""
@@ -211,9 +222,19 @@ class LocalDeviceCluster(WatchedCluster):
                 raise error
 
 
-def _n_workers(used: Sequence[Device], options: Options, kwargs: Mapping[str, Any]) -> int:
-    """Return the default number of workers."""
-    if kwargs.get("processes") is False or len(used) < 2:
+def default_n_workers(used: Sequence[Device], options: Options, *, processes: bool) -> int:
+    """Return the number of workers for these devices, where none is given.
+
+    Parameters
+    ----------
+    used
+        The devices.
+    options
+        The options of the plugin.
+    processes
+        Whether a worker may have a process of its own.
+    """
+    if not processes or len(used) < 2:
         return 1
     if options.devices_per_worker is not None:
         return max(len(used) // options.devices_per_worker, 1)
@@ -228,7 +249,13 @@ def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]
     return {**given, "devctx": section}
 
 
-def _even_share(n_devices: int, n_workers: int) -> int:
+def look_ahead(n_devices: int, options: Options) -> int:
+    """Return how many tasks dask gives a worker with so many devices at a time."""
+    return LOOK_AHEAD * max(n_devices * options.tasks_per_device, 1)
+
+
+def even_share(n_devices: int, n_workers: int) -> int:
+    """Return how many devices each worker gets; warn of devices that are left over."""
     share, left_over = divmod(n_devices, n_workers)
     if share and left_over:
         warnings.warn(

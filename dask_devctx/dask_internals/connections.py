@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, M
 from contextlib import contextmanager
 from typing import Any
 
-from distributed import Worker
+from distributed import Status, Worker
 from distributed.worker import get_data_from_worker
 from distributed.worker_state_machine import RemoveReplicasEvent
 
@@ -28,14 +28,27 @@ def wrapped_connect(worker: Worker, wrap: Callable[[Connect], Connect]) -> Itera
 
 
 @contextmanager
-def answering(worker: Worker, handlers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """While it is open, a worker answers messages that dask does not know."""
+def answering(
+    worker: Worker, handlers: Mapping[str, Callable[..., Any]], *, to_the_end: bool = False
+) -> Iterator[None]:
+    """While it is open, a worker answers messages that dask does not know.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    handlers
+        Its answers.
+    to_the_end
+        Whether a worker that closes still answers: others do not know yet that it leaves.
+    """
     worker.handlers.update(handlers)
     try:
         yield
     finally:
+        leaving = to_the_end and worker.status is Status.closing
         for op, handler in handlers.items():
-            if worker.handlers.get(op) == handler:
+            if not leaving and worker.handlers.get(op) == handler:
                 del worker.handlers[op]
 
 

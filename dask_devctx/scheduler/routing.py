@@ -214,7 +214,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster.announce_early(address, holdings, time())
             return
         self._pages.open()
-        self.counts.forget(address)
+        self.counts.announced(address, holdings.used)
         before = self._cluster.announce(address, holdings)
         if memory_limit is not None:
             internals.set_memory_limit(self.scheduler, address, memory_limit)

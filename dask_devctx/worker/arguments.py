@@ -45,7 +45,7 @@ def may_hold_arrays(task: Any) -> bool:
             parts = node_parts(each)
         elif (protocol := find(kind)) is walk.LEAF:
             return True
-        elif protocol is None:
+        elif protocol is None or (protocol.holds is not None and not protocol.holds(each)):
             continue
         else:
             try:

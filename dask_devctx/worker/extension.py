@@ -40,6 +40,7 @@ from dask_devctx.worker.one_input import Input
 from dask_devctx.worker.placement import Placement
 from dask_devctx.worker.policy import start_soonest
 from dask_devctx.worker.prometheus import exposed
+from dask_devctx.worker.ranges import Ranges
 from dask_devctx.worker.registration import has_routing
 from dask_devctx.worker.share import DeviceShare
 from dask_devctx.worker.task import DeviceTask
@@ -109,8 +110,8 @@ class DeviceExtension:
             )
             self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
-            self.record = Record(used, options.tasks_per_device, self.history, history)
-            steps.enter_context(metric(worker, Record.metric, self.record.metrics))
+            self.record = Record(worker, used, options.tasks_per_device, self.history, history)
+            steps.enter_context(self.record.in_heartbeats())
             self.monitor = steps.enter_context(
                 _opened(
                     Monitor,
@@ -123,6 +124,7 @@ class DeviceExtension:
                 )
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
+            self.monitor.ranges = Ranges() if options.nvtx else None
             self.record.retried = self.monitor.retries.counted
             self.monitor.retries.on_retry = self.history.tried_again
             if options.move_inputs:
@@ -283,6 +285,7 @@ class DeviceExtension:
         if claim is None:
             pool = None if theirs else self.pools[device]
             stand_in: Any = DeviceTask(ts.run_spec, device, executor=pool, **how)
+            stand_in.queued = self.placement.has_queue(device)
         else:
             stand_in = self.claims.stand_in(ts, claim, theirs, makes_actor, how)
         tasks.replace(ts, stand_in)

@@ -185,5 +185,5 @@ def remembering(worker: Worker, devices: Sequence[Device], limit: int) -> Iterat
         How many rows of each kind are kept.
     """
     history = History(limit, devices, lambda: worker.scheduler_delay)
-    with answering(worker, {HISTORY: history.answer}):
+    with answering(worker, {HISTORY: history.answer}, to_the_end=True):
         yield history

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from threading import get_ident
 from time import perf_counter
 from types import MappingProxyType
@@ -81,6 +82,9 @@ class DeviceTask(TaskStandIn):
         The lifetimes of the inputs' values, by key; set if there are inputs.
     made
         The stamp of the work that makes its result, after it returned a result on a device.
+    queued
+        Whether it has to wait for its place. If not, it has begun for dask, and runs although it
+        may have been cancelled a moment ago.
     waited
         The seconds that it waited for a place, for its inputs and for memory, and its thread.
 
@@ -92,7 +96,8 @@ class DeviceTask(TaskStandIn):
     """
 
     __slots__ = (
-        *("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "once", "watched"),
+        *("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "once", "queued"),
+        "watched",
         *("_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
     )
 
@@ -114,6 +119,7 @@ class DeviceTask(TaskStandIn):
         self.inputs = inputs
         self.lifetimes = _NONE
         self.made: Stamp | None = None
+        self.queued = True
         self.device = device
         self.asked_for = asked_for
         self.watched = watched
@@ -134,7 +140,7 @@ class DeviceTask(TaskStandIn):
             if isinstance(device, Exception):
                 raise device
             assert monitor is not None
-            if monitor.is_cancelled(task.key):
+            if self.queued and monitor.is_cancelled(task.key):
                 raise Reschedule  # dask ignores this, unless the task was requested again just now
             self._began_at, self._thread = perf_counter(), get_ident()
             call = MonitoredCall(
@@ -169,7 +175,7 @@ class DeviceTask(TaskStandIn):
                         if again:
                             self._memory_s = perf_counter() - self._began_at
                         again = True
-                        result = await suspending.within(device, self._run_coroutine(device, data))
+                        result = await suspending.within(device, self._run_in_range(device, data))
             except DeviceFailedError as error:
                 self._name_place(error)
                 raise
@@ -180,7 +186,19 @@ class DeviceTask(TaskStandIn):
         if place:
             error.add_note(f"This task calls {place}")
 
+    async def _run_in_range(self, device: Device, data: Any) -> Any:
+        ranges = self.monitor.ranges  # type: ignore[union-attr]
+        with nullcontext() if ranges is None else ranges.of_process(self.task.key):  # type: ignore[attr-defined]
+            return await self._run_coroutine(device, data)
+
     def _run(self, device: Device, data: Any) -> Any:
+        ranges = self.monitor.ranges  # type: ignore[union-attr]
+        if ranges is None:
+            return self._run_function(device, data)
+        with ranges.on_thread(self.task.key):  # type: ignore[attr-defined]
+            return self._run_function(device, data)
+
+    def _run_function(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
         try:
             result = task(brought)

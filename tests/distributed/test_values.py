@@ -123,6 +123,23 @@ async def test_a_task_that_runs_again_is_given_its_value_again(
     assert len(tried) == 3
 
 
+def first_total(values: Any) -> tuple[float, int | None]:
+    return float(values[0].sum()), here()
+
+
+@with_plugin()
+async def test_arrays_of_objects_that_are_given_by_value(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with Device(1):
+        value = CONTAINERS["array of objects"]([make(), "host"])
+    found = await client.gather(client.map(first_total, [value] * 8, pure=False))
+    assert {total for total, _ in found} == {100.0}
+    assert {device for _, device in found} == {0, 1, 2, 3}
+    for host in (np.ones(4), np.array([1, "text"], dtype=object)):
+        assert await client.submit(len, host) == len(host)
+
+
 def test_an_executor_s_arguments_are_on_the_task_s_device() -> None:
     with (
         LocalCluster(

@@ -1,0 +1,126 @@
+"""``dask devctx config``: the configuration of a running cluster."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+import dask
+from distributed import Client
+from distributed.security import Security
+
+from dask_devctx.client.configuration import cluster_configuration
+from dask_devctx.client.tables import aligned, nbytes_text
+
+_BYTES = ("memory_limit", "device_memory_limit", "rmm_pool_size", "rmm_maximum_pool_size")
+_PEM = click.Path(exists=True, resolve_path=True)
+
+
+@click.command(
+    "config",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  dask devctx config tcp://scheduler:8786
+  dask devctx config --scheduler-file scheduler.json --json
+""",
+)
+@click.argument("scheduler", required=False)
+@click.option("--scheduler-file", type=click.Path(exists=True), help="As of dask scheduler.")
+@click.option("--tls-ca-file", type=_PEM, help="Certificates of authorities, in PEM format.")
+@click.option("--tls-cert", type=_PEM, help="The client's certificate, in PEM format.")
+@click.option("--tls-key", type=_PEM, help="The certificate's private key, in PEM format.")
+@click.option("--timeout", default="10s", show_default=True, help="How long to wait for it.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+def configuration(
+    scheduler: str | None,
+    scheduler_file: str | None,
+    tls_ca_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    timeout: str,
+    as_json: bool,
+) -> None:
+    """Show the options, devices and memory limits of a cluster's workers.
+
+    The exit status is 1 if the scheduler cannot be reached, and 2 for wrong options.
+    """
+    address = scheduler or dask.config.get("scheduler-address", None)
+    if not address and not scheduler_file:
+        raise click.UsageError(
+            "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
+        )
+    tls = {"tls_ca_file": tls_ca_file, "tls_client_cert": tls_cert, "tls_client_key": tls_key}
+    given = {name: value for name, value in tls.items() if value is not None}
+    where: dict[str, Any] = {"scheduler_file": scheduler_file} if scheduler_file else {}
+    try:
+        client = Client(
+            None if scheduler_file else address,
+            timeout=timeout,
+            security=Security(**given) if given else None,
+            set_as_default=False,
+            **where,
+        )
+    except (OSError, TimeoutError, ValueError) as error:
+        raise click.ClickException(
+            f"no scheduler at {address or scheduler_file}: {error}"
+        ) from error
+    with client:
+        found = cluster_configuration(client)
+    click.echo(json.dumps(found, indent=2, default=str) if as_json else _as_text(found))
+
+
+def _as_text(found: dict[str, Any]) -> str:
+    scheduler, workers = found["scheduler"], found["workers"]
+    parts = [
+        f"scheduler {scheduler['address']}, worker_ttl {scheduler['worker_ttl']} s, "
+        f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
+    ]
+    head = ("worker", "address", "threads", "host memory", "devices")
+    rows = [
+        (
+            one["name"],
+            address,
+            one["nthreads"],
+            nbytes_text(one["memory_limit"]),
+            "no plugin" if one["devctx"] is None else len(one["devctx"]["devices"]),
+        )
+        for address, one in workers.items()
+    ]
+    if rows:
+        parts.append(aligned(head, rows))
+    devices = [
+        (one["name"], *_row(device))
+        for one in workers.values()
+        if one["devctx"]
+        for device in one["devctx"]["devices"].values()
+    ]
+    if devices:
+        head = ("worker", "device", "memory limit", "RMM pool", "its maximum")
+        parts.append(aligned(head, devices))
+    for owners, options in _by_options(workers):
+        set_ones = [(name, _shown(one)) for name, one in options.items() if one is not None]
+        parts.append(f"Options of {owners}:\n\n" + aligned(("option", "value"), set_ones))
+    return "\n\n".join(parts)
+
+
+def _row(device: dict[str, Any]) -> tuple[object, ...]:
+    limits = (device[name] for name in _BYTES[1:])
+    return device["device"], *(None if nbytes is None else nbytes_text(nbytes) for nbytes in limits)
+
+
+def _by_options(workers: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the options that workers have in common, with the names of these workers."""
+    found: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for one in workers.values():
+        if one["devctx"]:
+            options = one["devctx"]["options"]
+            found.setdefault(repr(options), ([], options))[0].append(str(one["name"]))
+    if len(found) == 1:
+        return [("all workers", options) for _, options in found.values()]
+    return [(f"worker {', '.join(names)}", options) for names, options in found.values()]
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

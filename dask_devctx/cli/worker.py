@@ -1,0 +1,233 @@
+"""``dask devctx worker``: workers for the GPUs of this machine."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, Final
+
+import click
+import dask
+from distributed.cli.dask_worker import main as dask_worker
+from distributed.system import MEMORY_LIMIT
+
+from dask_devctx.client.arguments import DASK_CUDAS, UCX, set_up_ucx
+from dask_devctx.client.cluster import default_n_workers, even_share, look_ahead
+from dask_devctx.config.checks import key_of
+from dask_devctx.config.options import Options
+from dask_devctx.config.packages import require_packages
+from dask_devctx.cuda.device import named_devices
+from dask_devctx.errors import DevctxError
+
+_HELP = """Start workers on this machine, which use its GPUs.
+
+The workers join the scheduler at SCHEDULER, or that of --scheduler-file. By default there is a
+worker for each GPU, with a nanny that starts it again. The number of threads follows from the GPUs.
+Each option of the first list has a key in dask's configuration, too, such as
+devctx.tasks-per-device. Arguments after -- go to the modules of --preload.
+
+The exit status is 0 after Ctrl-C or SIGTERM, 1 if a worker cannot start, and 2 for wrong options.
+"""
+_EXAMPLES = """\b
+Examples:
+  dask devctx worker tcp://scheduler:8786
+  dask devctx worker --scheduler-file scheduler.json --devices 0,1
+  dask devctx worker tcp://scheduler:8786 --n-workers 1
+  dask devctx worker tcp://scheduler:8786 --tasks-per-device 2 --memory-limit 64GiB
+  dask devctx worker tcp://scheduler:8786 --rmm-pool-size 0.8 \\
+      --rmm-allocator-external-lib-list cupy,torch
+"""
+
+# dask's options that have another meaning or default here.
+_OURS_TOO: Final = {"n_workers", "nthreads"}
+# An option that is a function has no text.
+_IN_PYTHON_ONLY: Final = {"policy"}
+_SPELLINGS: Final = {
+    "enable_cudf_spill": ["--enable-cudf-spill/--disable-cudf-spill"],
+    "rmm_allocator_external_lib_list": [
+        "--rmm-allocator-external-lib-list",
+        "--set-rmm-allocator-for-libs",
+    ],
+}
+
+
+def option_names() -> list[str]:
+    """Return the names of the plugin's options that the command has."""
+    return [one.name for one in fields(Options) if one.name not in _IN_PYTHON_ONLY]
+
+
+class _Worker(click.Command):
+    """A command whose help has the plugin's options first, then those of ``dask worker``."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        theirs = {param.name for param in dask_worker.params} - _OURS_TOO
+        rows: dict[bool, list[tuple[str, str]]] = {False: [], True: []}
+        for param in self.get_params(context):
+            row = param.get_help_record(context)
+            if row is not None:
+                rows[param.name in theirs].append(row)
+        for is_theirs, title in ((False, "Options"), (True, "Options of dask worker")):
+            with formatter.section(title):
+                formatter.write_dl(rows[is_theirs])
+
+
+def _run(**given: Any) -> None:
+    """Start the workers, as the command's options say, and wait for their end."""
+    own = {name: given.pop(name) for name in option_names()}
+    ucx = {name: given.pop(name) for name in UCX}
+    method, n_workers = given.pop("multiprocessing_method"), given.pop("n_workers")
+    address = given["scheduler"] or dask.config.get("scheduler-address", None)
+    if not address and not given["scheduler_file"]:
+        raise click.UsageError(
+            "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
+        )
+    given["protocol"] = _protocol(given["protocol"], address, ucx)
+    settings = {f"devctx.{key_of(name)}": value for name, value in _read(own).items()}
+    if method:
+        settings["distributed.worker.multiprocessing-method"] = method
+    with dask.config.set(settings):  # the nannies hand it on to their workers
+        options, n_workers, per_worker = _shape(n_workers, nanny=given["nanny"])
+        given["nthreads"] = given["nthreads"] or look_ahead(per_worker, options)
+        if given["memory_limit"] == "auto":
+            given["memory_limit"] = MEMORY_LIMIT // n_workers
+        given["preload"] = ("dask_devctx", *given["preload"])
+        share = {"devctx.devices-per-worker": per_worker} if n_workers > 1 else {}
+        with dask.config.set({} if options.shared else share):
+            assert dask_worker.callback is not None
+            dask_worker.callback(**given, n_workers=str(n_workers))
+
+
+def _shape(n_workers: int | None, *, nanny: bool) -> tuple[Options, int, int]:
+    """Return the options, the number of workers, and how many devices each of them has."""
+    try:
+        options = Options()
+        require_packages(options)
+        used = named_devices(options.devices)
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    except DevctxError as error:
+        raise click.ClickException(str(error)) from error
+    if not used:
+        raise click.ClickException("no GPU can be used: dask devctx info shows the reason")
+    if n_workers is None:
+        n_workers = default_n_workers(used, options, processes=nanny)
+    if options.shared:
+        return options, n_workers, len(used)
+    per_worker = options.devices_per_worker or _share(len(used), n_workers)
+    if n_workers * per_worker > len(used):
+        raise click.UsageError(
+            f"{n_workers} workers with {per_worker} devices each need {n_workers * per_worker} "
+            f"devices, and there are {len(used)}. Lower --n-workers or --devices-per-worker"
+        )
+    return options, n_workers, per_worker
+
+
+def _read(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that were given, with values as in dask's variables."""
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
+        if name == "devices":
+            found[name] = [dask.config.interpret_value(one.strip()) for one in value.split(",")]
+        elif isinstance(value, str):
+            found[name] = dask.config.interpret_value(value)
+    return found
+
+
+def _protocol(protocol: str | None, address: str | None, ucx: dict[str, Any]) -> str | None:
+    """Return the protocol of the workers, and configure UCX if it is that."""
+    scheme = (address or "").rpartition("://")[0] or None
+    kept = {"protocol": protocol or scheme, **ucx}
+    try:
+        set_up_ucx(kept)
+    except TypeError as error:
+        raise click.UsageError(str(error)) from error
+    except DevctxError as error:
+        raise click.ClickException(str(error)) from error
+    for name in UCX:
+        if kept.get(name) and name == "enable_nvlink":
+            click.echo(f"--enable-nvlink is not needed: {DASK_CUDAS[name].text}", err=True)
+        elif kept.get(name):
+            flag = f"--{key_of(name)}"
+            raise click.UsageError(f"{flag} configures UCX: add --protocol ucx, or leave it out")
+    found: str | None = kept["protocol"] if protocol or kept["protocol"] != scheme else None
+    return found
+
+
+def _share(n_devices: int, n_workers: int) -> int:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        share = even_share(n_devices, n_workers)
+    for one in told:
+        click.echo(one.message, err=True)
+    return share
+
+
+# -- the command's options
+
+
+def _parameters() -> Iterator[click.Parameter]:
+    for param in dask_worker.params:
+        if isinstance(param, click.Argument):
+            yield param
+    texts = _paragraphs()
+    for one in fields(Options):
+        if one.name in _IN_PYTHON_ONLY:
+            continue
+        key = key_of(one.name)
+        is_flag = one.type == "bool"
+        spellings = _SPELLINGS.get(one.name, [f"--{key}/--no-{key}" if is_flag else f"--{key}"])
+        metavar = None if is_flag else "VALUE"
+        yield click.Option(
+            [*spellings, one.name], default=None, metavar=metavar, help=texts[one.name]
+        )
+    yield click.Option(
+        ["--n-workers", "--nworkers", "n_workers"],
+        type=click.IntRange(1),
+        help="The number of workers; the devices are divided evenly among them. By default there "
+        "is one for each device, or a single one where processes cannot share memory of devices.",
+    )
+    yield click.Option(
+        ["--nthreads"],
+        type=click.IntRange(1),
+        help="How many tasks dask gives a worker at a time. By default 8 for each task that its "
+        "devices run at a time.",
+    )
+    yield click.Option(
+        ["--multiprocessing-method"],
+        type=click.Choice(["spawn", "fork", "forkserver"]),
+        help="How a nanny starts its worker's process.",
+    )
+    for name, transport in UCX.items():
+        key = key_of(name)
+        yield click.Option(
+            [f"--{key}/--{key.replace('enable', 'disable')}", name],
+            default=None,
+            help=f"With --protocol ucx: whether UCX uses {transport}.",
+        )
+    for param in dask_worker.params:
+        if isinstance(param, click.Option) and param.name not in _OURS_TOO:
+            yield param
+
+
+def _paragraphs() -> dict[str, str]:
+    """Return each option's paragraph in the docstring of the options, as plain text."""
+    text = inspect.getdoc(Options) or ""
+    found = dict(re.findall(r"^(\w+)\n((?:    .*\n?)+)", text, re.M))
+    plain = {name: " ".join(body.split()) for name, body in found.items()}
+    plain = {name: re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"\1", s) for name, s in plain.items()}
+    texts = {one.name: plain.get(one.name, "").replace("`", "") for one in fields(Options)}
+    texts["devices"] += " Ordinals, UUIDs or PCI bus ids, with commas between them."
+    return texts
+
+
+worker = _Worker(
+    "worker",
+    callback=_run,
+    params=list(_parameters()),
+    help=_HELP,
+    epilog=_EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)

@@ -1,0 +1,54 @@
+"""``dask devctx config``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dask_devctx import LocalDeviceCluster
+from dask_devctx.cli import devctx
+
+
+def show(*arguments: str) -> Result:
+    return CliRunner().invoke(devctx, ["config", *arguments], catch_exceptions=False)
+
+
+def test_options_devices_and_limits_are_shown() -> None:
+    arguments: dict[str, Any] = {"protocol": "tcp", "processes": False, "dashboard_address": ":0"}
+    with LocalDeviceCluster(
+        n_workers=2, tasks_per_device=3, device_memory_limit="4 GiB", **arguments
+    ) as cluster:
+        text = show(cluster.scheduler_address)
+        found = json.loads(show(cluster.scheduler_address, "--json").stdout)
+    assert text.exit_code == 0
+    head, workers, devices, title, options = text.stdout.split("\n\n")
+    assert head.startswith(f"scheduler {cluster.scheduler_address}, worker_ttl 300 s, 2 workers")
+    assert [line.split()[-1] for line in workers.splitlines()] == ["devices", "2", "2"]
+    assert devices.count("4.0 GiB") == 4
+    assert title == "Options of all workers:"
+    assert ["tasks_per_device", "3"] in [line.split() for line in options.splitlines()]
+    assert [one["devctx"]["options"]["tasks_per_device"] for one in found["workers"].values()] == [
+        3,
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "no scheduler: give its address"),
+        (
+            ["tcp://127.0.0.1:1", "--timeout", "500ms"],
+            1,
+            "Error: no scheduler at tcp://127.0.0.1:1",
+        ),
+        (["tcp://127.0.0.1:1", "--jso"], 2, "--json"),
+    ],
+)
+def test_what_cannot_be_ends_with_a_status(arguments: list[str], status: int, said: str) -> None:
+    result = show(*arguments)
+    assert result.exit_code == status
+    assert said in result.stderr

@@ -1,0 +1,274 @@
+"""``dask devctx worker``: its options, the numbers that it chooses, and its end."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import dask
+import psutil
+import pytest
+from click.testing import CliRunner, Result
+from distributed import Client, LocalCluster
+from distributed.cli.dask_worker import main as dask_worker
+from distributed.system import MEMORY_LIMIT
+
+from dask_devctx import Device, config
+from dask_devctx.cli import devctx
+from dask_devctx.cli.worker import option_names, worker
+from dask_devctx.config.options import OPTION_NAMES
+from tests.distributed.commands import dask_command
+
+ADDRESS = "tcp://127.0.0.1:8786"
+
+# Those of `dask cuda worker`, version 26.10.
+THEIRS = [
+    "host",
+    "worker-port",
+    "listen-address",
+    "contact-address",
+    "nthreads",
+    "name",
+    "memory-limit",
+    "device-memory-limit",
+    "enable-cudf-spill",
+    "disable-cudf-spill",
+    "cudf-spill-stats",
+    "rmm-pool-size",
+    "rmm-maximum-pool-size",
+    "rmm-managed-memory",
+    "no-rmm-managed-memory",
+    "rmm-async",
+    "no-rmm-async",
+    "set-rmm-allocator-for-libs",
+    "rmm-release-threshold",
+    "rmm-log-directory",
+    "rmm-track-allocations",
+    "no-rmm-track-allocations",
+    "pid-file",
+    "resources",
+    "dashboard",
+    "no-dashboard",
+    "dashboard-address",
+    "local-directory",
+    "scheduler-file",
+    "protocol",
+    "interface",
+    "preload",
+    "death-timeout",
+    "dashboard-prefix",
+    "tls-ca-file",
+    "tls-cert",
+    "tls-key",
+    "enable-tcp-over-ucx",
+    "disable-tcp-over-ucx",
+    "enable-infiniband",
+    "disable-infiniband",
+    "enable-nvlink",
+    "disable-nvlink",
+    "enable-rdmacm",
+    "disable-rdmacm",
+    "worker-class",
+    "pre-import",
+    "multiprocessing-method",
+]
+
+
+def spellings(command: click.Command) -> set[str]:
+    return {text for param in command.params for text in (*param.opts, *param.secondary_opts)}
+
+
+def test_it_has_every_option_of_dask_cuda_worker_and_of_dask_worker() -> None:
+    found = spellings(worker)
+    assert [name for name in THEIRS if f"--{name}" not in found] == []
+    assert spellings(dask_worker) - found == set()
+
+
+def test_it_has_every_option_of_the_plugin_but_functions() -> None:
+    assert {*OPTION_NAMES} - {*option_names()} == {"policy"}
+    shown = CliRunner().invoke(devctx, ["worker", "--help"]).stdout
+    ours, theirs = shown.split("Options of dask worker:")
+    for name in option_names():
+        assert f"--{name.replace('_', '-')}" in ours
+    assert "--death-timeout" in theirs
+    assert "--nthreads" in ours
+    assert not re.search("[`:]class|``", shown)
+
+
+def test_the_examples_of_the_help_are_right() -> None:
+    text = (worker.epilog or "").replace("\\\n", " ")
+    examples = re.findall("^  dask devctx worker (.*)$", text, re.M)
+    assert len(examples) >= 5
+    for example in examples:
+        worker.make_context("worker", shlex.split(example))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments that ``dask worker`` gets, with the configuration of that moment."""
+    calls: list[dict[str, Any]] = []
+
+    def start(**given: Any) -> None:
+        calls.append({**given, "config": dict(dask.config.get("devctx"))})
+
+    monkeypatch.setattr(dask_worker, "callback", start)
+    return calls
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(devctx, ["worker", *arguments], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n_workers", "nthreads", "settings"),
+    [
+        ("", "4", 8, {"devices-per-worker": 1}),
+        ("--devices 0,2", "2", 8, {"devices": [0, 2], "devices-per-worker": 1}),
+        ("--devices GPU-3807", "1", 8, {"devices": ["GPU-3807"]}),
+        ("--n-workers 1", "1", 32, {"devices-per-worker": None}),
+        ("--nworkers 2 --tasks-per-device 2", "2", 32, {"devices-per-worker": 2}),
+        ("--devices-per-worker 2 --n-workers 1", "1", 16, {"devices-per-worker": 2}),
+        ("--no-nanny", "1", 32, {}),
+        ("--nthreads 3 --n-workers 4", "4", 3, {}),
+        ("--device-memory-limit 0.5 --replica-limit 0.1", "4", 8, {"device-memory-limit": 0.5}),
+        ("--device-memory-limit 12GiB --synchronize", "4", 8, {"synchronize": True}),
+        ("--no-move-inputs --pre-import wave", "4", 8, {"move-inputs": False}),
+    ],
+)
+def test_numbers(
+    arguments: str,
+    n_workers: str,
+    nthreads: int,
+    settings: dict[str, Any],
+    started: list[dict[str, Any]],
+) -> None:
+    if "GPU-" in arguments:
+        arguments = arguments.replace("GPU-3807", Device(0).uuid[:9])
+        settings = {"devices": [Device(0).uuid[:9]]}
+    before = dask.config.get("devctx.devices-per-worker")
+    assert run(ADDRESS, *arguments.split()).exit_code == 0
+    (call,) = started
+    assert (call["n_workers"], call["nthreads"]) == (n_workers, nthreads)
+    assert call["memory_limit"] == MEMORY_LIMIT // int(n_workers)
+    assert call["preload"] == ("dask_devctx",)
+    assert call["config"].items() >= settings.items()
+    assert dask.config.get("devctx.devices-per-worker") == before
+
+
+def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> None:
+    given = "--name gpu --memory-limit 2GiB --preload wave --protocol tcp --death-timeout 5"
+    assert run(ADDRESS, *given.split(), "--no-dashboard", "--local-directory", "/d").exit_code == 0
+    (call,) = started
+    assert call["scheduler"] == ADDRESS
+    assert (call["name"], call["memory_limit"], call["protocol"]) == ("gpu", "2GiB", "tcp")
+    assert call["preload"] == ("dask_devctx", "wave")
+    assert (call["death_timeout"], call["dashboard"], call["local_directory"]) == ("5", False, "/d")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ("", 2, "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"),
+        (f"{ADDRESS} --task-per-device 2", 2, "No such option.*--tasks-per-device"),
+        (f"{ADDRESS} --tasks-per-device 0", 2, "tasks_per_device must be a whole number"),
+        (f"{ADDRESS} --n-workers 5", 2, "5 workers with 1 devices each need 5 devices"),
+        (f"{ADDRESS} --n-workers 0", 2, "--nworkers"),
+        (f"{ADDRESS} --devices 9", 1, "no device 9"),
+        (f"{ADDRESS} --rmm-async", 1, "rmm_async needs the package rmm"),
+        (f"{ADDRESS} --protocol ucx", 1, "needs the package distributed_ucxx"),
+        (f"{ADDRESS} --enable-infiniband", 2, "--enable-infiniband configures UCX: add --protocol"),
+        (f"{ADDRESS} --enable-tcp-over-ucx", 2, "enable_tcp_over_ucx needs protocol='ucx', got"),
+    ],
+)
+def test_what_cannot_be_ends_with_a_status(
+    arguments: str,
+    status: int,
+    said: str,
+    started: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from importlib.util import find_spec
+
+    missing = ("rmm", "distributed_ucxx", "ucp")
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *rest: None if name in missing else find_spec(name)
+    )
+    result = run(*arguments.split())
+    assert (result.exit_code, started) == (status, [])
+    assert re.search(said, " ".join(result.stderr.split()))
+
+
+def test_no_gpu_is_status_1(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = run(ADDRESS)
+    assert (result.exit_code, started) == (1, [])
+    assert "no GPU can be used: dask devctx info shows the reason" in result.stderr
+
+
+def test_nvlink_is_not_needed(started: list[dict[str, Any]]) -> None:
+    result = run(ADDRESS, "--enable-nvlink")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("--enable-nvlink is not needed: values on GPUs go by CUDA IPC")
+
+
+@pytest.fixture
+def scheduler() -> Iterator[LocalCluster]:
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=":0", protocol="tcp") as one:
+        yield one
+
+
+def _devices(dask_worker: Any) -> tuple[str, list[int], int]:
+    used = dask_worker.plugins["devctx"].worker_devices
+    return dask_worker.name, [device.device_id for device in used], dask_worker.state.nthreads
+
+
+def test_workers_run_and_end(scheduler: LocalCluster) -> None:
+    address = scheduler.scheduler_address
+    command = ("devctx", "worker", address, "--devices", "1,3", "--name", "gpu")
+    with Client(scheduler) as client, dask_command(*command) as workers:
+        client.wait_for_workers(2, timeout=60)
+        found = sorted(client.run(_devices).values())
+        assert [name for name, _, _ in found] == ["gpu-0", "gpu-1"]
+        assert sorted(used for _, used, _ in found) == [[1], [3]]
+        assert {nthreads for _, _, nthreads in found} == {8}
+        with dask.annotate(device=3):
+            assert client.submit(_here, pure=False).result(timeout=30) == 3
+        children = psutil.Process(workers.process.pid).children(recursive=True)
+        assert len(children) >= 2
+        workers.process.send_signal(signal.SIGINT)  # Ctrl-C
+        assert workers.ends() == 0, workers.said
+        _, alive = psutil.wait_procs(children, timeout=10)
+        assert alive == []
+
+
+def _here() -> int:
+    device = Device.current()
+    assert device is not None
+    return device.device_id
+
+
+def test_devices_in_use_end_it_with_the_reason(scheduler: LocalCluster) -> None:
+    from dask_devctx import devices
+    from dask_devctx.worker.leases import acquire
+
+    lease = acquire(devices(), 4, holder="somebody", directory=config.get("lock-directory"))
+    try:
+        address = scheduler.scheduler_address
+        with dask_command("devctx", "worker", address, "--n-workers", "1") as workers:
+            assert workers.ends(60) == 1
+        assert "somebody" in workers.said
+    finally:
+        lease.release()
+
+
+def test_the_page_of_deployment_names_the_command() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "deployment.md").read_text("utf-8")
+    commands = re.findall(r"dask devctx worker (tcp.*)$", page, re.M)
+    assert commands
+    for arguments in commands:
+        worker.make_context("worker", shlex.split(arguments))
