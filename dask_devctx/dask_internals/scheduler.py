@@ -55,9 +55,10 @@ def addresses_at(scheduler: Scheduler, host: str) -> set[str]:
 
 def set_memory_limit(scheduler: Scheduler, address: str, nbytes: int) -> None:
     """Note a worker's new limit of host memory."""
-    worker = scheduler.workers[address]
-    scheduler.total_memory += nbytes - worker.memory_limit
-    worker.memory_limit = nbytes
+    worker = scheduler.workers.get(address)
+    if worker is not None:  # it has not left just now
+        scheduler.total_memory += nbytes - worker.memory_limit
+        worker.memory_limit = nbytes
 
 
 def restrict(
