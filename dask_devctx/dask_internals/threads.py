@@ -77,6 +77,24 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
             self._adjust_thread_count()
             return True
 
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether it takes no calls any more."""
+        return bool(self._shutdown)
+
+    def have_threads(self, count: int) -> None:
+        """Start another thread if there are fewer than ``count``."""
+        if len(self._threads) < count:
+            self._adjust_thread_count()
+
+    def thread_seceded(self) -> None:
+        """Called on a thread that secedes."""
+
+    def _adjust_thread_count(self) -> None:
+        if has_seceded():  # dask calls this on the thread that secedes
+            self.thread_seceded()
+        super()._adjust_thread_count()
+
     def let_back_in(self) -> bool:
         """Let the threads that wait to rejoin continue; return whether there were any."""
         with self._rejoin_lock:
