@@ -79,20 +79,21 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
     @property
     def is_shut_down(self) -> bool:
-        """Whether it takes no calls any more."""
+        """Whether the pool takes no more work."""
         return bool(self._shutdown)
 
-    def have_threads(self, count: int) -> None:
-        """Start another thread if there are fewer than ``count``."""
-        if len(self._threads) < count:
+    def grow_to(self, busy: int, needed: int) -> None:
+        """Allow ``needed`` threads, and start one if fewer than ``busy`` run."""
+        self._max_workers: int = max(self._max_workers, needed)
+        if len(self._threads) < busy:
             self._adjust_thread_count()
 
-    def thread_seceded(self) -> None:
-        """Called on a thread that secedes."""
+    def seceding(self) -> None:
+        """Called on a thread that secedes, before another takes its place."""
 
     def _adjust_thread_count(self) -> None:
         if has_seceded():  # dask calls this on the thread that secedes
-            self.thread_seceded()
+            self.seceding()
         super()._adjust_thread_count()
 
     def let_back_in(self) -> bool:

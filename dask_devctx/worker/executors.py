@@ -92,10 +92,9 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
 
     def _start_claimed(self, work: Any, claim: Claim) -> None:
         needed, busy = self._calls.put_claimed(work, claim)
-        self._max_workers = max(self._max_workers, needed)
-        self.have_threads(busy)
+        self.grow_to(busy, needed)
 
-    def thread_seceded(self) -> None:
+    def seceding(self) -> None:
         self._calls.left()
 
     def _work(
