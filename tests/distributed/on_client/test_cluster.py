@@ -255,6 +255,7 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "replica_limit": 0.5,
         "policy": min,
         "synchronize": True,
+        "nvtx": False,
         "oom_retries": 3,
         "ipc": False,
         "ipc_staging": 2**20,
