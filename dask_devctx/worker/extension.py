@@ -42,7 +42,7 @@ from dask_devctx.worker.prometheus import exposed
 from dask_devctx.worker.ranges import Ranges
 from dask_devctx.worker.registration import has_routing
 from dask_devctx.worker.share import DeviceShare
-from dask_devctx.worker.task import DeviceTask
+from dask_devctx.worker.task import DeviceTask, HostCoroutine
 from dask_devctx.worker.urgency import urgency_of
 
 P = ParamSpec("P")
@@ -243,6 +243,8 @@ class DeviceExtension:
                 self._done(ts.key, None)  # if it had a device before it was requested again
                 if self.inputs is not None:
                     self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
+                if ts.run_spec.__class__ is not HostCoroutine and ts.run_spec.is_coro:
+                    tasks.replace(ts, HostCoroutine(ts.run_spec))
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # a task that ran out of memory elsewhere may have a next device
