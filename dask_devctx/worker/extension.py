@@ -29,6 +29,7 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import monitoring_functions
 from dask_devctx.worker.history import remembering
+from dask_devctx.worker.host_coroutine import HostCoroutine
 from dask_devctx.worker.host_memory import counting_host_memory
 from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
@@ -42,7 +43,7 @@ from dask_devctx.worker.prometheus import exposed
 from dask_devctx.worker.ranges import Ranges
 from dask_devctx.worker.registration import has_routing
 from dask_devctx.worker.share import DeviceShare
-from dask_devctx.worker.task import DeviceTask, HostCoroutine
+from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.urgency import urgency_of
 
 P = ParamSpec("P")

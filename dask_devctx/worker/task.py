@@ -23,7 +23,6 @@ from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import DeviceFunction
-from dask_devctx.cuda.scope import NothingCurrent
 from dask_devctx.cuda.several import known_as_the_tasks, note_devices
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.dask_internals.threads import Submits
@@ -266,26 +265,6 @@ def _warn_forked() -> None:
 def monitored_method(monitor: Monitor, key: Hashable, device: Device) -> MonitoredCall:
     """Return a call of an actor's method or property, on the actor's device."""
     return MonitoredCall(monitor, key, device, once=_METHODS_RUN_ONCE, is_method=True)
-
-
-class HostCoroutine(TaskStandIn):
-    """A coroutine that is not for a device, on an event loop where a device is current.
-
-    For its own steps, no device is current.
-    """
-
-    __slots__ = ()
-
-    def __call__(self, data: Any = ()) -> Any:
-        coroutine: Any = self.task(data)
-        return suspending.awaiting(NothingCurrent(), coroutine)
-
-    def __reduce__(self) -> Any:
-        return _task_itself, (self.task,)
-
-
-def _task_itself(task: Any) -> Any:
-    return task
 
 
 class DeviceMethod(DeviceFunction[..., Any]):
