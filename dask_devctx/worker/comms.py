@@ -29,9 +29,11 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
     Libraries pack, unpack and free an array on their default device, CUDA's first, if no other
     device is current, and so begin to use it. For a worker that does not use the first device, this
     makes one of the worker's devices current on the threads that do so: the event loop's thread,
-    and that of the ``offload`` executor. Coroutines that are not for a device do not see it: see
-    :class:`~dask_devctx.worker.host_coroutine.HostCoroutine`. When this closes, no device is current on these
-    threads, unless other code made another one current.
+    and that of the ``offload`` executor. When this closes, no device is current on these threads,
+    unless other code made another one current.
+
+    Coroutines that are not for a device do not see it:
+    :class:`~dask_devctx.worker.host_coroutine.HostCoroutine`.
     """
     if not devices or any(device.device_id == 0 for device in devices):
         yield
