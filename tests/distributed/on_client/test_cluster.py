@@ -248,6 +248,7 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "devices": [0, 2],
         "devices_per_worker": 1,
         "shared": False,
+        "cpu_threads": 2,
         "tasks_per_device": 2,
         "unannotated": "leave",
         "move_inputs": False,
