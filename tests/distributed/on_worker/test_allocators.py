@@ -268,8 +268,9 @@ def test_a_pool_that_is_not_needed_is_told() -> None:
 def test_workers_of_one_process_end_in_any_order(
     libraries: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("cupy", "cupy.cuda"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("cupy", "cupy.cuda"):  # gone after this test
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
     import cupy
 
     before = cupy.cuda.get_allocator()
@@ -281,3 +282,7 @@ def test_workers_of_one_process_end_in_any_order(
     assert cupy.cuda.get_allocator() is cupy.cuda.malloc_async
     second.__exit__(None, None, None)
     assert cupy.cuda.get_allocator() is before
+
+
+def test_this_process_has_no_stand_ins_left() -> None:
+    assert [name for name, module in sys.modules.items() if STANDINS in str(module)] == []
