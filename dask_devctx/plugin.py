@@ -15,6 +15,8 @@ from dask_devctx import config
 from dask_devctx.config.options import OPTION_NAMES, Options, remembered_tasks
 from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_only
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.html import html_table
+from dask_devctx.dask_internals import check_worker
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
 from dask_devctx.worker.allocators import sizes
@@ -94,6 +96,33 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             return getattr(self.options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self._chosen().items())
+        return f"DevicePlugin({given})"
+
+    def _repr_html_(self) -> str:
+        rows = {"uses": ", ".join(self._uses()), **self._chosen()}
+        return html_table("DevicePlugin", {name: str(value) for name, value in rows.items()})
+
+    def _uses(self) -> tuple[str, ...]:
+        if self.extension is not None:
+            return tuple(str(device.info) for device in self.worker_devices)
+        named = self.options.devices
+        return ("all devices of each worker",) if named is None else tuple(map(str, named))
+
+    def _chosen(self) -> dict[str, Any]:
+        """Return the devices, and the options that are not the default."""
+        usual = config.defaults["devctx"]
+        options = {name: getattr(self.options, name) for name in OPTION_NAMES}
+        changed = {
+            name: value
+            for name, value in options.items()
+            if value is not None and value != usual.get(name.replace("_", "-"))
+        }
+        if self.extension is not None:
+            return {"worker_devices": self.worker_devices, **changed}
+        return changed
+
     @property
     def worker_devices(self) -> tuple[Device, ...]:
         """The devices that its worker uses; empty where the plugin is not set up."""
@@ -152,13 +181,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
             await own.setup(worker)
             return
+        check_worker(worker)  # before the scheduler is asked for devices
         turn = registration.Turn(worker)  # so that an earlier plugin does not withdraw the devices
         share = self._share = DeviceShare(worker, self.options, partial(self._changed, worker))
         if not share.can_start:
             await share.settle()
             if self._share is not share:  # the plugin was removed meanwhile
                 return
-        failure = self._start(worker, share)
+        failure = self._set_up(worker, share)
         if failure is None:
             await share.settle()
             if self._share is share and self.extension is not None:
@@ -169,7 +199,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             await registration.refuse(worker, failure, turn)
             raise failure  # dask tells the client, and keeps the plugin
 
-    def _start(self, worker: Worker, share: DeviceShare) -> Exception | None:
+    def _set_up(self, worker: Worker, share: DeviceShare) -> Exception | None:
         try:
             self.extension = DeviceExtension(worker, self.options, share)
         except BaseException:
@@ -178,13 +208,15 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             raise
         if self.extension.failure is not None:
             share.release()
+        else:
+            registration.say_devices(self.worker_devices)
         return self.extension.failure
 
     def _changed(self, worker: Worker) -> None:
         """Use the devices that the worker has from now on, after others came or went."""
         if self.extension is not None and self._share is not None:
             self.extension.close()
-            self._start(worker, self._share)
+            self._set_up(worker, self._share)
             limits = self.extension.limits
             worker.loop.add_callback(
                 registration.announce, worker, self.worker_devices, limits=limits

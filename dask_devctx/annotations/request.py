@@ -17,7 +17,7 @@ ALL: Final = "all"
 
 
 class Request(NamedTuple):
-    """What a task asks for that is not just one device.
+    """A task's request that is not just for one device.
 
     Parameters
     ----------

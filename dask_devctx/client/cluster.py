@@ -19,6 +19,7 @@ from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_also
 from dask_devctx.cuda.device import Device, named_devices
 from dask_devctx.cuda.export import can_export
+from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.errors.base import counted
@@ -123,6 +124,7 @@ class LocalDeviceCluster(WatchedCluster):
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)
+        self._uses = tuple(str(device.info) for device in used)
         # Workers of one process use the same devices, unless each takes a number of them.
         self._shared = plugin.options.shared or kwargs.get("processes") is False
         self._check_enough(n_workers)
@@ -132,6 +134,15 @@ class LocalDeviceCluster(WatchedCluster):
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
+
+    def __repr__(self) -> str:
+        names = ", ".join(name.partition(" ")[0] for name in self._uses)
+        return f"{super().__repr__()[:-1]}, devices={names})"
+
+    def _repr_html_(self, cluster_status: str | None = None) -> str:
+        found: str = super()._repr_html_(cluster_status=cluster_status)
+        rows = dict(name.split(" ", 1) for name in self._uses)
+        return found + html_table("Devices", rows)
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
         """Scale to ``n`` workers, as ``LocalCluster`` does."""

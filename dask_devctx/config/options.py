@@ -72,6 +72,9 @@ class Options:
     synchronize
         Wait for the device before a task counts as done, so that a failure names the one task that
         caused it.
+    nvtx
+        Whether each task has an NVTX range with its key, for Nsight Systems. This needs the package
+        ``nvtx``.
     oom_retries
         How often a task that ran out of a device's memory is tried again, after memory was freed.
     ipc
@@ -132,6 +135,7 @@ class Options:
         function, configured=False
     )
     synchronize: bool = _option(one_of(True, False))
+    nvtx: bool = _option(one_of(True, False))
     oom_retries: int = _option(whole_number(0))
     ipc: Literal["auto"] | bool = _option(one_of("auto", True, False))
     ipc_staging: float = _option(share_of_memory)

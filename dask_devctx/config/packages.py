@@ -27,6 +27,7 @@ _INSTALL: Final = {
     "torch": "pip install torch",
     "numba": "pip install numba-cuda",
     "cudf": "pip install cudf-cu13 (cudf-cu12 for CUDA 12), or conda install -c rapidsai cudf",
+    "nvtx": 'pip install "dask-devctx[nvtx]"',
     "distributed_ucxx": "pip install distributed-ucxx-cu13 (distributed-ucxx-cu12 for CUDA 12)",
 }
 
@@ -52,6 +53,8 @@ def require_packages(options: Options) -> None:
         require("pool", "cupy")
     if options.enable_cudf_spill:
         require("enable_cudf_spill", "cudf")
+    if options.nvtx:
+        require("nvtx", "nvtx")
     for module in options.pre_import or ():
         require("pre_import", module)
 

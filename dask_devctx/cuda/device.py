@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, ParamSpec, Self, TypeVar, final
 
 from dask_devctx import driver
-from dask_devctx.cuda import discovery, naming
+from dask_devctx.cuda import discovery, html, naming
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.primary import PrimaryContext
 from dask_devctx.cuda.scope import Scope, leave_nothing_current
@@ -165,6 +165,9 @@ class Device(Scope):
         # nothing up.
         ordinal = discovery.ordinal_if_known(self._backend, self._uuid)
         return f"<Device cuda:{'?' if ordinal is None else ordinal} ({self._uuid})>"
+
+    def _repr_html_(self) -> str:
+        return html.of_device(self)
 
     def __str__(self) -> str:
         return f"cuda:{self.device_id}"

@@ -7,7 +7,7 @@ scheduler also counts each outcome that reaches it, and keeps the larger number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -136,8 +136,14 @@ class Counts:
         """Note that a worker joined."""
         self._states[address] = self._scheduler.workers[address]
 
+    def announced(self, address: str, used: Collection[str]) -> None:
+        """Keep the counts of the devices that a worker gave up; it has others now."""
+        seen = self._seen.get(address, {})
+        for uuid in seen.keys() - used:
+            self._add(PastDevice(address, -1, None, seen.pop(uuid)), uuid)
+
     def forget(self, address: str) -> None:
-        """Begin to count a worker's tasks from 0, as its plugin does that begins just now."""
+        """Forget a worker's tasks, because it uses no devices from now on."""
         self._seen.pop(address, None)
 
     def forget_all(self) -> None:

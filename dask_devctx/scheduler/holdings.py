@@ -22,7 +22,7 @@ _EARLY_S = 300.0
 
 
 class Several(NamedTuple):
-    """What a task asks for of one worker, if this is not just one device.
+    """A task's request to one worker that is not just for one device.
 
     Parameters
     ----------

@@ -213,7 +213,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._cluster.announce_early(address, holdings, time())
             return
         self._pages.open()
-        self.counts.forget(address)
+        self.counts.announced(address, holdings.used)
         before = self._cluster.announce(address, holdings)
         self._move(self._wishes.review(address, before, holdings))
 

@@ -24,7 +24,7 @@ PATIENCE_S: Final = 1.0
 
 
 class Claim:
-    """What one run of a task takes on its devices.
+    """All that one run of a task takes on its devices.
 
     Parameters
     ----------
@@ -49,10 +49,13 @@ class Claim:
         Whether its task was cancelled while it waited. It gets nothing, and its task must not run.
     for_life
         Whether it is kept until it is released explicitly: an actor's claim.
+    given_back
+        Called once when it is released.
     """
 
     __slots__ = (
-        *("_admission", "_granted", "_number", "devices", "for_life", "held", "key", "later"),
+        *("_admission", "_granted", "_number", "devices", "for_life", "given_back", "held"),
+        *("key", "later"),
         *("nbytes", "prefix", "share", "since", "urgency", "void", "waits"),
     )
 
@@ -76,6 +79,7 @@ class Claim:
         self.later = urgency if later is None else later
         self.held = self.void = self.waits = self.for_life = False
         self.since = 0.0
+        self.given_back: Callable[[], None] = _nothing
         self._number = 0
         self._admission = admission
         self._granted: Callable[[], None] = _nothing
@@ -131,8 +135,6 @@ class Admission:
         The measured duration of tasks by prefix, in seconds; read at any time.
     limits
         The bytes that claims may reserve, by device; a device without an entry is unlimited.
-    has_room
-        Returns whether a device can give a claim its bytes now, and begins to make room if not.
     patience_s
         How long tasks of unknown duration may start on a device that a claim waits for.
 
@@ -160,13 +162,11 @@ class Admission:
         durations: Mapping[str, float],
         *,
         limits: Mapping[Device, int] | None = None,
-        has_room: Callable[[Device, int], bool] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self.lock = threading.RLock()
         self.idle = True
         self.tasks_per_device = tasks_per_device
-        self._has_room = has_room
         self._patience_s = patience_s
         self.occupancy = Occupancy(devices, tasks_per_device, durations, limits or {})
         self._waiting: list[Claim] = []
@@ -202,6 +202,8 @@ class Admission:
                 claim.held = False
                 for device in claim.devices:
                     self.occupancy.holding[device].pop(claim, None)
+                given_back, claim.given_back = claim.given_back, _nothing
+                given_back()
                 self.look()
 
     def keep(self, claim: Claim) -> None:
@@ -288,10 +290,8 @@ class Admission:
                     break
 
     def _may_start(self, claim: Claim, now: float) -> bool:
-        return (
-            self.occupancy.fits(claim)
-            and all(self._may_pass(claim, device, now) for device in claim.devices)
-            and self._gets_room(claim)
+        return self.occupancy.fits(claim) and all(
+            self._may_pass(claim, device, now) for device in claim.devices
         )
 
     def _may_pass(self, claim: Claim, device: Device, now: float) -> bool:
@@ -315,14 +315,6 @@ class Admission:
         start = self.occupancy.free_at(device, self.occupancy.place, 0, now)
         seconds = self.occupancy.seconds(claim.prefix)
         return start is not None and seconds is not None and now + seconds <= start
-
-    def _gets_room(self, claim: Claim) -> bool:
-        if self._has_room is None or not claim.nbytes:
-            return True
-        # Ask for all of them: each begins to make room.
-        found = [self._has_room(device, claim.nbytes) for device in claim.devices]
-        # With nothing else there, no later moment is better: the task tries, and may run out.
-        return all(found) or not any(self.occupancy.busy(device) for device in claim.devices)
 
     def _ends_in_time(self, prefix: str, claim: Claim, now: float) -> bool:
         """Return whether a task that starts now ends before a waiting claim can start."""

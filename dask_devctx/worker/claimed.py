@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed import Reschedule
 
@@ -16,6 +17,16 @@ from dask_devctx.worker.task import DeviceTask
 
 if TYPE_CHECKING:
     from dask_devctx.worker.inputs import Copies
+
+
+class Memory(Protocol):
+    """The memory of a worker's devices, as reservations need it."""
+
+    def make_room(self, device: Device, nbytes: int) -> bool:
+        """Reserve bytes on a device, after others have left it; it may wait for them."""
+
+    def give_room(self, device: Device, nbytes: int) -> None:
+        """Undo a reservation."""
 
 
 class ClaimedTask(DeviceTask):
@@ -29,6 +40,8 @@ class ClaimedTask(DeviceTask):
         All that it takes on its devices.
     makes_actor
         Whether its result is an actor, which keeps the claim.
+    room
+        Makes room for the bytes that it reserves; None if there is no limit.
     **given
         As for :class:`~dask_devctx.worker.task.DeviceTask`.
 
@@ -38,14 +51,22 @@ class ClaimedTask(DeviceTask):
     itself, and so does a task on threads of its user.
     """
 
-    __slots__ = ("claim", "makes_actor")
+    __slots__ = ("claim", "makes_actor", "room")
 
     def __init__(
-        self, task: Any, device: Device, claim: Claim, *, makes_actor: bool = False, **given: Any
+        self,
+        task: Any,
+        device: Device,
+        claim: Claim,
+        *,
+        makes_actor: bool = False,
+        room: Memory | None = None,
+        **given: Any,
     ) -> None:
         super().__init__(task, device, **given)
         self.claim = claim
         self.makes_actor = makes_actor
+        self.room = room
 
     def __call__(self, data: Any = ()) -> Any:
         claim = self.claim
@@ -56,6 +77,7 @@ class ClaimedTask(DeviceTask):
             claim.wait()
         try:
             self._refuse_void()
+            self._make_room()
             result = super().__call__(data)
             claim.for_life = self.makes_actor
             return result
@@ -68,6 +90,8 @@ class ClaimedTask(DeviceTask):
         try:
             await _granted(claim)
             self._refuse_void()
+            if self.room is not None and claim.nbytes:
+                await asyncio.to_thread(self._make_room)
             result = await super().__call__(data)
             claim.for_life = self.makes_actor
             return result
@@ -78,6 +102,14 @@ class ClaimedTask(DeviceTask):
     def _refuse_void(self) -> None:
         if self.claim.void:  # the task was cancelled while it waited
             raise Reschedule
+
+    def _make_room(self) -> None:
+        """Let values that dask keeps leave the devices, until the reserved bytes are free there."""
+        claim, room = self.claim, self.room
+        if room is not None and claim.nbytes:
+            for device in claim.devices:
+                room.make_room(device, claim.nbytes)
+            claim.given_back = partial(_give_room, room, claim.devices, claim.nbytes)
 
     def _all(self) -> Others:
         assert self.monitor is not None
@@ -116,6 +148,11 @@ class ClaimedTask(DeviceTask):
             "worker's process, and its executor is of other processes. Leave out the annotation "
             "'executor', or name one device with dask.annotate(device=1)"
         )
+
+
+def _give_room(room: Memory, devices: Sequence[Device], nbytes: int) -> None:
+    for device in devices:
+        room.give_room(device, nbytes)
 
 
 async def _granted(claim: Claim) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from dask_devctx.annotations import Request
 from dask_devctx.cuda.device import Device
 from dask_devctx.worker.admission import Admission, Claim
-from dask_devctx.worker.claimed import ClaimedTask
+from dask_devctx.worker.claimed import ClaimedTask, Memory
 from dask_devctx.worker.executors import Claimed, DeviceThreadPoolExecutor
 from dask_devctx.worker.memory.limits import limit_nbytes
 from dask_devctx.worker.no_devices import NoDevices
@@ -58,6 +58,8 @@ class Claims:
         The claims of tasks that wait or run, and of actors.
     pools
         The executor of each device.
+    memory
+        Makes room for reservations; None if the devices have no limit.
 
     Notes
     -----
@@ -72,6 +74,7 @@ class Claims:
     ) -> None:
         self.by_key: dict[Hashable, Claim] = {}
         self.pools: Mapping[Device, DeviceThreadPoolExecutor] = {}
+        self.memory: Memory | None = None
         self._placement = placement
         self.admission = Admission(
             placement.devices, tasks_per_device, placement.durations_s, limits=limits
@@ -126,7 +129,8 @@ class Claims:
             _of_actors[ts] = claim
         first = claim.devices[0]
         pool = None if theirs else Claimed(self.pools[first], claim)
-        return ClaimedTask(ts.run_spec, first, claim, makes_actor=makes_actor, executor=pool, **how)
+        given: dict[str, Any] = {"makes_actor": makes_actor, "room": self.memory, "executor": pool}
+        return ClaimedTask(ts.run_spec, first, claim, **given, **how)
 
     def follow(self, key: Hashable, finish: str, ts: Any) -> None:
         """Withdraw or release the claim of a task that does not need it any more."""

@@ -39,6 +39,7 @@ from dask_devctx.worker.one_input import Input
 from dask_devctx.worker.placement import Placement
 from dask_devctx.worker.policy import start_soonest
 from dask_devctx.worker.prometheus import exposed
+from dask_devctx.worker.ranges import Ranges
 from dask_devctx.worker.registration import has_routing
 from dask_devctx.worker.share import DeviceShare
 from dask_devctx.worker.task import DeviceTask
@@ -108,8 +109,8 @@ class DeviceExtension:
             )
             self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
-            self.record = Record(used, options.tasks_per_device, self.history, history)
-            steps.enter_context(metric(worker, Record.metric, self.record.metrics))
+            self.record = Record(worker, used, options.tasks_per_device, self.history, history)
+            steps.enter_context(self.record.in_heartbeats())
             self.monitor = steps.enter_context(
                 _opened(
                     Monitor,
@@ -122,6 +123,7 @@ class DeviceExtension:
                 )
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
+            self.monitor.ranges = Ranges() if options.nvtx else None
             self.record.retried = self.monitor.retries.counted
             self.monitor.retries.on_retry = self.history.tried_again
             if options.move_inputs:

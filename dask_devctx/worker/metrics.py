@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from distributed import Worker
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.tasks import add_metadata
+from dask_devctx.dask_internals.worker import metric
 from dask_devctx.scheduler.counts import DEVICE, METRIC
 from dask_devctx.scheduler.rows import Sample
 from dask_devctx.worker.history import History
@@ -42,11 +47,30 @@ class _Tally:
     others: int | None = None
 
 
+# The counts of each worker by device: a plugin that takes another one's place goes on with them.
+_tallies: WeakKeyDictionary[Worker, dict[Device, _Tally]] = WeakKeyDictionary()
+
+
+def _going_on(worker: Worker, devices: Sequence[Device]) -> dict[Device, _Tally]:
+    """Return a worker's counts for some devices; those for others are forgotten."""
+    before, now = _tallies.get(worker, {}), monotonic()
+    found = {}
+    for device in devices:
+        tally = before.get(device, _Tally(device))
+        if tally.under_way:
+            tally.occupied_s += now - tally.since
+        found[device] = replace(tally, under_way=0)
+    _tallies[worker] = found
+    return found
+
+
 class Record:
     """Records which tasks ran on each device of a worker.
 
     Parameters
     ----------
+    worker
+        The worker; its counts go on if it had a plugin before.
     devices
         The worker's devices.
     tasks_per_device
@@ -77,14 +101,21 @@ class Record:
     metric = METRIC
 
     def __init__(
-        self, devices: Sequence[Device], tasks_per_device: int, history: History, remembered: int
+        self,
+        worker: Worker,
+        devices: Sequence[Device],
+        tasks_per_device: int,
+        history: History,
+        remembered: int,
     ) -> None:
         self.refusals: deque[tuple[Hashable, str, str]] = deque(maxlen=remembered)
         self.without_device = 0
         self.memory: dict[str, Callable[[Device], int | None]] = {}
         self.retried: Mapping[Device, int] = {}
+        self._worker = worker
         self._history = history
-        self._tallies = {device: _Tally(device) for device in devices}
+        self._tallies = _going_on(worker, devices)
+        self._latest: list[dict[str, Any]] = []
         self._tasks_per_device = tasks_per_device
 
     def placed(self, ts: Any, device: Device, before: Device | None) -> None:
@@ -176,7 +207,31 @@ class Record:
         rows, now = self.rows(), self._history.now()
         for row in rows:
             self._history.samples.append((row["uuid"], now, *map(row.__getitem__, _SAMPLED)))
+        self._latest = rows
         return rows
+
+    @contextmanager
+    def in_heartbeats(self) -> Iterator[None]:
+        """While it is open, the worker's heartbeats carry the counts.
+
+        Numbers and text are columns of dask's page of the workers. A worker without devices has
+        none of them.
+        """
+        columns = {
+            "devices": lambda worker: ", ".join(map(str, self._tallies)),
+            "device tasks": lambda worker: self._sum("running", "queued"),
+            "device GiB in use": lambda worker: round(
+                (self._sum("memory_total") - self._sum("memory_free")) / 2**30, 2
+            ),
+        }
+        with ExitStack() as steps:
+            steps.enter_context(metric(self._worker, self.metric, self.metrics))
+            for name, column in columns.items() if self._tallies else ():
+                steps.enter_context(metric(self._worker, name, column))
+            yield
+
+    def _sum(self, *names: str) -> int:
+        return sum(row[name] or 0 for row in self._latest for name in names)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each device, as plain data.

@@ -1,4 +1,4 @@
-"""What runs on each device of a worker, how much is free there, and from when on."""
+"""The tasks on each device of a worker, and how much of the device is free, from when on."""
 
 from __future__ import annotations
 
@@ -84,10 +84,6 @@ class Occupancy:
             if part.share > share or part.nbytes > nbytes:
                 return False
         return True
-
-    def busy(self, device: Device) -> bool:
-        """Return whether any task runs on a device."""
-        return bool(self.holding[device]) or any(True for _ in self._plain(device))
 
     def seconds(self, prefix: str) -> float | None:
         """Return how long tasks of a prefix run; None if that is unknown."""

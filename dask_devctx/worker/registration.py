@@ -21,6 +21,8 @@ from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
 from dask_devctx.scheduler.routing import DeviceRouting
 
 logger = logging.getLogger(__name__)
+# A child of dask's own: a worker shows its level INFO.
+_of_worker = logging.getLogger("distributed.worker.dask_devctx")
 
 NOT_STARTED = (
     "The worker does not start without the devices of its plugin. With --preload dask_devctx the "
@@ -33,6 +35,13 @@ _WAY_OUT = (
     'client.unregister_worker_plugin("devctx"), or register it again with devices that exist: '
     "client.register_plugin(DevicePlugin(devices=[...]))"
 )
+
+
+def say_devices(devices: Sequence[Device]) -> None:
+    """Say in the worker's log which devices it uses."""
+    count = f"{len(devices)} device{'' if len(devices) == 1 else 's'}"
+    names = ", ".join(f"{device.info} {device.name or ''}".rstrip() for device in devices)
+    _of_worker.info("This worker uses %s: %s", count, names)
 
 
 # The workers whose scheduler lacks this package.

@@ -11,6 +11,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from threading import get_ident
 from time import perf_counter
 from types import MappingProxyType
@@ -169,7 +170,7 @@ class DeviceTask(TaskStandIn):
                         if again:
                             self._memory_s = perf_counter() - self._began_at
                         again = True
-                        result = await suspending.within(device, self._run_coroutine(device, data))
+                        result = await suspending.within(device, self._run_in_range(device, data))
             except DeviceFailedError as error:
                 self._name_place(error)
                 raise
@@ -180,7 +181,19 @@ class DeviceTask(TaskStandIn):
         if place:
             error.add_note(f"This task calls {place}")
 
+    async def _run_in_range(self, device: Device, data: Any) -> Any:
+        ranges = self.monitor.ranges  # type: ignore[union-attr]
+        with nullcontext() if ranges is None else ranges.of_process(self.task.key):  # type: ignore[attr-defined]
+            return await self._run_coroutine(device, data)
+
     def _run(self, device: Device, data: Any) -> Any:
+        ranges = self.monitor.ranges  # type: ignore[union-attr]
+        if ranges is None:
+            return self._run_function(device, data)
+        with ranges.on_thread(self.task.key):  # type: ignore[attr-defined]
+            return self._run_function(device, data)
+
+    def _run_function(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
         try:
             result = task(brought)

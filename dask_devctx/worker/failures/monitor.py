@@ -13,6 +13,7 @@ from dask_devctx.errors import DeviceFailedError, DriverError
 from dask_devctx.worker.failures.attribution import Blame, Failure
 from dask_devctx.worker.failures.health import Checkup
 from dask_devctx.worker.failures.oom_retries import Retries
+from dask_devctx.worker.ranges import Ranges
 
 _LOOK_INTERVAL_MS = 1000
 
@@ -49,6 +50,8 @@ class Monitor:
         Checks the devices.
     retries
         The tasks that ran out of memory.
+    ranges
+        Makes an NVTX range of each task; None if that is not asked for.
 
     Notes
     -----
@@ -69,6 +72,7 @@ class Monitor:
         marks: Callable[[], bool] = lambda: True,
     ) -> None:
         self.synchronize = synchronize
+        self.ranges: Ranges | None = None
         self.is_cancelled = is_cancelled
         self.retries = Retries(devices, oom_retries)
         self.blame = Blame(synchronize, on_failure, marks)

@@ -326,3 +326,18 @@ async def test_counts_of_a_worker_that_was_killed_stay(client: Any, scheduler: A
         await nanny.kill()
         await async_poll_for(lambda: total(scheduler, "done") == 5, timeout=10)
         assert total(scheduler, "failed") == 1
+
+
+@with_plugin(devices=[0, 1])
+async def test_counts_go_on_when_the_plugin_is_registered_again(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    with dask.annotate(device=1):
+        await client.gather(client.map(nap, [0.01] * 3, pure=False))
+    await client.register_plugin(DevicePlugin(devices=[1, 2]))
+    with dask.annotate(device=1):
+        await client.gather(client.map(nap, [0.01] * 2, pure=False))
+    rows = worker.plugins["devctx"].extension.record.rows()
+    assert {row["device_id"]: row["done"] for row in rows} == {1: 5, 2: 0}
+    assert rows[0]["busy_s"] > 0.04
+    assert rows[0]["occupied_s"] > 0.04

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -261,6 +263,47 @@ async def test_a_reservation(client: Any, scheduler: Any, worker: Any) -> None:
     assert caught.value.nbytes == 17 * GIB
 
 
+class Room:
+    """Stands in for the memory of devices; remembers what was reserved."""
+
+    def __init__(self) -> None:
+        self.reserved: dict[int, int] = {}
+        self.most: dict[int, int] = {}
+
+    def make_room(self, device: Device, nbytes: int) -> bool:
+        n = device.device_id
+        self.reserved[n] = self.reserved.get(n, 0) + nbytes
+        self.most[n] = max(self.most.get(n, 0), self.reserved[n])
+        return True
+
+    def give_room(self, device: Device, nbytes: int) -> None:
+        self.reserved[device.device_id] -= nbytes
+
+
+@with_plugin()
+async def test_room_is_made_for_a_reservation_and_given_back(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    room = worker.plugins["devctx"].extension.claims.memory = Room()
+    with dask.annotate(devices=[0, 2], device_memory="3 GiB"):
+        await client.submit(mine)
+    assert room.most == {0: 3 * GIB, 2: 3 * GIB}
+    with dask.annotate(device=1, device_memory=1000):
+        assert isinstance(await client.submit(divmod, 1, 0).exception(), ZeroDivisionError)
+        actor = await client.submit(Running, actor=True)
+    await nothing_waits(worker)
+    assert room.reserved == {0: 0, 1: 1000, 2: 0}
+    del actor
+    await nothing_held(worker)
+    assert room.reserved == {0: 0, 1: 0, 2: 0}
+
+
+async def nothing_waits(worker: Any) -> None:
+    claims = worker.plugins["devctx"].extension.claims
+    while claims.admission.waiting():
+        await asyncio.sleep(0.01)
+
+
 # -- the end of a claim
 
 
@@ -297,3 +340,87 @@ async def test_failures_cancellation_and_secession_give_back(
     assert await left == (0, 1, 2, 3)
     await running
     await nothing_held(worker)
+
+
+# -- many at once
+
+
+class Used:
+    """The shares and bytes of each device that tasks have now; a task that finds too much fails."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.shares: Counter[int] = Counter()
+        self.nbytes: Counter[int] = Counter()
+
+
+used = Used()
+
+
+def uses(number: int, devices: int, share: float, nbytes: int, seconds: float, fails: bool) -> int:
+    had = mine()
+    assert len(set(had)) == devices
+    with used.lock:
+        for one in had:
+            used.shares[one] += round(share * 1000)
+            used.nbytes[one] += nbytes
+        assert max(used.shares.values()) <= 1000, used.shares
+        assert max(used.nbytes.values()) <= LIMIT, used.nbytes
+    try:
+        time.sleep(seconds)
+        if fails:
+            raise KeyError(number)
+        return number
+    finally:
+        with used.lock:
+            for one in had:
+                used.shares[one] -= round(share * 1000)
+                used.nbytes[one] -= nbytes
+
+
+LIMIT = int(0.8 * 16 * GIB)
+
+
+@with_plugin(64, tasks_per_device=2)
+async def test_500_random_tasks_never_exceed_a_device(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    choose = random.Random(0)
+    futures, failing, cancelled = {}, set(), []
+    for number in range(500):
+        devices = choose.choice([1, 1, 1, 1, 2, 3, 4])
+        share = choose.choice([None, None, 0.1, 0.25, 1.0])
+        nbytes = choose.choice([None, None, GIB, 5 * GIB, LIMIT])
+        annotations: dict[str, Any] = {"priority": choose.choice([0, 0, 1])}
+        if devices > 1 or choose.random() < 0.1:
+            named = choose.random() < 0.5
+            annotations["devices"] = choose.sample(range(4), devices) if named else devices
+        elif choose.random() < 0.5:
+            annotations["device"] = choose.randrange(4)
+        if share is not None:
+            annotations["device_share"] = share
+        if nbytes is not None:
+            annotations["device_memory"] = nbytes
+        counts = share or min(0.5, (nbytes or LIMIT) / LIMIT)
+        seconds = choose.choice([0, 0.001, 0.005])
+        fails = choose.random() < 0.05
+        if annotations.get("devices") == 1:
+            annotations["devices"] = [0]
+        with dask.annotate(**annotations):
+            future = client.submit(
+                *(uses, number, devices, counts, nbytes or 0, seconds, fails), pure=False
+            )
+        if choose.random() < 0.05:
+            cancelled.append(future)
+        else:
+            futures[number] = future
+            if fails:
+                failing.add(number)
+    await client.cancel(cancelled)
+    for number, future in futures.items():
+        if number in failing:
+            assert isinstance(await future.exception(), KeyError)
+        else:
+            assert await future == number
+    await nothing_held(worker)
+    assert not any(used.shares.values())

@@ -1,0 +1,88 @@
+"""Texts, tables and logs say which devices a cluster, a plugin and a worker have."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from distributed import Client, Worker
+from distributed.utils_test import async_poll_for, gen_cluster
+
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster
+from tests.distributed.devices import with_plugin
+
+
+def text_of(html: str) -> str:
+    return " ".join(ElementTree.fromstring(f"<div>{html}</div>").itertext())
+
+
+def test_a_cluster() -> None:
+    with LocalDeviceCluster(
+        devices=[1, 3], n_workers=1, processes=False, dashboard_address=":0"
+    ) as cluster:
+        assert repr(cluster).startswith("LocalDeviceCluster(")
+        assert repr(cluster).endswith(", devices=cuda:1, cuda:3)")
+        html = cluster._repr_html_()
+        assert "Devices" in html
+        assert all(Device(n).uuid in html for n in (1, 3))
+        assert Device(0).uuid not in html
+
+
+def test_a_device() -> None:
+    found = text_of(Device(2)._repr_html_())
+    assert "Device cuda:2" in found
+    assert Device(2).uuid in found
+    assert "Simulated GPU" in found
+    assert "16.0 GiB of 16.0 GiB free" in found
+    assert Device.current() is None
+
+
+def test_a_plugin() -> None:
+    assert repr(DevicePlugin()) == "DevicePlugin()"
+    plugin = DevicePlugin(devices=[1, "<2>"], tasks_per_device=2)
+    assert repr(plugin) == "DevicePlugin(devices=(1, '<2>'), tasks_per_device=2)"
+    assert "uses 1, <2>" in text_of(plugin._repr_html_())
+    assert "uses all devices of each worker" in text_of(DevicePlugin()._repr_html_())
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_plugin_of_a_worker_and_the_workers_log(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    await client.register_plugin(DevicePlugin(devices=[1, 2]))
+    plugin = worker.plugins["devctx"]
+    assert f"worker_devices=({Device(1)!r}, {Device(2)!r})" in repr(plugin)
+    assert Device(2).uuid in plugin._repr_html_()
+
+
+def test_a_worker_says_which_devices_it_took(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, logger="distributed.worker"),
+        LocalDeviceCluster(
+            devices=[3, 1], n_workers=1, processes=False, dashboard_address=":0", silence_logs=False
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        (said,) = [text for text in caplog.messages if text.startswith("This worker uses")]
+        uuids = Device(3).uuid, Device(1).uuid
+        named = [f"cuda:{n} ({uuid}) Simulated GPU" for n, uuid in zip((3, 1), uuids, strict=True)]
+        assert said == f"This worker uses 2 devices: {', '.join(named)}"
+        logs = client.get_worker_logs()
+    assert any(said in text for lines in logs.values() for _, text in lines)
+
+
+@with_plugin(devices=[0, 2])
+async def test_dasks_page_of_the_workers_has_columns(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    components = pytest.importorskip("distributed.dashboard.components.scheduler")
+
+    (state,) = scheduler.workers.values()
+    await async_poll_for(lambda: "device tasks" in state.metrics, timeout=10)
+    table = components.WorkerTable(scheduler)
+    table.update()
+    assert table.source.data["devices"] == [None, "cuda:0, cuda:2"]  # the first row is the total
+    assert table.source.data["device tasks"] == [0, 0]
+    assert table.source.data["device GiB in use"] == [0, 0]

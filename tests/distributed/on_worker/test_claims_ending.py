@@ -1,0 +1,171 @@
+"""Claims of coroutines and actors, on failing devices, and as the plugin and the worker end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import dask
+import pytest
+from distributed import worker_client
+from distributed.utils_test import gen_cluster
+
+from dask_devctx import (
+    Device,
+    DeviceFailedError,
+    DevicePlugin,
+    SimulatedArray,
+    device_of,
+    driver,
+    task_devices,
+)
+from tests.distributed.devices import with_plugin
+from tests.distributed.on_worker.test_several import mine, nothing_held
+
+
+class Gate:
+    open = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def gate() -> Any:
+    Gate.open = threading.Event()
+    yield Gate.open
+    Gate.open.set()
+
+
+class Model:
+    """An actor of several devices."""
+
+    def __init__(self) -> None:
+        self.made_on = mine()
+
+    def where(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.made_on, mine()
+
+    async def where_later(self) -> tuple[int, ...]:
+        await asyncio.sleep(0)
+        return mine()
+
+    def places(self, arrays: Any) -> list[int]:
+        homes = [device_of(one) for one in arrays]
+        return [home.device_id for home in homes if home is not None]
+
+
+@with_plugin()
+async def test_an_actor_keeps_its_devices(client: Any, scheduler: Any, worker: Any) -> None:
+    with dask.annotate(devices=[1, 3]):
+        actor = await client.submit(Model, actor=True)
+    assert await actor.where() == ((1, 3), (1, 3))
+    assert await actor.where_later() == (1, 3)
+    arrays = []
+    for device in (1, 2, 3):
+        with Device(device):
+            arrays.append(SimulatedArray((4,)))
+    assert await actor.places(arrays) == [1, 1, 1]
+    # Tasks that name no device avoid them; the others wait for the actor's end.
+    found = await client.gather(client.map(mine, range(12), pure=False))
+    assert set(found) == {(0,), (2,)}
+    with dask.annotate(device=3):
+        waiting = client.submit(mine, key="waits")
+    with dask.annotate(devices=2):
+        assert set(await client.submit(mine, key="two")) == {0, 2}
+    await asyncio.sleep(0.1)
+    assert waiting.status == "pending"
+    await client.register_plugin(DevicePlugin())  # again: the actor keeps them
+    assert await waiting == (3,)  # it was submitted to the plugin before
+    with dask.annotate(device=1):
+        waiting = client.submit(mine, key="waits-again")
+    await asyncio.sleep(0.1)
+    assert waiting.status == "pending"
+    del actor
+    assert await waiting == (1,)
+    await nothing_held(worker)
+
+
+@with_plugin()
+async def test_a_coroutine_has_its_devices_until_it_ends(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    async def coroutine(number: int) -> tuple[float, float, tuple[int, ...]]:
+        start = time.monotonic()
+        await asyncio.sleep(0.05)
+        return start, time.monotonic(), mine()
+
+    with dask.annotate(devices=3):
+        first, second = await client.gather(client.map(coroutine, range(2)))
+    assert len(first[2]) == len(second[2]) == 3
+    assert first[1] <= second[0] or second[1] <= first[0]
+    await nothing_held(worker)
+
+
+@with_plugin()
+async def test_a_task_that_waits_for_its_own_tasks_gives_its_devices_to_them(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    def outer() -> tuple[int, ...]:
+        with worker_client() as inner, dask.annotate(devices="all"):
+            result: tuple[int, ...] = inner.submit(mine).result(20)
+        return result
+
+    with dask.annotate(devices="all"):
+        assert await client.submit(outer) == (0, 1, 2, 3)
+    await nothing_held(worker)
+
+
+@with_plugin()
+async def test_the_plugins_end_lets_those_that_wait_run(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(devices="all"):
+        first = client.submit(hold, key="first")
+        second = client.submit(mine, key="second")
+        await asyncio.sleep(0.1)
+        await client.unregister_worker_plugin("devctx")
+        Gate.open.set()
+        assert await first == await second == (0, 1, 2, 3)
+
+
+def hold() -> tuple[int, ...]:
+    Gate.open.wait(20)
+    return mine()
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)], timeout=60)
+async def test_a_worker_closes_while_claims_wait(client: Any, scheduler: Any, worker: Any) -> None:
+    await client.register_plugin(DevicePlugin())
+    with dask.annotate(devices="all"):
+        client.submit(hold, key="first")
+        waiting = client.submit(mine, key="second")
+    await asyncio.sleep(0.1)
+    asyncio.get_running_loop().call_later(0.2, Gate.open.set)
+    start = time.monotonic()
+    await worker.close()
+    assert time.monotonic() - start < 10
+    assert waiting.status != "error"
+
+
+@with_plugin()
+async def test_another_device_that_is_lost_is_blamed_on_the_task(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    extension = worker.plugins["devctx"].extension
+    failures: list[Any] = []
+    extension.monitor.blame._on_failure = failures.append
+    with dask.annotate(devices=[0, 2]):
+        error = await client.submit(lose, retries=0).exception()
+    assert isinstance(error, DeviceFailedError)
+    assert "cuda:2" in error.device
+    assert failures
+    machine = driver.backend().machine
+    assert machine is not None
+    machine.gpus[2].lost = False
+    await nothing_held(worker)
+
+
+def lose() -> None:
+    machine = driver.backend().machine
+    assert machine is not None
+    machine.gpus[task_devices()[1].device_id].lost = True

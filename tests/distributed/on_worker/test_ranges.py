@@ -1,0 +1,83 @@
+"""NVTX ranges have the keys of tasks, on the threads of the devices."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import types
+from typing import Any
+
+import dask
+import pytest
+from distributed.utils_test import gen_cluster
+
+from dask_devctx import DevicePlugin, LocalDeviceCluster
+from dask_devctx.errors import MissingPackageError
+
+
+class Nvtx(types.ModuleType):
+    """Stands in for the package, which tells only a profiler."""
+
+    def __init__(self) -> None:
+        super().__init__("nvtx")
+        self.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+        self.calls: list[tuple[str, Any, str]] = []
+
+    def _note(self, what: str, about: Any) -> None:
+        self.calls.append((what, about, threading.current_thread().name))
+
+    def push_range(self, message: str, domain: str) -> None:
+        assert domain == "dask"
+        self._note("push", message)
+
+    def pop_range(self, domain: str) -> None:
+        assert domain == "dask"
+        self._note("pop", None)
+
+    def start_range(self, message: str, domain: str) -> int:
+        assert domain == "dask"
+        self._note("start", message)
+        return len(self.calls)
+
+    def end_range(self, number: int) -> None:
+        self._note("end", number)
+
+
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+async def awaits() -> int:
+    await asyncio.sleep(0.01)
+    return 1
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_tasks_have_ranges(client: Any, scheduler: Any, worker: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        nvtx = Nvtx()
+        patch.setitem(sys.modules, "nvtx", nvtx)
+        await client.register_plugin(DevicePlugin(nvtx=True))
+        with dask.annotate(device=2):
+            await client.submit(sum, [1, 2], key="sum-1")
+            await client.submit(fail, key="fail-1").exception()
+            await client.submit(awaits, key="awaits-1")
+    calls = [call[:2] for call in nvtx.calls]
+    assert calls[:4] == [("push", "sum-1"), ("pop", None), ("push", "fail-1"), ("pop", None)]
+    assert calls[4:] == [("start", "awaits-1"), ("end", 5)]
+    assert all(thread.startswith("devctx-cuda:2") for _, _, thread in nvtx.calls[:4])
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_the_package_itself_takes_them(client: Any, scheduler: Any, worker: Any) -> None:
+    pytest.importorskip("nvtx")
+    await client.register_plugin(DevicePlugin(nvtx=True))
+    assert await client.submit(sum, [1, 2]) == 3
+    assert await client.submit(awaits) == 1
+
+
+def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with pytest.raises(MissingPackageError, match=r"dask-devctx\[nvtx\]"):
+        LocalDeviceCluster(nvtx=True, dashboard_address=":0")
