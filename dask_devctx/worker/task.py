@@ -319,9 +319,9 @@ class DeviceMethod(DeviceFunction[..., Any]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._bring is not None:
             args, kwargs = self._bring((args, kwargs), self._devices)
-        with Others(self._monitor, self._key, self._devices):
+        with Others(self._monitor, self._key, self._devices, is_method=True):
             return self.__wrapped__(*args, **kwargs)
 
     async def _run_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with Others(self._monitor, self._key, self._devices):
+        with Others(self._monitor, self._key, self._devices, is_method=True):
             return await self._run(args, kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -294,6 +295,7 @@ async def test_room_is_made_for_a_reservation_and_given_back(
     await nothing_waits(worker)
     assert room.reserved == {0: 0, 1: 1000, 2: 0}
     del actor
+    gc.collect()
     await nothing_held(worker)
     assert room.reserved == {0: 0, 1: 0, 2: 0}
 
@@ -362,7 +364,7 @@ def uses(number: int, devices: int, share: float, nbytes: int, seconds: float, f
     assert len(set(had)) == devices
     with used.lock:
         for one in had:
-            used.shares[one] += round(share * 1000)
+            used.shares[one] += int(share * 1000)
             used.nbytes[one] += nbytes
         assert max(used.shares.values()) <= 1000, used.shares
         assert max(used.nbytes.values()) <= LIMIT, used.nbytes
@@ -374,7 +376,7 @@ def uses(number: int, devices: int, share: float, nbytes: int, seconds: float, f
     finally:
         with used.lock:
             for one in had:
-                used.shares[one] -= round(share * 1000)
+                used.shares[one] -= int(share * 1000)
                 used.nbytes[one] -= nbytes
 
 
