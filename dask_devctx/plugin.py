@@ -16,6 +16,7 @@ from dask_devctx.config.options import OPTION_NAMES, Options, remembered_tasks
 from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_only
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.html import html_table
+from dask_devctx.dask_internals import check_worker
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker import registration, serialization
 from dask_devctx.worker.allocators import sizes
@@ -180,13 +181,14 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
             await own.setup(worker)
             return
+        check_worker(worker)  # before the scheduler is asked for devices
         turn = registration.Turn(worker)  # so that an earlier plugin does not withdraw the devices
         share = self._share = DeviceShare(worker, self.options, partial(self._changed, worker))
         if not share.can_start:
             await share.settle()
             if self._share is not share:  # the plugin was removed meanwhile
                 return
-        failure = self._start(worker, share)
+        failure = self._set_up(worker, share)
         if failure is None:
             await share.settle()
             if self._share is share and self.extension is not None:
@@ -197,7 +199,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             await registration.refuse(worker, failure, turn)
             raise failure  # dask tells the client, and keeps the plugin
 
-    def _start(self, worker: Worker, share: DeviceShare) -> Exception | None:
+    def _set_up(self, worker: Worker, share: DeviceShare) -> Exception | None:
         try:
             self.extension = DeviceExtension(worker, self.options, share)
         except BaseException:
@@ -214,7 +216,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """Use the devices that the worker has from now on, after others came or went."""
         if self.extension is not None and self._share is not None:
             self.extension.close()
-            self._start(worker, self._share)
+            self._set_up(worker, self._share)
             limits = self.extension.limits
             worker.loop.add_callback(
                 registration.announce, worker, self.worker_devices, limits=limits

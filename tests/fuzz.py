@@ -2,8 +2,8 @@
 
 Run as ``make fuzz``. Pieces of right input, numbers at their limits, other scripts' digits, white
 space and plain noise are combined at random. They are given to the readers of
-``CUDA_VISIBLE_DEVICES``, of the ``device`` annotation, of the configuration, and of workers'
-messages to the scheduler.
+``CUDA_VISIBLE_DEVICES``, of the ``device`` annotation, of the configuration, of workers' messages
+to the scheduler and to each other, and of the headers of transfers between workers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from distributed.core import coerce_to_address
 
 from dask_devctx import DevicePlugin
 from dask_devctx.annotations import requested_device
+from dask_devctx.annotations.runs import watched_run
 from dask_devctx.cuda.discovery import DeviceInfo, Inventory
 from dask_devctx.cuda.naming import find
 from dask_devctx.driver import settings
@@ -33,6 +34,10 @@ from dask_devctx.errors import DeviceNotFoundError, DriverUnavailableError
 from dask_devctx.scheduler import routing, suspects
 from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
 from dask_devctx.scheduler.routing import DeviceRouting
+from dask_devctx.transfer.ipc.headers import MalformedHeaderError, read_header
+from dask_devctx.transfer.ipc.layout import Layout
+from dask_devctx.transfer.ipc.opened import Opened
+from dask_devctx.worker.ipc import messages
 
 MIG = tuple(f"MIG-00000000-0000-0000-0000-00000000000{n}" for n in range(2))
 UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]
@@ -165,20 +170,31 @@ def fuzz_simulated_devices(chance: random.Random) -> str:
 HEALTHY, OTHER = "tcp://10.0.0.1:1", "tcp://10.0.0.2:1"
 
 
+class Anything:
+    """The parts of a scheduler that no message reaches: calls, attributes and entries of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getitem__(self, key: object) -> Any:
+        return self
+
+
 @functools.cache
 def scheduler() -> tuple[Any, DeviceRouting]:
     """Return a scheduler with two workers, one of which never changes, and its routing."""
     logging.getLogger(routing.__name__).setLevel(logging.ERROR)
     logging.getLogger(suspects.__name__).setLevel(logging.ERROR)
-    made = SimpleNamespace(
-        workers={address: SimpleNamespace(name=address) for address in (HEALTHY, OTHER)},
-        tasks={},
-        handlers=dict.fromkeys(("processing", "unregister")),
-        stream_handlers=dict.fromkeys(("task-erred",)),
-        host_info={},
-        loop=SimpleNamespace(call_later=lambda *_: None),
-        coerce_address=coerce_to_address,
-    )
+    logging.getLogger(messages.__name__).setLevel(logging.ERROR)
+    made: Any = Anything()
+    made.workers = {
+        address: SimpleNamespace(name=address, host="h", has_what=()) for address in (HEALTHY, OTHER)
+    }
+    made.tasks, made.host_info, made.handlers = {}, {}, dict.fromkeys(("processing", "unregister"))
+    made.coerce_address, made.allowed_failures = coerce_to_address, 3
     plugin = DeviceRouting()
     asyncio.run(plugin.start(made))
     seen = [{"device_id": 0, "uuid": UUIDS[3]}]
@@ -225,25 +241,112 @@ def fuzz_messages_to_the_scheduler(chance: random.Random) -> str:
     return "refused" if answer != "OK" else "accepted"
 
 
-def fuzz_events_of_failures(chance: random.Random) -> str:
-    made, _ = scheduler()
-    made.tasks = {"key": SimpleNamespace(annotations=None)}
-    keys = [chance.choice(["key", anything(chance)]) for _ in range(3)]
-    suspects.mark(
-        made,
-        chance.choice(["devctx", anything(chance)]),
-        chance.choice(
-            [
-                {
-                    "action": chance.choice(["device-failed", anything(chance)]),
-                    "suspects": chance.choice([keys, anything(chance)]),
-                    "worker": chance.choice([OTHER, anything(chance)]),
-                },
-                anything(chance),
-            ]
-        ),
-    )
-    return "marked" if made.tasks["key"].annotations else "left"
+FIELDS = ["cuda:0", UUIDS[0], "CUDA_ERROR_ASSERT", 710, ["key on cuda:0"]]
+FIELDS += [False, False, False, ""]
+
+
+def fuzz_failures(chance: random.Random) -> str:
+    made, plugin = scheduler()
+    ts = SimpleNamespace(key="key", annotations=None, who_has=set())
+    made.tasks = {"key": ts}
+
+    def or_else(value: Any) -> Any:
+        return value if chance.random() < 0.93 else anything(chance)
+
+    told = {
+        "action": or_else(suspects.ACTION),
+        "worker": or_else(OTHER),
+        "address": or_else(OTHER),
+        "fields": or_else([or_else(field) for field in FIELDS]),
+        **{
+            name: or_else([or_else("key") for _ in range(chance.randint(0, 3))])
+            for name in ("suspects", "bystanders", "erred")
+        },
+    }
+    if chance.random() < 0.5:
+        made.handlers[suspects.FAILED](**told)
+    else:
+        plugin.log_event(or_else(suspects.TOPIC), or_else(told))
+    plugin._suspects.worker_left(OTHER)
+    run, most = watched_run(ts.annotations)
+    assert (run, most) in ((0, 0), (1, 3)), ts.annotations
+    return "marked" if ts.annotations else "left"
+
+
+def fuzz_headers(chance: random.Random) -> str:
+    """Give a receiver the header of a transfer with some parts replaced."""
+
+    def or_else(value: Any) -> Any:
+        return value if chance.random() < 0.95 else anything(chance)
+
+    sizes = [chance.choice([0, 1, 255, 300, 4096]) for _ in range(chance.randint(0, 3))]
+    total = Layout(sizes).nbytes
+    shown = [1, or_else(b"h" * 64), or_else(chance.choice([0, 0, 512, 2**40])), or_else(total)]
+    given = {
+        "sender": or_else("token"),
+        "number": or_else(1),
+        "source": or_else(UUIDS[0]),
+        "piece": or_else(chance.choice([max(total, 1), 1024])),
+        "parts": or_else([or_else([or_else("simulated"), or_else(n), None]) for n in sizes]),
+        "shown": or_else([or_else(field) for field in shown]),
+    }
+    given = {name: value for name, value in given.items() if chance.random() < 0.98}
+    try:
+        header = read_header(or_else(given))
+    except MalformedHeaderError:
+        return "refused"
+    assert header.piece >= 1
+    layout = Layout(nbytes for _, nbytes, _ in header.parts)
+    assert layout.nbytes < 2**49
+    anywhere: Any = None
+    opened = Opened(anywhere, 4096, 8192)
+    try:
+        place = opened.place(header.shown.offset, min(header.piece, layout.nbytes))
+    except MalformedHeaderError:
+        return "outside"
+    assert place >= 4096
+    assert place + min(header.piece, layout.nbytes) <= 4096 + 8192
+    return "accepted"
+
+
+def fuzz_messages_between_workers(chance: random.Random) -> str:
+    def or_else(value: Any, likely: float = 0.9) -> Any:
+        return value if chance.random() < likely else anything(chance)
+
+    op = chance.choice([messages.HELLO, messages.AGREE, messages.NEXT, messages.CLOSE])
+    told = {
+        "address": or_else(OTHER),
+        "process": or_else("process"),
+        "host": or_else("host"),
+        "token": or_else("token"),
+        "error": or_else(None),
+        "number": or_else(1),
+        "index": or_else(chance.randint(0, 3)),
+        "read": or_else(chance.randint(0, 3)),
+        "numbers": or_else([or_else(n) for n in range(chance.randint(0, 3))]),
+        chance.choice(["more", text(chance)]): anything(chance),
+    }
+    acted: list[dict[str, Any]] = []
+
+    async def act(**fields: Any) -> str:
+        acted.append(fields)
+        return "done"
+
+    handle = messages.handler(op, act)
+    call = handle(**{name: value for name, value in told.items() if chance.random() < 0.97})
+    try:
+        call.send(None)
+    except StopIteration as end:
+        answer = end.value
+    if not acted:
+        assert answer in (None, False, {"error": "it refused a malformed message"}), answer
+        return "refused"
+    (fields,) = acted
+    for name, value in fields.items():
+        kinds = {"number": int, "index": int, "read": int, "numbers": list}
+        assert isinstance(value, kinds.get(name, str)) or name == "error", (name, value)
+    assert fields.get("read", 0) <= fields.get("index", 0)
+    return "accepted"
 
 
 TARGETS: list[Callable[[random.Random], str]] = [
@@ -255,7 +358,9 @@ TARGETS: list[Callable[[random.Random], str]] = [
     fuzz_configuration,
     fuzz_simulated_devices,
     fuzz_messages_to_the_scheduler,
-    fuzz_events_of_failures,
+    fuzz_failures,
+    fuzz_headers,
+    fuzz_messages_between_workers,
 ]
 
 

@@ -62,7 +62,7 @@ class Timeline:
     # -- for a stretch of work
 
     def __enter__(self) -> Self:
-        self._client.sync(self._start)
+        self._client.sync(self._ask_for_history)
         return self
 
     def __exit__(
@@ -74,7 +74,7 @@ class Timeline:
         self._client.sync(self._finish)
 
     async def __aenter__(self) -> Self:
-        await self._start()
+        await self._ask_for_history()
         return self
 
     async def __aexit__(
@@ -85,7 +85,7 @@ class Timeline:
     ) -> None:
         await self._finish()
 
-    async def _start(self) -> None:
+    async def _ask_for_history(self) -> None:
         await self._read()  # so that rows of earlier work are not in its way
         self._stretch.rows.clear()
         self._stretch.samples.clear()

@@ -119,7 +119,7 @@ class _Writer:
         self._stretch = stretch
         self._lanes = _Lanes()
         self._pids: dict[str, int] = {}
-        self._threads: dict[tuple[int, int], str] = {}
+        self._thread_names: dict[tuple[int, int], str] = {}
         self._flows = itertools.count(1)
         self._homes: dict[str, str] = {}
         for worker, uuid in stretch.devices:
@@ -154,7 +154,7 @@ class _Writer:
         duration = max(round((stop - start) * 1e6, 3), _SHORTEST_US)
         lane = self._lanes.find((pid, ordinal, kind), begin, begin + duration)
         tid = (ordinal + 1) * _PER_DEVICE + _FIRST[kind] + lane + 1
-        self._threads.setdefault((pid, tid), _thread_name(ordinal, kind, lane))
+        self._thread_names.setdefault((pid, tid), _thread_name(ordinal, kind, lane))
         return {"ph": "X", "pid": pid, "tid": tid, "ts": begin, "dur": duration, **content}
 
     # -- events
@@ -220,7 +220,7 @@ class _Writer:
     def _incident(self, worker: str, row: Incident) -> Event:
         pid, ordinal = self._pid(worker), self._device_id(worker, row.uuid)
         tid = (ordinal + 1) * _PER_DEVICE + 1
-        self._threads.setdefault((pid, tid), _thread_name(ordinal, _TASKS, 0))
+        self._thread_names.setdefault((pid, tid), _thread_name(ordinal, _TASKS, 0))
         args = {"text": row.text, "device": row.uuid}
         if row.key is not None:
             args["key"] = str(row.key)
@@ -258,7 +258,7 @@ class _Writer:
                 name = f"worker {known.name}" if known.name == worker else _named(known, worker)
             yield _name("process_name", pid, 0, name=name)
             yield _name("process_sort_index", pid, 0, sort_index=pid)
-        for (pid, tid), name in sorted(self._threads.items()):
+        for (pid, tid), name in sorted(self._thread_names.items()):
             yield _name("thread_name", pid, tid, name=name)
             yield _name("thread_sort_index", pid, tid, sort_index=tid)
 

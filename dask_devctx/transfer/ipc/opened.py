@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.ipc.headers import MalformedHeaderError
 
 
 @dataclass(eq=False)
@@ -21,12 +22,29 @@ class Opened:
         The device on which it is open.
     pointer
         Its address on that device.
+    nbytes
+        Its size; None if the driver does not tell it.
     """
 
     device: Device
     pointer: int
+    nbytes: int | None = None
     readers: int = 0
     closing: bool = False
+
+    def place(self, offset: int, nbytes: int) -> int:
+        """Return the address of some bytes in it.
+
+        Raises
+        ------
+        MalformedHeaderError
+            They are not all in it. A copy would break the device for the whole process.
+        """
+        if self.nbytes is not None and offset + nbytes > self.nbytes:
+            raise MalformedHeaderError(
+                f"a piece of {nbytes} bytes at {offset} is not in a buffer of {self.nbytes} bytes"
+            )
+        return self.pointer + offset
 
 
 class OpenedBuffers:
@@ -73,8 +91,13 @@ class OpenedBuffers:
         with self._lock:
             found = self._opened.get(name)
             if found is None:
-                pointer = device._backend.calls.work.ipc_open(handle)
-                found = self._opened[name] = Opened(device, pointer)
+                calls = device._backend.calls.work
+                pointer = calls.ipc_open(handle)
+                try:
+                    _, nbytes = calls.address_range(pointer)
+                except DevctxError:
+                    nbytes = None
+                found = self._opened[name] = Opened(device, pointer, nbytes)
             found.readers += 1
         return found
 

@@ -8,12 +8,10 @@ from typing import Any
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import allocate
+from dask_devctx.transfer.ipc.headers import Description
 from dask_devctx.transfer.ipc.lanes import Lane
 from dask_devctx.transfer.ipc.layout import Layout
 from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
-
-# A piece: the number and handle of its buffer, and its offset and length there.
-Description = tuple[int, bytes, int, int]
 
 
 class Receiving:
@@ -87,17 +85,18 @@ class Receiving:
         ------
         DriverError
             The peer's memory cannot be opened, or the device has failed.
+        MalformedHeaderError
+            The peer's buffer does not contain the piece.
         """
-        number, handle, offset, _ = where
         begin, end = index * self._piece, min((index + 1) * self._piece, self.nbytes)
         with self.device:
-            opened = self._opened.begin(self._peer, number, handle, self.device)
+            opened = self._opened.begin(self._peer, where.number, where.handle, self.device)
             try:
+                base = opened.place(where.offset, end - begin)
                 lane = lanes.take(self.device)
                 try:
                     # The libraries reuse memory that earlier work in their streams still reads.
                     lane.after_current_streams()
-                    base = opened.pointer + offset
                     for span in self._layout.spans(begin, end):
                         target = self._pointers[span.part] + span.in_part
                         lane.copy(target, base + span.in_piece, span.nbytes)
@@ -125,4 +124,4 @@ class Receiving:
 
     def is_quick(self, where: Description) -> bool:
         """Return whether :meth:`start` needs no call that may take milliseconds."""
-        return self._opened.has(self._peer, where[0], self.device)
+        return self._opened.has(self._peer, where.number, self.device)

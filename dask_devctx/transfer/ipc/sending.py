@@ -105,6 +105,15 @@ class Sending:
         """Return the data that another process needs to read a piece."""
         return self._staged[index].description
 
+    @property
+    def pieces(self) -> int:
+        """The number of pieces."""
+        return self._layout.pieces(self.piece)
+
+    def is_staged(self, index: int) -> bool:
+        """Return whether a piece is in staging memory."""
+        return index in self._staged
+
     def was_read(self, until: int) -> None:
         """Give back the pieces before ``until``: the receiver has read them."""
         for index in [index for index in self._staged if index < until]:

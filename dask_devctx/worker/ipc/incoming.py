@@ -15,11 +15,20 @@ from distributed.protocol.serialize import register_serialization_family
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.transfer.ipc.headers import (
+    Description,
+    Header,
+    MalformedHeaderError,
+    count,
+    read_description,
+    read_header,
+)
 from dask_devctx.transfer.ipc.lanes import Lane
 from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
 from dask_devctx.transfer.ipc.parcel import unpack
-from dask_devctx.transfer.ipc.receiving import Description, Receiving
-from dask_devctx.worker.ipc.outgoing import FAMILY, NEXT, QUICK_NBYTES, QUICK_S, has_failed
+from dask_devctx.transfer.ipc.receiving import Receiving
+from dask_devctx.worker.ipc.messages import NEXT
+from dask_devctx.worker.ipc.outgoing import FAMILY, QUICK_NBYTES, QUICK_S, has_failed
 from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
@@ -38,6 +47,11 @@ class Arriving:
             memoryview(buffer) if writeable else memoryview(buffer).toreadonly()
             for buffer, writeable in zip(buffers, header["writeable"], strict=True)
         ]
+
+    def check(self, parts: int) -> None:
+        """Raise :class:`MalformedHeaderError` if it is not made of these parts."""
+        first = count(self.first, "first", most=parts + 1)
+        count(self.count, "count", most=parts - first + 1)
 
     def complete(self, memory: Sequence[Any]) -> Any:
         """Return the value, given the memory of its parts."""
@@ -111,15 +125,16 @@ class Incoming:
         begun = time.perf_counter()
         data: dict[Hashable, Any] = msg["data"]
         arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
-        receiving = Receiving(
-            about["sender"],
-            about["parts"],
-            about["piece"],
-            self._devices.get(about["source"], self._first),
-            self._opened,
-        )
         try:
-            data.update(await self._received(address, about, receiving, arriving))
+            header = read_header(about)
+            for value in arriving.values():
+                value.check(len(header.parts))
+        except MalformedHeaderError as error:
+            raise await self._refused(address, error) from error
+        device = self._devices.get(header.source, self._first)
+        receiving = Receiving(header.sender, header.parts, header.piece, device, self._opened)
+        try:
+            data.update(await self._received(address, header, receiving, arriving))
         except (DevctxError, OSError) as error:
             if is_out_of_memory(error):
                 data.update(self._failed(arriving, error, address))
@@ -129,12 +144,20 @@ class Incoming:
             elif not isinstance(error, OSError):  # a later attempt would fail too
                 await self._pairs.refuse(address, f"its memory cannot be read: {error}")
             raise CommClosedError(f"values from {address} could not be read: {error}") from error
+        except MalformedHeaderError as error:
+            raise await self._refused(address, error) from error
         except Exception as error:
             data.update(self._failed(arriving, error, address))
             return
         took = time.perf_counter() - begun
-        where = (about["source"], receiving.device.uuid)
+        where = (header.source, receiving.device.uuid)
         self._traffic.count(*where, "ipc", receiving.nbytes, took, copies=len(arriving))
+
+    async def _refused(self, address: str, error: MalformedHeaderError) -> CommClosedError:
+        """Let a worker's values come through the host; return the error that ends its answer."""
+        logger.warning("The header of a transfer from %s was refused: %s", address, error)
+        await self._pairs.refuse(address, f"it sent a malformed header: {error}")
+        return CommClosedError(f"values from {address} could not be read: {error}")
 
     def _failed(
         self, arriving: dict[Hashable, Arriving], error: Exception, address: str
@@ -144,11 +167,11 @@ class Incoming:
     async def _received(
         self,
         address: str,
-        about: dict[str, Any],
+        header: Header,
         receiving: Receiving,
         arriving: dict[Hashable, Arriving],
     ) -> dict[Hashable, Any]:
-        where: Description = about["shown"]
+        where = header.shown
         if receiving.nbytes <= QUICK_NBYTES and receiving.is_quick(where):
             self._allocate(receiving)
             if receiving.pieces:
@@ -165,7 +188,7 @@ class Incoming:
             found = await self._run(self._read_and_unpacked, receiving, where, arriving, address)
             return found
         await self._run(self._allocate, receiving)
-        await self._pieces(address, about["number"], receiving, where, last)
+        await self._pieces(address, header.number, receiving, where, last)
         found = await self._run(self._unpacked, receiving, arriving, address)
         return found
 
@@ -185,7 +208,7 @@ class Incoming:
                         said = await self._ask(address, number, index + 1, index + 1)
                     if not said:
                         raise CommClosedError(f"{address} gave a transfer up")
-                    where = said
+                    where = read_description(said)
             except BaseException:
                 if asked is not None:
                     asked.cancel()

@@ -27,7 +27,6 @@ from dask_devctx.worker.ipc.traffic import Traffic
 
 logger = logging.getLogger(__name__)
 
-NEXT: Final = "devctx_ipc_next"
 # The name of staged values among distributed's serializers, and of a message's entry about them.
 FAMILY: Final = "devctx-ipc"
 # Values up to this size are sent without another thread, if that takes only microseconds.
@@ -131,7 +130,12 @@ class Outgoing:
         sending = self._sendings.get(number)
         if sending is None or token not in self._receivers.values():
             return None
+        if index >= sending.pieces:
+            logger.warning("a transfer has %d pieces; refused a message about more", sending.pieces)
+            return None
         sending.was_read(read)
+        if sending.is_staged(index):  # it was asked for before
+            return sending.description(index)
         try:
             staged = await self._stage(sending, index, wait=read == index)
         except DriverError as error:  # ours: the receiver is to take it for nothing of its own

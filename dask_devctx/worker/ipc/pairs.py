@@ -16,13 +16,18 @@ from distributed.comm import get_address_host
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.ipc.headers import (
+    Description,
+    MalformedHeaderError,
+    read_description,
+    text,
+)
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staged, Staging
+from dask_devctx.worker.ipc.messages import AGREE, HELLO
 
 logger = logging.getLogger(__name__)
 
-HELLO: Final = "devctx_ipc_hello"
-AGREE: Final = "devctx_ipc_agree"
 # The size of the content that the receiver must find in the sender's memory.
 _NBYTES: Final = 256
 _TIMEOUT_S: Final = 10.0
@@ -141,33 +146,36 @@ class Pairs:
             if said.get("error"):
                 self._remember(address, said["error"], again=bool(said.get("again")))
                 return
-            self.tokens[address] = said["token"]
-            error = await self._run(self._try, said)
+            token, shown = text(said.get("token"), "token"), read_description(said.get("shown"))
+            self.tokens[address] = token
+            error = await self._run(self._try, token, shown, said.get("content"))
             if error is not None:
                 await self._close_memory(address)
             await self._agree(address, error)
             self._remember(address, error)
+        except MalformedHeaderError as error:
+            logger.warning("The answer of %s about its memory was refused: %s", address, error)
+            self._remember(address, f"its answer is malformed: {error}", again=True)
         except OSError as error:  # or it took too long
             self._remember(address, f"it does not answer: {error!r}", again=True)
         except Exception as error:
             logger.exception("the test of CUDA IPC with %s failed", address)
             self._remember(address, repr(error), again=True)
 
-    def _try(self, said: dict[str, Any]) -> str | None:
+    def _try(self, token: str, shown: Description, content: object) -> str | None:
         """Read the memory that the other worker shows; return the reason if that fails."""
-        number, handle, offset, nbytes = said["shown"]
         device = self._device
         try:
             with device:
-                opened = self._opened.begin(said["token"], number, handle, device)
+                opened = self._opened.begin(token, shown.number, shown.handle, device)
                 try:
-                    there = opened.pointer + offset
-                    found = device._backend.calls.work.copy_to_host(there, nbytes)
+                    there = opened.place(shown.offset, _NBYTES)
+                    found = device._backend.calls.work.copy_to_host(there, _NBYTES)
                 finally:
                     self._opened.end(opened)
-        except DevctxError as error:
+        except (DevctxError, MalformedHeaderError) as error:
             return f"its memory cannot be opened: {error}"
-        return None if found == said["content"] else "its memory has other contents here"
+        return None if found == content else "its memory has other contents here"
 
     def _remember(self, address: str, reason: str | None, again: bool = False) -> None:
         self.ways[address] = reason

@@ -19,7 +19,7 @@ from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staging
 from dask_devctx.worker.inputs import Inputs
-from dask_devctx.worker.ipc import outgoing, pairs
+from dask_devctx.worker.ipc import messages
 from dask_devctx.worker.ipc.connections import Connections, Message
 from dask_devctx.worker.ipc.incoming import Incoming
 from dask_devctx.worker.ipc.outgoing import Outgoing
@@ -27,7 +27,6 @@ from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
 
-_CLOSE: Final = "devctx_ipc_close"
 # Each thread waits for the devices of one transfer.
 _THREADS: Final = 16
 # Staging memory that was not used for this long goes back to its device.
@@ -160,12 +159,13 @@ class IpcWay:
         return sum(staging.in_use for staging in self.stagings.values())
 
     def _handlers(self) -> dict[str, Any]:
-        return {
-            pairs.HELLO: self._pairs.hello,
-            pairs.AGREE: self._pairs.agree,
-            outgoing.NEXT: self._outgoing.next,
-            _CLOSE: self._close_opened,
+        acts: dict[str, Callable[..., Any]] = {
+            messages.HELLO: self._pairs.hello,
+            messages.AGREE: self._pairs.agree,
+            messages.NEXT: self._outgoing.next,
+            messages.CLOSE: self._close_opened,
         }
+        return {op: messages.handler(op, act) for op, act in acts.items()}
 
     async def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
@@ -241,7 +241,7 @@ class IpcWay:
     async def _ask_to_close(self, address: str, numbers: list[int]) -> bool | None:
         """Return whether another worker has closed this worker's buffers; None if it is gone."""
         pool = self._worker.rpc
-        call = getattr(pool(address), _CLOSE)
+        call = getattr(pool(address), messages.CLOSE)
         try:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 # dask tries for longer than this to connect to a process that is gone.
