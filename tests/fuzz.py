@@ -191,7 +191,8 @@ def scheduler() -> tuple[Any, DeviceRouting]:
     logging.getLogger(messages.__name__).setLevel(logging.ERROR)
     made: Any = Anything()
     made.workers = {
-        address: SimpleNamespace(name=address, host="h", has_what=()) for address in (HEALTHY, OTHER)
+        address: SimpleNamespace(name=address, host="h", has_what=())
+        for address in (HEALTHY, OTHER)
     }
     made.tasks, made.host_info, made.handlers = {}, {}, dict.fromkeys(("processing", "unregister"))
     made.coerce_address, made.allowed_failures = coerce_to_address, 3

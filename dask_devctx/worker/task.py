@@ -80,6 +80,8 @@ class DeviceTask(TaskStandIn):
     ----------
     lifetimes
         The lifetimes of the inputs' values, by key; set if there are inputs.
+    known
+        The devices that ``task_devices`` returns inside the task.
     made
         The stamp of the work that makes its result, after it returned a result on a device.
     waited
@@ -93,8 +95,8 @@ class DeviceTask(TaskStandIn):
     """
 
     __slots__ = (
-        *("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "once", "watched"),
-        *("_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
+        *("asked_for", "device", "inputs", "known", "lifetimes", "made", "monitor", "once"),
+        *("watched", "_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
     )
 
     def __init__(
@@ -116,6 +118,7 @@ class DeviceTask(TaskStandIn):
         self.lifetimes = _NONE
         self.made: Stamp | None = None
         self.device = device
+        self.known: Any = device
         self.asked_for = asked_for
         self.watched = watched
         self.once = once
@@ -195,27 +198,32 @@ class DeviceTask(TaskStandIn):
 
     def _run_function(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
+        before = note_devices(self.known)
         try:
             result = task(brought)
         except BaseException:
             self._gave_up(device, copies)
             raise
+        finally:
+            note_devices(before)
         self._returned(device, copies, result)
         return result
 
     async def _run_coroutine(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
+        before = note_devices(self.known)
         try:
             result = await task(brought)
         except BaseException:
             self._gave_up(device, copies)
             raise
+        finally:
+            note_devices(before)
         self._returned(device, copies, result)
         return result
 
     def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
         """Return the task and its inputs on the device, and the copies among the inputs."""
-        note_devices(device)
         if self.inputs is None:
             return self.task, data, []
         task = self.inputs.bring_arguments(self.task, device)
