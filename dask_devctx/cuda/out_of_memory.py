@@ -78,6 +78,11 @@ def release_caches(error: BaseException | None = None) -> None:
         traceback.clear_frames(one.__traceback__)
     gc.unfreeze()  # frozen objects may hold memory, too
     gc.collect()
+    release_library_caches()
+
+
+def release_library_caches() -> None:
+    """Make the libraries give the memory that they cache back to the current device."""
     for release in (_release_cupy, _release_torch):
         try:
             release()

@@ -87,11 +87,13 @@ ON_A_WORKER: Final = (
     "handlers[get_data]",
     "handlers[run]",
     "handlers[run_coroutine]",
+    "memory_manager.data",
     "metrics",
     "nanny",
     "periodic_callbacks[heartbeat]",
     "state.actors",
     "state.transfer_message_bytes_limit",
+    "state.data",
     "stream_handlers[close]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.

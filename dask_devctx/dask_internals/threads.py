@@ -76,6 +76,25 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
             self._adjust_thread_count()
             return True
 
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether the pool takes no more work."""
+        return bool(self._shutdown)
+
+    def grow_to(self, busy: int, needed: int) -> None:
+        """Allow ``needed`` threads, and start one if fewer than ``busy`` run."""
+        self._max_workers: int = max(self._max_workers, needed)
+        if len(self._threads) < busy:
+            self._adjust_thread_count()
+
+    def seceding(self) -> None:
+        """Called on a thread that secedes, before another takes its place."""
+
+    def _adjust_thread_count(self) -> None:
+        if has_seceded():  # dask calls this on the thread that secedes
+            self.seceding()
+        super()._adjust_thread_count()
+
     def let_back_in(self) -> bool:
         """Let the threads that wait to rejoin continue; return whether there were any."""
         with self._rejoin_lock:

@@ -166,6 +166,34 @@ def _stimulus() -> str:
 # -- data
 
 
+@contextmanager
+def replaced_data(
+    worker: Worker,
+    wrap: Callable[[MutableMapping[Any, Any]], MutableMapping[Any, Any]],
+    unwrap: Callable[[], MutableMapping[Any, Any]],
+) -> Iterator[None]:
+    """While it is open, a worker keeps its data in another mapping.
+
+    Parameters
+    ----------
+    worker
+        The worker.
+    wrap
+        Given the worker's data, returns the new mapping with the same values.
+    unwrap
+        Returns the mapping to use after that.
+    """
+    _set_data(worker, wrap(worker.data))
+    try:
+        yield
+    finally:
+        _set_data(worker, unwrap())
+
+
+def _set_data(worker: Worker, data: MutableMapping[Any, Any]) -> None:
+    worker.memory_manager.data = worker.state.data = data
+
+
 def in_memory(worker: Worker) -> Mapping[Hashable, Any]:
     """Return the values that a worker has in memory, by key; those on disk are not among them."""
     data: Mapping[Hashable, Any] = worker.data

@@ -85,7 +85,7 @@ async def test_only_the_part_on_the_host_counts(
     assert 3 * MIB < worker.data.fast.total_weight < 3.1 * MIB
 
 
-@spilling_worker([DevicePlugin()])
+@spilling_worker([DevicePlugin(device_memory_limit=None)])
 async def test_a_value_from_disk_is_not_of_the_work_that_first_made_it(
     client: Client, scheduler: Any, worker: Worker
 ) -> None:
@@ -115,7 +115,7 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
         waits.append((Device.current().device_id, int(stream)))  # type: ignore[union-attr]
         return False
 
-    @spilling_worker([DevicePlugin()])
+    @spilling_worker([DevicePlugin(device_memory_limit=None)])
     async def body(client: Client, scheduler: Any, worker: Worker) -> None:
         machine.faults.inject("cuStreamWaitEvent", None, when=note)
         machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
