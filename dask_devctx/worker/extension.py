@@ -22,6 +22,7 @@ from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.claimed import ClaimedTask
 from dask_devctx.worker.claims import Claims, reservable
+from dask_devctx.worker.cpu_threads import threads_without_a_device
 from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
@@ -29,7 +30,7 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import monitoring_functions
 from dask_devctx.worker.history import remembering
-from dask_devctx.worker.host_memory import counting_host_memory
+from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
@@ -159,6 +160,7 @@ class DeviceExtension:
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
             )
+            steps.enter_context(fair_limit(worker, share.part))
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
@@ -176,6 +178,10 @@ class DeviceExtension:
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
+            if used:
+                steps.enter_context(
+                    threads_without_a_device(worker, options.cpu_threads, share.part)
+                )
             steps.enter_context(monitoring_functions(worker, self.monitor, used))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
@@ -299,6 +305,7 @@ class DeviceExtension:
         if claim is None:
             pool = None if theirs else self.pools[device]
             stand_in: Any = DeviceTask(ts.run_spec, device, executor=pool, **how)
+            stand_in.queued = self.placement.has_queue(device)
         else:
             stand_in = self.claims.stand_in(ts, claim, theirs, makes_actor, how)
         tasks.replace(ts, stand_in)

@@ -91,6 +91,9 @@ class DeviceTask(TaskStandIn):
         The devices that ``task_devices`` returns inside the task.
     made
         The stamp of the work that makes its result, after it returned a result on a device.
+    queued
+        Whether it has to wait for its place. If not, it has begun for dask, and runs although it
+        may have been cancelled a moment ago.
     waited
         The seconds that it waited for a place, for its inputs and for memory, and its thread.
 
@@ -103,7 +106,7 @@ class DeviceTask(TaskStandIn):
 
     __slots__ = (
         *("asked_for", "device", "inputs", "known", "lifetimes", "made", "memory", "monitor"),
-        *("once", "prefix", "watched"),
+        *("once", "prefix", "queued", "watched"),
         *("_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
     )
 
@@ -129,6 +132,7 @@ class DeviceTask(TaskStandIn):
         self.inputs = inputs
         self.lifetimes = _NONE
         self.made: Stamp | None = None
+        self.queued = True
         self.device = device
         self.known: Any = device
         self.asked_for = asked_for
@@ -150,7 +154,7 @@ class DeviceTask(TaskStandIn):
             if isinstance(device, Exception):
                 raise device
             assert monitor is not None
-            if monitor.is_cancelled(task.key):
+            if self.queued and monitor.is_cancelled(task.key):
                 raise Reschedule  # dask ignores this, unless the task was requested again just now
             self._began_at, self._thread = perf_counter(), get_ident()
             call = MonitoredCall(
