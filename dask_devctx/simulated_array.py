@@ -29,6 +29,7 @@ from dask_devctx.errors import (
     DriverUnavailableError,
 )
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
+from dask_devctx.transfer.blocks import Memory, memory_of
 from dask_devctx.transfer.host import to_host
 
 _Array = np.ndarray[Any, Any]
@@ -128,6 +129,12 @@ class SimulatedArray(NDArrayOperatorsMixin):
         """Return an unfilled array on the current device; the caller fills it by ``_pointer``."""
         nbytes = np.dtype(dtype).itemsize * math.prod(shape)
         return cls._filled(_here(), nbytes, lambda: np.empty(shape, dtype, order))
+
+    def _view(self, offset: int, shape: tuple[int, ...], dtype: Any, strides: Any) -> Self:
+        """Return an array around this array's own memory; ``offset`` and strides are in bytes."""
+        view, flat = object.__new__(type(self)), self._data.view("u1").reshape(-1)
+        view._place(np.ndarray(shape, dtype, flat, offset, strides), self._device, self._memory)
+        return view
 
     @classmethod
     def _filled(cls, device: Device, nbytes: int, make: Callable[[], _Array]) -> Self:
@@ -324,6 +331,11 @@ class _Memory:
     def pointer(self, data: _Array) -> int:
         return int(self._block.base + _address(data) - _address(self._owner))
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """The address and the size of all of it."""
+        return int(self._block.base), int(self._block.nbytes)
+
     def is_current(self) -> bool:
         """Return whether a computation on this thread may use the memory now."""
         block = self._block
@@ -478,6 +490,10 @@ def _to_device(array: SimulatedArray, device: Device) -> SimulatedArray:
     return array.copy_to(device)
 
 
+def _memory_of(array: SimulatedArray) -> Memory | None:
+    return None if array._memory is None else Memory(array._device, *array._memory.extent)
+
+
 # Two functions tell where such an array is and how it reaches another device, as for any type. The
 # others count its bytes faster.
 device_of.register(SimulatedArray, _device_of)
@@ -485,3 +501,4 @@ nbytes_by_device.register(SimulatedArray, _bytes)
 nbytes_by_device.register_many(SimulatedArray, _bytes_of_many)
 to_device.register(SimulatedArray, _to_device)
 to_host.register(SimulatedArray, SimulatedArray.get)
+memory_of.register(SimulatedArray, _memory_of)

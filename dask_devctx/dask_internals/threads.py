@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
+from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor  # its users too
+from distributed.threadpoolexecutor import secede, thread_state
 
 Priority = tuple[Any, ...]
 
@@ -76,6 +77,25 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
             self._adjust_thread_count()
             return True
 
+    @property
+    def is_shut_down(self) -> bool:
+        """Whether the pool takes no more work."""
+        return bool(self._shutdown)
+
+    def grow_to(self, busy: int, needed: int) -> None:
+        """Allow ``needed`` threads, and start one if fewer than ``busy`` run."""
+        self._max_workers: int = max(self._max_workers, needed)
+        if len(self._threads) < busy:
+            self._adjust_thread_count()
+
+    def seceding(self) -> None:
+        """Called on a thread that secedes, before another takes its place."""
+
+    def _adjust_thread_count(self) -> None:
+        if has_seceded():  # dask calls this on the thread that secedes
+            self.seceding()
+        super()._adjust_thread_count()
+
     def let_back_in(self) -> bool:
         """Let the threads that wait to rejoin continue; return whether there were any."""
         with self._rejoin_lock:
@@ -133,3 +153,30 @@ def _submit(
         return here(fn, *args, **kwargs)
     executor, priority = found.pop()
     return executor.submit_task(priority, fn, *args, **kwargs)
+
+
+# -- the number of a pool's threads
+
+
+def threads_of(executor: ThreadPoolExecutor) -> set[threading.Thread]:
+    """Return the threads of a pool; those that seceded are not among them."""
+    return set(executor._threads)
+
+
+def waiting_calls(executor: ThreadPoolExecutor) -> int:
+    """Return how many calls wait for a thread of a pool."""
+    count: int = executor._work_queue.qsize()
+    return count
+
+
+def set_most_threads(executor: ThreadPoolExecutor, count: int) -> None:
+    """Let a pool have so many threads, and start those that waiting calls need."""
+    executor._max_workers = count
+    for _ in range(min(waiting_calls(executor), count)):
+        executor._adjust_thread_count()  # does nothing where there are enough
+
+
+def end_idle_threads(executor: ThreadPoolExecutor, least: int) -> None:
+    """End the threads of a pool beyond a number, each when it is idle."""
+    for _ in range(len(executor._threads) - least):
+        executor.submit(secede, adjust=False)

@@ -192,6 +192,32 @@ class WorkCalls:
         device = self.types.CUdeviceptr(pointer)
         self._value(self.driver.cuMemcpyHtoD, device, ctypes.addressof(host), len(data))
 
+    def copy_out(self, host: int, source: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy from a device address to a host address.
+
+        In ordinary memory the call itself may wait for the copy; in page-locked memory it does not.
+        """
+        stream_ = self.types.CUstream(stream)
+        self._value(
+            self.driver.cuMemcpyDtoHAsync, host, self.types.CUdeviceptr(source), nbytes, stream_
+        )
+
+    def copy_in(self, target: int, host: int, nbytes: int, stream: int) -> None:
+        """Enqueue a copy from a host address to a device address, as :meth:`copy_out` does."""
+        stream_ = self.types.CUstream(stream)
+        self._value(
+            self.driver.cuMemcpyHtoDAsync, self.types.CUdeviceptr(target), host, nbytes, stream_
+        )
+
+    def lock_pages(self, host: int, nbytes: int) -> None:
+        """Page-lock host memory for all contexts; whole pages, which are not locked yet."""
+        flag = int(self.types.CU_MEMHOSTREGISTER_PORTABLE)
+        self._value(self.driver.cuMemHostRegister, host, nbytes, flag)
+
+    def unlock_pages(self, host: int) -> None:
+        """Undo :meth:`lock_pages` at this address."""
+        self._value(self.driver.cuMemHostUnregister, host)
+
     def address_range(self, pointer: int) -> tuple[int, int]:
         """Return the start and the size in bytes of the allocation that contains this address."""
         function = self.driver.cuMemGetAddressRange

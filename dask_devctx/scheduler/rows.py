@@ -206,6 +206,10 @@ class DeviceCounts:
         The sums over the tasks that ended; as in :class:`TaskRun`.
     out_of_memory
         How often a task ran out of the device's memory.
+    spills, spilled_nbytes
+        How many values were moved from the device to the host, and their bytes.
+    unspills, unspilled_nbytes
+        How many values came back from the host to the device, and their bytes.
     """
 
     device_id: int
@@ -230,6 +234,10 @@ class DeviceCounts:
     inputs_s: float = 0.0
     memory_s: float = 0.0
     out_of_memory: int = 0
+    spills: int = 0
+    spilled_nbytes: int = 0
+    unspills: int = 0
+    unspilled_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

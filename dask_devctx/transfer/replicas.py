@@ -259,6 +259,22 @@ class Replicas:
                         self._remove(each, key, entry)
         return dropped
 
+    def drop_some(self, device: Device, nbytes: int) -> int:
+        """Drop copies on a device, the least recently used first, and return their bytes.
+
+        Copies that were made ahead of a task stay for it.
+        """
+        with self._lock:
+            dropped = 0
+            place = self._places.get(device)
+            for key, entry in list(place.entries.items()) if place is not None else ():
+                if dropped >= nbytes:
+                    break
+                if entry.nbytes and not entry.expected:
+                    dropped += entry.nbytes
+                    self._remove(device, key, entry)
+        return dropped
+
     def wants(self, key: Hashable, device: Device, nbytes: int) -> bool:
         """Return whether the device has no copy for a key yet, and has room for one."""
         with self._lock:

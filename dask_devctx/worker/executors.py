@@ -22,7 +22,6 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.threads import (
     Priority,
     TaskThreadPoolExecutor,
-    has_seceded,
     sending_tasks_on,
 )
 from dask_devctx.worker.admission import Admission, Claim
@@ -86,21 +85,17 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     ) -> Future[Any] | asyncio.Future[Any]:
         """Run a task of dask's as soon as its claim is granted."""
         work = self._work(claim.urgency, fn, args, kwargs)
-        if self._shutdown:
+        if self.is_shut_down:
             raise _shut_down()
         claim.submit(lambda: self._start_claimed(work, claim))
         return work.future
 
     def _start_claimed(self, work: Any, claim: Claim) -> None:
         needed, busy = self._calls.put_claimed(work, claim)
-        self._max_workers = max(self._max_workers, needed)
-        if len(self._threads) < busy:
-            self._adjust_thread_count()
+        self.grow_to(busy, needed)
 
-    def _adjust_thread_count(self) -> None:
-        if has_seceded():  # dask calls this on the thread that secedes
-            self._calls.left()
-        super()._adjust_thread_count()
+    def seceding(self) -> None:
+        self._calls.left()
 
     def _work(
         self,

@@ -11,6 +11,7 @@ from distributed import Reschedule, Status, Worker
 
 from dask_devctx.annotations import Request, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
+from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
@@ -22,6 +23,7 @@ from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.claimed import ClaimedTask
 from dask_devctx.worker.claims import Claims, reservable
+from dask_devctx.worker.cpu_threads import threads_without_a_device
 from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
@@ -29,10 +31,15 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import monitoring_functions
 from dask_devctx.worker.history import remembering
-from dask_devctx.worker.host_memory import counting_host_memory
+from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
+from dask_devctx.worker.memory.data import DeviceData
+from dask_devctx.worker.memory.keeping import within_limits
+from dask_devctx.worker.memory.manager import DeviceMemory
+from dask_devctx.worker.memory.surroundings import Surroundings
+from dask_devctx.worker.memory.use import HostTask
 from dask_devctx.worker.metrics import Record
 from dask_devctx.worker.no_devices import NoDevices
 from dask_devctx.worker.one_input import Input
@@ -48,8 +55,8 @@ from dask_devctx.worker.urgency import urgency_of
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The stand-ins of tasks that have a device.
-_STAND_INS = frozenset({DeviceTask, ClaimedTask})
+# The stand-ins of tasks that have a device, or need none.
+_STAND_INS = frozenset({DeviceTask, ClaimedTask, HostTask})
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
 _RUNNING = frozenset({"executing", "long-running"})
@@ -92,6 +99,7 @@ class DeviceExtension:
         self._tasks = worker.state.tasks  # read at every transition of every task
         self.failure: Exception | None = None
         self.inputs: Inputs | None = None
+        self.memory: DeviceMemory | None = None
         self.limits: dict[Device, int] = {}
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
@@ -142,8 +150,9 @@ class DeviceExtension:
                     self.inputs,
                     staging=options.ipc_staging,
                     use=options.ipc,
-                    make_room=self.monitor.retries.drop_replicas,
+                    make_room=self._make_room,
                     on_failure=self.monitor.blame.noticed_between,
+                    memory=lambda: self.memory,
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
@@ -152,9 +161,19 @@ class DeviceExtension:
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
             )
+            steps.enter_context(fair_limit(worker, share.part))
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
+            around = Surroundings(worker, self.inputs, self.peers, self.history)
+            limit = options.device_memory_limit
+            self.memory = steps.enter_context(
+                within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
+            )
+            if self.memory is not None:
+                self.memory.looks_at_others = not rmm_keeps_memory(options)
+            around.tell(self.memory, self.record, self.monitor.retries)
+            self.claims.memory = self.memory
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
@@ -162,6 +181,10 @@ class DeviceExtension:
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
+            if used:
+                steps.enter_context(
+                    threads_without_a_device(worker, options.cpu_threads, share.part)
+                )
             steps.enter_context(monitoring_functions(worker, self.monitor, used))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
@@ -224,6 +247,8 @@ class DeviceExtension:
                 self._done(key, ts)
         elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
             self._ended_later(key, ts, start)
+        if start == "flight" and self.memory is not None:
+            self.memory.handed_over(key)
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)
@@ -243,6 +268,8 @@ class DeviceExtension:
                 self._done(ts.key, None)  # if it had a device before it was requested again
                 if self.inputs is not None:
                     self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
+                if ts.dependencies and isinstance(self._worker.data, DeviceData):
+                    tasks.replace(ts, HostTask(ts.run_spec, self._worker.data.memory))
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # a task that ran out of memory elsewhere may have a next device
@@ -275,10 +302,13 @@ class DeviceExtension:
             "once": once,
             "inputs": self.inputs,
             "monitor": self.monitor,
+            "memory": self.memory,
+            "prefix": ts.prefix,
         }
         if claim is None:
             pool = None if theirs else self.pools[device]
             stand_in: Any = DeviceTask(ts.run_spec, device, executor=pool, **how)
+            stand_in.queued = self.placement.has_queue(device)
         else:
             stand_in = self.claims.stand_in(ts, claim, theirs, makes_actor, how)
         tasks.replace(ts, stand_in)
@@ -296,6 +326,8 @@ class DeviceExtension:
         device = self.placement.remove(key)
         if device is None:
             return
+        if self.memory is not None:
+            self.memory.handed_over(key)  # of a result that dask did not take
         seconds = self.record.left(device, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)
@@ -318,6 +350,11 @@ class DeviceExtension:
         if made is not None and self.inputs is not None:
             self.inputs.arrived(key, made)
 
+    def _make_room(self, device: Device) -> int:
+        """Drop copies and spill values of a device that has no memory for an arriving value."""
+        dropped = 0 if self.inputs is None else self.inputs.drop_replicas(device)
+        return dropped + (0 if self.memory is None else self.memory.spill_all(device))
+
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
         begin_the_end(self._worker, failure, self._actors.answered)
@@ -336,6 +373,10 @@ class DeviceExtension:
 
     def _inputs(self, ts: Any) -> list[Input]:
         """Return the inputs of a task that are in memory; those on disk stay there."""
+        data = self._worker.data
+        if isinstance(data, DeviceData):
+            found = [(dep.key, data.peek(dep.key)) for dep in ts.dependencies]
+            return [Input(key, value, self.inputs) for key, value in found if value is not None]
         data = in_memory(self._worker)
         keys = [dep.key for dep in ts.dependencies if dep.key in data]
         return [Input(key, data[key], self.inputs) for key in keys]

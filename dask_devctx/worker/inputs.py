@@ -21,6 +21,7 @@ from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.replicas import Replicas
 from dask_devctx.worker import arguments
+from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.one_input import Input
 
 logger = logging.getLogger(__name__)
@@ -164,6 +165,8 @@ class Inputs:
             if others and places.keys() <= {device, *others}:
                 continue
             nbytes = sum(places.values()) - places.get(device, 0)
+            if one.value.__class__ is Kept and one.value.is_away:
+                nbytes = 1  # it comes from the host
             lifetime = lifetimes.get(one.key)
             if nbytes and lifetime is not None and device not in one.copies:
                 far.append((one, lifetime, nbytes))
@@ -178,16 +181,41 @@ class Inputs:
     def _move_ahead(self, far: Iterable[tuple[Input, Lifetime, int]], device: Device) -> None:
         for one, lifetime, nbytes in far:
             try:
-                wanted = self._open and not lifetime.ended
-                if wanted and self.replicas.wants(lifetime, device, nbytes):
-                    if lifetime.places is None:
-                        lifetime.places = nbytes_by_device(one.value)
-                    after = lifetime.after
-                    self.replicas.get(
-                        lifetime, one.value, device, after=after, ahead=True, places=lifetime.places
-                    )
+                if not self._open or lifetime.ended:
+                    continue
+                kept, value = one.value, one.value
+                if kept.__class__ is not Kept:
+                    self._copy_ahead(lifetime, value, device, nbytes)
+                    continue
+                memory = kept.memory
+                if memory is None:
+                    continue
+                value = memory.pin(kept, device)
+                try:
+                    self._copy_ahead(lifetime, value, device, nbytes)
+                finally:
+                    del value
+                    memory.unpin([kept])
             except Exception:  # the task tries again, and fails with this error if it remains
                 logger.debug("%r was not copied ahead to %s", one.key, device, exc_info=True)
+
+    def _copy_ahead(self, lifetime: Lifetime, value: Any, device: Device, nbytes: int) -> None:
+        if self.replicas.wants(lifetime, device, nbytes):
+            if lifetime.places is None:
+                lifetime.places = nbytes_by_device(value)
+            after, places = lifetime.after, lifetime.places
+            self.replicas.get(lifetime, value, device, after=after, ahead=True, places=places)
+
+    def brought(self, key: Hashable, places: Mapping[Device, int], after: Stamp) -> None:
+        """Note that a value came back from host memory; on any thread."""
+        lifetime = self.lifetimes.get(key)
+        if lifetime is not None:
+            lifetime.places, lifetime.after = places, after
+
+    def work_of(self, key: Hashable) -> Stamp | None:
+        """Return the stamp of the work that makes a key's value, if it is known; on any thread."""
+        lifetime = self.lifetimes.get(key)
+        return None if lifetime is None else lifetime.after
 
     def bring(
         self,

@@ -273,6 +273,10 @@ class Record:
                     "inputs_s": tally.inputs_s,
                     "memory_s": tally.memory_s,
                     "out_of_memory": self.retried.get(device, 0),
+                    "spills": memory.get("spills", 0),
+                    "spilled_nbytes": memory.get("spilled_nbytes", 0),
+                    "unspills": memory.get("unspills", 0),
+                    "unspilled_nbytes": memory.get("unspilled_nbytes", 0),
                 }
             )
         return rows

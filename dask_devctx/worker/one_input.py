@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import nbytes_by_device
+from dask_devctx.worker.memory.kept import Kept
 
 if TYPE_CHECKING:
     from dask_devctx.worker.inputs import Inputs
@@ -43,6 +44,8 @@ class Input:
         part, for less than a millisecond: the task looks again.
         """
         if self._nbytes is None:
+            if isinstance(self.value, Kept):
+                return self.value.places  # it changes
             lifetime = None if self._inputs is None else self._inputs.lifetimes.get(self.key)
             if lifetime is not None and lifetime.places is not None:
                 self._nbytes = lifetime.places

@@ -29,6 +29,8 @@ from dask_devctx.dask_internals.threads import Submits
 from dask_devctx.errors import DeviceFailedError
 from dask_devctx.worker.failures.calls import MonitoredCall
 from dask_devctx.worker.failures.others import Others
+from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.memory.use import Use
 from dask_devctx.worker.tracebacks import begins_with_the_task, place_of
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from dask_devctx.transfer.lifetime import Lifetime
     from dask_devctx.worker.failures.monitor import Monitor
     from dask_devctx.worker.inputs import Copies, Inputs
+    from dask_devctx.worker.memory.manager import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +78,22 @@ class DeviceTask(TaskStandIn):
         Copies the inputs to the device; None leaves them where they are.
     monitor
         Monitors the device; None only if ``device`` is an error.
+    memory
+        Makes room for the inputs and the result; None where devices have no limit.
+    prefix
+        The common name of tasks of its kind, by which the size of its result is known.
 
     Attributes
     ----------
     lifetimes
         The lifetimes of the inputs' values, by key; set if there are inputs.
+    known
+        The devices that ``task_devices`` returns inside the task.
     made
         The stamp of the work that makes its result, after it returned a result on a device.
+    queued
+        Whether it has to wait for its place. If not, it has begun for dask, and runs although it
+        may have been cancelled a moment ago.
     waited
         The seconds that it waited for a place, for its inputs and for memory, and its thread.
 
@@ -93,7 +105,8 @@ class DeviceTask(TaskStandIn):
     """
 
     __slots__ = (
-        *("asked_for", "device", "inputs", "lifetimes", "made", "monitor", "once", "watched"),
+        *("asked_for", "device", "inputs", "known", "lifetimes", "made", "memory", "monitor"),
+        *("once", "prefix", "queued", "watched"),
         *("_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
     )
 
@@ -109,13 +122,19 @@ class DeviceTask(TaskStandIn):
         once: str = "",
         inputs: Inputs | None = None,
         monitor: Monitor | None = None,
+        memory: DeviceMemory | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__(task, executor, priority)
+        self.memory = memory
+        self.prefix = prefix
         self.monitor = monitor
         self.inputs = inputs
         self.lifetimes = _NONE
         self.made: Stamp | None = None
+        self.queued = True
         self.device = device
+        self.known: Any = device
         self.asked_for = asked_for
         self.watched = watched
         self.once = once
@@ -135,7 +154,7 @@ class DeviceTask(TaskStandIn):
             if isinstance(device, Exception):
                 raise device
             assert monitor is not None
-            if monitor.is_cancelled(task.key):
+            if self.queued and monitor.is_cancelled(task.key):
                 raise Reschedule  # dask ignores this, unless the task was requested again just now
             self._began_at, self._thread = perf_counter(), get_ident()
             call = MonitoredCall(
@@ -187,6 +206,30 @@ class DeviceTask(TaskStandIn):
             return await self._run_coroutine(device, data)
 
     def _run(self, device: Device, data: Any) -> Any:
+        use = self._use(device, data, wait=True)
+        if use is None:
+            return self._run_here(device, data)
+        try:
+            result = self._run_here(device, use.data)
+            use.returned(self.key)
+            return result
+        finally:
+            use.end()
+
+    def _use(self, device: Device, data: Any, *, wait: bool) -> Use | None:
+        """Return the task's use of device memory; None if it needs none."""
+        memory = self.memory
+        if memory is None:
+            return None
+        expected = memory.expected(self.prefix)
+        if not expected and not any(value.__class__ is Kept for value in data.values()):
+            return None
+        begun = perf_counter()
+        use = Use(memory, data, device, expected, wait=wait)
+        self._memory_s += perf_counter() - begun
+        return use
+
+    def _run_here(self, device: Device, data: Any) -> Any:
         ranges = self.monitor.ranges  # type: ignore[union-attr]
         if ranges is None:
             return self._run_function(device, data)
@@ -195,27 +238,43 @@ class DeviceTask(TaskStandIn):
 
     def _run_function(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
+        before = note_devices(self.known)
         try:
             result = task(brought)
         except BaseException:
             self._gave_up(device, copies)
             raise
+        finally:
+            note_devices(before)
         self._returned(device, copies, result)
         return result
 
     async def _run_coroutine(self, device: Device, data: Any) -> Any:
+        use = self._use(device, data, wait=False)
+        if use is None:
+            return await self._run_coroutine_here(device, data)
+        try:
+            result = await self._run_coroutine_here(device, use.data)
+            use.returned(self.key)
+            return result
+        finally:
+            use.end()
+
+    async def _run_coroutine_here(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
+        before = note_devices(self.known)
         try:
             result = await task(brought)
         except BaseException:
             self._gave_up(device, copies)
             raise
+        finally:
+            note_devices(before)
         self._returned(device, copies, result)
         return result
 
     def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
         """Return the task and its inputs on the device, and the copies among the inputs."""
-        note_devices(device)
         if self.inputs is None:
             return self.task, data, []
         task = self.inputs.bring_arguments(self.task, device)
@@ -232,7 +291,9 @@ class DeviceTask(TaskStandIn):
 
     def _returned(self, device: Device, copies: Copies, result: Any) -> None:
         if self.inputs is not None:
-            self.made = self.inputs.made(result, copies, device)
+            made = self.made = self.inputs.made(result, copies, device)
+            if self.memory is not None and made is not None and made.places:
+                self.memory.made(self.prefix, made.places.get(device, 0))
 
     def __reduce__(self) -> Any:
         given = (_run_elsewhere, self.task, self.device, self.asked_for)
@@ -319,9 +380,9 @@ class DeviceMethod(DeviceFunction[..., Any]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._bring is not None:
             args, kwargs = self._bring((args, kwargs), self._devices)
-        with Others(self._monitor, self._key, self._devices):
+        with Others(self._monitor, self._key, self._devices, is_method=True):
             return self.__wrapped__(*args, **kwargs)
 
     async def _run_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with Others(self._monitor, self._key, self._devices):
+        with Others(self._monitor, self._key, self._devices, is_method=True):
             return await self._run(args, kwargs)

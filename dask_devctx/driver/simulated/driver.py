@@ -28,6 +28,7 @@ class SimulatedDriver(SimulatedContexts):
         self._memory = Memory()
         self._events: dict[int, Context] = {}
         self._streams: dict[int, Context] = {}
+        self._locked_pages: dict[int, int] = {}  # the number of bytes by the first address
 
     def _end(self, context: Context) -> None:
         super()._end(context)
@@ -189,6 +190,48 @@ class SimulatedDriver(SimulatedContexts):
         return self._with_host(
             target, nbytes, lambda address: ctypes.memmove(address, host, nbytes)
         )
+
+    @function(0)
+    def cuMemcpyDtoHAsync(
+        self, host: int, source: Any, nbytes: int, stream: Any
+    ) -> tuple[Any, ...]:
+        if self._on(stream) is _UNKNOWN:
+            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+        return self._with_host(
+            source, nbytes, lambda address: ctypes.memmove(host, address, nbytes)
+        )
+
+    @function(0)
+    def cuMemcpyHtoDAsync(
+        self, target: Any, host: int, nbytes: int, stream: Any
+    ) -> tuple[Any, ...]:
+        if self._on(stream) is _UNKNOWN:
+            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+        return self._with_host(
+            target, nbytes, lambda address: ctypes.memmove(address, host, nbytes)
+        )
+
+    @function(0)
+    def cuMemHostRegister(self, host: int, nbytes: int, flags: int) -> tuple[Any, ...]:
+        status = self._of_current(lambda ctx: None)[0]
+        if status != OK:
+            return (status,)
+        if not int(host) or not nbytes or flags & ~0xF:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+        end = int(host) + nbytes
+        for begin, length in self._locked_pages.items():
+            if begin < end and int(host) < begin + length:
+                return (Status.CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED,)
+        self._locked_pages[int(host)] = nbytes
+        return (OK,)
+
+    @function(0)
+    def cuMemHostUnregister(self, host: int) -> tuple[Any, ...]:
+        status = self._of_current(lambda ctx: None)[0]
+        if status != OK:
+            return (status,)
+        known = self._locked_pages.pop(int(host), None)
+        return (Status.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED if known is None else OK,)
 
     def _with_host(
         self, pointer: Any, nbytes: int, move: Callable[[int], object]

@@ -24,6 +24,8 @@ class Part:
         Plain data that this library needs beside the number of bytes.
     owner
         An object that keeps the bytes alive.
+    on_host
+        Whether they are in host memory now, and on a device again when they have arrived.
     """
 
     pointer: int
@@ -31,6 +33,7 @@ class Part:
     kind: str
     detail: Any
     owner: Any
+    on_host: bool = False
 
     @property
     def description(self) -> tuple[str, int, Any]:

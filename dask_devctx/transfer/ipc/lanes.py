@@ -49,6 +49,20 @@ class Lane:
         """Enqueue a copy between two addresses."""
         self._calls.work.copy(target, source, nbytes, self._stream)
 
+    def copy_out(self, host: int, source: int, nbytes: int) -> None:
+        """Enqueue a copy from the device to a host address."""
+        if nbytes:
+            self._calls.work.copy_out(host, source, nbytes, self._stream)
+
+    def copy_in(self, target: int, host: int, nbytes: int) -> None:
+        """Enqueue a copy from a host address to the device."""
+        if nbytes:
+            self._calls.work.copy_in(target, host, nbytes, self._stream)
+
+    def reached(self) -> Event:
+        """Return an event for all work of the stream until now."""
+        return Event(self.device).record(self._stream)
+
     def mark(self) -> None:
         """Mark the end of the copies: :meth:`done` asks about this point."""
         self._reached.record(self._stream)
@@ -70,6 +84,8 @@ class Lane:
 
 
 _free: weakref.WeakKeyDictionary[Backend, dict[Device, list[Lane]]] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[Backend, dict[tuple[Device, str], Lane]]
+_shared = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -79,6 +95,18 @@ def take(device: Device) -> Lane:
         lanes = _free.setdefault(device._backend, {}).setdefault(device, [])
         lane = lanes.pop() if lanes else None
     return lane if lane is not None and lane.usable else Lane(device)
+
+
+def shared(device: Device, name: str) -> Lane:
+    """Return the lane of this name of the current device, which several threads may use at a time.
+
+    Its users wait for their copies by events, and may so wait for the copies of others, too.
+    """
+    with _lock:
+        lane = _shared.setdefault(device._backend, {}).get((device, name))
+        if lane is None or not lane.usable:
+            lane = _shared[device._backend][device, name] = Lane(device)
+    return lane
 
 
 def give(lane: Lane) -> None:

@@ -83,8 +83,10 @@ class Sending:
                     lane.after_current_streams()
                     self._gathered = False
                 for span in self._layout.spans(begin, end):
-                    source = self.parts[span.part].pointer + span.in_part
-                    lane.copy(staged.pointer + span.in_piece, source, span.nbytes)
+                    part = self.parts[span.part]
+                    copy = lane.copy_in if part.on_host else lane.copy
+                    source = part.pointer + span.in_part
+                    copy(staged.pointer + span.in_piece, source, span.nbytes)
                 lane.mark()
             except BaseException:
                 lanes.drop(lane)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import threading
 
+from dask_devctx.transfer.blocks import memory_of
 from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import to_device
@@ -30,12 +31,12 @@ _lock = threading.RLock()
 
 def _register_lazily(toplevel: str, module: str) -> None:
     def register() -> None:
-        with _lock:  # once for all four, so that it never replaces a user's later registration
+        with _lock:  # once for all five, so that it never replaces a user's later registration
             if module not in _registered:
                 importlib.import_module(f"{__name__}.{module}").register()
                 _registered.add(module)
 
-    for registry in (device_of, nbytes_by_device, to_device, to_host):
+    for registry in (device_of, nbytes_by_device, memory_of, to_device, to_host):
         registry.register_lazy(toplevel, register)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import cupy
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.blocks import Memory, memory_of
 from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
@@ -66,6 +67,13 @@ def _is_dense(array: Any) -> bool:
     return True
 
 
+def _memory_of(array: Any) -> Memory | None:
+    if not array.nbytes:
+        return None
+    memory = array.data.mem
+    return Memory(Device(array.data.device_id), int(memory.ptr), int(memory.size))
+
+
 def register() -> None:
     """Make CuPy's arrays known."""
     device_of.register(cupy.ndarray, _device_of)
@@ -73,3 +81,4 @@ def register() -> None:
     nbytes_by_device.register_many(cupy.ndarray, _bytes_of_many)
     to_device.register(cupy.ndarray, _to_device)
     to_host.register(cupy.ndarray, _to_host)
+    memory_of.register(cupy.ndarray, _memory_of)

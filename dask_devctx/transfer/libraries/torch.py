@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.blocks import Memory, memory_of
 from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
@@ -50,6 +51,17 @@ def _stored(tensor: Any) -> tuple[Any, ...]:
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
     return (tensor,)
+
+
+def _memory_of(tensor: Any) -> Memory | None:
+    device = _device_of(tensor)
+    stored = _stored(tensor)
+    if device is None or not stored:
+        return None
+    if len(stored) > 1:  # rare: it counts alone
+        return Memory(device, 0, sum(int(part.nbytes) for part in stored))
+    storage = stored[0].untyped_storage()
+    return Memory(device, storage.data_ptr(), storage.nbytes())
 
 
 def _tensor_to_device(tensor: Any, device: Device) -> Any:
@@ -245,3 +257,4 @@ def register() -> None:
     to_device.register(torch.jit.ScriptModule, _script_to_device)
     device_of.register(torch.Generator, _generator_device)
     to_device.register(torch.Generator, _generator_to_device)
+    memory_of.register(torch.Tensor, _memory_of)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
@@ -23,6 +23,9 @@ from dask_devctx.worker.ipc.connections import Connections
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
 from dask_devctx.worker.ipc.ways import DasksWay, IpcWay
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.memory.manager import DeviceMemory
 
 __all__ = ["PeerTransfers"]
 
@@ -49,6 +52,8 @@ class PeerTransfers:
         Called with a device that has no memory left.
     on_failure
         Called with a device that failed, and the driver's error.
+    memory
+        Returns the manager of the device memory; None if there is none.
 
     Attributes
     ----------
@@ -72,6 +77,7 @@ class PeerTransfers:
         use: object = "auto",
         make_room: Callable[[Device], object] = lambda device: None,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
+        memory: Callable[[], DeviceMemory | None] = lambda: None,
     ) -> None:
         incoming.register()
         self.unreadable = UnreadableValues(worker)
@@ -86,11 +92,14 @@ class PeerTransfers:
                 staging=staging,
                 make_room=make_room,
                 on_failure=on_failure,
+                memory=memory,
                 unreadable=self.unreadable,
                 traffic=self.traffic,
             )
         with ExitStack() as steps:
-            connections = Connections(worker, self.unreadable, self.way)
+            connections = Connections(
+                worker, self.unreadable, self.way, takes_host_forms=lambda: memory() is not None
+            )
             steps.callback(self.way.close, connections)
             steps.callback(connections.close)
             rows = metric(worker, self.metric, lambda worker: self.traffic.rows())
@@ -108,6 +117,11 @@ class PeerTransfers:
     def in_use(self) -> int:
         """The bytes of staging memory that hold values on their way."""
         return self.way.in_use
+
+    def staging_nbytes(self, device: Device) -> int:
+        """Return the bytes of a device that are allocated as staging memory."""
+        staging = self.way.stagings.get(device)
+        return 0 if staging is None else staging.nbytes
 
     def free_staging(self, device: Device) -> int:
         """Free the staging memory of a device that ran out of memory; return the freed bytes."""

@@ -25,7 +25,7 @@ Message = dict[str, Any]
 
 # Between the address of the worker that asks and what it says, in a field that dask only logs:
 # each request says for itself whether its answer can be read.
-_SAYS: Final = "#"
+SAYS: Final = "#"
 
 
 class Way(Protocol):
@@ -60,6 +60,8 @@ class Connections:
         Collects the values that cannot be read.
     way
         The way that the values take.
+    takes_host_forms
+        Returns whether values may arrive in host memory, although they belong on devices.
 
     Attributes
     ----------
@@ -73,10 +75,18 @@ class Connections:
     sides wait without end. Here, such a connection is closed.
     """
 
-    def __init__(self, worker: Worker, unreadable: UnreadableValues, way: Way) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        unreadable: UnreadableValues,
+        way: Way,
+        *,
+        takes_host_forms: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._worker = worker
         self._unreadable = unreadable
         self._way = way
+        self._takes_host_forms = takes_host_forms
         self._open = True
         self.under_way = 0
         with ExitStack() as steps:
@@ -117,7 +127,7 @@ class Connections:
         async def answer(
             comm: Any, keys: Any, who: str | None = None, serializers: Any = None
         ) -> Any:
-            address, _, token = (who or "").partition(_SAYS)
+            address, _, token = (who or "").partition(SAYS)
             who = address or None
             answering = _Answering(comm, partial(self._way.prepare, who, token))
             try:
@@ -147,8 +157,8 @@ class _Asking:
         if not of._open or not isinstance(msg, dict) or msg.get("op") != "get_data":
             return await self._write(msg, *args, **kwargs)
         request, said = msg, await of._way.settle(self._address)
-        if said is not None and msg.get("who"):
-            msg = {**msg, "who": f"{msg['who']}{_SAYS}{said}"}
+        if (said is not None or of._takes_host_forms()) and msg.get("who"):
+            msg = {**msg, "who": f"{msg['who']}{SAYS}{said or ''}"}
         of.under_way += 1
         try:
             written = await self._write(msg, *args, **kwargs)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Worker
 from distributed.comm import CommClosedError
@@ -32,6 +32,12 @@ from dask_devctx.worker.ipc.outgoing import FAMILY, QUICK_NBYTES, QUICK_S, has_f
 from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.memory.manager import DeviceMemory
+
+# So often an arriving value finds no memory before it is given up.
+_ATTEMPTS: Final = 2
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +92,8 @@ class Incoming:
         Counts the values that arrive.
     on_failure
         Called with a device that failed, and the driver's error.
+    memory
+        Returns the manager of the device memory; None if there is none.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class Incoming:
         run: Any,
         traffic: Traffic,
         on_failure: Callable[[Device, DriverError], object],
+        memory: Callable[[], DeviceMemory | None],
     ) -> None:
         self._worker = worker
         self._devices = {device.uuid: device for device in devices}
@@ -110,6 +119,7 @@ class Incoming:
         self._run = run
         self._traffic = traffic
         self._on_failure = on_failure
+        self._memory = memory
 
     async def complete(self, address: str, msg: dict[str, Any]) -> None:
         """Put the values of another worker's answer together.
@@ -133,6 +143,10 @@ class Incoming:
             raise await self._refused(address, error) from error
         device = self._devices.get(header.source, self._first)
         receiving = Receiving(header.sender, header.parts, header.piece, device, self._opened)
+        memory = self._memory()
+        if memory is not None and not memory.make_room(device, receiving.nbytes, wait=False):
+            memory.give_room(device, receiving.nbytes)
+            await self._run(memory.make_room, device, receiving.nbytes)
         try:
             data.update(await self._received(address, header, receiving, arriving))
         except (DevctxError, OSError) as error:
@@ -149,6 +163,15 @@ class Incoming:
         except Exception as error:
             data.update(self._failed(arriving, error, address))
             return
+        finally:
+            if memory is not None:  # the room is theirs until dask has them
+                sizes = [nbytes for _, nbytes, _ in header.parts]
+                left = receiving.nbytes
+                for key, value in arriving.items():
+                    nbytes = min(sum(sizes[value.first : value.first + value.count]), left)
+                    memory.hand_over(key, device, nbytes)
+                    left -= nbytes
+                memory.give_room(device, left)
         took = time.perf_counter() - begun
         where = (header.source, receiving.device.uuid)
         self._traffic.count(*where, "ipc", receiving.nbytes, took, copies=len(arriving))
@@ -221,13 +244,15 @@ class Incoming:
     # -- on a thread
 
     def _allocate(self, receiving: Receiving) -> None:
-        try:
-            receiving.allocate()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+        for _ in range(_ATTEMPTS):
+            try:
+                receiving.allocate()
+                return
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
             self._make_room(receiving.device)
-            receiving.allocate()
+        receiving.allocate()
 
     def _read_and_unpacked(
         self,

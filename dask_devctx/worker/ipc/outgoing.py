@@ -21,9 +21,10 @@ from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.transfer.ipc.staging import Staging
+from dask_devctx.worker.device_types import find
 from dask_devctx.worker.inputs import Inputs
-from dask_devctx.worker.ipc.device_types import find
 from dask_devctx.worker.ipc.traffic import Traffic
+from dask_devctx.worker.memory.kept import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,11 @@ class Outgoing:
             if not isinstance(wrapped, Serialize):
                 continue
             value = wrapped.data
+            if value.__class__ is Kept:  # in host memory, and staged from there
+                form, _ = value.host_form()
+                home = form.home if form.home in self._stagings else next(iter(self._stagings))
+                found[key] = {home: form.nbytes}
+                continue
             after = self._known_work(key)
             if after is not None and not after.devices and find(type(value)) is None:
                 continue
@@ -181,7 +187,9 @@ class Outgoing:
         staging = self._stagings.get(device)
         if staging is None:
             return None
-        stamps = self._work_of(places)
+        stamps = self._work_of(
+            {key: each for key, each in places.items() if values[key].__class__ is not Kept}
+        )
         nbytes = sum(total.values())
 
         def begin() -> Begun | None:
@@ -191,7 +199,11 @@ class Outgoing:
                         stamp.hold_back_readers()  # for copies that the packing makes
                 parcels = {}
                 for key, value in values.items():
-                    parcel = pack(value, find)
+                    if value.__class__ is Kept:
+                        form, index = value.host_form()
+                        parcel = form.parcel(index)
+                    else:
+                        parcel = pack(value, find)
                     if parcel.parts:
                         parcels[key] = parcel
                 if not parcels:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from typing import Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Status, Worker
 
@@ -27,6 +28,9 @@ from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
 
+if TYPE_CHECKING:
+    from dask_devctx.worker.memory.manager import DeviceMemory
+
 # Each thread waits for the devices of one transfer.
 _THREADS: Final = 16
 # Staging memory that was not used for this long goes back to its device.
@@ -43,6 +47,7 @@ class DasksWay:
     """Nothing is staged: dask sends all values. The methods are those of :class:`IpcWay`."""
 
     in_use = 0
+    stagings: Mapping[Device, Staging] = MappingProxyType({})
 
     async def settle(self, address: str) -> str | None:
         return None
@@ -79,6 +84,8 @@ class IpcWay:
         Called with a device that has no memory left.
     on_failure
         Called with a device that failed, and the driver's error.
+    memory
+        Returns the manager of the device memory; None if there is none.
     unreadable
         Collects the values that cannot be read.
     traffic
@@ -94,6 +101,7 @@ class IpcWay:
         staging: float,
         make_room: Callable[[Device], object],
         on_failure: Callable[[Device, DriverError], object],
+        memory: Callable[[], DeviceMemory | None],
         unreadable: UnreadableValues,
         traffic: Traffic,
     ) -> None:
@@ -126,6 +134,7 @@ class IpcWay:
             self._run,
             traffic,
             on_failure,
+            memory,
         )
         with ExitStack() as steps:
             steps.enter_context(answering(worker, self._handlers()))

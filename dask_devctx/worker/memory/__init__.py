@@ -1,1 +1,1 @@
-"""Device memory that does not run out: the limit of each device, and the values beyond it."""
+"""Device memory that does not run out: each device has a limit, and values beyond it move away."""

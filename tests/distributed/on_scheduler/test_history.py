@@ -6,13 +6,15 @@ import asyncio
 import json
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import dask
 from distributed import Client, Nanny, Worker
+from distributed.protocol import dumps, loads
 from distributed.utils_test import async_poll_for, gen_cluster
 
-from dask_devctx import Device, DevicePlugin
+from dask_devctx import Device, DevicePlugin, devices
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
@@ -341,3 +343,23 @@ async def test_counts_go_on_when_the_plugin_is_registered_again(
     assert {row["device_id"]: row["done"] for row in rows} == {1: 5, 2: 0}
     assert rows[0]["busy_s"] > 0.04
     assert rows[0]["occupied_s"] > 0.04
+
+
+def test_a_thousand_tasks_a_second_cost_the_scheduler_little() -> None:
+    worker, scheduler = History(10_000, devices()), SimpleNamespace(workers={}, plugins={})
+    history = DeviceHistory(scheduler, list)  # type: ignore[arg-type]
+    known, used_s = history._known("tcp://10.0.0.1:5"), 0.0
+    for _ in range(20):  # ten seconds
+        for n in range(500):
+            device = devices()[n % 4]
+            where = device.uuid, device.device_id
+            worker.tasks.append(("x-123", "x", *where, 1.0, 2.0, "memory", 0.0, 0.0, 0.0, 5))
+        for device in devices() * 2:
+            worker.samples.append((device.uuid, 1.0))
+        answer = worker.answer(known.epoch, known.since)
+        frames = dumps({"status": "OK", "result": answer})
+        begun = time.process_time()
+        history._take("tcp://10.0.0.1:5", known, loads(frames)["result"])
+        used_s += time.process_time() - begun
+    assert len(history.rows().rows) == 10_000
+    assert used_s < 0.05 * 10

@@ -449,7 +449,7 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     await until(lambda: machine.gpus[1].used_memory == 0)
 
 
-@one_worker()
+@one_worker(device_memory_limit=None)
 async def test_what_is_on_disk_meanwhile_shares_its_copy(
     client: Client, scheduler: Any, worker: Worker
 ) -> None:

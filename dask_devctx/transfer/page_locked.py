@@ -1,0 +1,204 @@
+"""Host memory for values that leave a device: page-locked and pooled, ordinary beyond a bound.
+
+Copies between a device and page-locked memory run at the speed of the link, and the thread that
+starts them does not wait. Locking pages takes longer than a copy. So the pool keeps its pages, and
+locks further ones ahead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.ipc.ranges import Ranges
+
+logger = logging.getLogger(__name__)
+
+_SLAB_NBYTES: Final = 256 * 2**20
+_SPARE_SLABS: Final = 2
+_LEAST_SLAB_NBYTES: Final = 2 * 2**20
+
+
+class HostBlock:
+    """Host memory of one value's part; it goes back to its pool when this object is collected.
+
+    Attributes
+    ----------
+    address, nbytes
+        Its place and size.
+    is_page_locked
+        Whether its pages are locked.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "address", "is_page_locked", "nbytes")
+
+    def __init__(self, memory: Any, address: int, nbytes: int, *, is_page_locked: bool) -> None:
+        self._memory = memory
+        self.address = address
+        self.nbytes = nbytes
+        self.is_page_locked = is_page_locked
+
+    @property
+    def contents(self) -> memoryview:
+        """The bytes, without a copy. The view keeps the block."""
+        kind: Any = ctypes.c_ubyte * self.nbytes
+        array = kind.from_address(self.address)
+        array._block = self  # it keeps the block
+        return memoryview(array).cast("B")
+
+
+class _Slab:
+    """Pages that are locked together."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        self._pages = _pages(nbytes)
+        self.address = _address(self._pages)
+        with device:
+            device._backend.calls.work.lock_pages(self.address, nbytes)
+        self.ranges = Ranges(nbytes)
+
+    def release(self) -> None:
+        """Unlock the pages and give them back; nothing may use them any more."""
+        with suppress(DevctxError), self._device:  # a broken context has no locked pages
+            self._device._backend.calls.work.unlock_pages(self.address)
+
+
+class PageLockedPool:
+    """Host memory for values of a process's devices.
+
+    Parameters
+    ----------
+    device
+        The device in whose context the pages are locked; they serve all devices.
+    limit
+        The most bytes to lock. Beyond that, blocks are ordinary memory.
+    slab
+        How many bytes are locked at a time, at least.
+    make_room
+        Called with a number of bytes before the limit makes a block ordinary memory; returns
+        whether it gave blocks back.
+
+    Notes
+    -----
+    Thread-safe.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        limit: int,
+        *,
+        slab: int = _SLAB_NBYTES,
+        make_room: Callable[[int], bool] = lambda nbytes: False,
+    ) -> None:
+        self.limit = limit
+        self._device = device
+        self._slab = max(min(slab, limit), _LEAST_SLAB_NBYTES)
+        self._make_room = make_room
+        self._slabs: list[_Slab] = []
+        self._refused = False
+        self._lock = threading.RLock()  # a block may be collected at any moment
+        self._growing = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are locked, in use or not."""
+        return sum(slab.nbytes for slab in self._slabs)
+
+    @property
+    def taken(self) -> int:
+        """The bytes that are locked and in use."""
+        with self._lock:
+            return sum(slab.ranges.taken for slab in self._slabs)
+
+    def take(self, nbytes: int) -> HostBlock:
+        """Return a block of memory."""
+        block = self._piece(nbytes)
+        while block is None and self._grow(nbytes):
+            block = self._piece(nbytes)
+        if block is None and self._make_room(nbytes):
+            block = self._piece(nbytes)
+        return self._ordinary(nbytes) if block is None else block
+
+    def grow_ahead(self) -> bool:
+        """Lock further pages if few are free; return whether it did."""
+        if self._refused or self.nbytes - self.taken >= _SPARE_SLABS * self._slab:
+            return False
+        return self._grow(self._slab)
+
+    def close(self) -> None:
+        """Unlock the pages that are not in use; the others are unlocked as they come back."""
+        with self._lock:
+            self._refused = True
+            self._give_up_unused()
+
+    def _piece(self, nbytes: int) -> HostBlock | None:
+        with self._lock:
+            for slab in self._slabs:
+                offset = slab.ranges.take(nbytes)
+                if offset is not None:
+                    block = HostBlock(slab, slab.address + offset, nbytes, is_page_locked=True)
+                    weakref.finalize(block, self._give, slab, offset).atexit = False
+                    return block
+        return None
+
+    def _give(self, slab: _Slab, offset: int) -> None:
+        with self._lock:
+            slab.ranges.give(offset)
+            if self._refused:
+                self._give_up_unused()
+
+    def _give_up_unused(self) -> None:
+        for slab in [slab for slab in self._slabs if slab.ranges.unused]:
+            self._slabs.remove(slab)
+            slab.release()
+
+    def _grow(self, nbytes: int) -> bool:
+        """Lock further pages; return whether a block of that size may fit now."""
+        before = len(self._slabs)
+        with self._growing:
+            if len(self._slabs) != before:  # another thread has just done it
+                return True
+            wanted = max(self._slab, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            if self._refused or self.nbytes + wanted > self.limit:
+                return False
+            try:
+                slab = _Slab(self._device, wanted)
+            except (DevctxError, OSError) as error:
+                self._refused = True
+                logger.warning(
+                    "No more host memory can be page-locked (%s). Values that leave a device go to "
+                    "ordinary host memory, which is slower",
+                    error,
+                )
+                return False
+            with self._lock:
+                self._slabs.append(slab)
+            return True
+
+    @staticmethod
+    def _ordinary(nbytes: int) -> HostBlock:
+        pages = _pages(max(nbytes, 1))
+        return HostBlock(pages, _address(pages), nbytes, is_page_locked=False)
+
+
+def _pages(nbytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages take less time to make and to lock
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _address(pages: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(pages))

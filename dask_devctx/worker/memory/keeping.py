@@ -1,0 +1,112 @@
+"""Puts the limits of device memory into force on a worker, and takes them away again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from distributed import Status, Worker
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
+from dask_devctx.errors import DriverError
+from dask_devctx.transfer.page_locked import PageLockedPool
+from dask_devctx.worker.ipc.connections import SAYS
+from dask_devctx.worker.memory.data import SENDING, DeviceData
+from dask_devctx.worker.memory.limits import limit_nbytes
+from dask_devctx.worker.memory.manager import DeviceMemory
+from dask_devctx.worker.memory.surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+# The fraction of a worker's host memory that may be page-locked.
+_PAGE_LOCKED: Final = 0.4
+
+
+@contextmanager
+def within_limits(
+    worker: Worker,
+    devices: Sequence[Device],
+    limit: float | str | None,
+    around: Surroundings,
+    on_failure: Callable[[Device, DriverError], object],
+) -> Iterator[DeviceMemory | None]:
+    """While it is open, the values that a worker keeps stay within the limits of its devices.
+
+    Parameters
+    ----------
+    worker
+        The worker, on whose event loop this is called.
+    devices
+        Its devices.
+    limit
+        The option ``device_memory_limit``.
+    around
+        The parts of the worker that it concerns.
+    on_failure
+        Called with a device that failed, and the driver's error.
+
+    Yields
+    ------
+    DeviceMemory or None
+        None without a limit, or without devices.
+    """
+    limits = {device: limit_nbytes(device, limit) for device in devices}
+    known = {device: nbytes for device, nbytes in limits.items() if nbytes is not None}
+    if not known:
+        yield None
+        return
+    largest = max(known.values())
+    pool = PageLockedPool(
+        devices[0],
+        int(_PAGE_LOCKED * _host_memory(worker)),
+        slab=min(largest // 16, 256 * 2**20),
+        make_room=lambda nbytes: memory.spill_clean(nbytes),
+    )
+
+    memory = DeviceMemory(known, pool, around, on_failure)
+    data: DeviceData
+
+    def wrap(before: MutableMapping[Any, Any]) -> DeviceData:
+        nonlocal data
+        data = DeviceData(before, memory)
+        around.show = data.moved
+        return data
+
+    def unwrap() -> MutableMapping[Any, Any]:
+        memory.stop()
+        pool.close()
+        return data if worker.status is not Status.closing and data.keep_on() else data.raw
+
+    try:
+        with replaced_data(worker, wrap, unwrap), wrapped_handler(worker, "get_data", _sending):
+            yield memory
+    finally:
+        memory.stop()
+
+
+def _host_memory(worker: Worker) -> int:
+    limit: int | None = worker.memory_manager.memory_limit
+    if limit:
+        return limit
+    from distributed.system import MEMORY_LIMIT
+
+    return int(MEMORY_LIMIT)
+
+
+def _sending(get_data: Callable[..., Any]) -> Callable[..., Any]:
+    async def get_data_from_the_host(comm: Any, keys: Collection[Hashable], **kwargs: Any) -> Any:
+        # Within a process nothing is serialized: the receiver gets the objects that are read here.
+        if str(getattr(comm, "local_address", "")).startswith("inproc"):
+            return await get_data(comm, keys=keys, **kwargs)
+        # A worker that says more than its address takes values as they are in host memory.
+        understood = SAYS in (kwargs.get("who") or "")
+        token = SENDING.set("kept" if understood else "value")
+        try:
+            return await get_data(comm, keys=keys, **kwargs)
+        finally:
+            SENDING.reset(token)
+
+    return get_data_from_the_host

@@ -1,0 +1,128 @@
+"""The values in a task's inputs that may leave their devices: they stay while the task runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.memory.manager import DeviceMemory
+
+
+class Use:
+    """One task's use of device memory: its inputs on a device, and room for its result.
+
+    Parameters
+    ----------
+    memory
+        The manager of the device memory.
+    data
+        The task's inputs, as the worker passes them to its stand-in.
+    device
+        The task's device; None leaves each input on the device where it is, or was.
+    expected
+        The bytes of the result, as far as they are known.
+    wait
+        Whether the task may wait for room: not on the event loop's thread.
+
+    Attributes
+    ----------
+    data
+        The inputs themselves.
+    """
+
+    __slots__ = ("_device", "_expected", "_memory", "_pinned", "data")
+
+    def __init__(
+        self,
+        memory: DeviceMemory,
+        data: Mapping[Hashable, Any],
+        device: Device | None,
+        expected: int = 0,
+        *,
+        wait: bool = True,
+    ) -> None:
+        self._memory = memory
+        self._device = device
+        self._expected = 0
+        self._pinned: list[Kept] = []
+        self.data: dict[Hashable, Any] = {}
+        away = []
+        try:
+            # Those that are here stay, before others come.
+            for key, value in data.items():
+                if value.__class__ is Kept:
+                    if value.is_away:
+                        away.append((key, value))
+                        continue
+                    kept, value = value, memory.pin(value, device, wait=wait)
+                    self._pinned.append(kept)
+                self.data[key] = value
+            for key, kept in away:
+                self.data[key] = memory.pin(kept, device, wait=wait)
+                self._pinned.append(kept)
+            if expected and device is not None:
+                memory.make_room(device, expected, wait=wait)
+                self._expected = expected
+        except BaseException:
+            self.end()
+            raise
+
+    def returned(self, key: Hashable) -> None:
+        """Keep the room for the result until dask has it."""
+        if self._expected and self._device is not None:
+            self._memory.hand_over(key, self._device, self._expected)
+            self._expected = 0
+
+    def end(self) -> None:
+        """Let the inputs leave again."""
+        self.data = {}
+        if self._pinned:
+            self._memory.unpin(self._pinned)
+            self._pinned = []
+        if self._expected and self._device is not None:
+            self._memory.give_room(self._device, self._expected)
+            self._expected = 0
+
+
+class HostTask(TaskStandIn):
+    """A task without a device whose inputs may be in host memory: it gets the values themselves."""
+
+    __slots__ = ("memory",)
+
+    def __init__(self, task: Callable[[Any], Any], memory: DeviceMemory) -> None:
+        super().__init__(task)
+        self.memory = memory
+
+    def __call__(self, data: Any = ()) -> Any:
+        if self.task.is_coro:  # type: ignore[attr-defined]
+            return self._await(data)
+        use = Use(self.memory, data or {}, None)
+        try:
+            self._hold_back(data)
+            return self.task(use.data)
+        finally:
+            use.end()
+
+    async def _await(self, data: Any) -> Any:
+        use = Use(self.memory, data or {}, None, wait=False)
+        try:
+            self._hold_back(data)
+            return await self.task(use.data)
+        finally:
+            use.end()
+
+    @staticmethod
+    def _hold_back(data: Any) -> None:
+        for value in data.values() if data else ():
+            if value.__class__ is Kept and value.after is not None:
+                value.after.hold_back_readers()
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.task,)
+
+
+def _itself(task: Any) -> Any:
+    return task

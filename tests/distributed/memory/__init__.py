@@ -1,0 +1,1 @@
+"""Device memory that does not run out."""

@@ -1,0 +1,350 @@
+"""Arrays larger than the devices' memory: right to the last bit, and never too much on a device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, Worker, wait
+
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver, report
+from dask_devctx.driver.simulated.machine import SimulatedMachine
+from tests.distributed import peers
+
+MIB = 2**20
+
+
+def block(block_info: Any = None) -> SimulatedArray:
+    """One chunk of whole numbers that tell the chunk, on the current device."""
+    (row, column), shape = block_info[None]["chunk-location"], block_info[None]["chunk-shape"]
+    return SimulatedArray.asarray(numbers(row, column, shape))
+
+
+def numbers(row: int, column: int, shape: tuple[int, int]) -> Any:
+    return np.random.default_rng((row, column)).integers(0, 1000, shape)
+
+
+def array(n: int, chunk: int) -> da.Array:
+    sizes = (chunk,) * (n // chunk)
+    return da.map_blocks(block, chunks=(sizes, sizes), dtype=int, meta=np.empty((0, 0), int))
+
+
+def on_the_host(n: int, chunk: int) -> Any:
+    steps = range(n // chunk)
+    return np.block([[numbers(i, j, (chunk, chunk)) for j in steps] for i in steps])
+
+
+@contextlib.contextmanager
+def small_devices(nbytes: int, count: int = 2) -> Iterator[SimulatedMachine]:
+    with driver.use(SimulatedMachine(count, total_memory=nbytes).backend()) as backend:
+        yield backend.machine
+
+
+@contextlib.contextmanager
+def threads(nbytes: int = 1 * MIB, count: int = 2, **kwargs: Any) -> Iterator[Client]:
+    """A cluster in this process on devices of so many bytes."""
+    kwargs = {"memory_limit": 0, **kwargs}
+    with (
+        small_devices(nbytes, count),
+        LocalDeviceCluster(processes=False, dashboard_address=":0", **kwargs) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+COUNTS = ("memory_limit", "memory_held", "memory_copies", "memory_spilled", "spills", "unspills")
+
+
+def counts(client: Client) -> dict[str, int]:
+    """The sum of each count over all devices."""
+    found = report(client).devices
+    return {name: sum(getattr(row, name) for row in found) for name in COUNTS}
+
+
+def read(array: Any) -> Any:
+    return array.get() if isinstance(array, SimulatedArray) else array
+
+
+# -- four times as much as the devices have, right to the last bit
+
+N, CHUNK = 1024, 64  # 8 MiB in chunks of 32 KiB
+
+
+def check_jobs(client: Client) -> da.Array:
+    expected = on_the_host(N, CHUNK)
+    x = array(N, CHUNK).persist()
+    wait(x)
+    assert read(x.sum().compute()) == expected.sum()
+    assert (
+        read((x + x.T).sum(axis=0).compute()).tolist()
+        == (expected + expected.T).sum(axis=0).tolist()
+    )
+    rows_ = x.rechunk((N, CHUNK // 4))
+    assert read((rows_ * 3).max(axis=1).compute()).tolist() == (expected * 3).max(axis=1).tolist()
+    order = np.random.default_rng(0).permutation(N)
+    shuffled = da.take(x, order, axis=0)
+    assert read(shuffled[: 2 * CHUNK, :CHUNK].compute()).tolist() == (
+        expected[order][: 2 * CHUNK, :CHUNK].tolist()
+    )
+    return x
+
+
+def test_an_array_of_four_times_the_memory() -> None:
+    with threads() as client:
+        x = check_jobs(client)
+        found = counts(client)
+        assert found["spills"] > 0 < found["unspills"]
+        assert found["memory_spilled"] + found["memory_held"] >= x.nbytes
+
+
+def test_with_two_tasks_at_a_time() -> None:
+    with threads(2 * MIB, tasks_per_device=2) as client:
+        check_jobs(client)
+        assert counts(client)["spills"] > 0
+
+
+def test_through_the_disk(tmp_path: Any) -> None:
+    with (
+        dask.config.set({"distributed.worker.memory.spill": False}),
+        dask.config.set({"distributed.worker.memory.pause": False}),
+        threads(memory_limit="4 MiB", local_directory=str(tmp_path)) as client,
+    ):
+        x = array(N, CHUNK).persist()
+        wait(x)
+        assert any(client.run(lambda dask_worker: len(dask_worker.data.disk)).values())
+        assert read(x.sum().compute()) == on_the_host(N, CHUNK).sum()
+
+
+_least: list[int] = []
+
+
+def with_a_look(x: SimulatedArray) -> SimulatedArray:
+    _least.append(Device.current().memory_info.free)  # type: ignore[union-attr]
+    return x + 1
+
+
+def test_the_limit_holds() -> None:
+    """Also while tasks run: the driver's memory has room to spare the whole time."""
+    _least.clear()
+    with threads(4 * MIB, device_memory_limit=0.5) as client:
+        x = array(N, CHUNK).map_blocks(with_a_look, dtype=int)
+        x = x.persist()
+        wait(x)
+        assert min(_least) > 1.5 * MIB
+        assert counts(client)["memory_held"] <= 4 * MIB
+
+
+# -- nobody sees the stand-in
+
+
+def test_every_reader_gets_the_value() -> None:
+    with threads() as client:
+        x = array(N, CHUNK).persist()
+        wait(x)
+        keys = [str(key) for key in client.run(lambda dask_worker: list(dask_worker.data))]
+        assert keys
+        kinds = client.run(
+            lambda dask_worker: {
+                *(type(value).__name__ for value in dask_worker.data.values()),
+                *(type(dask_worker.data[key]).__name__ for key in list(dask_worker.data)),
+            }
+        )
+        assert set().union(*kinds.values()) == {"SimulatedArray"}
+        with dask.annotate(device="none"):
+            names = client.map(lambda one: type(one).__name__, list(futures_of(x)), pure=False)
+        assert set(client.gather(names)) == {"SimulatedArray"}
+        kinds_here = {type(one.result()).__name__ for one in futures_of(x)}
+        assert kinds_here == {"SimulatedArray"}
+
+
+def futures_of(x: da.Array) -> list[Any]:
+    from distributed import futures_of
+
+    found: list[Any] = futures_of(x)
+    return found
+
+
+async def coroutine(x: SimulatedArray) -> tuple[str, int]:
+    return type(x).__name__, int(x.sum())
+
+
+def test_coroutines_get_their_inputs_back() -> None:
+    with threads(1 * MIB, 1) as client:
+        futures = client.map(full, range(16))
+        wait(futures)
+        assert counts(client)["memory_spilled"] > 0
+        sums = client.gather(client.map(coroutine, futures))
+        assert sums == [("SimulatedArray", n * 16384) for n in range(16)]
+
+
+def full(n: int) -> SimulatedArray:
+    return SimulatedArray.asarray(np.full(16384, n))
+
+
+# -- values that share memory
+
+
+def test_views_come_back_sharing() -> None:
+    with threads(1 * MIB, 1) as client:
+        both = client.submit(lambda: (lambda x: [x, x[::2], {"x": x}])(full(3)), pure=False)
+        alone = client.submit(full, 5, pure=False)
+        view = client.submit(lambda x: x[8192:], alone, pure=False)
+        wait([both, alone, view])
+        fill = client.map(full, range(10))
+        wait(fill)
+        assert client.run(are_away, [both.key, alone.key, view.key]) == dict.fromkeys(
+            client.run(are_away, []), [True] * 3
+        )
+        assert client.submit(shares, both, pure=False).result() == [True, True, True]
+        assert client.submit(lambda x, y: memory(x) == memory(y), alone, view).result()
+
+
+def are_away(keys: list[str], dask_worker: Worker) -> list[bool]:
+    data: Any = dask_worker.data
+    return [data.peek(key).is_away for key in keys]
+
+
+def memory(x: SimulatedArray) -> Any:
+    return x._memory and x._memory.extent
+
+
+def shares(both: list[Any]) -> list[bool]:
+    x, view, named = both
+    return [memory(x) == memory(view), named["x"] is x, int(view.sum()) == 3 * 8192]
+
+
+# -- across processes
+
+
+def test_across_processes_and_with_a_worker_killed() -> None:
+    with (
+        dask.config.set({"devctx.simulated-memory": "12 MiB"}),
+        peers.cluster(2, memory_limit=0) as (client, workers),
+    ):
+        expected = on_the_host(2 * N, 2 * CHUNK)
+        x = array(2 * N, 2 * CHUNK)
+        lazily = (x + x.T).sum(axis=0)
+        assert read(lazily.compute()).tolist() == (expected + expected.T).sum(axis=0).tolist()
+        future = client.compute(lazily)
+        time.sleep(0.3)
+        client.run(
+            lambda: os.kill(os.getpid(), signal.SIGKILL), workers=workers[1:], on_error="ignore"
+        )
+        assert read(future.result(timeout=60)).tolist() == (
+            (expected + expected.T).sum(axis=0).tolist()
+        )
+
+
+# -- what stays, and what it says
+
+
+class Stubborn:
+    """Holds an array and cannot be pickled."""
+
+    def __init__(self, n: int) -> None:
+        self.cells = full(n)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("no pickle")
+
+
+def test_a_type_that_cannot_leave_stays_and_is_named_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with threads(1 * MIB, 1) as client:
+        stubborn = client.map(Stubborn, range(3), pure=False)
+        wait(stubborn)
+        futures = client.map(full, range(16), pure=False)
+        sums = client.map(lambda x: int(x.sum()), futures)
+        assert client.gather(sums) == [n * 16384 for n in range(16)]
+        cells = client.map(lambda one: int(one.cells.sum()), stubborn)
+        assert client.gather(cells) == [0, 16384, 2 * 16384]
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("Stubborn stay on their devices" in text for text in said) <= 1
+    assert sum("holds more than its limit" in text for text in said) == 1
+
+
+def test_a_task_that_needs_more_than_there_is_fails_with_the_numbers() -> None:
+    with threads(1 * MIB, 1) as client:
+        futures = client.map(full, range(8), pure=False)
+        wait(futures)
+        with pytest.raises(Exception, match=r"has not enough memory; the task was tried 2 times"):
+            client.submit(lambda: SimulatedArray((2**20,)), pure=False).result(timeout=30)
+        sums = client.map(lambda x: int(x.sum()), futures)
+        assert client.gather(sums) == [n * 16384 for n in range(8)]
+
+
+def test_memory_that_ran_out_in_a_task_is_taken_from_others() -> None:
+    with threads(2 * MIB, 1, device_memory_limit=0.95) as client:
+        futures = client.map(full, range(14), pure=False)  # 1.75 MiB
+        wait(futures)
+        made = client.submit(lambda: int(SimulatedArray((10, 16384)).sum()), pure=False)
+        assert made.result(timeout=30) == 0
+        assert counts(client)["spills"] > 0
+
+
+def test_memory_of_others_is_felt() -> None:
+    with threads(2 * MIB, 1) as client:
+        futures = client.map(full, range(8), pure=False)
+        wait(futures)
+        assert counts(client)["spills"] == 0
+        taken = SimulatedArray((1 * MIB - 1024) // 8)
+        until = time.monotonic() + 10
+        while not counts(client)["spills"] and time.monotonic() < until:
+            time.sleep(0.05)
+        assert counts(client)["spills"] > 0
+        del taken
+        assert [int(one.get().sum()) for one in client.gather(futures)] == [
+            n * 16384 for n in range(8)
+        ]
+
+
+def test_memory_that_a_pool_has_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "standins"))
+    for name in ("rmm", "rmm.mr"):  # gone after this test
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    with threads(2 * MIB, 1, rmm_pool_size=1.0) as client:
+        futures = client.map(full, range(8), pure=False)
+        wait(futures)
+        taken = SimulatedArray((1 * MIB - 1024) // 8)
+        time.sleep(1.5)  # others are looked at twice a second
+        assert counts(client)["spills"] == 0
+        del taken, futures
+
+
+# -- on and off
+
+
+def test_without_a_limit_nothing_is_wrapped() -> None:
+    with threads(device_memory_limit=0) as client:
+        assert set(client.run(lambda dask_worker: type(dask_worker.data)).values()) == {dict}
+
+
+def test_values_that_are_away_outlive_the_plugin() -> None:
+    with threads(1 * MIB, 1) as client:
+        futures = client.map(full, range(16), pure=False)
+        wait(futures)
+        assert counts(client)["memory_spilled"] > 0
+        client.unregister_worker_plugin("devctx")
+        for n in (3, 12):
+            total = client.submit(lambda x: int(x.sum()), futures[n], pure=False)
+            assert total.result() == n * 16384
+        client.register_plugin(DevicePlugin())
+        assert client.gather(client.map(lambda x: int(x.sum()), futures[:6], pure=False)) == [
+            n * 16384 for n in range(6)
+        ]
+        kinds = client.run(
+            lambda dask_worker: {type(value).__name__ for value in dask_worker.data.values()}
+        )
+        assert set().union(*kinds.values()) == {"SimulatedArray", "int"}
