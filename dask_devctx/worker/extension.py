@@ -11,6 +11,7 @@ from distributed import Reschedule, Status, Worker
 
 from dask_devctx.annotations import Request, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
+from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
@@ -169,7 +170,10 @@ class DeviceExtension:
             self.memory = steps.enter_context(
                 within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
             )
+            if self.memory is not None:
+                self.memory.looks_at_others = not rmm_keeps_memory(options)
             around.tell(self.memory, self.record, self.monitor.retries)
+            self.claims.memory = self.memory
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
