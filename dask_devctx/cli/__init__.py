@@ -11,6 +11,9 @@ import click
 # The configuration comes first, because it decides which devices are simulated.
 from dask_devctx import config
 from dask_devctx.cli.configuration import configuration
+from dask_devctx.cli.connection import connected, finds_scheduler
+from dask_devctx.cli.top import top
+from dask_devctx.cli.whole_cluster import WorkerView, by_machine, uses_text, views
 from dask_devctx.cli.worker import worker
 from dask_devctx.client.tables import aligned, nbytes_text
 from dask_devctx.config.options import Options
@@ -25,16 +28,24 @@ def devctx() -> None:
 
 devctx.add_command(worker)
 devctx.add_command(configuration)
+devctx.add_command(top)
 
 
 @devctx.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("--scheduler", help="Show the GPUs of this cluster's workers instead.")
+@finds_scheduler
 @click.pass_context
-def info(context: click.Context, as_json: bool) -> None:
+def info(context: click.Context, /, as_json: bool, scheduler: str | None, **where: Any) -> None:
     """Show the GPUs, their peer access, the hidden GPUs, and problems.
 
     The command creates no CUDA context. Its exit status is 1 if no GPU can be used.
     """
+    if scheduler is not None or where["scheduler_file"] is not None:
+        with connected(scheduler, **where) as client:
+            found = views(client)
+        click.echo(json.dumps(_cluster_as_json(found), indent=2) if as_json else _of_cluster(found))
+        context.exit(0 if any(view.uses for view in found) else 1)
     machine = inspect_machine()
     machine = replace(machine, problems=(*machine.problems, *_problems_of_the_configuration()))
     click.echo(json.dumps(_as_json(machine), indent=2) if as_json else _as_text(machine))
@@ -48,6 +59,29 @@ def _problems_of_the_configuration() -> list[str]:
     except (TypeError, ValueError) as error:
         found.append(str(error))
     return found
+
+
+def _of_cluster(found: list[WorkerView]) -> str:
+    parts = []
+    for host, workers in by_machine(found).items():
+        lines = [f"Host {host}", *(uses_text(view) for view in workers)]
+        # Processes of one host may see different devices: each view is shown once.
+        shown = [_as_text(view.machine) for view in workers if isinstance(view.machine, Machine)]
+        parts += ["\n".join(lines), *dict.fromkeys(shown)]
+    return "\n\n".join(parts) if parts else "the cluster has no workers"
+
+
+def _cluster_as_json(found: list[WorkerView]) -> dict[str, Any]:
+    return {
+        view.address: {
+            "name": view.name,
+            "host": view.host,
+            "uses": None if view.uses is None else list(view.uses),
+            "machine": None if isinstance(view.machine, str) else _as_json(view.machine),
+            "problem": view.machine if isinstance(view.machine, str) else None,
+        }
+        for view in found
+    }
 
 
 def _as_text(machine: Machine) -> str:

@@ -6,15 +6,12 @@ import json
 from typing import Any
 
 import click
-import dask
-from distributed import Client
-from distributed.security import Security
 
+from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.configuration import cluster_configuration
 from dask_devctx.client.tables import aligned, nbytes_text
 
 _BYTES = ("memory_limit", "device_memory_limit", "rmm_pool_size", "rmm_maximum_pool_size")
-_PEM = click.Path(exists=True, resolve_path=True)
 
 
 @click.command(
@@ -27,46 +24,14 @@ Examples:
 """,
 )
 @click.argument("scheduler", required=False)
-@click.option("--scheduler-file", type=click.Path(exists=True), help="As of dask scheduler.")
-@click.option("--tls-ca-file", type=_PEM, help="Certificates of authorities, in PEM format.")
-@click.option("--tls-cert", type=_PEM, help="The client's certificate, in PEM format.")
-@click.option("--tls-key", type=_PEM, help="The certificate's private key, in PEM format.")
-@click.option("--timeout", default="10s", show_default=True, help="How long to wait for it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def configuration(
-    scheduler: str | None,
-    scheduler_file: str | None,
-    tls_ca_file: str | None,
-    tls_cert: str | None,
-    tls_key: str | None,
-    timeout: str,
-    as_json: bool,
-) -> None:
+@finds_scheduler
+def configuration(scheduler: str | None, as_json: bool, **where: Any) -> None:
     """Show the options, devices and memory limits of a cluster's workers.
 
     The exit status is 1 if the scheduler cannot be reached, and 2 for wrong options.
     """
-    address = scheduler or dask.config.get("scheduler-address", None)
-    if not address and not scheduler_file:
-        raise click.UsageError(
-            "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
-        )
-    tls = {"tls_ca_file": tls_ca_file, "tls_client_cert": tls_cert, "tls_client_key": tls_key}
-    given = {name: value for name, value in tls.items() if value is not None}
-    where: dict[str, Any] = {"scheduler_file": scheduler_file} if scheduler_file else {}
-    try:
-        client = Client(
-            None if scheduler_file else address,
-            timeout=timeout,
-            security=Security(**given) if given else None,
-            set_as_default=False,
-            **where,
-        )
-    except (OSError, TimeoutError, ValueError) as error:
-        raise click.ClickException(
-            f"no scheduler at {address or scheduler_file}: {error}"
-        ) from error
-    with client:
+    with connected(scheduler, **where) as client:
         found = cluster_configuration(client)
     click.echo(json.dumps(found, indent=2, default=str) if as_json else _as_text(found))
 

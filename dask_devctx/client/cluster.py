@@ -12,6 +12,7 @@ from typing import Any
 
 import dask
 from distributed.core import Status
+from distributed.system import MEMORY_LIMIT
 
 from dask_devctx.client.arguments import has_nannies, without_dask_cudas
 from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
@@ -131,9 +132,16 @@ class LocalDeviceCluster(WatchedCluster):
         if threads_per_worker is None:
             per_worker = plugin.options.devices_per_worker or len(used)
             threads_per_worker = look_ahead(per_worker, plugin.options)
+        if "memory_limit" not in kwargs:
+            kwargs["memory_limit"] = MEMORY_LIMIT // self._most_workers(n_workers)
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
+
+    def _most_workers(self, n_workers: int) -> int:
+        """Return how many workers share the host's memory, as far as that is known now."""
+        per_worker = self._plugin.options.devices_per_worker
+        return max(n_workers, self._n_devices // per_worker if per_worker else 1, 1)
 
     def __repr__(self) -> str:
         names = ", ".join(name.partition(" ")[0] for name in self._uses)

@@ -59,6 +59,9 @@ class Options:
     tasks_per_device
         How many tasks run on a device at a time. Tasks that wait for each other must all have a
         place: see docs/deployment.md.
+    cpu_threads
+        How many tasks without a device (``device=None``) run at a time. None: as many as the worker
+        has CPUs, and up to ``nthreads`` while these tasks wait instead of compute.
     unannotated
         ``"assign"`` gives a task without a ``device`` annotation a device; ``"leave"`` leaves it on
         dask's own threads without one.
@@ -70,8 +73,8 @@ class Options:
         Chooses the device of a task that names none, given one :class:`~dask_devctx.Candidate` per
         device: see docs/placement.md. By default the task goes where it starts soonest.
     synchronize
-        Wait for the device before a task counts as done, so that a failure names the one task that
-        caused it.
+        Wait for the device before a task counts as done. This is slower. A failure then has fewer
+        suspects, which run again.
     nvtx
         Whether each task has an NVTX range with its key, for Nsight Systems. This needs the package
         ``nvtx``.
@@ -128,6 +131,7 @@ class Options:
     devices_per_worker: int | None = _option(whole_number(1))
     shared: bool = _option(one_of(True, False))
     tasks_per_device: int = _option(whole_number(1))
+    cpu_threads: int | None = _option(whole_number(1))
     unannotated: Literal["assign", "leave"] = _option(one_of("assign", "leave"))
     move_inputs: bool = _option(one_of(True, False))
     replica_limit: float = _option(fraction)

@@ -39,6 +39,7 @@ NAMES: Final = (
     "distributed.worker_state_machine:TaskState.run_spec",
     "distributed.utils:thread_state",
     "distributed.threadpoolexecutor:ThreadPoolExecutor._adjust_thread_count",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor()._max_workers",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._rejoin_list",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._rejoin_lock",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown",
@@ -85,6 +86,7 @@ ON_A_WORKER: Final = (
     "handlers[actor_attribute]",
     "handlers[actor_execute]",
     "handlers[get_data]",
+    "memory_manager.memory_limit",
     "handlers[run]",
     "handlers[run_coroutine]",
     "memory_manager.data",
@@ -98,6 +100,7 @@ ON_A_WORKER: Final = (
 )
 # For a worker with a memory limit: its data is a zict.Buffer.
 ON_SPILLING_DATA: Final = (
+    "fast.n",
     "fast.on_evict",
     "fast.weight",
     "slow_to_fast_callbacks",
@@ -109,6 +112,7 @@ ON_A_SCHEDULER: Final = (
     "handlers[unregister]",
     "host_info",
     "rpc",
+    "total_memory",
     "stream_handlers[task-erred]",
 )
 

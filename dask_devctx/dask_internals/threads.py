@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
+from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor  # its users too
+from distributed.threadpoolexecutor import secede, thread_state
 
 Priority = tuple[Any, ...]
 
@@ -152,3 +153,30 @@ def _submit(
         return here(fn, *args, **kwargs)
     executor, priority = found.pop()
     return executor.submit_task(priority, fn, *args, **kwargs)
+
+
+# -- the number of a pool's threads
+
+
+def threads_of(executor: ThreadPoolExecutor) -> set[threading.Thread]:
+    """Return the threads of a pool; those that seceded are not among them."""
+    return set(executor._threads)
+
+
+def waiting_calls(executor: ThreadPoolExecutor) -> int:
+    """Return how many calls wait for a thread of a pool."""
+    count: int = executor._work_queue.qsize()
+    return count
+
+
+def set_most_threads(executor: ThreadPoolExecutor, count: int) -> None:
+    """Let a pool have so many threads, and start those that waiting calls need."""
+    executor._max_workers = count
+    for _ in range(min(waiting_calls(executor), count)):
+        executor._adjust_thread_count()  # does nothing where there are enough
+
+
+def end_idle_threads(executor: ThreadPoolExecutor, least: int) -> None:
+    """End the threads of a pool beyond a number, each when it is idle."""
+    for _ in range(len(executor._threads) - least):
+        executor.submit(secede, adjust=False)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, M
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from dask.system import CPU_COUNT
 from distributed import Worker, WorkerPlugin
 from distributed.core import error_message
 from distributed.spill import SpillBuffer
+from distributed.system import MEMORY_LIMIT
 from distributed.utils import thread_state
 from zict import Buffer
 
@@ -266,3 +268,30 @@ def spilling(
         data.fast.on_evict.remove(written)
         data.slow_to_fast_callbacks.remove(read_back)
         data.weight = data.fast.weight = by_dask
+
+
+def has_automatic_limit(worker: Worker) -> bool:
+    """Return whether a worker's memory limit is dask's own, which follows from its threads."""
+    limit = worker.memory_manager.memory_limit
+    automatic = int(MEMORY_LIMIT * min(1, worker.state.nthreads / CPU_COUNT))
+    return bool(limit) and limit == automatic
+
+
+@contextmanager
+def limited_memory(worker: Worker, nbytes: int) -> Iterator[None]:
+    """While it is open, a worker has another limit of host memory; it spills and pauses by it."""
+    manager = worker.memory_manager
+    before = manager.memory_limit
+    factor = nbytes / before
+    _limit(worker, nbytes, factor)
+    try:
+        yield
+    finally:
+        if manager.memory_limit == nbytes:  # a limit that others set meanwhile stays
+            _limit(worker, before, 1 / factor)
+
+
+def _limit(worker: Worker, nbytes: int, factor: float) -> None:
+    worker.memory_manager.memory_limit = nbytes
+    if isinstance(worker.data, Buffer):
+        worker.data.fast.n *= factor

@@ -57,6 +57,14 @@ def read_holdings(message: Mapping[str, Any]) -> Holdings:
     return Holdings(Inventory(devices), used, _limits(message.get("limits", {}), used))
 
 
+def read_memory_limit(message: Mapping[str, Any]) -> int | None:
+    """Return the worker's limit of host memory in bytes; None where the message has none."""
+    limit = message.get("memory_limit")
+    if limit is not None and (limit.__class__ is not int or not 0 < limit < 2**63):
+        raise MalformedError(f"'memory_limit' is no number of bytes: {_shown(limit)}")
+    return limit
+
+
 def read_claim(message: Mapping[str, Any]) -> tuple[str, list[str]]:
     """Return the name of a worker's process, and the UUIDs of the devices that it may use."""
     candidates = _items(message.get("candidates"), "candidates")

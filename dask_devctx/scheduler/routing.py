@@ -27,6 +27,7 @@ from dask_devctx.scheduler.announcements import (
     read_address,
     read_claim,
     read_holdings,
+    read_memory_limit,
     read_refusal,
 )
 from dask_devctx.scheduler.counts import Counts
@@ -208,13 +209,15 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         return handle
 
     def _announced(self, address: str, message: Mapping[str, Any]) -> None:
-        holdings = read_holdings(message)
+        holdings, memory_limit = read_holdings(message), read_memory_limit(message)
         if address not in self._cluster.workers:
             self._cluster.announce_early(address, holdings, time())
             return
         self._pages.open()
         self.counts.announced(address, holdings.used)
         before = self._cluster.announce(address, holdings)
+        if memory_limit is not None:
+            internals.set_memory_limit(self.scheduler, address, memory_limit)
         self._move(self._wishes.review(address, before, holdings))
 
     def _withdrawn(self, address: str, message: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from distributed import Reschedule, Status, Worker
 
 from dask_devctx.annotations import Request, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
+from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
@@ -22,6 +23,7 @@ from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.claimed import ClaimedTask
 from dask_devctx.worker.claims import Claims, reservable
+from dask_devctx.worker.cpu_threads import threads_without_a_device
 from dask_devctx.worker.executors import device_threads
 from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
@@ -29,7 +31,7 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import monitoring_functions
 from dask_devctx.worker.history import remembering
-from dask_devctx.worker.host_memory import counting_host_memory
+from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.ipc import PeerTransfers
@@ -159,6 +161,7 @@ class DeviceExtension:
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
             )
+            steps.enter_context(fair_limit(worker, share.part))
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
@@ -167,7 +170,10 @@ class DeviceExtension:
             self.memory = steps.enter_context(
                 within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
             )
+            if self.memory is not None:
+                self.memory.looks_at_others = not rmm_keeps_memory(options)
             around.tell(self.memory, self.record, self.monitor.retries)
+            self.claims.memory = self.memory
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
@@ -175,6 +181,10 @@ class DeviceExtension:
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
+            if used:
+                steps.enter_context(
+                    threads_without_a_device(worker, options.cpu_threads, share.part)
+                )
             steps.enter_context(monitoring_functions(worker, self.monitor, used))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
@@ -272,7 +282,7 @@ class DeviceExtension:
             else:
                 claim, device = None, self.placement.place(ts.key, ts.prefix, wanted, inputs)
                 devices = (device,)
-            self.record.placed(ts, device, before)
+            self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
             if self._share.gave_up(wanted):  # another worker has the device now
@@ -298,6 +308,7 @@ class DeviceExtension:
         if claim is None:
             pool = None if theirs else self.pools[device]
             stand_in: Any = DeviceTask(ts.run_spec, device, executor=pool, **how)
+            stand_in.queued = self.placement.has_queue(device)
         else:
             stand_in = self.claims.stand_in(ts, claim, theirs, makes_actor, how)
         tasks.replace(ts, stand_in)
@@ -317,7 +328,7 @@ class DeviceExtension:
             return
         if self.memory is not None:
             self.memory.handed_over(key)  # of a result that dask did not take
-        seconds = self.record.left(device, ts)
+        seconds = self.record.left(device, key, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)
         # A task that failed, was dropped or runs again has no value whose lifetime begins here.
@@ -327,7 +338,7 @@ class DeviceExtension:
     def _ended_later(self, key: Hashable, ts: Any, start: str) -> None:
         """Note the outcome of a task that seceded, or that had no device: it has no place now."""
         spec = ts.run_spec
-        if spec.__class__ is not DeviceTask:
+        if not isinstance(spec, DeviceTask):
             self.record.ended(None, ts)
         elif start == "long-running" and isinstance(spec.device, Device):
             self.record.ended(spec.device, ts)

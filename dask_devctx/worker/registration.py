@@ -94,6 +94,7 @@ async def announce(
                 ANNOUNCE,
                 seen=seen,
                 used=[device.uuid for device in used],
+                memory_limit=worker.memory_manager.memory_limit,
                 limits={device.uuid: nbytes for device, nbytes in (limits or {}).items()},
             )
         except Exception as error:

@@ -84,6 +84,8 @@ class DeviceMemory:
         self._told: set[type] = set()
         self._told_of_spilling = False
         self._grow = threading.Event()
+        # Not where a pool has the memory: then the driver's free memory says nothing.
+        self.looks_at_others = True
         self.open = True
         self.on_disk = False  # whether values went to disk
         threading.Thread(target=self._grow_ahead, name="devctx-memory-host", daemon=True).start()
@@ -552,7 +554,7 @@ class DeviceMemory:
 
     def _look_at_others(self, ledger: Ledger) -> None:
         """Give memory back to the driver when others have taken nearly all that is left."""
-        if not ledger.held:
+        if not ledger.held or not self.looks_at_others:
             return
         device = ledger.device
         found = discovery.memory_info(device._backend, device.info)

@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ from dask_devctx.cli import devctx
 from dask_devctx.cli.worker import option_names, worker
 from dask_devctx.config.options import OPTION_NAMES
 from tests.distributed.commands import dask_command
+
+installed = pytest.mark.skipif(
+    not entry_points(group="dask_cli", name="devctx"),
+    reason="the package is not installed, so dask does not know the command",
+)
 
 ADDRESS = "tcp://127.0.0.1:8786"
 
@@ -114,7 +120,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def start(**given: Any) -> None:
-        calls.append({**given, "config": dict(dask.config.get("devctx"))})
+        calls.append(
+            {**given, "config": {key: config.get(key) for key in config.defaults["devctx"]}}
+        )
 
     monkeypatch.setattr(dask_worker, "callback", start)
     return calls
@@ -150,14 +158,14 @@ def test_numbers(
     if "GPU-" in arguments:
         arguments = arguments.replace("GPU-3807", Device(0).uuid[:9])
         settings = {"devices": [Device(0).uuid[:9]]}
-    before = dask.config.get("devctx.devices-per-worker")
+    before = config.get("devices-per-worker")
     assert run(ADDRESS, *arguments.split()).exit_code == 0
     (call,) = started
     assert (call["n_workers"], call["nthreads"]) == (n_workers, nthreads)
     assert call["memory_limit"] == MEMORY_LIMIT // int(n_workers)
     assert call["preload"] == ("dask_devctx",)
     assert call["config"].items() >= settings.items()
-    assert dask.config.get("devctx.devices-per-worker") == before
+    assert config.get("devices-per-worker") == before
 
 
 def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> None:
@@ -227,6 +235,7 @@ def _devices(dask_worker: Any) -> tuple[str, list[int], int]:
     return dask_worker.name, [device.device_id for device in used], dask_worker.state.nthreads
 
 
+@installed
 def test_workers_run_and_end(scheduler: LocalCluster) -> None:
     address = scheduler.scheduler_address
     command = ("devctx", "worker", address, "--devices", "1,3", "--name", "gpu")
@@ -252,6 +261,7 @@ def _here() -> int:
     return device.device_id
 
 
+@installed
 def test_devices_in_use_end_it_with_the_reason(scheduler: LocalCluster) -> None:
     from dask_devctx import devices
     from dask_devctx.worker.leases import acquire

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import dask
+import distributed.system
 import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 from dask.sizeof import sizeof
-from distributed import Client, Worker, wait
-from distributed.utils_test import gen_cluster
+from distributed import Client, LocalCluster, Worker, wait
+from distributed.utils_test import async_poll_for, gen_cluster
 
-from dask_devctx import Device, DevicePlugin, SimulatedArray
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.driver.work import LEGACY_STREAM
 
@@ -147,3 +148,77 @@ async def test_the_worker_counts_as_before_without_the_plugin(
     futures = client.map(on_a_device, range(8), pure=False)
     assert len(await client.gather(futures)) == 8
     assert len(data.disk) > 0
+
+
+# -- the limit
+
+
+def limits(client: Client) -> tuple[list[int], list[int]]:
+    """The limits of all workers, as they have them and as the scheduler knows them."""
+    there = client.run(lambda dask_worker: dask_worker.memory_manager.memory_limit)
+    known = client.scheduler_info(n_workers=-1)["workers"].values()
+    return sorted(there.values()), sorted(worker["memory_limit"] for worker in known)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        ({"n_workers": 2}, 2),
+        ({"n_workers": 1, "devices_per_worker": 1}, 4),  # it may be scaled up
+        ({"n_workers": 2, "memory_limit": "auto"}, 2),
+    ],
+)
+def test_workers_of_a_cluster_have_the_hosts_memory_together(
+    arguments: dict[str, Any], count: int
+) -> None:
+    fair = distributed.system.MEMORY_LIMIT // count
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0", **arguments) as cluster,
+        Client(cluster) as client,
+    ):
+        there, known = limits(client)
+        assert there == known == [fair] * arguments["n_workers"]
+        cluster.scale(count)
+        client.wait_for_workers(count, timeout=20)
+        assert limits(client)[0] == [fair] * count
+
+
+def test_workers_that_share_devices_share_memory_too() -> None:
+    """With a plugin that was preloaded or registered; the first had all before the second came."""
+    whole = distributed.system.MEMORY_LIMIT
+    with (
+        LocalCluster(n_workers=0, dashboard_address=":0", threads_per_worker=64) as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(DevicePlugin())
+        cluster.scale(1)
+        client.wait_for_workers(1, timeout=60)
+        assert limits(client) == ([whole], [whole])
+        cluster.scale(2)
+        client.wait_for_workers(2, timeout=60)
+        client.sync(_until, lambda: limits_of(cluster) == [whole // 2] * 2)
+        assert limits(client)[0] == [whole // 2] * 2
+
+
+def limits_of(cluster: LocalCluster) -> list[int]:
+    return [worker.memory_limit for worker in cluster.scheduler.workers.values()]
+
+
+async def _until(condition: Any) -> None:
+    await async_poll_for(condition, timeout=60)
+
+
+@spilling_worker([DevicePlugin(devices=[0])])
+async def test_a_limit_that_was_given_stays(client: Client, scheduler: Any, worker: Worker) -> None:
+    assert worker.memory_manager.memory_limit == 8 * MIB
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 64)], worker_kwargs={"memory_limit": "auto"})
+async def test_the_limit_comes_back(client: Client, scheduler: Any, worker: Worker) -> None:
+    whole, target = distributed.system.MEMORY_LIMIT, worker.data.n
+    await client.register_plugin(DevicePlugin(devices=[0]))
+    assert worker.memory_manager.memory_limit == whole // 4
+    assert worker.data.n == pytest.approx(target / 4)
+    assert scheduler.total_memory == whole // 4
+    await client.unregister_worker_plugin("devctx")
+    assert (worker.memory_manager.memory_limit, worker.data.n) == (whole, pytest.approx(target))

@@ -1,0 +1,77 @@
+"""The options by which a command finds a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+import dask
+from distributed import Client
+from distributed.security import Security
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_PEM = click.Path(exists=True, resolve_path=True)
+
+
+def finds_scheduler(function: Function) -> Function:
+    """Decorate a command that takes the options of :func:`connected`."""
+    for option in reversed(
+        (
+            click.option(
+                "--scheduler-file", type=click.Path(exists=True), help="As of dask scheduler."
+            ),
+            click.option(
+                "--tls-ca-file", type=_PEM, help="Certificates of authorities, in PEM format."
+            ),
+            click.option("--tls-cert", type=_PEM, help="The client's certificate, in PEM format."),
+            click.option(
+                "--tls-key", type=_PEM, help="The certificate's private key, in PEM format."
+            ),
+            click.option(
+                "--timeout", default="10s", show_default=True, help="How long to wait for it."
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def connected(
+    scheduler: str | None,
+    scheduler_file: str | None,
+    tls_ca_file: str | None,
+    tls_cert: str | None,
+    tls_key: str | None,
+    timeout: str,
+) -> Client:
+    """Return a client of a scheduler.
+
+    Raises
+    ------
+    click.ClickException
+        The scheduler cannot be reached.
+    click.UsageError
+        There is no address.
+    """
+    address = scheduler or dask.config.get("scheduler-address", None)
+    if not address and not scheduler_file:
+        raise click.UsageError(
+            "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
+        )
+    tls = {"tls_ca_file": tls_ca_file, "tls_client_cert": tls_cert, "tls_client_key": tls_key}
+    given = {name: value for name, value in tls.items() if value is not None}
+    where: dict[str, Any] = {"scheduler_file": scheduler_file} if scheduler_file else {}
+    try:
+        return Client(
+            None if scheduler_file else address,
+            timeout=timeout,
+            security=Security(**given) if given else None,
+            set_as_default=False,
+            **where,
+        )
+    except (OSError, TimeoutError, ValueError) as error:
+        raise click.ClickException(
+            f"no scheduler at {address or scheduler_file}: {error}"
+        ) from error

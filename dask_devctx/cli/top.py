@@ -1,0 +1,180 @@
+"""``dask devctx top``: the devices of a cluster in a terminal, live."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+from distributed import Client
+
+from dask_devctx.cli.connection import connected, finds_scheduler
+from dask_devctx.client.live import LiveDevice, Moment, between, moment, rates
+from dask_devctx.client.tables import nbytes_text, shortened
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+_BAR: Final = 8
+_COLUMNS: Final = 110
+# The scheduler has news of a worker each half a second.
+_HEARTBEAT_S: Final = 1.0
+
+
+@click.command(
+    "top",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Examples:
+  dask devctx top tcp://scheduler:8786
+  dask devctx top tcp://scheduler:8786 --once --json
+""",
+)
+@click.argument("scheduler", required=False)
+@click.option("--once", is_flag=True, help="Print the state once, and end.")
+@click.option("--json", "as_json", is_flag=True, help="With --once: print JSON.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two states.",
+)
+@finds_scheduler
+def top(scheduler: str | None, once: bool, as_json: bool, interval: float, **where: Any) -> None:
+    """Show the tasks, memory and transfers of a cluster's devices; Ctrl-C ends it.
+
+    The exit status is 1 if the scheduler cannot be reached, or goes away.
+    """
+    if as_json and not once:
+        raise click.UsageError("--json needs --once")
+    with connected(scheduler, **where) as client:
+        if not as_json:
+            _require_rich()
+        try:
+            if once:
+                _print_once(client, as_json, max(interval, _HEARTBEAT_S))
+            else:
+                with suppress(KeyboardInterrupt):
+                    _show_live(client, interval)
+        except (OSError, TimeoutError) as error:
+            raise click.ClickException(f"the scheduler went away: {error}") from error
+
+
+def _require_rich() -> None:
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        remedy = 'pip install "dask-devctx[monitoring]"'
+        raise click.ClickException(f"this needs the package rich: {remedy}") from None
+
+
+def _print_once(client: Client, as_json: bool, interval: float) -> None:
+    before = moment(client)
+    time.sleep(interval)
+    now = moment(client)
+    if as_json:
+        click.echo(json.dumps(_as_data(before, now), indent=2))
+        return
+    from rich.console import Console
+
+    # A pipe has no width; the table needs a little more than a narrow terminal has.
+    console = Console(highlight=False)
+    Console(width=max(console.width, _COLUMNS), highlight=False).print(_view(client, before, now))
+
+
+def _show_live(client: Client, interval: float) -> None:
+    from rich.live import Live
+
+    before = moment(client)
+    with Live(_view(client, before, before), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(interval)
+            now = moment(client)
+            live.update(_view(client, before, now), refresh=True)
+            before = now
+
+
+def _as_data(before: Moment, now: Moment) -> dict[str, Any]:
+    transfers = [
+        {
+            **dict(zip(("source", "destination", "way"), ends, strict=True)),
+            "nbytes": now.transfers[ends],
+            "nbytes_per_s": rate,
+        }
+        for ends, rate in rates(before, now).items()
+    ]
+    devices = [asdict(device) for device in between(before, now)]
+    return {"workers": dict(now.workers), "devices": devices, "transfers": transfers}
+
+
+# -- for people
+
+
+def _view(client: Client, before: Moment, now: Moment) -> Group:
+    from rich.console import Group
+    from rich.text import Text
+
+    devices = between(before, now)
+    total = sum(device.tasks_per_s for device in devices)
+    workers = f"{len(now.workers)} worker{'' if len(now.workers) == 1 else 's'}"
+    head = f"{client.scheduler.address}: {len(devices)} devices of {workers}, {total:.0f} tasks/s"
+    parts: list[Any] = [Text(head, style="bold"), _table(devices)]
+    ways: Counter[str] = Counter()
+    for (_, _, way), rate in rates(before, now).items():
+        ways[way] += round(rate)
+    if any(ways.values()):
+        parts.append(
+            Text("moving: " + ", ".join(f"{nbytes_text(n)}/s by {w}" for w, n in ways.items() if n))
+        )
+    bare = len(now.workers) - len({worker for worker, _ in now.devices})
+    if bare:
+        parts.append(Text(f"{bare} of the workers have no device", style="yellow"))
+    return Group(*parts)
+
+
+def _table(devices: list[LiveDevice]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
+    for name in ("device", "worker"):
+        table.add_column(name, no_wrap=True)
+    for name in ("GPU", "busy", "tasks/s", "runs", "waits", "done", "failed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("memory", no_wrap=True)
+    table.add_column("copied in", justify="right", no_wrap=True)
+    for device in devices:
+        table.add_row(
+            f"cuda:{device.device_id}",
+            shortened(", ".join(device.workers), 16),
+            _percent(device.utilization),
+            _percent(device.occupied),
+            f"{device.tasks_per_s:.0f}",
+            str(device.running),
+            str(device.queued),
+            str(device.done),
+            Text(str(device.failed), style="red" if device.failed else ""),
+            _memory(device),
+            f"{nbytes_text(round(device.nbytes_per_s))}/s",
+        )
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _memory(device: LiveDevice) -> str:
+    total = device.memory.get("total")
+    if not total:
+        return "?"
+    used = total - device.memory["free"]
+    filled = round(_BAR * used / total)
+    bar = f"{'█' * filled}{'░' * (_BAR - filled)}"
+    return f"{bar} {used / 2**30:.1f} of {total / 2**30:.1f} GiB"

@@ -1,0 +1,155 @@
+"""The devices of a cluster as they are now, and what happened between two moments.
+
+All numbers come from the heartbeats that the scheduler has anyway: nothing is collected for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final
+
+from distributed import Client
+
+from dask_devctx.scheduler.counts import METRIC, TRAFFIC
+from dask_devctx.scheduler.rows import DeviceCounts, Transfer
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The devices and the transfers of a cluster at one moment.
+
+    Parameters
+    ----------
+    at
+        The moment, by a clock that never goes back.
+    workers
+        The workers' names, by address.
+    devices
+        The devices, by worker and UUID.
+    transfers
+        The bytes that moved until now, by source, destination and way.
+    """
+
+    at: float
+    workers: Mapping[str, str]
+    devices: Mapping[tuple[str, str], DeviceCounts]
+    transfers: Mapping[tuple[str, str, str], int]
+
+
+@dataclass
+class LiveDevice:
+    """One device, with the sums over the workers that use it, and its rates.
+
+    Parameters
+    ----------
+    uuid, device_id, name
+        The device.
+    workers
+        The names of the workers that use it.
+    running, queued, done, failed
+        As in :class:`~dask_devctx.scheduler.rows.DeviceCounts`.
+    tasks_per_s
+        The tasks that ended, for each second.
+    occupied
+        The share of time in which a worker had a task there; None if there is only one moment.
+    utilization
+        The share of time in which the device computed, by NVML, or None.
+    memory
+        Its bytes of each kind that is known: ``"free"``, ``"total"``, ``"held"``, and so on.
+    nbytes_per_s
+        The bytes that came from other devices, for each second.
+    """
+
+    uuid: str
+    device_id: int
+    name: str | None
+    workers: list[str] = field(default_factory=list)
+    running: int = 0
+    queued: int = 0
+    done: int = 0
+    failed: int = 0
+    tasks_per_s: float = 0.0
+    occupied: float | None = None
+    utilization: float | None = None
+    memory: dict[str, int] = field(default_factory=dict)
+    nbytes_per_s: float = 0.0
+
+
+# Workers may have another version.
+_KNOWN: Final = frozenset(one.name for one in fields(DeviceCounts))
+# The kinds of memory that each worker counts for itself; the others are of the whole device.
+_OF_A_WORKER: Final = ("held", "copies", "spilled")
+_OF_THE_DEVICE: Final = ("free", "total", "limit", "others")
+
+
+def moment(client: Client) -> Any:
+    """Return the cluster as it is now; an asynchronous client gives an awaitable."""
+    return client.sync(_moment, client)
+
+
+async def _moment(client: Client) -> Moment:
+    found: Any = await client.scheduler.identity(n_workers=-1)
+    workers = {address: str(worker["name"]) for address, worker in found["workers"].items()}
+    devices, transfers = {}, Counter[tuple[str, str, str]]()
+    for address, worker in found["workers"].items():
+        metrics = worker["metrics"]
+        for row in metrics.get(METRIC, ()):
+            known = {name: value for name, value in row.items() if name in _KNOWN}
+            devices[address, row["uuid"]] = DeviceCounts(**known)
+        for name in TRAFFIC:
+            for row in metrics.get(name, ()):
+                moved = Transfer(**{"way": "peer", **row})
+                transfers[moved.source, moved.destination, moved.way] += moved.nbytes
+    return Moment(time.monotonic(), workers, devices, transfers)
+
+
+def between(before: Moment, now: Moment) -> list[LiveDevice]:
+    """Return the devices at a moment, with their rates since an earlier moment.
+
+    The devices of a host follow each other, in the order of their ordinals.
+    """
+    elapsed_s = now.at - before.at
+    found: dict[str, LiveDevice] = {}
+    order = sorted(now.devices.items(), key=lambda item: (_host(item[0][0]), item[1].device_id))
+    for (worker, uuid), counts in order:
+        live = found.setdefault(uuid, LiveDevice(uuid, counts.device_id, counts.name))
+        live.workers.append(now.workers[worker])
+        for name in ("running", "queued", "done", "failed"):
+            setattr(live, name, getattr(live, name) + getattr(counts, name))
+        live.utilization = counts.utilization
+        for kind in _OF_THE_DEVICE:
+            nbytes = getattr(counts, f"memory_{kind}")
+            if nbytes is not None:
+                live.memory[kind] = nbytes
+        for kind in _OF_A_WORKER:
+            nbytes = getattr(counts, f"memory_{kind}")
+            if nbytes is not None:
+                live.memory[kind] = live.memory.get(kind, 0) + nbytes
+        earlier = before.devices.get((worker, uuid))
+        if elapsed_s > 0 and earlier is not None:
+            ended = counts.done + counts.failed - earlier.done - earlier.failed
+            live.tasks_per_s += max(ended, 0) / elapsed_s
+            share = (counts.occupied_s - earlier.occupied_s) / elapsed_s
+            live.occupied = min(max(live.occupied or 0.0, share), 1.0)
+    for ends, rate in rates(before, now).items():
+        if ends[1] in found:
+            found[ends[1]].nbytes_per_s += rate
+    return list(found.values())
+
+
+def rates(before: Moment, now: Moment) -> dict[tuple[str, str, str], float]:
+    """Return the bytes for each second that moved, by source, destination and way."""
+    elapsed_s = now.at - before.at
+    if elapsed_s <= 0:
+        return {}
+    return {
+        ends: max(nbytes - before.transfers.get(ends, 0), 0) / elapsed_s
+        for ends, nbytes in now.transfers.items()
+    }
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]

@@ -1,0 +1,168 @@
+"""``dask devctx top``, and ``dask devctx info`` of a whole cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import dask
+import pytest
+from click.testing import CliRunner, Result
+from distributed import Client, LocalCluster
+
+from dask_devctx import Device, LocalDeviceCluster, SimulatedArray
+from dask_devctx.cli import devctx
+
+IN_THIS_PROCESS: dict[str, Any] = {
+    "protocol": "tcp",
+    "processes": False,
+    "dashboard_address": ":0",
+}
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(devctx, [*arguments], catch_exceptions=False)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with (
+        LocalDeviceCluster(n_workers=2, **IN_THIS_PROCESS) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def address_of(client: Client) -> str:
+    return str(client.scheduler.address)
+
+
+def nap(seconds: float) -> SimulatedArray:
+    time.sleep(seconds)
+    return SimulatedArray((100, 100))
+
+
+def test_the_state_is_printed_once(client: Client) -> None:
+    pytest.importorskip("rich")
+    stop = threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            with dask.annotate(device=1):
+                client.gather(client.map(nap, [0.02] * 10, pure=False))
+
+    busy = threading.Thread(target=keep_busy)
+    busy.start()
+    try:
+        time.sleep(1)
+        text = run("top", address_of(client), "--once")
+        found = json.loads(run("top", address_of(client), "--once", "--json").stdout)
+    finally:
+        stop.set()
+        busy.join()
+    assert text.exit_code == 0
+    head, columns, *lines = text.stdout.splitlines()
+    assert head.startswith(f"{address_of(client)}: 4 devices of 2 workers, ")
+    assert columns.split()[:5] == ["device", "worker", "GPU", "busy", "tasks/s"]
+    assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert max(map(len, text.stdout.splitlines())) <= 110
+    one = next(device for device in found["devices"] if device["device_id"] == 1)
+    assert one["uuid"] == Device(1).uuid
+    assert one["done"] > 0
+    assert one["tasks_per_s"] > 5
+    assert one["occupied"] > 0.3
+    assert one["memory"]["total"] == 16 * 2**30
+    idle = next(device for device in found["devices"] if device["device_id"] == 3)
+    assert (idle["done"], idle["tasks_per_s"], idle["occupied"]) == (0, 0, 0)
+
+
+def test_transfers_are_shown(client: Client) -> None:
+    with dask.annotate(device=0):
+        made = client.map(nap, [0.0] * 50, pure=False)
+    with dask.annotate(device=1):
+        client.gather(client.map(lambda x: None, made))
+    deadline = time.monotonic() + 20
+    while True:
+        found = json.loads(run("top", address_of(client), "--once", "--json").stdout)
+        moved = {(row["source"], row["destination"]): row["nbytes"] for row in found["transfers"]}
+        if sum(moved.values()):
+            break
+        assert time.monotonic() < deadline
+    assert moved[Device(0).uuid, Device(1).uuid] == 50 * 80_000
+
+
+def test_it_shows_the_state_live_until_ctrl_c(client: Client) -> None:
+    pytest.importorskip("rich")
+    command = [sys.executable, "-m", "dask", "devctx", "top", address_of(client)]
+    shown = subprocess.Popen(
+        [*command, "--interval", "0.2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "120", "TERM": "xterm", "FORCE_COLOR": "1"},
+    )
+    assert shown.stdout is not None
+    seen = ""
+    timer = threading.Timer(60, shown.kill)
+    timer.start()
+    while seen.count("cuda:3") < 3:
+        line = shown.stdout.readline()
+        assert line, shown.communicate()[1]
+        seen += line
+    shown.send_signal(signal.SIGINT)
+    _, errors = shown.communicate()
+    timer.cancel()
+    assert (shown.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "no scheduler: give its address"),
+        (["tcp://127.0.0.1:1", "--json"], 2, "--json needs --once"),
+        (["tcp://127.0.0.1:1", "--once", "--timeout", "500ms"], 1, "no scheduler at tcp://127.0"),
+    ],
+)
+def test_what_cannot_be_ends_with_a_status(arguments: list[str], status: int, said: str) -> None:
+    result = run("top", *arguments)
+    assert result.exit_code == status
+    assert said in result.stderr
+
+
+def test_without_rich_the_error_names_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    result = run("top", address_of(client), "--once")
+    assert result.exit_code == 1
+    assert 'pip install "dask-devctx[monitoring]"' in result.stderr
+
+
+# -- info
+
+
+def test_the_gpus_of_a_cluster(client: Client) -> None:
+    result = run("info", "--scheduler", address_of(client))
+    assert result.exit_code == 0
+    head, *lines = result.stdout.splitlines()
+    assert head == "Host 127.0.0.1"
+    uses = [line.partition(" uses ")[2] for line in lines if line.startswith("worker ")]
+    assert sorted(", ".join(uses).split(", ")) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+    assert result.stdout.count("4 simulated devices") == 1
+    assert sum(line.startswith("cuda:2 ") and Device(2).uuid in line for line in lines) == 1
+    found = json.loads(run("info", "--scheduler", address_of(client), "--json").stdout)
+    assert len(found) == 2
+    used = sorted(uuid for worker in found.values() for uuid in worker["uses"])
+    assert used == sorted(Device(n).uuid for n in range(4))
+
+
+def test_a_cluster_without_the_plugin_ends_with_status_1() -> None:
+    with LocalCluster(n_workers=1, **IN_THIS_PROCESS) as cluster:
+        result = run("info", "--scheduler", cluster.scheduler_address)
+    assert result.exit_code == 1
+    assert "does not run the plugin: client.register_plugin(DevicePlugin())" in result.stdout
