@@ -174,6 +174,7 @@ class DeviceExtension:
             if self.memory is not None:
                 self.memory.looks_at_others = not rmm_keeps_memory(options)
             around.tell(self.memory, self.record, self.monitor.retries)
+            self.claims.memory = self.memory
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
@@ -278,7 +279,7 @@ class DeviceExtension:
             else:
                 claim, device = None, self.placement.place(ts.key, ts.prefix, wanted, inputs)
                 devices = (device,)
-            self.record.placed(ts, device, before)
+            self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
             if self._share.gave_up(wanted):  # another worker has the device now
@@ -334,7 +335,7 @@ class DeviceExtension:
             return
         if self.memory is not None:
             self.memory.handed_over(key)  # of a result that dask did not take
-        seconds = self.record.left(device, ts)
+        seconds = self.record.left(device, key, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)
         # A task that failed, was dropped or runs again has no value whose lifetime begins here.
@@ -344,7 +345,7 @@ class DeviceExtension:
     def _ended_later(self, key: Hashable, ts: Any, start: str) -> None:
         """Note the outcome of a task that seceded, or that had no device: it has no place now."""
         spec = ts.run_spec
-        if spec.__class__ is not DeviceTask:
+        if not isinstance(spec, DeviceTask):
             self.record.ended(None, ts)
         elif start == "long-running" and isinstance(spec.device, Device):
             self.record.ended(spec.device, ts)
