@@ -41,6 +41,12 @@ _METHODS = (
 )
 
 
+# The remedy where a function of dask.array, such as da.unique or da.percentile, needs host arrays.
+_DASK_ARRAYS = (
+    ". A function of dask.array that works on host arrays alone takes "
+    "x.map_blocks(lambda block: block.get())"
+)
+
 # Functions whose indices may be in host memory, as in x[indices].
 _TAKE_HOST_INDICES = frozenset([np.take, np.compress, np.repeat])
 
@@ -259,7 +265,7 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise TypeError(
             "a SimulatedArray is not turned into a NumPy array unasked: it lives on "
-            f"{self._device}. Copy it to the host with .get()"
+            f"{self._device}. Copy it to the host with .get(){_DASK_ARRAYS}"
         )
 
     # -- computation
@@ -415,7 +421,7 @@ def _unwrapped(value: Any, used: list[SimulatedArray], *, host: bool = False) ->
     if isinstance(value, np.ndarray) and value.ndim and not host:
         raise TypeError(
             f"a NumPy array of shape {value.shape} is in host memory and cannot be computed with "
-            "a SimulatedArray. Put it on the device with SimulatedArray.asarray"
+            f"a SimulatedArray. Put it on the device with SimulatedArray.asarray{_DASK_ARRAYS}"
         )
     return value
 

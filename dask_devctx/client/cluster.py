@@ -15,6 +15,7 @@ from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 
 from dask_devctx.client.arguments import has_nannies, without_dask_cudas
+from dask_devctx.client.main_module import refuse_unguarded_main
 from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_also
@@ -61,6 +62,8 @@ class LocalDeviceCluster(WatchedCluster):
         No GPU was found, and no device is simulated.
     MissingPackageError
         A package that an option needs is not installed.
+    RuntimeError
+        A script starts the cluster outside of ``if __name__ == "__main__":``.
     TypeError
         An argument is unknown, or ``plugin`` is given together with its options.
     ValueError
@@ -136,6 +139,7 @@ class LocalDeviceCluster(WatchedCluster):
             kwargs["memory_limit"] = MEMORY_LIMIT // self._most_workers(n_workers)
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
+            refuse_unguarded_main()
         super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
 
     def _most_workers(self, n_workers: int) -> int:

@@ -82,6 +82,19 @@ def read(which: object) -> Name:
         raise _not_a_name(which) from None
 
 
+def refuse_no_name(which: object) -> None:
+    """Refuse a text that names no device on any machine, and an object of another type.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``which`` does not name a device.
+    """
+    name = read(which)
+    if name.kind == "unknown":
+        raise ValueError(f"{which!r} names no device. {name.value}")
+
+
 def find(which: object, inventory: Inventory) -> DeviceInfo | None:
     """Return the device that ``which`` names; None if it names the current device.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.naming import refuse_no_name
 from dask_devctx.cuda.several import Together
 from dask_devctx.cuda.suspending import ScopedFunction, call
 from dask_devctx.cuda.synchronized import Synchronized
@@ -38,10 +39,11 @@ def on_device(
     Raises
     ------
     TypeError
-        The decorated object cannot be called, or the device is missing. On calling: ``which`` does
-        not name a device.
+        The decorated object cannot be called, the device is missing, or ``which`` is of a type
+        that names no device.
     ValueError
-        The list is empty. On calling: it names a device twice.
+        ``which`` is a text that names no device on any machine, or the list is empty. On calling:
+        the list names a device twice.
     DeviceNotFoundError
         On calling: this process does not have the device.
 
@@ -71,6 +73,10 @@ def on_device(
         which = list(which)  # the caller may change its own
         if not which:
             raise ValueError("on_device([]) names no device: give at least one, on_device([0, 1])")
+        for one in which:
+            refuse_no_name(one)
+    elif which is not None:
+        refuse_no_name(which)
 
     def decorate(fn: Callable[P, T]) -> DeviceFunction[P, T]:
         return DeviceFunction(which, fn, synchronize)

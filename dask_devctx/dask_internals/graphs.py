@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,8 +32,10 @@ _FRAMES = "dask.dataframe.dask_expr._collection"
 
 
 @contextmanager
-def before_each_frame(call: Callable[[], None]) -> Iterator[bool]:
+def before_each_frame(call: Callable[[], bool]) -> Iterator[bool]:
     """While it is open, a function is called before each frame is made.
+
+    If it returns True, dask's own warning, that annotations are ignored, is left out.
 
     Yields
     ------
@@ -50,9 +53,12 @@ def before_each_frame(call: Callable[[], None]) -> Iterator[bool]:
 
     @functools.wraps(init)
     def calling(self: Any, *args: Any, **kwargs: Any) -> None:
-        if opened:
-            call()
-        init(self, *args, **kwargs)
+        if opened and call():
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Dask annotations .* detected", UserWarning)
+                init(self, *args, **kwargs)
+        else:
+            init(self, *args, **kwargs)
 
     opened = True
     frame.__init__ = calling

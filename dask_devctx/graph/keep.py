@@ -166,8 +166,11 @@ def _by_value(function: Callable[..., Any]) -> bytes:
     return pickled
 
 
-def _warn_of_loss() -> None:
-    """Warn where a frame is made under an annotation of this package, which dask drops."""
+def _warn_of_loss() -> bool:
+    """Warn where a frame is made under an annotation of this package, which dask drops.
+
+    Returns whether the warnings say all: there are no other annotations.
+    """
     given = dask.get_annotations()
     for name in sorted(optimize.NAMES & given.keys()):
         warnings.warn(
@@ -177,3 +180,4 @@ def _warn_of_loss() -> None:
             "map_partitions(on_device(...)(function))",
             stacklevel=3,
         )
+    return bool(given) and given.keys() <= optimize.NAMES

@@ -90,8 +90,21 @@ def test_device_is_looked_up_when_it_is_called():
     far = on_device("GPU-eeeeeeee")(ordinal)
     with pytest.raises(DeviceNotFoundError):
         far()
-    with pytest.raises(TypeError, match="a device is an ordinal"):
-        on_device(1.5)(ordinal)()
+
+
+@pytest.mark.parametrize(
+    ("which", "kind", "said"),
+    [
+        ("bogus", ValueError, "'bogus' names no device. A device is an ordinal"),
+        (["cuda:1", "cuda:x"], ValueError, "'cuda:x' names no device"),
+        ("auto", ValueError, r"for annotations alone: dask.annotate\(device='auto'\)"),
+        ("cpu", ValueError, r"The host is no device. to_device\(value, \"cpu\"\)"),
+        (1.5, TypeError, "a device is an ordinal .* got 1.5 of type float"),
+    ],
+)
+def test_a_name_of_no_device_is_refused_where_it_is_written(which, kind, said):
+    with pytest.raises(kind, match=said):
+        on_device(which)
 
 
 @pytest.mark.parametrize("thing", [17, "fn", classmethod(ordinal)])

@@ -1,0 +1,72 @@
+"""Mistakes of a first day: each has a message with the reason and the remedy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from distributed import Client
+
+from dask_devctx import Device, DevicesInUseError, LocalDeviceCluster, SimulatedArray
+
+START = "LocalDeviceCluster(n_workers=1, dashboard_address=':0')"
+GUARD = 'if __name__ == "__main__":'
+
+
+def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
+    path.write_text("from dask_devctx import LocalDeviceCluster\n" + text)
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(
+        [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=100
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [f"cluster = {START}\n", f"def main():\n    {START}\n\nmain()\n", f"with {START}:\n    pass\n"],
+    ids=["at once", "in a function", "in a with"],
+)
+def test_a_script_that_starts_a_cluster_while_it_is_imported(tmp_path, text):
+    done = run_script(tmp_path / "job.py", text)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: ")
+    assert "job.py, line" in last
+    assert "a process that imports the script" in last
+    assert last.endswith(GUARD)
+    assert "distributed.nanny" not in done.stderr  # no process was started
+
+
+def test_a_script_with_the_guard_starts(tmp_path):
+    done = run_script(tmp_path / "job.py", f"{GUARD}\n    {START}.close()\n    print('closed')\n")
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
+
+
+def test_a_notebook_cell_that_runs_twice():
+    one = {"n_workers": 1, "devices": [0], "dashboard_address": ":0"}
+    with LocalDeviceCluster(**one), pytest.raises(DevicesInUseError) as caught:
+        LocalDeviceCluster(**one, silence_logs=50)
+    assert "is held by" in str(caught.value)
+    assert "cluster.close(), or client.shutdown()" in str(caught.value)
+
+
+def test_functions_of_dask_array_that_need_host_arrays():
+    da = pytest.importorskip("dask.array")
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
+        Client(cluster),
+        Device(0),
+    ):
+        host = da.from_array(np.array([3.0, 1.0, 1.0, 2.0]), chunks=2)
+        x = host.map_blocks(SimulatedArray.asarray, meta=SimulatedArray(0))
+        remedy = r"x\.map_blocks\(lambda block: block\.get\(\)\)"
+        with pytest.raises(TypeError, match=remedy):
+            da.percentile(x, 50).compute()
+        with pytest.raises(TypeError, match=remedy):
+            da.unique(x).compute()
+        back = x.map_blocks(lambda block: block.get(), meta=np.empty(0))
+        assert da.unique(back).compute().tolist() == [1.0, 2.0, 3.0]
