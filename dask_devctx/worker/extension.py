@@ -11,6 +11,7 @@ from distributed import Reschedule, Status, Worker
 
 from dask_devctx.annotations import Request, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
+from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
@@ -169,7 +170,10 @@ class DeviceExtension:
             self.memory = steps.enter_context(
                 within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
             )
+            if self.memory is not None:
+                self.memory.looks_at_others = not rmm_keeps_memory(options)
             around.tell(self.memory, self.record, self.monitor.retries)
+            self.claims.memory = self.memory
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
@@ -278,7 +282,7 @@ class DeviceExtension:
             else:
                 claim, device = None, self.placement.place(ts.key, ts.prefix, wanted, inputs)
                 devices = (device,)
-            self.record.placed(ts, device, before)
+            self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
             if self._share.gave_up(wanted):  # another worker has the device now
@@ -324,7 +328,7 @@ class DeviceExtension:
             return
         if self.memory is not None:
             self.memory.handed_over(key)  # of a result that dask did not take
-        seconds = self.record.left(device, ts)
+        seconds = self.record.left(device, key, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)
         # A task that failed, was dropped or runs again has no value whose lifetime begins here.
@@ -334,7 +338,7 @@ class DeviceExtension:
     def _ended_later(self, key: Hashable, ts: Any, start: str) -> None:
         """Note the outcome of a task that seceded, or that had no device: it has no place now."""
         spec = ts.run_spec
-        if spec.__class__ is not DeviceTask:
+        if not isinstance(spec, DeviceTask):
             self.record.ended(None, ts)
         elif start == "long-running" and isinstance(spec.device, Device):
             self.record.ended(spec.device, ts)
