@@ -31,6 +31,7 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import monitoring_functions
 from dask_devctx.worker.history import remembering
+from dask_devctx.worker.host_coroutine import HostCoroutine
 from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
@@ -265,11 +266,7 @@ class DeviceExtension:
             watched, once = conditions.read(annotations)
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
-                self._done(ts.key, None)  # if it had a device before it was requested again
-                if self.inputs is not None:
-                    self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
-                if ts.dependencies and isinstance(self._worker.data, DeviceData):
-                    tasks.replace(ts, HostTask(ts.run_spec, self._worker.data.memory))
+                self._leave_without_device(ts)
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # a task that ran out of memory elsewhere may have a next device
@@ -321,6 +318,16 @@ class DeviceExtension:
             if inputs and self.placement.has_queue(device):
                 self.inputs.start_moving(inputs, stand_in.lifetimes, *devices)
         self._advice.give()
+
+    def _leave_without_device(self, ts: Any) -> None:
+        self._done(ts.key, None)  # if it had a device before it was requested again
+        if self.inputs is not None:
+            self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
+        tasks.restore(ts)  # if it was given a stand-in before it was requested again
+        if ts.run_spec.is_coro:
+            tasks.replace(ts, HostCoroutine(ts.run_spec))
+        if ts.dependencies and isinstance(self._worker.data, DeviceData):
+            tasks.replace(ts, HostTask(ts.run_spec, self._worker.data.memory))
 
     def _done(self, key: Hashable, ts: Any) -> None:
         device = self.placement.remove(key)
