@@ -8,6 +8,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -73,3 +76,29 @@ def test_several_devices(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "solved on devices [0, 1] in 60 steps: same" in done.stdout
     assert "40 columns beside it on devices" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "last", "picture"),
+    [
+        ("scope_only", (), "the caller's device: the same", ""),
+        ("hyperparameters", ("--models", "8"), "best of 8", "hyperparameters.png"),
+        ("batch_inference", ("--images", "64"), "classes are right", "batch_inference.png"),
+        ("model_server", ("--requests", "30"), "answers are right", ""),
+        ("larger_than_memory", ("--chunks", "24"), "sums are right", ""),
+    ],
+)
+def test_the_gallery(tmp_path: Path, name: str, arguments: Any, last: str, picture: str) -> None:
+    if picture:
+        arguments = ("--out", str(tmp_path), *arguments)
+    path = EXAMPLES / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 150
+    done = run_example(str(path), *arguments, DASK_DEVCTX__SIMULATED_DEVICES="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith(last)
+    if picture:
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    if name == "larger_than_memory":
+        found = re.search(r"room for 16 MiB; (\d+) MiB went to the host", done.stdout)
+        assert found is not None
+        assert int(found[1]) >= 8
