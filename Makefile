@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 # CuPy, where there is a GPU to compute on.
-EXTRAS := test,demo,lint$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
+EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo test soak trials blame upstream fuzz lint dist-check format clean
+.PHONY: demo test soak trials blame upstream fuzz lint docs dist-check format clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/segment_images.py --out demo
@@ -40,6 +40,11 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The documentation site, into build/site; a warning is an error. It works offline.
+docs: $(VENV)/ready
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+	@echo build/site/index.html
 
 # The sdist and the wheels, with a C compiler and without one.
 dist-check: $(VENV)/ready

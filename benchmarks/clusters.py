@@ -49,8 +49,12 @@ def ours(
     library: str,
     n_devices: int,
     n_workers: int | None,
+    limit: Any = "auto",
 ) -> Iterator[Cluster]:
-    """``LocalDeviceCluster`` with this number of workers; None for its default number."""
+    """``LocalDeviceCluster`` with this number of workers; None for its default number.
+
+    ``limit`` is its limit of device memory.
+    """
     import dask
     from distributed import Client
 
@@ -65,6 +69,7 @@ def ours(
             **({} if n_workers is None else {"n_workers": n_workers}),
             devices=range(n_devices),
             memory_limit=0,
+            device_memory_limit=limit,
             dashboard_address=":0",
         ) as cluster,
         Client(cluster) as client,
@@ -86,9 +91,13 @@ def _environment(**variables: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dask_cuda(
-    library: str, n_devices: int, protocol: str, pool_nbytes: int | None
+    library: str, n_devices: int, protocol: str, pool_nbytes: int | None, limit: Any = 0
 ) -> Iterator[Cluster]:
-    """``LocalCUDACluster`` with a worker for each GPU; CuPy uses RMM's pool if there is one."""
+    """``LocalCUDACluster`` with a worker for each GPU; CuPy uses RMM's pool if there is one.
+
+    With a limit of device memory, the workers have dask's own limit of host memory, too: dask-cuda
+    moves nothing to the host without it.
+    """
     from dask_cuda import LocalCUDACluster
     from distributed import Client
 
@@ -98,8 +107,8 @@ def dask_cuda(
             CUDA_VISIBLE_DEVICES=list(range(n_devices)),
             protocol=protocol,
             rmm_pool_size=pool_nbytes,
-            memory_limit=0,
-            device_memory_limit=0,
+            memory_limit="auto" if limit else 0,
+            device_memory_limit=limit,
             dashboard_address=":0",
         ) as cluster,
         Client(cluster) as client,

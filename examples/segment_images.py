@@ -351,7 +351,7 @@ def segment(
 
     with LocalDeviceCluster(synchronize=True) as cluster, Client(cluster) as client:
         page = cluster.dashboard_link.replace("/status", "/devices")
-        print(f"See the devices at work for the next {seconds:.0f} s:\n\n    {page}\n")
+        print(f"See the devices at work for the next {seconds:.0f} s:\n\n    {page}\n", flush=True)
         first, latest, rounds = run_rounds(client, images, largest, seconds, found, library)
         results = client.gather({name: one.measured for name, one in first.items()})
         agreed = client.gather({name: one.agreed for name, one in latest.items()})

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -214,7 +215,8 @@ def main(given: list[str] | None = None) -> int:
     lost = wrong = not_found = 0
     began = time.monotonic()
     with (
-        dask.config.set(settings),
+        tempfile.TemporaryDirectory() as locks,  # others may use devices of the same names
+        dask.config.set({**settings, "devctx.lock-directory": locks}),
         LocalDeviceCluster(
             n_workers=arguments.workers,
             dashboard_address=":0",

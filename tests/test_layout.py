@@ -22,7 +22,7 @@ LONGER = {
     "simulated_array.py": 510,
     "transfer/move.py": 360,
     "transfer/protocols.py": 450,
-    "worker/extension.py": 400,
+    "worker/extension.py": 410,
     "transfer/replicas.py": 350,
     "worker/inputs.py": 350,
     "worker/ipc/outgoing.py": 350,

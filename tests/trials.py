@@ -1,12 +1,14 @@
 """Random trials on simulated devices: each result is right or a clear error, and nothing hangs.
 
-Run as ``make trials``. Three kinds of trial, each with its own number of repetitions:
+Run as ``make trials``. Four kinds of trial, each with its own number of repetitions:
 
 - *graphs*: a random graph of tasks of every kind, with values in every kind of container and random
   devices; each result is compared with the same graph computed by NumPy.
 - *changes*: the plugin is registered, replaced and taken away while such a graph runs.
 - *faults*: one call of the driver fails in the worker while a small graph runs. Each result is
   right or one of this package's errors, and the worker works afterwards.
+- *claims*: 500 tasks of 1 to 4 devices, parts of one and reservations, with priorities, failures
+  and cancellations. No device is ever over its places and bytes, and none is held afterwards.
 
 A failing trial prints its seed: ``--seed N --graphs 1`` repeats it.
 """
@@ -25,14 +27,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import dask
 import numpy as np
 from cuda.bindings.driver import CUresult
 from distributed import Client, LocalCluster
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, driver, on_device
+from dask_devctx import (
+    Device,
+    DevicePlugin,
+    LocalDeviceCluster,
+    driver,
+    on_device,
+    task_devices,
+)
 from dask_devctx.config.options import LOOK_AHEAD
 from dask_devctx.driver.simulated.faults import WORKING_CALLS
 from dask_devctx.errors import DevctxError
@@ -40,6 +49,7 @@ from dask_devctx.simulated_array import SimulatedArray
 
 LENGTH = 16
 DEVICES = 4
+LIMIT = int(0.8 * 16 * 2**30)  # the bytes that tasks may reserve on a simulated device
 TIMEOUT_S = 60.0
 STATUSES = (
     CUresult.CUDA_ERROR_OUT_OF_MEMORY,
@@ -202,6 +212,83 @@ def faults(client: Client, random_: random.Random) -> None:
             time.sleep(0.1)
 
 
+class Used:
+    """The shares and bytes of each device that tasks of one process have now."""
+
+    lock = threading.Lock()
+    shares: ClassVar[Counter[int]] = Counter()
+    nbytes: ClassVar[Counter[int]] = Counter()
+
+
+def use(number: int, count: int, share: float, nbytes: int, seconds: float, fails: bool) -> int:
+    """Take a part of this task's devices for a while; raise if that is too much."""
+    devices = [int(device) for device in task_devices()]
+    assert len(set(devices)) == count, devices
+    units = int(share * 1000)
+    with Used.lock:
+        for one in devices:
+            Used.shares[one] += units
+            Used.nbytes[one] += nbytes
+        had = max(Used.shares.values()), max(Used.nbytes.values())
+    try:
+        assert had[0] <= 1000, had
+        assert had[1] <= LIMIT, had
+        time.sleep(seconds)
+        if fails:
+            raise KeyError(number)
+        return number
+    finally:
+        with Used.lock:
+            for one in devices:
+                Used.shares[one] -= units
+                Used.nbytes[one] -= nbytes
+
+
+def claims(client: Client, random_: random.Random) -> None:
+    """Run tasks that ask for more, or less, than one device, and check what they have."""
+    futures = []
+    cancelled = []
+    for number in range(500):
+        count = random_.choice([1, 1, 1, 1, 2, 3, 4])
+        named = random_.random() < 0.5
+        share = random_.choice([None, None, 0.1, 0.25, 1.0])
+        nbytes = random_.choice([None, None, LIMIT // 10, LIMIT // 3, LIMIT])
+        asks = {
+            "priority": random_.choice([0, 0, 1]),
+            "devices": random_.sample(range(DEVICES), count) if named else count,
+            "device_share": share,
+            "device_memory": nbytes,
+        }
+        if asks["devices"] == 1:
+            del asks["devices"]
+        counts = share or (1.0 if nbytes is None else nbytes / LIMIT)
+        fails = random_.random() < 0.05
+        with dask.annotate(**{name: value for name, value in asks.items() if value is not None}):
+            seconds = random_.choice([0, 0.001, 0.005])
+            future = client.submit(
+                *(use, number, count, counts, nbytes or 0, seconds, fails), pure=False
+            )
+        (cancelled if random_.random() < 0.05 else futures).append((future, number, fails))
+    client.cancel([future for future, _, _ in cancelled])
+    for future, number, fails in futures:
+        if fails:
+            assert isinstance(future.exception(timeout=TIMEOUT_S), KeyError)
+        else:
+            assert future.result(timeout=TIMEOUT_S) == number
+    assert set(client.run(_held).values()) == {0}
+
+
+async def _held(dask_worker: Any) -> int:
+    """Return how many claims a worker still has, after those that are ending."""
+    admission = dask_worker.plugins["devctx"].extension.claims.admission
+    for _ in range(200):
+        held = sum(len(admission.holding(Device(n))) for n in range(DEVICES))
+        if not (held or admission.waiting()):
+            return 0
+        await asyncio.sleep(0.01)
+    return held + len(admission.waiting())
+
+
 def _inject(function: str, status: int, times: int) -> None:
     _faults().inject(function, CUresult(status), times=times)
 
@@ -235,6 +322,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--graphs", type=int, default=118)
     parser.add_argument("--changes", type=int, default=170, help="trials of three changes each")
     parser.add_argument("--faults", type=int, default=249)
+    parser.add_argument("--claims", type=int, default=20, help="trials of 500 tasks each")
     parser.add_argument("--workers", type=int, default=1, help="for the graphs")
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     arguments = parser.parse_args(given)
@@ -264,6 +352,8 @@ def main(given: list[str] | None = None) -> int:
             outcome["changes"] = repeat("changes", changes, seeds(arguments.changes), client)
         with LocalDeviceCluster(n_workers=1, **common) as cluster, Client(cluster) as client:
             outcome["faults"] = repeat("faults", faults, seeds(arguments.faults), client)
+        with LocalDeviceCluster(n_workers=1, **common) as cluster, Client(cluster) as client:
+            outcome["claims"] = repeat("claims", claims, seeds(arguments.claims), client)
     assert threading.active_count() <= threads_before + 8  # pools that dask keeps
     if outcome.total():
         return 1
@@ -272,4 +362,7 @@ def main(given: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # The workers have to find the functions under this module's name.
+    from tests import trials
+
+    sys.exit(trials.main())

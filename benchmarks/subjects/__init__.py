@@ -16,6 +16,7 @@ _MODULES = {
     "startup": "startup",
     "transfer": "transfer",
     "jobs": "jobs",
+    "memory": "memory",
 }
 NAMES = tuple(_MODULES)
 

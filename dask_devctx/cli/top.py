@@ -53,13 +53,9 @@ def top(scheduler: str | None, once: bool, as_json: bool, interval: float, **whe
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once")
-    if not as_json:
-        try:
-            import rich  # noqa: F401
-        except ImportError:
-            remedy = 'pip install "dask-devctx[monitoring]"'
-            raise click.ClickException(f"this needs the package rich: {remedy}") from None
     with connected(scheduler, **where) as client:
+        if not as_json:
+            _require_rich()
         try:
             if once:
                 _print_once(client, as_json, max(interval, _HEARTBEAT_S))
@@ -68,6 +64,14 @@ def top(scheduler: str | None, once: bool, as_json: bool, interval: float, **whe
                     _show_live(client, interval)
         except (OSError, TimeoutError) as error:
             raise click.ClickException(f"the scheduler went away: {error}") from error
+
+
+def _require_rich() -> None:
+    try:
+        import rich  # noqa: F401
+    except ImportError:
+        remedy = 'pip install "dask-devctx[monitoring]"'
+        raise click.ClickException(f"this needs the package rich: {remedy}") from None
 
 
 def _print_once(client: Client, as_json: bool, interval: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from distributed import Client
@@ -78,6 +78,8 @@ class LiveDevice:
     nbytes_per_s: float = 0.0
 
 
+# Workers may have another version.
+_KNOWN: Final = frozenset(one.name for one in fields(DeviceCounts))
 # The kinds of memory that each worker counts for itself; the others are of the whole device.
 _OF_A_WORKER: Final = ("held", "copies", "spilled")
 _OF_THE_DEVICE: Final = ("free", "total", "limit", "others")
@@ -95,7 +97,8 @@ async def _moment(client: Client) -> Moment:
     for address, worker in found["workers"].items():
         metrics = worker["metrics"]
         for row in metrics.get(METRIC, ()):
-            devices[address, row["uuid"]] = DeviceCounts(**row)
+            known = {name: value for name, value in row.items() if name in _KNOWN}
+            devices[address, row["uuid"]] = DeviceCounts(**known)
         for name in TRAFFIC:
             for row in metrics.get(name, ()):
                 moved = Transfer(**{"way": "peer", **row})

@@ -178,7 +178,7 @@ async def _report(client: Client, by: By) -> Report:
         workers[worker] = answer is not None
         if answer is not None:
             who = {"worker": worker, "worker_name": answer["name"]}
-            tasks += [ReportedTask(*(*run, worker)) for run in answer["runs"]]
+            tasks += [_task(run, worker) for run in answer["runs"]]
             devices += [ReportedDevice(**row, **who) for row in answer["devices"]]
             transfers += [ReportedTransfer(worker=worker, **row) for row in answer["transfers"]]
             refused += [ReportedRefusal(*(*task, worker)) for task in answer["refused"]]
@@ -202,6 +202,11 @@ async def _report(client: Client, by: By) -> Report:
         hosted=hosted,
         by=by,
     )
+
+
+def _task(run: Sequence[Any], worker: str) -> ReportedTask:
+    # A row may lack its last fields.
+    return ReportedTask(**dict(zip(TaskRun.__slots__, run, strict=False)), worker=worker)
 
 
 async def _past(client: Client) -> tuple[dict[str, Any], dict[tuple[str, str, str], list[float]]]:

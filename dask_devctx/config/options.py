@@ -73,8 +73,8 @@ class Options:
         Chooses the device of a task that names none, given one :class:`~dask_devctx.Candidate` per
         device: see docs/placement.md. By default the task goes where it starts soonest.
     synchronize
-        Wait for the device before a task counts as done, so that a failure names the one task that
-        caused it.
+        Wait for the device before a task counts as done. This is slower. A failure then has fewer
+        suspects, which run again.
     nvtx
         Whether each task has an NVTX range with its key, for Nsight Systems. This needs the package
         ``nvtx``.

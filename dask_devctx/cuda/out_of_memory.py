@@ -72,7 +72,8 @@ def release_caches(error: BaseException | None = None) -> None:
 
     References
     ----------
-    ``cupy.get_default_memory_pool().free_all_blocks``, ``torch.cuda.empty_cache``.
+    ``cupy.get_default_memory_pool().free_all_blocks``, ``cudaMemPoolTrimTo``,
+    ``torch.cuda.empty_cache``.
     """
     for one in () if error is None else _chain(error):
         traceback.clear_frames(one.__traceback__)
@@ -95,6 +96,9 @@ def _release_cupy() -> None:
     if cupy is not None:
         cupy.get_default_memory_pool().free_all_blocks()
         cupy.get_default_pinned_memory_pool().free_all_blocks()
+        if cupy.cuda.get_allocator() == cupy.cuda.malloc_async:
+            runtime = cupy.cuda.runtime
+            runtime.memPoolTrimTo(runtime.deviceGetDefaultMemPool(runtime.getDevice()), 0)
 
 
 def _release_torch() -> None:

@@ -169,6 +169,20 @@ def leave_nothing_current() -> None:
         _empty(backend.calls)
 
 
+class NothingCurrent:
+    """A scope in which no context is current on the calling thread; for one ``with`` at a time."""
+
+    __slots__ = ("_previous",)
+
+    def __enter__(self) -> None:
+        self._previous = driver.backend().current_context()
+        leave_nothing_current()
+
+    def __exit__(self, *error: object) -> None:
+        if self._previous:
+            driver.backend().calls.set_current(self._previous)
+
+
 def _empty(calls: Calls) -> None:
     """Take all contexts off the driver's stack of this thread, also those that others pushed.
 

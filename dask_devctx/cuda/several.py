@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any, Self
 
 from dask_devctx.cuda.device import Device
 
 # A task of one device sets the device itself: a tuple for each task would cost as much again.
-_of_this_task: ContextVar[Device | tuple[Device, ...] | None] = ContextVar(
-    "devices_of_this_task", default=None
-)
+Noted = Device | tuple[Device, ...] | None
+
+_of_this_task: ContextVar[Noted] = ContextVar("devices_of_this_task", default=None)
 
 
 def task_devices() -> tuple[Device, ...]:
@@ -52,19 +52,21 @@ def task_devices() -> tuple[Device, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
+def note_devices(devices: Noted) -> Noted:
+    """Let :func:`task_devices` return these devices from now on; return those before."""
+    before = _of_this_task.get()
+    _of_this_task.set(devices)
+    return before
+
+
 @contextmanager
-def known_as_the_tasks(devices: Device | tuple[Device, ...]) -> Iterator[None]:
+def known_as_the_tasks(devices: Noted) -> Iterator[None]:
     """While it is open, :func:`task_devices` returns these devices on this thread."""
-    token = _of_this_task.set(devices)
+    before = note_devices(devices)
     try:
         yield
     finally:
-        _of_this_task.reset(token)
-
-
-def note_devices(devices: Device | tuple[Device, ...]) -> None:
-    """Let :func:`task_devices` return these devices in the rest of this context."""
-    _of_this_task.set(devices)
+        note_devices(before)
 
 
 class Together:
@@ -88,16 +90,15 @@ class Together:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         refuse_twice(self.devices)
-        self._token: Token[Any] | None = None
+        self._before: Noted = None
 
     def __enter__(self) -> Self:
         self.devices[0].__enter__()
-        self._token = _of_this_task.set(self.devices)
+        self._before = note_devices(self.devices)
         return self
 
     def __exit__(self, *error: Any) -> bool | None:
-        assert self._token is not None
-        _of_this_task.reset(self._token)
+        note_devices(self._before)
         return self.devices[0].__exit__(*error)
 
     def synchronize(self) -> None:

@@ -1,20 +1,9 @@
-"""Replacement of the functions by which distributed serializes values, and of those for a type."""
+"""Replacement of functions in distributed's registries of serializers."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any, Final
-
-from dask_devctx.dask_internals.worker import replaced
-
-# Every value that distributed packs or unpacks goes through one of these. distributed looks each
-# name up in its module at each call.
-_FUNCTIONS: Final = {
-    "distributed.protocol.serialize": ("serialize", "deserialize"),
-    "distributed.protocol.pickle": ("dumps", "loads"),
-}
+from collections.abc import Callable
+from typing import Any
 
 
 def register_instead(registry: Any, kind: type, serialize: Callable[..., Any]) -> None:
@@ -23,22 +12,3 @@ def register_instead(registry: Any, kind: type, serialize: Callable[..., Any]) -
     theirs = found[kind]
     for each in [each for each, known in found.items() if known is theirs]:
         registry.register(each, serialize)
-
-
-@contextmanager
-def wrapped_serialization(
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Iterator[None]:
-    """While it is open, each function of this process that packs or unpacks a value is wrapped.
-
-    Parameters
-    ----------
-    wrap
-        Given such a function, returns the wrapped one.
-    """
-    with ExitStack() as steps:
-        for name, functions in _FUNCTIONS.items():
-            module = vars(importlib.import_module(name))
-            for function in functions:
-                steps.enter_context(replaced(module, function, wrap(module[function])))
-        yield

@@ -77,8 +77,8 @@ def replace(ts: Any, run_spec: Any) -> None:
 
 
 def restore(ts: Any) -> None:
-    """Let a worker call a task itself again, if a stand-in has its place."""
-    if isinstance(ts.run_spec, TaskStandIn):
+    """Let a worker call a task itself again, if a stand-in has its place, or several."""
+    while isinstance(ts.run_spec, TaskStandIn):
         ts.run_spec = ts.run_spec.task
 
 

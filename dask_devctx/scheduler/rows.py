@@ -37,6 +37,8 @@ class TaskRun:
         The seconds that passed, after its first start, until there was enough memory for it.
     thread
         The identifier of its thread, or None.
+    nth
+        For a task of several devices, which has a row for each: the number of this one, from 0.
     """
 
     key: Hashable
@@ -50,6 +52,7 @@ class TaskRun:
     inputs_s: float = 0.0
     memory_s: float = 0.0
     thread: int | None = None
+    nth: int = 0
 
 
 @dataclass(frozen=True, slots=True)

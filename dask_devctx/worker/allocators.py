@@ -28,6 +28,8 @@ _NO_LIMIT_NBYTES = 2**64 - 1
 
 # The libraries of this process that allocate through RMM for good.
 _lasting: set[str] = set()
+# CuPy's allocator before this process's workers set one, and then those of the workers.
+_of_workers: list[Callable[[int], Any]] = []
 
 
 @contextmanager
@@ -197,15 +199,25 @@ _THROUGH_RMM: dict[str, Callable[[], Any]] = {
 
 @contextmanager
 def _cupy_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
-    """While it is open, CuPy uses an allocator; one that other code sets meanwhile stays."""
+    """While it is open, CuPy uses an allocator; one that other code sets meanwhile stays.
+
+    CuPy has one allocator for a process. Its workers may end in any order: the allocator of the
+    worker that came last among those that are there is used, and in the end the earlier one.
+    """
     cuda = import_module("cupy").cuda
-    before = cuda.get_allocator()
+    if not _of_workers:
+        _of_workers.append(cuda.get_allocator())
+    _of_workers.append(allocator)
     cuda.set_allocator(allocator)
     try:
         yield
     finally:
+        # The last of those that are equal; all of them are the same function.
+        del _of_workers[len(_of_workers) - 1 - _of_workers[::-1].index(allocator)]
         if cuda.get_allocator() == allocator:
-            cuda.set_allocator(before)
+            cuda.set_allocator(_of_workers[-1])
+        if len(_of_workers) == 1:
+            _of_workers.clear()
 
 
 @contextmanager

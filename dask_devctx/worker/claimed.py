@@ -65,6 +65,7 @@ class ClaimedTask(DeviceTask):
     ) -> None:
         super().__init__(task, device, **given)
         self.claim = claim
+        self.known = claim.devices
         self.makes_actor = makes_actor
         self.room = room
 

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 from distributed import Worker
 
-from dask_devctx import driver
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.serialization import wrapped_serialization
 from dask_devctx.dask_internals.worker import wrapped_handler
-from dask_devctx.errors import DevctxError
 from dask_devctx.worker.inputs import Inputs
-
-
-class _Landing(NamedTuple):
-    """The device for the values that the threads of one worker pack and unpack."""
-
-    device: Device
-    threads: set[int]
-
-    def add_this_thread(self) -> None:
-        self.threads.add(threading.get_ident())
-
-
-_landings: list[_Landing] = []
-_lock = threading.Lock()
-_wrapped = ExitStack()
 
 
 @contextmanager
@@ -46,59 +26,33 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
 
     Notes
     -----
-    Libraries unpack an array on their default device, CUDA's first, if no other device is current;
-    some pack it by way of that device, too. For a worker that does not use the first device, one of
-    the worker's devices is current while distributed packs or unpacks a value on the threads that
-    do this: the event loop's thread, and that of the ``offload`` executor. Before and after,
-    nothing is current there.
+    Libraries pack, unpack and free an array on their default device, CUDA's first, if no other
+    device is current, and so begin to use it. For a worker that does not use the first device, this
+    makes one of the worker's devices current on the threads that do so: the event loop's thread,
+    and that of the ``offload`` executor. When this closes, no device is current on these threads,
+    unless other code made another one current.
+
+    Coroutines that are not for a device do not see it:
+    :class:`~dask_devctx.worker.host_coroutine.HostCoroutine`.
     """
     if not devices or any(device.device_id == 0 for device in devices):
         yield
         return
-    with devices[0]:  # its context is made now: a device that has no room for one is told of here
-        pass
-    landing = _Landing(devices[0], {threading.get_ident()})
-    worker.executors["offload"].submit(landing.add_this_thread)
-    with _lock:  # once in a process, however many workers open and close, in any order
-        if not _landings:
-            _wrapped.enter_context(wrapped_serialization(_on_the_threads_device))
-        _landings.append(landing)
+    device, offload = devices[0], worker.executors["offload"]
+    # Set without a scope: several workers of one process open and close in any order.
+    device.set_current()
+    offload.submit(device.set_current)
     try:
         yield
     finally:
-        with _lock:
-            _landings.remove(landing)
-            if not _landings:
-                _wrapped.close()
+        _unset(device)
+        offload.submit(_unset, device)
 
 
-def _on_the_threads_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that makes the thread's device current during a call of ``function``."""
-
-    @functools.wraps(function)
-    def on_the_threads_device(*args: Any, **kwargs: Any) -> Any:
-        thread = threading.get_ident()
-        device = next((each.device for each in tuple(_landings) if thread in each.threads), None)
-        if device is None or not _made_current(device):
-            return function(*args, **kwargs)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            with suppress(DevctxError):
-                device.unset_current()
-
-    return on_the_threads_device
-
-
-def _made_current(device: Device) -> bool:
-    """Make a device current if nothing is; return whether this succeeded."""
-    try:
-        if driver.backend().current_context():
-            return False
-        device.set_current()
-    except DevctxError:  # most values can be read all the same, and the users of the device see it
-        return False
-    return True
+def _unset(device: Device) -> None:
+    """Unset this thread's current context, if it is the device's primary context."""
+    if device.primary_context.is_current:
+        device.unset_current()
 
 
 @contextmanager

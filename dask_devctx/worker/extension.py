@@ -11,6 +11,7 @@ from distributed import Reschedule, Status, Worker
 
 from dask_devctx.annotations import Request, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
+from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
@@ -30,6 +31,7 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import monitoring_functions
 from dask_devctx.worker.history import remembering
+from dask_devctx.worker.host_coroutine import HostCoroutine
 from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs import Inputs
 from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
@@ -169,7 +171,10 @@ class DeviceExtension:
             self.memory = steps.enter_context(
                 within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
             )
+            if self.memory is not None:
+                self.memory.looks_at_others = not rmm_keeps_memory(options)
             around.tell(self.memory, self.record, self.monitor.retries)
+            self.claims.memory = self.memory
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
@@ -261,11 +266,7 @@ class DeviceExtension:
             watched, once = conditions.read(annotations)
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is None:
-                self._done(ts.key, None)  # if it had a device before it was requested again
-                if self.inputs is not None:
-                    self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
-                if ts.dependencies and isinstance(self._worker.data, DeviceData):
-                    tasks.replace(ts, HostTask(ts.run_spec, self._worker.data.memory))
+                self._leave_without_device(ts)
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # a task that ran out of memory elsewhere may have a next device
@@ -278,7 +279,7 @@ class DeviceExtension:
             else:
                 claim, device = None, self.placement.place(ts.key, ts.prefix, wanted, inputs)
                 devices = (device,)
-            self.record.placed(ts, device, before)
+            self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
             failure = error.with_traceback(None)  # this traceback does not help the user
             if self._share.gave_up(wanted):  # another worker has the device now
@@ -318,13 +319,23 @@ class DeviceExtension:
                 self.inputs.start_moving(inputs, stand_in.lifetimes, *devices)
         self._advice.give()
 
+    def _leave_without_device(self, ts: Any) -> None:
+        self._done(ts.key, None)  # if it had a device before it was requested again
+        if self.inputs is not None:
+            self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
+        tasks.restore(ts)  # if it was given a stand-in before it was requested again
+        if ts.run_spec.is_coro:
+            tasks.replace(ts, HostCoroutine(ts.run_spec))
+        if ts.dependencies and isinstance(self._worker.data, DeviceData):
+            tasks.replace(ts, HostTask(ts.run_spec, self._worker.data.memory))
+
     def _done(self, key: Hashable, ts: Any) -> None:
         device = self.placement.remove(key)
         if device is None:
             return
         if self.memory is not None:
             self.memory.handed_over(key)  # of a result that dask did not take
-        seconds = self.record.left(device, ts)
+        seconds = self.record.left(device, key, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)
         # A task that failed, was dropped or runs again has no value whose lifetime begins here.
@@ -334,7 +345,7 @@ class DeviceExtension:
     def _ended_later(self, key: Hashable, ts: Any, start: str) -> None:
         """Note the outcome of a task that seceded, or that had no device: it has no place now."""
         spec = ts.run_spec
-        if spec.__class__ is not DeviceTask:
+        if not isinstance(spec, DeviceTask):
             self.record.ended(None, ts)
         elif start == "long-running" and isinstance(spec.device, Device):
             self.record.ended(spec.device, ts)

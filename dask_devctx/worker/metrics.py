@@ -18,11 +18,13 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.tasks import add_metadata
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.scheduler.counts import DEVICE, METRIC
-from dask_devctx.scheduler.rows import Sample
+from dask_devctx.scheduler.rows import Sample, TaskRun
 from dask_devctx.worker.history import History
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
+# The fields of the row of a task's only device, or first one.
+_ONE_DEVICE: Final = len(TaskRun.__slots__) - 1
 # The keys of a device's row that a sample has too.
 _SAMPLED: Final = tuple(name for name in Sample.__slots__ if name not in ("uuid", "time"))
 
@@ -116,16 +118,33 @@ class Record:
         self._history = history
         self._tallies = _going_on(worker, devices)
         self._latest: list[dict[str, Any]] = []
+        # The further devices of tasks that have several, by key.
+        self._more: dict[Hashable, tuple[Device, ...]] = {}
         self._tasks_per_device = tasks_per_device
 
-    def placed(self, ts: Any, device: Device, before: Device | None) -> None:
-        """Count a task that is about to run on a device, and no longer on its device before."""
+    def placed(
+        self, ts: Any, device: Device, before: Device | None, more: Sequence[Device] = ()
+    ) -> None:
+        """Count a task that is about to run on a device, and no longer on its device before.
+
+        Parameters
+        ----------
+        ts
+            The worker's state of the task.
+        device, before
+            Its first device, and the first device that it had before.
+        more
+            Its further devices.
+        """
         if before is not None:
-            self._leave(self._tallies[before])
-        tally = self._tallies[device]
-        if not tally.under_way:
-            tally.since = monotonic()
-        tally.under_way += 1
+            self._leave(ts.key, before)
+        if more:
+            self._more[ts.key] = tuple(more)
+        for one in (device, *more):
+            tally = self._tallies[one]
+            if not tally.under_way:
+                tally.since = monotonic()
+            tally.under_way += 1
         add_metadata(ts, DEVICE, device.uuid)
 
     def refused(self, ts: Any, error: Exception) -> None:
@@ -134,26 +153,28 @@ class Record:
         self.refusals.append((ts.key, ts.prefix, reason))
         self._history.happened("refused", key=ts.key, text=reason)
 
-    def left(self, device: Device, ts: Any) -> float | None:
-        """Count a task that leaves its device; return its seconds, or None if it did not end.
+    def left(self, device: Device, key: Hashable, ts: Any) -> float | None:
+        """Count a task that leaves its devices; return its seconds, or None if it did not end.
 
         Parameters
         ----------
         device
-            The device that it leaves.
+            Its first device.
+        key
+            Its key.
         ts
             The worker's state of the task, or None if the worker forgot the task.
         """
-        tally = self._tallies[device]
-        self._leave(tally)
+        more = self._leave(key, device)
         if ts is None or ts.state not in ("memory", "error"):
             return None  # it was given up, started again or seceded: it has no run yet
-        seconds = self.ended(device, ts)
+        seconds = self.ended(device, ts, more)
         if seconds is not None:
-            tally.busy_s += seconds
+            for one in (device, *more):
+                self._tallies[one].busy_s += seconds
         return seconds
 
-    def ended(self, device: Device | None, ts: Any) -> float | None:
+    def ended(self, device: Device | None, ts: Any, more: Sequence[Device] = ()) -> float | None:
         """Remember a task that is done or failed; return its seconds, or None if it did not run.
 
         :meth:`left` calls this. Call it directly for a task that seceded, and, with None, for a
@@ -183,20 +204,28 @@ class Record:
                 tally.failed += 1
             else:
                 tally.done += 1
-        row = (ts.key, ts.prefix, uuid, device_id, start, stop, ts.state)
-        self._history.tasks.append((*row, place_s, inputs_s, memory_s, thread))
+        about = start, stop, ts.state, place_s, inputs_s, memory_s, thread
+        self._history.tasks.append((ts.key, ts.prefix, uuid, device_id, *about))
+        for nth, one in enumerate(more, 1):
+            row = (ts.key, ts.prefix, one.uuid, one.device_id, *about, nth)
+            self._history.tasks.append(row)
         return None if start is None or stop is None else stop - start
 
-    @staticmethod
-    def _leave(tally: _Tally) -> None:
-        tally.under_way -= 1
-        if not tally.under_way:
-            tally.occupied_s += monotonic() - tally.since
+    def _leave(self, key: Hashable, device: Device) -> Sequence[Device]:
+        """Count a task no longer on its devices; return those beside the first."""
+        more = self._more.pop(key, ()) if self._more else ()
+        for one in (device, *more):
+            tally = self._tallies[one]
+            tally.under_way -= 1
+            if not tally.under_way:
+                tally.occupied_s += monotonic() - tally.since
+        return more
 
     def report(self) -> dict[str, Any]:
         """Return the latest tasks, the devices' counts and the refusals, as plain data."""
         return {
-            "runs": self._history.tasks.since(0)[0],
+            # A task of several devices has a row for each, of which the first one counts.
+            "runs": [row for row in self._history.tasks.since(0)[0] if len(row) <= _ONE_DEVICE],
             "devices": self.rows(),
             "refused": list(self.refusals),
             "without_device": self.without_device,

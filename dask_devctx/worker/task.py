@@ -87,6 +87,8 @@ class DeviceTask(TaskStandIn):
     ----------
     lifetimes
         The lifetimes of the inputs' values, by key; set if there are inputs.
+    known
+        The devices that ``task_devices`` returns inside the task.
     made
         The stamp of the work that makes its result, after it returned a result on a device.
     queued
@@ -103,17 +105,9 @@ class DeviceTask(TaskStandIn):
     """
 
     __slots__ = (
-        *("asked_for", "device", "inputs", "lifetimes", "made", "memory", "monitor", "once"),
-        *(
-            "prefix",
-            "queued",
-            "watched",
-            "_began_at",
-            "_inputs_s",
-            "_memory_s",
-            "_placed_at",
-            "_thread",
-        ),
+        *("asked_for", "device", "inputs", "known", "lifetimes", "made", "memory", "monitor"),
+        *("once", "prefix", "queued", "watched"),
+        *("_began_at", "_inputs_s", "_memory_s", "_placed_at", "_thread"),
     )
 
     def __init__(
@@ -140,6 +134,7 @@ class DeviceTask(TaskStandIn):
         self.made: Stamp | None = None
         self.queued = True
         self.device = device
+        self.known: Any = device
         self.asked_for = asked_for
         self.watched = watched
         self.once = once
@@ -243,11 +238,14 @@ class DeviceTask(TaskStandIn):
 
     def _run_function(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
+        before = note_devices(self.known)
         try:
             result = task(brought)
         except BaseException:
             self._gave_up(device, copies)
             raise
+        finally:
+            note_devices(before)
         self._returned(device, copies, result)
         return result
 
@@ -264,17 +262,19 @@ class DeviceTask(TaskStandIn):
 
     async def _run_coroutine_here(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)
+        before = note_devices(self.known)
         try:
             result = await task(brought)
         except BaseException:
             self._gave_up(device, copies)
             raise
+        finally:
+            note_devices(before)
         self._returned(device, copies, result)
         return result
 
     def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
         """Return the task and its inputs on the device, and the copies among the inputs."""
-        note_devices(device)
         if self.inputs is None:
             return self.task, data, []
         task = self.inputs.bring_arguments(self.task, device)
@@ -380,9 +380,9 @@ class DeviceMethod(DeviceFunction[..., Any]):
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._bring is not None:
             args, kwargs = self._bring((args, kwargs), self._devices)
-        with Others(self._monitor, self._key, self._devices):
+        with Others(self._monitor, self._key, self._devices, is_method=True):
             return self.__wrapped__(*args, **kwargs)
 
     async def _run_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with Others(self._monitor, self._key, self._devices):
+        with Others(self._monitor, self._key, self._devices, is_method=True):
             return await self._run(args, kwargs)

@@ -6,7 +6,6 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from distributed import Worker
@@ -14,8 +13,6 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx import driver
-
-_SERIALIZING = {"serialize": ("serialize", "deserialize"), "pickle": ("dumps", "loads")}
 
 
 def changes_of(worker: Worker) -> Callable[[], dict[str, tuple[Any, Any]]]:
@@ -57,10 +54,6 @@ def _state(worker: Worker) -> dict[str, Any]:
             for name, value in vars(kind).items()
             if callable(value)
         },
-        "functions": [
-            [getattr(import_module(f"distributed.protocol.{module}"), name) for name in names]
-            for module, names in _SERIALIZING.items()
-        ],
         "running callbacks": sum(
             isinstance(thing, PeriodicCallback)
             and thing.is_running()

@@ -16,6 +16,7 @@ from dask._task_spec import Task
 from distributed import Reschedule
 
 from dask_devctx import Device, DeviceFailedError, DeviceOutOfMemoryError, driver
+from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.task import DeviceMethod, DeviceTask
 from tests.failures.conftest import Monitored
@@ -109,3 +110,36 @@ def test_what_begins_after_a_failure(monitored: Monitored, as_call: Any) -> None
     # A task runs again in another process. A method cannot, and errs with what ended this one.
     with pytest.raises(Reschedule if as_call is as_task else DeviceFailedError):
         call(as_call(monitor, lambda: None))
+
+
+# -- of several devices
+
+
+def lose_the_other() -> None:
+    machine = driver.backend().machine
+    assert machine is not None
+    machine.gpus[2].lost = True
+
+
+@pytest.mark.parametrize("fn", [lose_the_other, break_the_device])
+def test_a_failure_of_another_of_its_devices_is_blamed_on_the_call(
+    monitored: Monitored, machine: SimulatedMachine, fn: Callable[[], Any]
+) -> None:
+    monitor, failures = monitored
+    try:
+        with pytest.raises(DeviceFailedError) as caught:
+            DeviceMethod(monitor, "it", (Device(0), Device(2)), fn, None)()
+    finally:
+        machine.gpus[2].lost = False
+    assert set(failures[0].errors) == {"it"}
+    assert caught.value.device == ("cuda:2" if fn is lose_the_other else "cuda:0")
+
+
+def test_a_call_on_several_devices_is_a_suspect_on_each(monitored: Monitored) -> None:
+    monitor, _ = monitored
+
+    def suspects() -> set[str]:
+        return {f"{one.key} on {one.device}" for one in monitor.suspects.named()}
+
+    method = DeviceMethod(monitor, "it", (Device(1), Device(2)), suspects, None)
+    assert method() == {"it on cuda:1", "it on cuda:2"}

@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from distributed import Client, Nanny, Scheduler, Worker, wait
 from dask_devctx import (
     Device,
     DeviceFailedError,
+    DeviceNotFoundError,
     DevicePlugin,
     LocalDeviceCluster,
     driver,
@@ -163,6 +165,14 @@ class Model:
         await asyncio.sleep(0.01)
         return leave_a_bad_kernel_running(0)
 
+    @property
+    def breaks_when_read(self) -> None:
+        write_to_an_illegal_address()
+
+    def count(self, directory: str, seconds: float) -> None:
+        (Path(directory) / str(time.monotonic_ns())).touch()
+        time.sleep(seconds)
+
 
 @pytest.mark.parametrize("method", ["breaks", "breaks_later"])
 def test_an_actor_whose_method_breaks_the_device_is_named(client: Client, method: str) -> None:
@@ -178,6 +188,63 @@ def test_an_actor_whose_method_breaks_the_device_is_named(client: Client, method
     assert caught.value.suspects[0] == f"{future.key} on cuda:1"
     assert [number for number, _ in client.gather(done)] == list(range(10))
     assert worker_pid(client) != before
+
+
+def test_a_method_beside_a_task_that_breaks_the_device_is_not_run_again(
+    client: Client, tmp_path: Path
+) -> None:
+    with dask.annotate(device=1):
+        actor = client.submit(Model, actor=True).result(timeout=30)
+    under_way = actor.count(str(tmp_path), 1.0)
+    while not list(tmp_path.iterdir()):
+        time.sleep(0.01)
+    with dask.annotate(device=0):
+        bad = client.submit(write_to_an_illegal_address)
+    with pytest.raises(DeviceFailedError) as caught:
+        under_way.result(timeout=30)
+    assert {suspect.partition(" on ")[0] for suspect in caught.value.suspects} == {
+        actor.key,
+        bad.key,
+    }
+    assert "this actor's state is lost" in str(caught.value)
+    error = bad.exception(timeout=60)
+    assert isinstance(error, DeviceFailedError)
+    assert error.suspects == (f"{bad.key} on cuda:0",)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_who_reads_a_property_that_breaks_the_device_is_told(client: Client) -> None:
+    with dask.annotate(device=1):
+        future = client.submit(Model, actor=True)
+    actor = future.result(timeout=30)
+    with pytest.raises(DeviceFailedError) as caught:
+        actor.breaks_when_read  # noqa: B018
+    assert caught.value.suspects == (f"{future.key} on cuda:1",)
+
+
+def test_who_breaks_the_device_with_client_run_is_told(client: Client) -> None:
+    before = worker_pid(client)
+    with dask.annotate(device=1):
+        done = client.submit(where_slowly, 1)
+        wait(done)
+    time.sleep(1.5)  # its work is known to be done
+    with pytest.raises(DeviceFailedError) as caught:
+        client.run(write_to_an_illegal_address)
+    (suspect,) = caught.value.suspects
+    assert suspect.startswith("a function of client.run")
+    assert done.result(timeout=30)[0] == 1
+    assert worker_pid(client) != before
+
+
+def test_the_traceback_is_that_of_the_task(client: Client) -> None:
+    bad = client.submit(write_to_an_illegal_address)
+    assert isinstance(bad.exception(timeout=30), DeviceFailedError)
+    names = [frame.name for frame in traceback.extract_tb(bad.traceback())]
+    assert names[0] == "write_to_an_illegal_address"
+    with dask.annotate(device=99):
+        refused = client.submit(where_slowly, 1)
+    assert isinstance(refused.exception(timeout=30), DeviceNotFoundError)
+    assert not traceback.extract_tb(refused.traceback()), "no code of the task is part of it"
 
 
 def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(client: Client) -> None:

@@ -24,9 +24,11 @@ from dask_devctx import (
     DeviceFailedError,
     DevicePlugin,
     LocalDeviceCluster,
+    devices,
     driver,
 )
 from dask_devctx.annotations.runs import REFUSED, WATCHED
+from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.scheduler.suspects import SuspectTasks
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.quarantine import Quarantine
@@ -380,6 +382,22 @@ def test_a_device_that_is_gone_is_the_fault_of_no_task(monitored: Monitored) -> 
     assert failure.error.lost
     assert not failure.suspects
     assert failure.bystanders == ("there",)
+
+
+def test_without_a_scheduler_that_counts_runs_the_task_that_notices_errs(
+    machine: SimulatedMachine,
+) -> None:
+    async def monitor_on_a_loop() -> Monitor:
+        told: dict[str, Any] = {"synchronize": False, "oom_retries": 0}
+        return Monitor(devices(), on_failure=lambda failure: None, marks=lambda: False, **told)
+
+    with asyncio.Runner() as runner:
+        monitor = runner.run(monitor_on_a_loop())
+        run(monitor, "left", 1, poison, 0.1)
+        with pytest.raises(DeviceFailedError, match="the scheduler lacks dask-devctx") as caught:
+            run(monitor, "noticed", 0, time.sleep, 0.2)
+        assert caught.value.suspects == ("noticed on cuda:0", "left on cuda:1")
+        monitor.close()
 
 
 def test_watched_tasks_run_one_at_a_time(monitored: Monitored) -> None:

@@ -126,6 +126,7 @@ class Timeline:
     def show(self, batch: Batch) -> None:
         """Show the tasks, copies and failures of a batch."""
         if batch.again:
+            self._slots = Slots()
             self._kept.clear()
             self._ended.clear()
             self._running_since.clear()

@@ -13,6 +13,7 @@ from bokeh.plotting import figure
 from dask.utils import format_bytes
 from distributed import Scheduler
 
+from dask_devctx.scheduler.counts import TRAFFIC
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.figures import hover, legend_below
 from dask_devctx.scheduler.dashboard.lanes import Lanes
@@ -20,10 +21,6 @@ from dask_devctx.scheduler.dashboard.sources import Rows, rgba
 from dask_devctx.scheduler.dashboard.theme import COPY, WAYS, Colours
 from dask_devctx.scheduler.history import DeviceHistory
 
-# The metrics of workers with a row for each pair of devices and way: within the worker, and with
-# other workers.
-WITHIN: Final = "devctx-traffic"
-BETWEEN: Final = "devctx-ipc"
 _WAYS: Final = {"peer": "within a worker", "ipc": "between workers", "host": "through the host"}
 # A larger matrix has cells with less text, or without text.
 _TWO_LINES: Final = 4
@@ -34,10 +31,17 @@ _ONE_LINE: Final = 10
 class Total:
     """The values that went from one device to another in one way, since their workers began."""
 
-    nbytes: int = 0
-    copies: int = 0
-    saved: int = 0
+    nbytes: float = 0
+    copies: float = 0
+    saved: float = 0
     seconds: float = 0.0
+
+    def add(self, nbytes: float, copies: float, saved: float, seconds: float) -> None:
+        """Add other counts to these."""
+        self.nbytes += nbytes
+        self.copies += copies
+        self.saved += saved
+        self.seconds += seconds
 
     @property
     def rate(self) -> float:
@@ -144,20 +148,24 @@ def transfers(scheduler: Scheduler, lanes: Lanes) -> dict[tuple[str, str, str], 
             names[address] = names[uuids[0]]
         else:
             names[address] = f"host memory of {known.name}"
+
+    def add(source: str, target: str, way: str, *counts: float) -> None:
+        totals[names.get(source, source), names.get(target, target), way].add(*counts)
+
+    for plugin in scheduler.plugins.values():
+        past: Mapping[Any, Any] = getattr(getattr(plugin, "counts", None), "transfers", {})
+        for ends, counts in past.items():  # of workers that left
+            add(*ends, *counts)
     for ws in scheduler.workers.values():
         for row in _rows(ws.metrics):
-            ends = (names.get(row[end], row[end]) for end in ("source", "destination"))
-            total = totals[(*ends, row.get("way", "peer"))]
-            total.nbytes += row["nbytes"]
-            total.copies += row["copies"]
-            total.saved += row["saved"]
-            total.seconds += row["seconds"]
+            ends = row["source"], row["destination"], row.get("way", "peer")
+            add(*ends, row["nbytes"], row["copies"], row["saved"], row["seconds"])
     return dict(totals)
 
 
 def _rows(metrics: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a heartbeat that can be read; workers may have another version."""
-    for name in (WITHIN, BETWEEN):
+    for name in TRAFFIC:
         rows = metrics.get(name)
         for row in rows if isinstance(rows, list | tuple) else ():
             if isinstance(row, Mapping) and row.keys() >= _NEEDED:

@@ -29,6 +29,8 @@ class Others:
         :class:`~dask_devctx.worker.failures.calls.MonitoredCall` checks it.
     wait
         Whether to wait for the others after the call.
+    is_method
+        Whether it is a call of an actor's method: no watched task waits for its end.
 
     Raises
     ------
@@ -37,17 +39,24 @@ class Others:
     """
 
     def __init__(
-        self, monitor: Monitor, key: Hashable, devices: tuple[Device, ...], *, wait: bool = False
+        self,
+        monitor: Monitor,
+        key: Hashable,
+        devices: tuple[Device, ...],
+        *,
+        wait: bool = False,
+        is_method: bool = False,
     ) -> None:
         self._monitor = monitor
         self._key = key
         self._devices = devices
         self._wait = wait
+        self._is_method = is_method
         self._known = known_as_the_tasks(devices)
 
     def __enter__(self) -> None:
         for device in self._devices[1:]:
-            self._monitor.suspects.started(self._key, device)
+            self._monitor.suspects.started(self._key, device, aside=self._is_method)
         self._known.__enter__()
 
     def __exit__(
@@ -70,6 +79,8 @@ class Others:
             with device:
                 monitor.checkup.after(self._key, device, wait=self._wait and error is None)
         except DriverError as found:
+            if found.code in statuses.STICKY:
+                return  # all devices report it: the call finds it on its first device
             if statuses.failed(found.code):
                 blamed = monitor.blame.noticed(self._key, device, found)
                 blamed.__cause__ = portable(error or found)

@@ -68,7 +68,7 @@ class DeviceMemory:
         around: Surroundings,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
     ) -> None:
-        self._pool = pool
+        self.pool = pool
         self._around = around
         self._on_failure = on_failure
         self._lock = threading.RLock()
@@ -84,6 +84,8 @@ class DeviceMemory:
         self._told: set[type] = set()
         self._told_of_spilling = False
         self._grow = threading.Event()
+        # Not where a pool has the memory: then the driver's free memory says nothing.
+        self.looks_at_others = True
         self.open = True
         self.on_disk = False  # whether values went to disk
         threading.Thread(target=self._grow_ahead, name="devctx-memory-host", daemon=True).start()
@@ -507,7 +509,7 @@ class DeviceMemory:
     def _grow_ahead(self) -> None:
         """Run the thread that page-locks host memory before it is needed."""
         while self._grow.wait() and self.open:
-            if not self._pool.grow_ahead():
+            if not self.pool.grow_ahead():
                 self._grow.clear()
 
     def _forget(self, kept: Kept) -> None:
@@ -525,7 +527,7 @@ class DeviceMemory:
                 stamp = Stamp.of_devices([device])
             after.append(stamp)
         values = tuple(kept.value for kept in group)
-        return HostForm.copied(values, device, after, self._pool.take)
+        return HostForm.copied(values, device, after, self.pool.take)
 
     def copied(self, kept: Kept) -> HostForm:
         """Return a host form of a value that is on its device, where it stays."""
@@ -533,7 +535,7 @@ class DeviceMemory:
         try:
             device = next(iter(kept.places))
             return HostForm.copied(
-                (value,), device, [Stamp.of_devices(kept.places)], self._pool.take
+                (value,), device, [Stamp.of_devices(kept.places)], self.pool.take
             )
         finally:
             self.unpin([kept])
@@ -552,7 +554,7 @@ class DeviceMemory:
 
     def _look_at_others(self, ledger: Ledger) -> None:
         """Give memory back to the driver when others have taken nearly all that is left."""
-        if not ledger.held:
+        if not ledger.held or not self.looks_at_others:
             return
         device = ledger.device
         found = discovery.memory_info(device._backend, device.info)

@@ -136,9 +136,9 @@ def test_what_cannot_be_ends_with_a_status(arguments: list[str], status: int, sa
     assert said in result.stderr
 
 
-def test_without_rich_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rich_the_error_names_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
-    result = run("top", "tcp://127.0.0.1:1", "--once")
+    result = run("top", address_of(client), "--once")
     assert result.exit_code == 1
     assert 'pip install "dask-devctx[monitoring]"' in result.stderr
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -305,6 +307,20 @@ def test_memory_of_others_is_felt() -> None:
         assert [int(one.get().sum()) for one in client.gather(futures)] == [
             n * 16384 for n in range(8)
         ]
+
+
+def test_memory_that_a_pool_has_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "standins"))
+    for name in ("rmm", "rmm.mr"):  # gone after this test
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    with threads(2 * MIB, 1, rmm_pool_size=1.0) as client:
+        futures = client.map(full, range(8), pure=False)
+        wait(futures)
+        taken = SimulatedArray((1 * MIB - 1024) // 8)
+        time.sleep(1.5)  # others are looked at twice a second
+        assert counts(client)["spills"] == 0
+        del taken, futures
 
 
 # -- on and off

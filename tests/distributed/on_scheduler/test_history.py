@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import dask
-from distributed import Client, Nanny, Worker
+from distributed import Client, Nanny, Worker, secede
 from distributed.protocol import dumps, loads
 from distributed.utils_test import async_poll_for, gen_cluster
 
-from dask_devctx import Device, DevicePlugin, devices
+from dask_devctx import Device, DevicePlugin, devices, report
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
@@ -25,6 +25,10 @@ from tests.distributed.devices import with_plugin
 def nap(seconds: float, *inputs: object) -> SimulatedArray:
     time.sleep(seconds)
     return SimulatedArray((100, 100))
+
+
+def secedes() -> None:
+    secede()
 
 
 def fail() -> None:
@@ -139,11 +143,12 @@ async def test_tasks_with_their_devices_and_waits(
 async def test_copies_and_retries(client: Any, scheduler: Any, worker: Worker) -> None:
     with dask.annotate(device=1):
         made = client.submit(nap, 0.0, key="made")
-        assert await client.submit(run_out, [1], key="tight-1") == 1
     with dask.annotate(device=0):
         await client.submit(nap, 0.0, made)
+    with dask.annotate(device=1):
+        assert await client.submit(run_out, [1], key="tight-1") == 1
     rows = await all_rows(scheduler)
-    (copy,) = [row for row in rows if isinstance(row, Copy)]
+    (copy,) = [row for row in rows if isinstance(row, Copy) and row.way == "peer"]
     assert (copy.source, copy.target) == (Device(1).uuid, Device(0).uuid)
     assert (copy.nbytes, copy.way) == (80_000, "peer")
     assert 0 < copy.stop - copy.start < 5
@@ -363,3 +368,25 @@ def test_a_thousand_tasks_a_second_cost_the_scheduler_little() -> None:
         used_s += time.process_time() - begun
     assert len(history.rows().rows) == 10_000
     assert used_s < 0.05 * 10
+
+
+@with_plugin(devices=[0, 1, 2])
+async def test_a_task_of_several_devices_has_a_row_for_each(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    with dask.annotate(devices=[2, 0]):
+        await client.submit(nap, 0.1, key="both-1")
+    with dask.annotate(devices=[1, 2]):
+        await client.submit(secedes, key="secedes-1")
+    rows = [row for row in await all_rows(scheduler) if isinstance(row, TaskRun)]
+    both = [(row.device_id, row.nth) for row in rows if row.key == "both-1"]
+    assert both == [(2, 0), (0, 1)]
+    assert [row.device_id for row in rows if row.key == "secedes-1"] == [1]
+    found = await report(client)
+    assert [(task.key, task.device_id) for task in found] == [("both-1", 2), ("secedes-1", 1)]
+    assert found.hosted == 0
+    devices = {device.device_id: device for device in found.devices}
+    assert {n: device.done for n, device in devices.items()} == {0: 0, 1: 1, 2: 1}
+    assert devices[0].busy_s == devices[2].busy_s > 0.09
+    assert devices[0].occupied_s > 0.09
+    assert {(device.running, device.queued) for device in found.devices} == {(0, 0)}

@@ -16,7 +16,10 @@ import pytest
 from distributed import Client, Worker
 from distributed.utils_test import gen_cluster
 
-from dask_devctx import DevicePlugin, LocalDeviceCluster, MissingPackageError
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, MissingPackageError
+from dask_devctx.config.options import Options
+from dask_devctx.cuda.out_of_memory import release_caches
+from dask_devctx.worker.allocators import allocating
 from tests.distributed.devices import here
 
 STANDINS = str(Path(__file__).parents[2] / "standins")
@@ -94,6 +97,11 @@ def _pools() -> tuple[str, dict[int, int], list[int]]:
     return cupy.cuda.get_allocator().__name__, dict(runtime.thresholds), list(runtime.trimmed)
 
 
+def _released_on_device_3() -> None:
+    with Device(3):
+        release_caches()
+
+
 def _cudf() -> tuple[object, object]:
     import cudf
 
@@ -141,8 +149,10 @@ def test_each_device_has_its_resource(libraries: None, tmp_path: Path) -> None:
         registered(pool="cupy-async")
         kept = {1001: 2**64 - 1, 1003: 2**64 - 1}
         assert run(_pools) == ("malloc_async", kept, [])
+        run(_released_on_device_3)  # as when a device's memory runs out
+        assert run(_pools) == ("malloc_async", kept, [1003])
         unregistered()
-        assert run(_pools) == ("_malloc", dict.fromkeys(kept, 0), [1003, 1001])
+        assert run(_pools) == ("_malloc", dict.fromkeys(kept, 0), [1003, 1003, 1001])
 
         registered(enable_cudf_spill=True, cudf_spill_stats=2)
         assert run(_cudf) == (True, 2)
@@ -253,3 +263,26 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
 def test_a_pool_that_is_not_needed_is_told() -> None:
     with pytest.warns(FutureWarning, match="'rmm_pool_size' is not needed when 'rmm_async' is"):
         DevicePlugin(rmm_async=True, rmm_pool_size="1GB")
+
+
+def test_workers_of_one_process_end_in_any_order(
+    libraries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("cupy", "cupy.cuda"):  # gone after this test
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
+    import cupy
+
+    before = cupy.cuda.get_allocator()
+    options = Options(pool="cupy-async")
+    first, second = (allocating(Worker.__new__(Worker), [Device(n)], options) for n in (0, 1))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert cupy.cuda.get_allocator() is cupy.cuda.malloc_async
+    second.__exit__(None, None, None)
+    assert cupy.cuda.get_allocator() is before
+
+
+def test_this_process_has_no_stand_ins_left() -> None:
+    assert [name for name, module in sys.modules.items() if STANDINS in str(module)] == []

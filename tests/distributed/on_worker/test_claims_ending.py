@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from typing import Any
@@ -14,12 +15,9 @@ from distributed.utils_test import gen_cluster
 
 from dask_devctx import (
     Device,
-    DeviceFailedError,
     DevicePlugin,
     SimulatedArray,
     device_of,
-    driver,
-    task_devices,
 )
 from tests.distributed.devices import with_plugin
 from tests.distributed.on_worker.test_several import mine, nothing_held
@@ -81,6 +79,7 @@ async def test_an_actor_keeps_its_devices(client: Any, scheduler: Any, worker: A
     await asyncio.sleep(0.1)
     assert waiting.status == "pending"
     del actor
+    gc.collect()  # its futures refer to each other
     assert await waiting == (1,)
     await nothing_held(worker)
 
@@ -145,27 +144,3 @@ async def test_a_worker_closes_while_claims_wait(client: Any, scheduler: Any, wo
     await worker.close()
     assert time.monotonic() - start < 10
     assert waiting.status != "error"
-
-
-@with_plugin()
-async def test_another_device_that_is_lost_is_blamed_on_the_task(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    extension = worker.plugins["devctx"].extension
-    failures: list[Any] = []
-    extension.monitor.blame._on_failure = failures.append
-    with dask.annotate(devices=[0, 2]):
-        error = await client.submit(lose, retries=0).exception()
-    assert isinstance(error, DeviceFailedError)
-    assert "cuda:2" in error.device
-    assert failures
-    machine = driver.backend().machine
-    assert machine is not None
-    machine.gpus[2].lost = False
-    await nothing_held(worker)
-
-
-def lose() -> None:
-    machine = driver.backend().machine
-    assert machine is not None
-    machine.gpus[task_devices()[1].device_id].lost = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Worker, secede
+from distributed import Worker, get_worker, secede
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import (
@@ -22,6 +23,7 @@ from dask_devctx import (
     DeviceReservationError,
     DeviceRouting,
     NotEnoughDevicesError,
+    SimulatedArray,
     on_device,
     task_devices,
 )
@@ -294,8 +296,38 @@ async def test_room_is_made_for_a_reservation_and_given_back(
     await nothing_waits(worker)
     assert room.reserved == {0: 0, 1: 1000, 2: 0}
     del actor
+    gc.collect()
     await nothing_held(worker)
     assert room.reserved == {0: 0, 1: 0, 2: 0}
+
+
+MIB = 2**20
+
+
+def array() -> SimulatedArray:
+    return SimulatedArray((12 * MIB,), "u1")
+
+
+def free_nbytes() -> int:
+    """Return how much of this task's device dask's values and other reservations leave."""
+    extension = get_worker().plugins["devctx"].extension
+    return 64 * MIB - extension.memory.used(task_devices()[0]) + 40 * MIB
+
+
+@with_plugin(device_memory_limit="64 MiB")
+async def test_values_leave_a_device_for_a_reservation(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=0):
+        kept = [client.submit(array, pure=False) for _ in range(4)]
+        await asyncio.gather(*kept)
+    with dask.annotate(device=0, device_memory="40 MiB"):
+        assert await client.submit(free_nbytes) >= 40 * MIB
+    extension = worker.plugins["devctx"].extension
+    await nothing_held(worker)
+    assert extension.memory.used(Device(0)) <= 24 * MIB
+    arrays = await asyncio.gather(*kept)
+    assert all(one.nbytes == 12 * MIB for one in arrays)
 
 
 async def nothing_waits(worker: Any) -> None:
@@ -362,7 +394,7 @@ def uses(number: int, devices: int, share: float, nbytes: int, seconds: float, f
     assert len(set(had)) == devices
     with used.lock:
         for one in had:
-            used.shares[one] += round(share * 1000)
+            used.shares[one] += int(share * 1000)
             used.nbytes[one] += nbytes
         assert max(used.shares.values()) <= 1000, used.shares
         assert max(used.nbytes.values()) <= LIMIT, used.nbytes
@@ -374,7 +406,7 @@ def uses(number: int, devices: int, share: float, nbytes: int, seconds: float, f
     finally:
         with used.lock:
             for one in had:
-                used.shares[one] -= round(share * 1000)
+                used.shares[one] -= int(share * 1000)
                 used.nbytes[one] -= nbytes
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from dask_devctx import Device
+
 
 def _malloc(size: int) -> object:
     raise NotImplementedError
@@ -30,6 +32,11 @@ class runtime:
     cudaMemPoolAttrReleaseThreshold = 4
     thresholds: ClassVar[dict[int, int]] = {}
     trimmed: ClassVar[list[int]] = []
+
+    @staticmethod
+    def getDevice() -> int:
+        device = Device.current()
+        return 0 if device is None else device.device_id
 
     @staticmethod
     def deviceGetDefaultMemPool(device: int) -> int:

@@ -1,0 +1,78 @@
+"""The documentation site: ``make docs`` builds it, offline.
+
+There is no intersphinx: it reads inventories of other projects over the network, and a build must
+not depend on a network. Links to other projects are written out.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+
+project = PROJECT["name"]
+release = version = PROJECT["version"]
+author = "the dask-devctx developers"
+copyright = author
+
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx_copybutton",
+    "sphinx_design",
+]
+exclude_patterns = ["_build"]
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+copybutton_exclude = ".linenos, .gp, .go"  # the prompt and the output of a console
+
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+maximum_signature_line_length = 80
+python_use_unqualified_type_names = True
+numpydoc_show_class_members = False
+numpydoc_xref_param_type = False
+
+html_theme = "pydata_sphinx_theme"
+html_title = f"{project} {release}"
+html_static_path: list[str] = []
+html_theme_options = {
+    "navigation_with_keys": False,
+    "show_toc_level": 2,
+    "header_links_before_dropdown": 7,
+    "use_edit_page_button": False,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+html_sidebars = {"index": [], "get-started": [], "changelog": [], "speed": []}
+
+
+def write_llms_txt(app: Any, failed: Exception | None) -> None:
+    """Write ``llms.txt``, a list of the pages as plain text, in the order of the site."""
+    if failed is not None or app.builder.name != "html":
+        return
+    env = app.env
+    summary = PROJECT["description"]
+    lines = [f"# {project} {release}", "", f"> {summary}", "", "## Pages", ""]
+    for page in pages_in_order(env, "index"):
+        source = env.doc2path(page, base=False)
+        lines.append(f"- [{env.titles[page].astext()}](_sources/{source}.txt)")
+    Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def pages_in_order(env: Any, page: str) -> list[str]:
+    """Return a page and all that its tables of contents name, in their order."""
+    found = [page]
+    for child in env.toctree_includes.get(page, []):
+        found += [one for one in pages_in_order(env, child) if one not in found]
+    return found
+
+
+def setup(app: Any) -> None:
+    app.connect("build-finished", write_llms_txt)

@@ -1,0 +1,171 @@
+"""Values of each library leave a real device and come back, right to the last bit and sharing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Client, Worker, wait
+
+from dask_devctx import LocalDeviceCluster, report
+from dask_devctx.transfer.blocks import memories
+
+pytestmark = pytest.mark.gpu(count=1)
+MIB = 2**20
+LIMIT = 256 * MIB
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with (
+        LocalDeviceCluster(
+            n_workers=1,
+            devices=[0],
+            device_memory_limit=LIMIT,
+            memory_limit=0,
+            dashboard_address=":0",
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def cupy_array(n: int) -> Any:
+    import cupy
+
+    return cupy.random.default_rng(n).integers(0, 1000, (8 * MIB,), dtype=cupy.int64)
+
+
+def cupy_view(n: int) -> Any:
+    x = cupy_array(n).reshape(2048, 4096)
+    return [x, x.T, x[::3, 5:]]
+
+
+def cupy_fortran(n: int) -> Any:
+    import cupy
+
+    return cupy.asfortranarray(cupy_array(n).reshape(2048, 4096))
+
+
+def cupyx_sparse(n: int) -> Any:
+    import cupy
+    from cupyx.scipy import sparse
+
+    return sparse.csr_matrix(cupy_array(n).reshape(2048, 4096) * cupy.float32(1))
+
+
+def torch_tensor(n: int) -> Any:
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(n)
+    x = torch.rand(4096, 4096, generator=generator, device="cuda")
+    return [x, x[1:, ::2], x.T]
+
+
+def torch_bfloat16(n: int) -> Any:
+    return torch_tensor(n)[0].bfloat16()
+
+
+def torch_module(n: int) -> Any:
+    import torch
+
+    torch.manual_seed(n)
+    module = torch.nn.Linear(4096, 4096, device="cuda")
+    module.tied = module.weight
+    return module
+
+
+def numba_array(n: int) -> Any:
+    from numba import cuda
+
+    return cuda.to_device(np.full(8 * MIB, n))
+
+
+def jax_array(n: int) -> Any:
+    import jax
+
+    return jax.device_put(np.full(8 * MIB, n, "float32"), jax.local_devices(backend="gpu")[0])
+
+
+LIBRARIES: dict[Callable[[int], Any], str] = {
+    cupy_array: "cupy",
+    cupy_view: "cupy",
+    cupy_fortran: "cupy",
+    cupyx_sparse: "cupyx",
+    torch_tensor: "torch",
+    torch_bfloat16: "torch",
+    torch_module: "torch",
+    numba_array: "numba.cuda",
+    jax_array: "jax",
+}
+
+
+def plain(value: Any) -> Any:
+    """Return the bytes of a value."""
+    if isinstance(value, list):
+        return [plain(one) for one in value]
+    if hasattr(value, "state_dict"):
+        return [*(plain(one) for one in value.state_dict().values()), value.tied is value.weight]
+    if hasattr(value, "todense"):
+        value = value.todense()
+    for name in ("get", "copy_to_host"):
+        if hasattr(value, name):
+            return getattr(value, name)().tobytes()
+    if hasattr(value, "cpu"):
+        return value.detach().cpu().float().numpy().tobytes()
+    return np.asarray(value).tobytes()
+
+
+def seen(value: Any) -> Any:
+    found = memories(value)
+    return plain(value), None if found is None else len(found)
+
+
+def same(value: Any, n: int, make: Any) -> bool:
+    return bool(seen(value) == seen(make(n)))
+
+
+@pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)
+def test_values_leave_and_come_back(client: Client, make: Any) -> None:
+    pytest.importorskip(LIBRARIES[make])
+    futures = client.map(make, range(24), pure=False)
+    wait(futures)
+    (row,) = report(client).devices
+    assert row.spills > 0
+    assert (row.memory_spilled or 0) > 0
+    assert all(client.gather(client.map(same, futures, range(24), make=make, pure=False)))
+    (row,) = report(client).devices
+    assert row.unspills > 0
+    assert (row.memory_held or 0) <= LIMIT
+
+
+def taken(dask_worker: Worker) -> tuple[int, int]:
+    """Return the page-locked bytes in use, and the bytes of the values that left."""
+    plugin = dask_worker.plugins["devctx"]
+    memory = plugin.extension.memory
+    return memory.pool.taken, memory.count("spilled", plugin.worker_devices[0])
+
+
+def test_host_memory_of_a_value_is_taken_once(client: Client) -> None:
+    pytest.importorskip("cupy")
+    futures = client.map(cupy_array, range(32), pure=False)  # 2 GiB
+    wait(futures)
+    ((locked, spilled),) = client.run(taken).values()
+    assert spilled <= locked <= spilled * 1.05
+
+
+def test_200_gib_through_a_limit(client: Client) -> None:
+    """25 rounds of 8 GiB of results that are all needed again."""
+    pytest.importorskip("cupy")
+    for first in range(0, 25 * 128, 128):
+        futures = client.map(cupy_array, range(first, first + 128), pure=False)
+        wait(futures)
+        sums = client.map(int, client.map(_sum, futures, pure=False), pure=False)
+        assert len(client.gather(sums)) == 128
+        del futures, sums
+
+
+def _sum(x: Any) -> Any:
+    return x.sum()
