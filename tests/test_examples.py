@@ -62,3 +62,14 @@ def test_segment_images_reports_a_difference(tmp_path: Path) -> None:
     done = run_example("-c", sabotage)
     assert done.returncode == 1, done.stderr
     assert "DIFFERS" in done.stdout
+
+
+def test_several_devices(tmp_path: Path) -> None:
+    done = run_example(
+        *(str(EXAMPLES / "several_devices.py"), "--rows", "800", "--columns-beside", "40"),
+        DASK_DEVCTX__SIMULATED_DEVICES="4",
+        DASK_DEVCTX__LOCK_DIRECTORY=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "solved on devices [0, 1] in 60 steps: same" in done.stdout
+    assert "40 columns beside it on devices" in done.stdout
