@@ -1,0 +1,87 @@
+"""What the report and the timeline say of real GPUs, beside NVML's own numbers.
+
+One process has a cluster with both GPUs, and works on one of them while it looks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.gpu.own_process import answer_of
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
+
+
+def observe(n_workers: int) -> dict[str, Any]:
+    import tempfile
+    import time
+    from pathlib import Path
+
+    import cupy
+    import dask
+    import pynvml
+    from distributed import Client
+
+    from dask_devctx import LocalDeviceCluster, report, timeline
+
+    def work(seconds: float) -> Any:
+        x = cupy.random.random((4096, 4096), dtype="float32")
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            x = x @ x
+            x /= cupy.abs(x).max()
+            cupy.cuda.Device().synchronize()
+        return x
+
+    pynvml.nvmlInit()
+    with (
+        LocalDeviceCluster(n_workers=n_workers, devices=[0, 1], dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        with dask.annotate(device=1):
+            made = client.submit(work, 6.0)
+        time.sleep(4)
+        devices = sorted(report(client).devices, key=lambda device: device.device_id)
+        used = []
+        for device in devices:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
+            used.append(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        with dask.annotate(device=0):
+            client.submit(lambda x: float(x.sum()), made).result()
+        path = Path(tempfile.mkdtemp()) / "timeline.json"
+        found = timeline(client, path)
+        events = json.loads(path.read_text())["traceEvents"]
+        names = {event["name"] for event in events if event["ph"] == "C"}
+        return {
+            "utilization": [device.utilization for device in devices],
+            "occupied_s": [device.occupied_s for device in devices],
+            "used": [device.memory_total - device.memory_free for device in devices],
+            "nvml": used,
+            "transfers": [[row.way, row.nbytes] for row in report(client).transfers],
+            "tasks": found.tasks,
+            "counters": sorted(names),
+        }
+
+
+@pytest.mark.parametrize("n_workers", [1, 2])
+def test_numbers_are_those_of_nvml(n_workers: int) -> None:
+    pytest.importorskip("cupy")
+    seen = answer_of("tests.gpu.test_monitoring", str(n_workers))
+    idle, busy = seen["utilization"]
+    assert busy > 0.5 > idle
+    assert seen["occupied_s"][1] > 2 > seen["occupied_s"][0]
+    for ours, nvml in zip(seen["used"], seen["nvml"], strict=True):
+        assert abs(ours - nvml) < 2 * 2**30
+    assert seen["tasks"] == 2
+    nbytes = 4 * 4096**2
+    ways = {"peer"} if n_workers == 1 else {"ipc", "host"}
+    assert any(way in ways and moved == nbytes for way, moved in seen["transfers"])
+    assert any("utilization (%)" in name for name in seen["counters"])
+
+
+if __name__ == "__main__":
+    print(json.dumps(observe(int(sys.argv[1]))))
