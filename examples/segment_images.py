@@ -13,21 +13,26 @@ run without dask.
     pip install -e ".[demo]"  # in a checkout
     python examples/segment_images.py --out results
 
-A page of dask's dashboard shows the devices while it runs. At the end it writes ``segmented.png``,
-a contact sheet, ``devices.png``, the tasks on each device and the bytes between devices, and
-``timeline.json`` for https://ui.perfetto.dev. The exit status is 1 if a measurement differs.
+A page of dask's dashboard shows the devices while it runs, and so does the terminal. At the end it
+writes ``segmented.png``, a contact sheet, ``devices.png``, the tasks on each device and the bytes
+between devices, and ``timeline.json`` for https://ui.perfetto.dev. The exit status is 1 if a
+measurement differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -352,7 +357,8 @@ def segment(
     with LocalDeviceCluster(synchronize=True) as cluster, Client(cluster) as client:
         page = cluster.dashboard_link.replace("/status", "/devices")
         print(f"See the devices at work for the next {seconds:.0f} s:\n\n    {page}\n", flush=True)
-        first, latest, rounds = run_rounds(client, images, largest, seconds, found, library)
+        with live_view(cluster.scheduler_address):
+            first, latest, rounds = run_rounds(client, images, largest, seconds, found, library)
         results = client.gather({name: one.measured for name, one in first.items()})
         agreed = client.gather({name: one.agreed for name, one in latest.items()})
         done = report(client)
@@ -392,7 +398,6 @@ def run_rounds(
         first = first or latest
         # One round runs while the next one waits.
         wait([one.measured for one in before.values()])
-        show_progress(number, time.monotonic() - begin, seconds)
         before = latest
         if number > 0 and time.monotonic() - begin > seconds:
             break
@@ -400,10 +405,18 @@ def run_rounds(
     return first, latest, number + 1
 
 
-def show_progress(number: int, passed: float, seconds: float) -> None:
-    """Show, where there is a terminal, how far it is."""
-    if sys.stdout.isatty():
-        print(f"\rround {number + 1}, {min(passed, seconds):.0f} of {seconds:.0f} s ", end="")
+@contextmanager
+def live_view(address: str) -> Iterator[None]:
+    """Show the devices live while it is open, where there is a terminal."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        yield
+        return
+    view = subprocess.Popen([sys.executable, "-m", "dask", "devctx", "top", address])
+    try:
+        yield
+    finally:
+        view.send_signal(signal.SIGINT)
+        view.wait()
 
 
 def print_images(

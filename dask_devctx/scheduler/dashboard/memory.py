@@ -20,11 +20,11 @@ from dask_devctx.scheduler.dashboard.figures import (
 from dask_devctx.scheduler.dashboard.intervals import Interval, Intervals
 from dask_devctx.scheduler.dashboard.sources import Rows
 from dask_devctx.scheduler.dashboard.theme import (
-    CACHED,
     COPIES,
     HELD,
     LIMIT,
     OTHERS,
+    REST,
     SPILLED,
     Colours,
 )
@@ -37,8 +37,8 @@ LOW, HIGH = -0.42, 0.42
 _LAYERS: Final = (
     ("low", "to_held", HELD, "held"),
     ("to_held", "to_copies", COPIES, "copies"),
-    ("to_copies", "to_cached", CACHED, "cached"),
-    ("to_cached", "to_others", OTHERS, "others"),
+    ("to_copies", "to_rest", REST, "rest"),
+    ("to_rest", "to_others", OTHERS, "others"),
 )
 
 
@@ -54,8 +54,8 @@ class MemoryPlot:
     def __init__(self, times: TimeAxis, devices: LaneAxis, colours: Colours) -> None:
         self._intervals = Intervals()
         self._rows = Rows(
-            "left right low to_held to_copies to_cached to_others high limit_at spilled_at held "
-            "copies cached others free total limit spilled",
+            "left right low to_held to_copies to_rest to_others high limit_at spilled_at held "
+            "copies rest others free total limit spilled",
             "lane",
         )
         self.root = over_time("device_memory", "Memory of each device", times, devices, colours)
@@ -77,7 +77,7 @@ class MemoryPlot:
                 line_width=2, line_dash=dash, legend_label=name,
             )  # fmt: skip
         legend_below(self.root)
-        names = ("held", "copies", "cached", "others", "free", "total", "limit", "spilled")
+        names = ("held", "copies", "rest", "others", "free", "total", "limit", "spilled")
         self.root.add_tools(hover([free], {name: f"@{name}{{B}}" for name in names}, "@lane"))
         self._texts = LaneTexts(self.root, colours)
         times.follow(self.root)
@@ -103,7 +103,7 @@ def _row(one: Interval, ms: Callable[[float], float]) -> dict[str, Any]:
     free = total if sample.memory_free is None else sample.memory_free
     held, copies = sample.memory_held or 0, sample.memory_copies or 0
     others = sample.memory_others or 0
-    cached = max(total - free - held - copies - others, 0)
+    rest = max(total - free - held - copies - others, 0)
     limit, spilled = sample.memory_limit, sample.memory_spilled or 0
     return {
         "left": ms(one.before.time),
@@ -111,15 +111,15 @@ def _row(one: Interval, ms: Callable[[float], float]) -> dict[str, Any]:
         "low": low,
         "to_held": _height(low, held, total),
         "to_copies": _height(low, held + copies, total),
-        "to_cached": _height(low, held + copies + cached, total),
-        "to_others": _height(low, held + copies + cached + others, total),
+        "to_rest": _height(low, held + copies + rest, total),
+        "to_others": _height(low, held + copies + rest + others, total),
         "high": one.middle + HIGH,
         "limit_at": _height(low, limit, total),
         "spilled_at": _height(low, spilled or None, total),
         "lane": one.lane,
         "held": held,
         "copies": copies,
-        "cached": cached,
+        "rest": rest,
         "others": others,
         "free": free,
         "total": total,

@@ -29,7 +29,7 @@ DARK: Final = Colours("dark", "#1c1f22", "#e6e6e6", "#a0a4a8", "#3a3f44", "#2629
 # Memory by its kinds, from the bottom of a lane to the top.
 HELD: Final = "#3a7ebf"
 COPIES: Final = "#8fc1e8"
-CACHED: Final = "#d5dde4"
+REST: Final = "#93a3b1"
 OTHERS: Final = "#b0a08f"
 SPILLED: Final = "#e08a1e"
 LIMIT: Final = "#d62728"
@@ -39,6 +39,8 @@ BANDWIDTH: Final = "#9467bd"
 # Copies, by their way.
 WAYS: Final[Mapping[str, str]] = {"peer": "#2ca02c", "ipc": "#17a2b8", "host": "#ff7f0e"}
 COPY: Final = "#d62728"
+# The ways of copies of which only the start is timed: the device works on while the worker goes on.
+STARTED: Final = frozenset({"peer"})
 
 
 def chosen(document: Document) -> Colours:

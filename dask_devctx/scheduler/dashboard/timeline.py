@@ -18,7 +18,7 @@ from dask_devctx.scheduler.dashboard.figures import (
 from dask_devctx.scheduler.dashboard.intervals import Intervals
 from dask_devctx.scheduler.dashboard.slots import Slots
 from dask_devctx.scheduler.dashboard.sources import MOST_ROWS, Names, Rows, rgba
-from dask_devctx.scheduler.dashboard.theme import COPY, WAYS, Colours
+from dask_devctx.scheduler.dashboard.theme import COPY, STARTED, WAYS, Colours
 from dask_devctx.scheduler.rows import TaskRun
 
 # The parts of a lane, measured from its middle.
@@ -213,7 +213,7 @@ class Timeline:
                 "way": number(row.way),
                 "nbytes": row.nbytes,
                 "took": took,
-                "rate": row.nbytes / took if took > 0 else math.nan,
+                "rate": row.nbytes / took if took > 0 and row.way not in STARTED else math.nan,
                 "values": row.values,
             }
 

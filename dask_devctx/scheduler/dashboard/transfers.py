@@ -18,7 +18,7 @@ from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.figures import hover, legend_below
 from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.dashboard.sources import Rows, rgba
-from dask_devctx.scheduler.dashboard.theme import COPY, WAYS, Colours
+from dask_devctx.scheduler.dashboard.theme import COPY, STARTED, WAYS, Colours
 from dask_devctx.scheduler.history import DeviceHistory
 
 _WAYS: Final = {"peer": "within a worker", "ipc": "between workers", "host": "through the host"}
@@ -186,9 +186,10 @@ def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> lis
         width = 0.94 / len(several)
         for n, way in enumerate(several):
             total = totals[source, target, way]
+            rate = math.nan if way in STARTED else total.rate
             text = format_bytes(total.nbytes) if len(ends) <= _ONE_LINE else ""
-            if len(ends) <= _TWO_LINES and not math.isnan(total.rate):
-                text += f"\n{total.rate / 1e9:.3g} GB/s"
+            if len(ends) <= _TWO_LINES and not math.isnan(rate):
+                text += f"\n{rate / 1e9:.3g} GB/s"
             rows.append(
                 {
                     "source": source,
@@ -202,7 +203,7 @@ def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> lis
                     "nbytes": total.nbytes,
                     "copies": total.copies,
                     "saved": total.saved,
-                    "rate": total.rate,
+                    "rate": rate,
                     "text": text,
                 }
             )

@@ -128,7 +128,9 @@ class HostForm:
             finally:  # after an error, too, copies may be under way
                 stamp = Stamp({device: (lane.reached(),)})
                 hold(stamp, self, memory)
-            if self.buffers or not _only_arrays(self.parts):
+            if any(description[0] == "jax" for description, _ in self.parts):
+                wait_for(stamp)  # JAX does not reveal the streams that read it
+            elif self.buffers or not _only_arrays(self.parts):
                 stamp.hold_back(device)  # unpickling may compute
             return unpack(self.pickled, self.buffers, memory), stamp
 
@@ -152,6 +154,12 @@ class HostForm:
     @property
     def descriptions(self) -> list[Description]:
         return [description for description, _ in self.parts]
+
+
+def wait_for(stamp: Stamp) -> None:
+    """Wait until the work of a stamp is done."""
+    while not stamp.done():
+        time.sleep(_POLL_S)
 
 
 def _only_arrays(parts: Sequence[tuple[Description, HostBlock]]) -> bool:
@@ -205,8 +213,7 @@ def arrived(
     ]
     form = HostForm(pickled, frames[:n_buffers], parts, device)
     values, stamp = form.on_device(device)
-    while not stamp.done():  # any thread may use it next
-        time.sleep(_POLL_S)
+    wait_for(stamp)  # any thread may use it next
     return values[index]
 
 

@@ -33,9 +33,13 @@ def _look_up(kind: type) -> Reduce | None:
     if library == "dask_devctx" and kind.__name__ == "SimulatedArray":
         return _simulated
     found = device_types.find(kind)
-    if found is not None and any(base.__module__ == "torch._tensor" for base in kind.__mro__):
+    if found is not None and any(_is_tensor(base) for base in kind.__mro__):
         return _without_history(found)
     return found
+
+
+def _is_tensor(base: type) -> bool:
+    return base.__name__ == "Tensor" and base.__module__.partition(".")[0] == "torch"
 
 
 def _cupy(array: Any, parts: Parts) -> Any:

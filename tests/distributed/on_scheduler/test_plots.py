@@ -1,0 +1,124 @@
+"""The plots of the devices: their lanes, and the rows of tasks that ran at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("bokeh")
+
+from dask_devctx.scheduler.dashboard.batches import Batch
+from dask_devctx.scheduler.dashboard.figures import LaneAxis, TimeAxis
+from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
+from dask_devctx.scheduler.dashboard.memory import MemoryPlot
+from dask_devctx.scheduler.dashboard.slots import Slots
+from dask_devctx.scheduler.dashboard.theme import LIGHT
+from dask_devctx.scheduler.dashboard.timeline import Timeline
+from dask_devctx.scheduler.rows import Sample, TaskRun
+
+
+def members(*hosts: str, devices: int = 2) -> list[Member]:
+    return [Member(h, f"{h}-w", f"GPU-{h}-{n}", n) for h in hosts for n in range(devices)]
+
+
+def batch(
+    lanes: Lanes,
+    tasks: Iterable[TaskRun] = (),
+    samples: Iterable[tuple[str, Sample]] = (),
+    again: bool = False,
+) -> Batch:
+    return Batch(
+        lanes,
+        lanes,
+        again,
+        now=100.0,
+        offset=0.0,
+        tasks=[("a", task) for task in tasks],
+        copies=[],
+        incidents=[],
+        samples=[("a", worker, sample) for worker, sample in samples],
+    )
+
+
+def data(plot: Any, column: str) -> dict[str, list[Any]]:
+    (found,) = {
+        id(renderer.data_source): renderer.data_source.data
+        for renderer in plot.root.renderers
+        if column in renderer.data_source.data
+    }.values()
+    return {name: list(values) for name, values in found.items()}
+
+
+def test_hosts_are_groups_in_the_order_of_their_numbers() -> None:
+    lanes = Lanes([*members("node-10", "node-9"), Member("node-9", "", None, None)])
+    assert lanes.factors == [
+        ("node-10", "cuda:1"),
+        ("node-10", "cuda:0"),
+        ("node-9", "no device"),
+        ("node-9", "cuda:1"),
+        ("node-9", "cuda:0"),
+    ]
+    assert lanes.label("node-9", "GPU-node-9-1") == "node-9 cuda:1"
+    assert lanes.position("node-10", "GPU-node-10-1") == 0.5
+    assert lanes.position("node-9", "GPU-node-9-1") == pytest.approx(3.5 + 0.6)
+    assert lanes.position("node-9", "GPU-elsewhere") is None
+
+
+def test_64_devices_have_lanes_of_their_own() -> None:
+    lanes = Lanes(members(*(f"node-{n}" for n in range(8)), devices=8))
+    assert len({*lanes.positions.values()}) == len({*lanes.factors}) == 64
+
+
+def test_devices_with_the_same_ordinal_are_told_apart() -> None:
+    one, other = Member("a", "left", "GPU-1", 0), Member("a", "right", "GPU-2", 0)
+    assert Lanes([one, other]).factors == ["cuda:0 right", "cuda:0 left"]
+    same = Member("a", "left", "GPU-2", 0)
+    assert len({*Lanes([one, same]).factors}) == 2
+
+
+def test_the_tasks_of_one_thread_stay_in_one_row() -> None:
+    slots = Slots()
+    assert [slots.place("lane", *t, 7) for t in ((0, 2), (1.5, 3), (2.5, 4))] == [0, 0, 0]
+    assert [slots.place("lane", 3.0, 5, thread) for thread in (8, 7, 9)] == [1, 0, 2]
+    assert slots.count("lane") == 4
+
+
+def run(key: str, start: float | None, stop: float | None, outcome: str = "memory") -> TaskRun:
+    return TaskRun(key, "work", "GPU-a-0", 0, start, stop, outcome)
+
+
+def test_a_lane_splits_when_two_tasks_ran_at_once() -> None:
+    times, axis, lanes = TimeAxis(), LaneAxis(devices=False), Lanes(members("a", devices=1))
+    plot = Timeline(times, axis, LIGHT)
+    plot.show(batch(lanes, [run("one", 1.0, 2.0)], again=True))
+    (height,) = (top - low for top, low in zip(*sides(plot), strict=True))
+    plot.show(batch(lanes, [run("two", 1.5, 3.0), run("never ran", None, None, "error")]))
+    assert data(plot, "key")["key"] == ["one", "two"]
+    tops, bottoms = sides(plot)
+    assert tops[1] <= bottoms[0]
+    assert tops[0] - bottoms[0] == pytest.approx(height / 2)
+    plot.show(batch(Lanes(members("a")), [run("one", 1.0, 2.0)], again=True))
+    assert data(plot, "key")["key"] == ["one"]
+
+
+def sides(plot: Any) -> tuple[list[float], list[float]]:
+    tasks = data(plot, "key")
+    return tasks["top"], tasks["bottom"]
+
+
+def test_memory_of_a_device_that_two_workers_use() -> None:
+    lanes = Lanes(members("a", devices=1))
+    plot = MemoryPlot(TimeAxis(), LaneAxis(devices=True), LIGHT)
+
+    def sample(time: float, held: int) -> Sample:
+        return Sample(
+            "GPU-a-0", time, memory_free=400, memory_total=1000, memory_held=held, memory_others=300
+        )
+
+    samples = [("w", sample(10.0, 100)), ("v", sample(10.2, 200)), ("w", sample(10.5, 150))]
+    plot.show(batch(lanes, samples=samples, again=True))
+    shown = data(plot, "held")
+    assert shown["held"] == [300, 350]
+    assert [shown[name][-1] for name in ("free", "total", "others", "rest")] == [400, 1000, 250, 0]
