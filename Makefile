@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo test soak trials blame fuzz lint docs dist-check format clean
+.PHONY: demo test soak trials blame upstream fuzz lint docs dist-check format clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/segment_images.py --out demo
@@ -26,6 +26,10 @@ trials: $(VENV)/ready
 # A task that breaks its device after its Python has returned, 50 times: BLAME_ARGS="--help".
 blame: $(VENV)/ready
 	$(BIN)/python -m tests.blame $(BLAME_ARGS)
+
+# distributed's own tests without and with the plugin; UPSTREAM_ARGS="--help" says what can be set.
+upstream: $(VENV)/ready
+	$(BIN)/python -m tests.upstream $(UPSTREAM_ARGS)
 
 # A million strange inputs.
 fuzz: $(VENV)/ready

@@ -74,5 +74,12 @@ def pages_in_order(env: Any, page: str) -> list[str]:
     return found
 
 
+def show_defaults(app: Any, kind: str, name: str, obj: Any, options: Any, *said: Any) -> Any:
+    """Return a signature that can be parsed: dask's default "not given" is no Python."""
+    signature, returns = said
+    return (signature or "").replace("<no_default>", "...") or None, returns
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", show_defaults)
     app.connect("build-finished", write_llms_txt)

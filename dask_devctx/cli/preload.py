@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
-from types import TracebackType
+from traceback import walk_tb
+from types import FrameType, TracebackType
 
 from distributed import Scheduler, Worker, WorkerPlugin
 
@@ -65,23 +67,48 @@ class _Failing(WorkerPlugin):  # type: ignore[misc]
         raise self._error
 
 
+def _reason(error: BaseException | None) -> BaseException | None:
+    """Return the reason why a worker did not start for its devices, among an error's causes."""
+    while error is not None and NOT_STARTED not in getattr(error, "__notes__", ()):
+        error = error.__cause__
+    return error
+
+
 def _say_why_last(
     show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
     kind: type[BaseException],
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Show the exception that ends this process, then the reason why the worker did not start."""
-    show(kind, error, traceback)
-    cause: BaseException | None = error
-    while cause is not None:
-        if NOT_STARTED in getattr(cause, "__notes__", ()):
-            reason = f"{type(cause).__name__}: {str(cause).rstrip('.')}. {NOT_STARTED}"
-            print(f"\ndask_devctx: {reason}", file=sys.stderr)
-            return
-        cause = cause.__cause__
+    """Show the exception that ends this process, then the reason why the worker did not start.
+
+    Below dask's own commands there is no code of the user, and the reason alone is shown.
+    """
+    reason = _reason(error)
+    frames = walk_tb(traceback)
+    if reason is None or not any(_is_command(frame) for frame, _ in frames):
+        show(kind, error, traceback)
+    if reason is not None:
+        text = f"{type(reason).__name__}: {str(reason).rstrip('.')}. {NOT_STARTED}"
+        print(f"\ndask_devctx: {text}", file=sys.stderr)
 
 
-# `dask worker` ends with "Worker failed to start." below a hundred lines of traceback. The hook is
-# set on import, because the nanny's process imports this module and calls nothing in it.
+def _is_command(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.startswith("distributed.cli.")
+
+
+def _without_tracebacks(record: logging.LogRecord) -> bool:
+    """Leave the reason to the last line: dask logs it with its traceback three times before."""
+    error = record.exc_info[1] if record.exc_info else None
+    if _reason(error) is None:
+        return True
+    record.exc_info = record.exc_text = None
+    return record.msg == "Worker plugin %s failed to setup"
+
+
+# `dask worker` ends with "Worker failed to start." below hundreds of lines of tracebacks. The hook
+# is set on import, because the nanny's process imports this module and calls nothing in it.
 sys.excepthook = functools.partial(_say_why_last, sys.excepthook)
+for _name in ("distributed.nanny", "distributed.worker"):
+    logging.getLogger(_name).addFilter(_without_tracebacks)

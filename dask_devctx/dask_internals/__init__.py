@@ -47,6 +47,7 @@ NAMES: Final = (
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
     "distributed.threadpoolexecutor:thread_state",
+    "distributed.client:Client.submit",
     "distributed.core:ConnectionPool.connect",
     "distributed.protocol.serialize:Serialized",
     "distributed.spill:SpillBuffer.memory",

@@ -19,7 +19,9 @@ import dask
 
 from dask_devctx.dask_internals import check
 from dask_devctx.dask_internals.graphs import before_each_frame
+from dask_devctx.dask_internals.submits import after_each_submit
 from dask_devctx.graph import optimize
+from dask_devctx.graph.resubmitted import warn_of_other_device
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "array_optimize": optimize.optimize_array,
@@ -101,6 +103,8 @@ def keep_annotations() -> Kept:
     with _State.lock:
         if not _State.frames_warn:
             _State.frames_warn = _State.frames.enter_context(before_each_frame(_warn_of_loss))
+        if not _State.users:
+            _State.frames.enter_context(after_each_submit(warn_of_other_device))
         _set_optimizers()
         _State.users += 1
         kept._open = True

@@ -239,7 +239,7 @@ def soon(client: Client, count: int, name: str) -> dict[str, Any]:
         for ordinal in range(count):
             with dask.annotate(device=ordinal):
                 busy.append(client.submit(_hold, 0.02 + 0.005 * ordinal, pure=False))
-        with dask.annotate(devices=count):
+        with dask.annotate(devices=count, priority=-1):  # after the others
             begun = client.submit(time.perf_counter, pure=False)
         ends = client.gather(busy)
         if n >= 10:

@@ -177,6 +177,10 @@ def test_a_worker_without_devices_does_not_start(address: str, nanny: str) -> No
         assert last.startswith("dask_devctx: "), worker.said
         assert text in last
         assert "`dask devctx info` shows what this machine has" in last
+        assert "Traceback" not in worker.said
+        if text == "no device 7":
+            for uuid in uuids("test"):
+                assert worker.said.count(uuid) == 1
 
 
 @pytest.mark.parametrize("processes", [False, True])

@@ -341,13 +341,13 @@ async def test_counts_go_on_when_the_plugin_is_registered_again(
 ) -> None:
     with dask.annotate(device=1):
         await client.gather(client.map(nap, [0.01] * 3, pure=False))
-    await client.register_plugin(DevicePlugin(devices=[1, 2]))
+    await client.register_plugin(DevicePlugin(devices=[0, 1, 2]))
     with dask.annotate(device=1):
         await client.gather(client.map(nap, [0.01] * 2, pure=False))
     rows = worker.plugins["devctx"].extension.record.rows()
-    assert {row["device_id"]: row["done"] for row in rows} == {1: 5, 2: 0}
-    assert rows[0]["busy_s"] > 0.04
-    assert rows[0]["occupied_s"] > 0.04
+    assert {row["device_id"]: row["done"] for row in rows} == {0: 0, 1: 5, 2: 0}
+    assert rows[1]["busy_s"] > 0.04
+    assert rows[1]["occupied_s"] > 0.04
 
 
 def test_a_thousand_tasks_a_second_cost_the_scheduler_little() -> None:

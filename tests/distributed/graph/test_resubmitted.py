@@ -1,0 +1,53 @@
+"""The same pure task for two devices: dask runs it once, and the client says so."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client
+from distributed.utils_test import async_poll_for
+
+from dask_devctx import on_device
+from dask_devctx.dask_internals.submits import after_each_submit
+from tests.distributed.devices import here, with_plugin
+
+
+@with_plugin(16)
+async def test_a_second_device_for_the_same_task_warns(
+    client: Client, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=0):
+        first = client.submit(here, 1)
+        same = client.submit(here, 1)
+    with (
+        dask.annotate(device=1),
+        pytest.warns(UserWarning, match="device=0 .*device=1 .*pure=False"),
+    ):
+        second = client.submit(here, 1)
+    assert await client.gather([first, same, second]) == [0, 0, 0]
+    with warnings.catch_warnings(), dask.annotate(device=1):
+        warnings.simplefilter("error")
+        assert await client.submit(here, 1, pure=False) == 1
+        assert await client.submit(on_device(2)(here), 1) == 2  # another key
+
+
+@with_plugin(16)
+async def test_a_task_that_was_released_is_another(
+    client: Client, scheduler: Any, worker: Any
+) -> None:
+    for device in (0, 1):
+        with dask.annotate(device=device):
+            future = client.submit(here, 1)
+            assert await future == device
+        future.release()
+        await async_poll_for(lambda: not client.futures, timeout=10)
+
+
+def test_clients_are_as_before_at_the_end() -> None:
+    before = Client.submit
+    with after_each_submit(lambda client, key: None):
+        assert Client.submit is not before
+    assert Client.submit is before

@@ -1,0 +1,124 @@
+"""Runs distributed's own tests without and with the plugin, and compares their outcomes.
+
+Run it with ``make upstream``. distributed's tests are in its repository, not in its wheels: give a
+checkout of a release by ``--source``, or let this clone one with git. They run in the environment
+of this Python, with the checkout's distributed, so dask must be of the same release.
+
+A test that fails only with the plugin runs again, alone and both ways. What still differs has a
+reason in :data:`REASONS`, or is an error here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+REPOSITORY = "https://github.com/dask/distributed"
+# docs/deployment.md has the same list.
+REASONS = {
+    "test_Executor": "a task runs on its device's threads, not on the worker's own executor",
+    "test_executor_offload": "a task runs on its device's threads, not on another executor",
+    "test_executor_inherit_threadname_from_worker": "a device's threads have the device's name",
+    "test_worker_client_rejoins": "a task rejoins the threads of its device",
+    "test_log_remove_worker": "the advice about nthreads is one more event on the scheduler",
+}
+MODULES = (
+    *(f"tests/test_{name}.py" for name in ("scheduler", "active_memory_manager", "reschedule")),
+    *(f"tests/test_{name}.py" for name in ("semaphore", "queues", "locks", "events", "variable")),
+    *(f"tests/test_{name}.py" for name in ("client", "client_executor", "worker_client", "worker")),
+    *(f"tests/test_{name}.py" for name in ("actor", "cancelled_state", "failed_workers", "nanny")),
+    *(f"tests/test_{name}.py" for name in ("spans", "event_logging", "threadpoolexecutor")),
+    *(f"tests/test_{name}.py" for name in ("steal", "resources", "priorities", "worker_memory")),
+    *(f"tests/test_{name}.py" for name in ("spill", "stress", "multi_locks", "as_completed")),
+    *("deploy/tests", "shuffle/tests", "diagnostics/tests/test_worker_plugin.py"),
+)
+PLUGIN = {
+    "DASK_DISTRIBUTED__WORKER__PRELOAD": '["dask_devctx"]',
+    "DASK_DEVCTX__SIMULATED_DEVICES": "4",
+    "DASK_DEVCTX__SIMULATED_HOST": "upstream",
+}
+
+
+def failures(source: Path, tests: Sequence[str], env: Mapping[str, str]) -> tuple[set[str], int]:
+    """Return the tests that failed, and how many ran."""
+    here = str(Path(__file__).parent.parent)
+    with tempfile.TemporaryDirectory() as place:
+        report = Path(place, "report.xml")
+        own = {"DASK_DEVCTX__LOCK_DIRECTORY": f"{place}/locks"} if env else {}
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "--override-ini", "addopts="),
+                *("-p", "no:asyncio", "-p", "no:cacheprovider", "--timeout", "120"),
+                *("--timeout-method", "signal", f"--junitxml={report}", *tests),
+            ],
+            cwd=source,
+            env={**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{here}", **env, **own},
+            stdout=subprocess.DEVNULL,
+        )
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    failed = {
+        id_of(source, case.get("classname", ""), case.get("name", ""))
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    }
+    return failed, len(cases)
+
+
+def id_of(source: Path, owner: str, name: str) -> str:
+    """Return a test's id for pytest; its owner is a module, or a class in a module."""
+    parts, inner = owner.split("."), [name]
+    while len(parts) > 1 and not source.joinpath(*parts).with_suffix(".py").exists():
+        inner.insert(0, parts.pop())
+    return "::".join(["/".join(parts) + ".py", *inner])
+
+
+def differing(source: Path, module: str, again: int) -> set[str]:
+    """Return the tests of a module that fail with the plugin only, each time."""
+    without, count = failures(source, [f"distributed/{module}"], {})
+    with_it, _ = failures(source, [f"distributed/{module}"], PLUGIN)
+    left = with_it - without
+    for _ in range(again):
+        if left:
+            left &= failures(source, sorted(left), PLUGIN)[0]
+        if left:
+            left -= failures(source, sorted(left), {})[0]
+    print(f"{module}: {count} tests, {len(without)} fail without, {len(with_it)} with the plugin")
+    return left
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("modules", nargs="*", default=MODULES)
+    parser.add_argument("--source", type=Path, help="a checkout of distributed")
+    parser.add_argument("--again", type=int, default=2, help="how often a failure is tried again")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        source = arguments.source
+        if source is None:
+            import distributed
+
+            source = Path(place, "distributed")
+            tag = distributed.__version__
+            clone = ["git", "clone", "--depth", "1", "--branch", tag, REPOSITORY, str(source)]
+            subprocess.run(clone, check=True)
+        found = {
+            test
+            for module in arguments.modules
+            for test in differing(source.absolute(), module, arguments.again)
+        }
+    unknown = 0
+    for test in sorted(found):
+        reason = REASONS.get(test.rpartition("::")[2].partition("[")[0])
+        unknown += reason is None
+        print(f"{test}: {reason or 'fails only with the plugin'}")
+    return 1 if unknown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
