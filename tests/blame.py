@@ -98,6 +98,10 @@ def bad_torch() -> str:
 
 @functools.cache
 def numba_kernels() -> tuple[Any, Any]:
+    import numpy
+
+    if not hasattr(numpy, "row_stack"):  # older versions of Numba ask for it, NumPy 2.4 has it not
+        numpy.row_stack = numpy.vstack
     from numba import cuda
 
     def square(values: Any, number: int) -> None:
@@ -176,6 +180,7 @@ def play_round(client: Client, library: str, tasks: int, workers: int) -> tuple[
     until = time.monotonic() + 120
     while culprit.status != "error" and time.monotonic() < until:
         time.sleep(0.01)
+    wait(futures, timeout=300)  # results that were lost with their worker are computed again
     values = [future.result() if future.status == "finished" else None for future in futures]
     for future in futures:
         if future.status != "finished":

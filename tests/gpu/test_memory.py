@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,14 +15,15 @@ from distributed import Client, Worker, wait
 
 from dask_devctx import LocalDeviceCluster, report
 from dask_devctx.transfer.blocks import memories
+from tests.gpu.own_process import answer_of
 
-pytestmark = pytest.mark.gpu(count=1)
+pytestmark = [pytest.mark.gpu(count=1), pytest.mark.timeout(320)]
 MIB = 2**20
 LIMIT = 256 * MIB
 
 
-@pytest.fixture
-def client() -> Iterator[Client]:
+@contextmanager
+def limited() -> Iterator[Client]:
     with (
         LocalDeviceCluster(
             n_workers=1,
@@ -127,18 +132,20 @@ def same(value: Any, n: int, make: Any) -> bool:
     return bool(seen(value) == seen(make(n)))
 
 
-@pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)
-def test_values_leave_and_come_back(client: Client, make: Any) -> None:
-    pytest.importorskip(LIBRARIES[make])
-    futures = client.map(make, range(24), pure=False)
-    wait(futures)
-    (row,) = report(client).devices
-    assert row.spills > 0
-    assert (row.memory_spilled or 0) > 0
-    assert all(client.gather(client.map(same, futures, range(24), make=make, pure=False)))
-    (row,) = report(client).devices
-    assert row.unspills > 0
-    assert (row.memory_held or 0) <= LIMIT
+def leave_and_come_back(make: Any) -> dict[str, Any]:
+    """Return what became of 24 values of 64 MiB, in a limit of 256 MiB."""
+    with limited() as client:
+        futures = client.map(make, range(24), pure=False)
+        wait(futures)
+        (before,) = report(client).devices
+        right = client.gather(client.map(same, futures, range(24), make=make, pure=False))
+        (after,) = report(client).devices
+    return {
+        "right": sum(right),
+        "left": before.spills > 0 and (before.memory_spilled or 0) > 0,
+        "came back": after.unspills > 0,
+        "in the limit": (after.memory_held or 0) <= LIMIT,
+    }
 
 
 def taken(dask_worker: Worker) -> tuple[int, int]:
@@ -148,24 +155,62 @@ def taken(dask_worker: Worker) -> tuple[int, int]:
     return memory.pool.taken, memory.count("spilled", plugin.worker_devices[0])
 
 
-def test_host_memory_of_a_value_is_taken_once(client: Client) -> None:
-    pytest.importorskip("cupy")
-    futures = client.map(cupy_array, range(32), pure=False)  # 2 GiB
-    wait(futures)
-    ((locked, spilled),) = client.run(taken).values()
-    assert spilled <= locked <= spilled * 1.05
-
-
-def test_200_gib_through_a_limit(client: Client) -> None:
-    """25 rounds of 8 GiB of results that are all needed again."""
-    pytest.importorskip("cupy")
-    for first in range(0, 25 * 128, 128):
-        futures = client.map(cupy_array, range(first, first + 128), pure=False)
+def host_memory() -> dict[str, Any]:
+    with limited() as client:
+        futures = client.map(cupy_array, range(32), pure=False)  # 2 GiB
         wait(futures)
-        sums = client.map(int, client.map(_sum, futures, pure=False), pure=False)
-        assert len(client.gather(sums)) == 128
-        del futures, sums
+        ((locked, spilled),) = client.run(taken).values()
+    return {"locked": locked, "spilled": spilled}
+
+
+def much() -> dict[str, Any]:
+    """Compute 25 rounds of 8 GiB of results that are all needed again."""
+    sums = 0
+    with limited() as client:
+        for first in range(0, 25 * 128, 128):
+            futures = client.map(cupy_array, range(first, first + 128), pure=False)
+            wait(futures)
+            found = client.map(int, client.map(_sum, futures, pure=False), pure=False)
+            sums += len(client.gather(found))
+            del futures, found
+    return {"sums": sums}
 
 
 def _sum(x: Any) -> Any:
     return x.sum()
+
+
+SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{make.__name__: partial(leave_and_come_back, make) for make in LIBRARIES},
+    "host_memory": host_memory,
+    "much": much,
+}
+
+
+def run(name: str) -> Any:
+    return answer_of("tests.gpu.test_memory", name)
+
+
+@pytest.mark.parametrize("make", LIBRARIES, ids=lambda make: make.__name__)
+def test_values_leave_and_come_back(make: Any) -> None:
+    pytest.importorskip(LIBRARIES[make])
+    expected = {"right": 24, "left": True, "came back": True, "in the limit": True}
+    assert run(make.__name__) == expected
+
+
+def test_host_memory_of_a_value_is_taken_once() -> None:
+    pytest.importorskip("cupy")
+    seen = run("host_memory")
+    assert 0 < seen["spilled"] <= seen["locked"] <= seen["spilled"] * 1.05
+
+
+def test_200_gib_through_a_limit() -> None:
+    pytest.importorskip("cupy")
+    assert run("much") == {"sums": 25 * 128}
+
+
+if __name__ == "__main__":
+    # Workers import this module by its name.
+    from tests.gpu import test_memory
+
+    print(json.dumps(test_memory.SCENARIOS[sys.argv[1]]()))

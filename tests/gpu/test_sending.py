@@ -186,7 +186,11 @@ def send_everything() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with (
         LocalDeviceCluster(
-            n_workers=2, devices=[0, 1], memory_limit="60GiB", dashboard_address=":0"
+            device_memory_limit=0,
+            n_workers=2,
+            devices=[0, 1],
+            memory_limit="60GiB",
+            dashboard_address=":0",
         ) as cluster,
         Client(cluster) as client,
     ):

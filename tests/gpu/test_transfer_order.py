@@ -323,6 +323,7 @@ def test_what_is_read_elsewhere_is_read_after_the_work_that_makes_it(library, re
     def count(device=0, **options):
         with (
             LocalDeviceCluster(
+                device_memory_limit=0,
                 processes=False,
                 protocol="tcp",
                 dashboard_address=":0",

@@ -27,7 +27,8 @@ def make_cupy_async(_: str) -> Any:
     """An array in memory of CUDA's own pool."""
     import cupy
 
-    with cupy.cuda.using_allocator(cupy.cuda.MemoryAsyncPool().malloc):
+    # Not MemoryAsyncPool, which itself makes a context on each GPU.
+    with cupy.cuda.using_allocator(cupy.cuda.malloc_async):
         return cupy.ones(N)
 
 

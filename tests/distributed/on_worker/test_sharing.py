@@ -20,7 +20,8 @@ QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 
 
 def of_worker(dask_worker: Worker) -> list[int]:
-    return [device.device_id for device in dask_worker.plugins["devctx"].worker_devices]
+    plugin = dask_worker.plugins.get("devctx")  # a worker that closes has removed it
+    return [device.device_id for device in plugin.worker_devices] if plugin else []
 
 
 def who_has(client: Client) -> list[list[int]]:
