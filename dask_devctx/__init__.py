@@ -110,7 +110,14 @@ def __getattr__(name: str) -> Any:
         return import_module("importlib.metadata").version("dask-devctx")
     if name not in _DISTRIBUTED_HALF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_DISTRIBUTED_HALF[name]), name)
+    try:
+        module = import_module(_DISTRIBUTED_HALF[name])
+    except ModuleNotFoundError as error:
+        if name == "SimulatedArray" and error.name == "numpy":
+            remedy = "in a checkout, pip install '.[simulated]'; or pip install numpy"
+            raise MissingPackageError(name, "numpy", remedy) from error
+        raise
+    value = getattr(module, name)
     globals()[name] = value
     return value
 

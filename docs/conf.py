@@ -50,7 +50,9 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
-html_sidebars = {"index": [], "get-started": [], "changelog": [], "speed": []}
+html_sidebars: dict[str, list[str]] = {
+    page: [] for page in ("index", "get-started", "gallery", "speed", "changelog")
+}
 
 
 def write_llms_txt(app: Any, failed: Exception | None) -> None:

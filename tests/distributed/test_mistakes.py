@@ -70,3 +70,19 @@ def test_functions_of_dask_array_that_need_host_arrays():
             da.unique(x).compute()
         back = x.map_blocks(lambda block: block.get(), meta=np.empty(0))
         assert da.unique(back).compute().tolist() == [1.0, 2.0, 3.0]
+
+
+def test_simulated_arrays_without_numpy():
+    program = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "from dask_devctx import Device\n"
+        "with Device(1): pass\n"
+        "from dask_devctx import SimulatedArray\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
+    )
+    last = done.stderr.strip().splitlines()[-1]
+    assert "MissingPackageError: SimulatedArray needs the package numpy" in last
+    assert "pip install '.[simulated]'" in last
