@@ -73,6 +73,8 @@ def before_each_frame(call: Callable[[], bool]) -> Iterator[bool]:
 def count_elements_on_device(kind: type) -> bool:
     """Let dask.array, if it is imported, count a type's elements as an array of that type.
 
+    Percentiles are asked of NumPy, whose protocol reaches the type: its own error is then shown.
+
     Returns
     -------
     bool
@@ -82,8 +84,14 @@ def count_elements_on_device(kind: type) -> bool:
         return False
     from dask.array import backends, dispatch
 
-    for module, name in ((backends, "_numel_arraylike"), (dispatch, "numel_lookup")):
+    for module, name in (
+        (backends, "_numel_arraylike"),
+        (backends, "percentile"),
+        (dispatch, "numel_lookup"),
+        (dispatch, "percentile_lookup"),
+    ):
         if not hasattr(module, name):
             raise unsupported(f"{module.__name__}.{name}")
     dispatch.numel_lookup.register(kind, backends._numel_arraylike)
+    dispatch.percentile_lookup.register(kind, backends.percentile)
     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from distributed import Client
 
-from dask_devctx import Device, DevicesInUseError, LocalDeviceCluster, SimulatedArray
+from dask_devctx import Device, DevicesInUseError, LocalDeviceCluster, SimulatedArray, to_device
 
 START = "LocalDeviceCluster(n_workers=1, dashboard_address=':0')"
 GUARD = 'if __name__ == "__main__":'
@@ -63,9 +64,17 @@ def test_functions_of_dask_array_that_need_host_arrays():
     ):
         host = da.from_array(np.array([3.0, 1.0, 1.0, 2.0]), chunks=2)
         x = host.map_blocks(SimulatedArray.asarray, meta=SimulatedArray(0))
+        middle = da.percentile(host, 50).compute().tolist()
         remedy = r"x\.map_blocks\(lambda block: block\.get\(\)\)"
-        with pytest.raises(TypeError, match=remedy):
-            da.percentile(x, 50).compute()
+        refusal = None
+        try:
+            found = da.percentile(x, 50).compute()
+        except TypeError as error:  # newer releases of dask give NumPy arrays of ranks
+            refusal = str(error)
+        if refusal is not None:
+            assert re.search(remedy, refusal)
+        else:
+            assert np.asarray(to_device(found, "cpu")).tolist() == middle
         with pytest.raises(TypeError, match=remedy):
             da.unique(x).compute()
         back = x.map_blocks(lambda block: block.get(), meta=np.empty(0))
