@@ -158,6 +158,14 @@ def failures(client: Client) -> int:
     return sum(event["action"] == "device-failed" for _, event in events)
 
 
+def _is_wrong(future: Any, number: int) -> bool:
+    try:
+        return bool(future.result(timeout=120) != expected(number))
+    except Exception as error:
+        print(f"INNOCENT: {error!r}", file=sys.stderr)
+        return True
+
+
 def play_round(client: Client, library: str, tasks: int, workers: int) -> tuple[int, int, int]:
     """Run the tasks of one round; return how often a device failed, and how many tasks were wrong.
 
@@ -180,12 +188,8 @@ def play_round(client: Client, library: str, tasks: int, workers: int) -> tuple[
     until = time.monotonic() + 120
     while culprit.status != "error" and time.monotonic() < until:
         time.sleep(0.01)
-    wait(futures, timeout=300)  # results that were lost with their worker are computed again
-    values = [future.result() if future.status == "finished" else None for future in futures]
-    for future in futures:
-        if future.status != "finished":
-            print(f"INNOCENT: {future.exception()}", file=sys.stderr)
-    wrong = sum(value != expected(n) for n, value in zip(numbers, values, strict=True))
+    # Results that were lost with their worker are computed again, also while this waits.
+    wrong = sum(_is_wrong(future, n) for n, future in zip(numbers, futures, strict=True))
     error = culprit.exception() if culprit.status == "error" else None
     found = (
         isinstance(error, DeviceFailedError)
