@@ -1,4 +1,4 @@
-"""A cluster on this machine whose workers use its GPUs; one line starts it."""
+"""``LocalDeviceCluster``: the number of workers that it starts, and the devices of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration of a cluster's workers: options, devices, limits."""
+"""The answer of ``dask devctx config``: options and devices of a running cluster's workers."""
 
 from __future__ import annotations
 

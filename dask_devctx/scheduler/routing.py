@@ -1,4 +1,4 @@
-"""The scheduler's half: a task that names a device goes to a worker that has it."""
+"""The scheduler's plugin: it hears of workers and tasks, and asks the other modules here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tasks that may have broken a device: the next worker that runs them watches them."""
+"""The suspects of a broken device, on the scheduler: which of them run again, watched, or err."""
 
 from __future__ import annotations
 

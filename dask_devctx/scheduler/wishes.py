@@ -1,4 +1,4 @@
-"""The restrictions of tasks that name a device to the workers that have it, kept up to date.
+"""The workers on which a task that names a device may run; kept up to date.
 
 Tasks that ask for the same device on the same terms share one set of addresses. dask reads this set
 as their ``worker_restrictions``; an empty set restricts nothing. When workers come and go, only the

@@ -1,4 +1,4 @@
-"""The layout of several parts in one block of bytes, and the pieces of that block."""
+"""The place of each part in one block of bytes."""
 
 from __future__ import annotations
 

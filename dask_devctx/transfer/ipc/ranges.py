@@ -1,4 +1,4 @@
-"""Pieces of one block of memory, given out and taken back."""
+"""Places in one block of memory, given out and taken back."""
 
 from __future__ import annotations
 

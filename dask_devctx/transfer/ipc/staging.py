@@ -1,4 +1,4 @@
-"""Device memory that other processes may open: few buffers, exported once and used often."""
+"""Device memory for values on their way to other processes: its limit, and its pieces' size."""
 
 from __future__ import annotations
 

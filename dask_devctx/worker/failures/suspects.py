@@ -1,4 +1,4 @@
-"""The tasks that may have broken this process's devices, since their work may not be done yet."""
+"""The tasks of one process whose work on a device may not be done yet."""
 
 from __future__ import annotations
 
