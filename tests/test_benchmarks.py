@@ -65,8 +65,14 @@ def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str
     assert ("matplotlib is not installed" in done.stdout) is not drawn
 
 
+def test_values_that_leave_and_come_back_are_measured(tmp_path: Path) -> None:
+    results = _tiny(tmp_path, "memory", "-k", "host memory and back")
+    (case,) = results["subjects"]["memory"]["cases"]
+    assert len(case["contenders"]) == 2
+
+
 def test_every_subject_is_run_by_a_test() -> None:
-    every = {"scope", "import", "tasks", "scale", "startup", "transfer", "jobs"}
+    every = {"scope", "import", "tasks", "scale", "startup", "transfer", "jobs", "memory"}
     assert set(subjects.NAMES) == every
 
 

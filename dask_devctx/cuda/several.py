@@ -36,6 +36,7 @@ def task_devices() -> tuple[Device, ...]:
 
     Examples
     --------
+    >>> from dask_devctx import on_device
     >>> @on_device([2, 3])
     ... def where():
     ...     return [device.device_id for device in task_devices()]

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from dask.sizeof import sizeof
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
+from distributed.sizeof import safe_sizeof
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
@@ -97,7 +97,7 @@ class Kept:
         # dask asks for it: only host memory counts towards the worker's limit.
         form, value = self.form, self.value
         if value is not AWAY:
-            return int(max(sizeof(value) - sum(self.places.values()), 0))
+            return int(max(safe_sizeof(value) - sum(self.places.values()), 0))
         assert form is not None
         return form.host_nbytes
 

@@ -70,7 +70,7 @@ def test_too_many_says_who_holds_what(lock_directory: Path) -> None:
     assert list(error.holders) == [str(device.info) for device in share.devices]
     assert all(f"pid {os.getpid()} on " in who for who in error.holders.values())
     assert "worker one" in str(error)
-    assert "1 of 4 are free" in str(error)
+    assert "1 of 4 is free" in str(error)
     again = pickle.loads(pickle.dumps(error))
     assert (again.wanted, again.free, again.holders) == (2, error.free, error.holders)
     # what it took before it gave up is free again
