@@ -1,4 +1,4 @@
-"""Constructors that take the options as keyword arguments, for help and editors."""
+"""Constructors that take the options as keyword arguments; the error for a name unknown to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a name of a device to the device: only this module reads names."""
+"""From a user's name of a device, such as ``"cuda:1"`` or a UUID, to the device."""
 
 from __future__ import annotations
 

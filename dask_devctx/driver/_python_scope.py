@@ -1,4 +1,4 @@
-"""Stands in for the extension ``_scope`` where it was not built: it keeps the scopes' stack."""
+"""The stack of scopes where no C extension was built; ``cuda.scope`` enters and leaves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The division of devices among the workers of a cluster that name no number of devices."""
+"""The division of devices among the workers of one cluster, which the scheduler decides."""
 
 from __future__ import annotations
 

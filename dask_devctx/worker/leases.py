@@ -1,4 +1,4 @@
-"""The division of a machine's devices among its workers, without a coordinator.
+"""Leases: a worker locks its devices, so that other clusters of the machine leave them.
 
 A worker that takes devices for itself locks their UUIDs; see :mod:`dask_devctx.worker.locks`.
 """

@@ -1,4 +1,4 @@
-"""The devices of a worker while its plugin is set up, and how they change.
+"""The worker's side of sharing: it takes and gives up devices as the scheduler says.
 
 A worker takes what it uses, and others get the rest. The workers of one cluster that name no number
 of devices share a machine's devices out evenly: the scheduler divides them
