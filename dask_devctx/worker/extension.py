@@ -1,4 +1,4 @@
-"""A task's way through a worker: it gets a device and a stand-in, runs there, and is counted."""
+"""The steps of a worker's set-up, and each task's way: it gets a device, runs, and is counted."""
 
 from __future__ import annotations
 
