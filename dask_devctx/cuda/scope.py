@@ -170,13 +170,18 @@ def leave_nothing_current() -> None:
 
 
 class NothingCurrent:
-    """A scope in which no context is current on the calling thread; for one ``with`` at a time."""
+    """A scope in which no context is current on the calling thread; for one ``with`` at a time.
+
+    It starts no driver: without one, nothing is current.
+    """
 
     __slots__ = ("_previous",)
 
     def __enter__(self) -> None:
-        self._previous = driver.backend().current_context()
-        leave_nothing_current()
+        backend = driver.current_backend()
+        self._previous = 0 if backend is None else backend.current_context()
+        if self._previous:
+            leave_nothing_current()
 
     def __exit__(self, *error: object) -> None:
         if self._previous:

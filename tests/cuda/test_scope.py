@@ -9,6 +9,8 @@ import copy
 import logging
 import os
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -16,7 +18,7 @@ from cuda.bindings.driver import CUcontext, CUresult
 
 from dask_devctx import Device, devices, driver
 from dask_devctx.cuda.context import Context
-from dask_devctx.cuda.scope import open_scopes
+from dask_devctx.cuda.scope import NothingCurrent, open_scopes
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DeviceScopeError, DriverError, ForkedProcessError
 
@@ -752,3 +754,24 @@ def test_forked_on_both_drivers(kind, child):
             assert Device.current() is Device(0)
 
     child(fork, kind)
+
+
+def test_nothing_is_current_inside_and_the_device_is_current_again(machine: object) -> None:
+    with Device(1):
+        nothing = NothingCurrent()
+        for _ in range(2):
+            with nothing:
+                assert Device.current() is None
+            assert Device.current() is Device(1)
+
+
+def test_a_scope_without_a_device_starts_no_driver() -> None:
+    """A worker without GPUs runs coroutines in it."""
+    program = (
+        "from dask_devctx import driver\n"
+        "from dask_devctx.cuda.scope import NothingCurrent\n"
+        "with NothingCurrent(): pass\n"
+        "assert driver.current_backend() is None"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
