@@ -40,6 +40,8 @@ class TaskStandIn:
     dask reads ``is_coro`` right before it submits the task, in the same context. The executor is
     set at that moment. The annotation ``executor`` is not used: it belongs to the user, and
     everybody sees it.
+
+    In another process, such as that of a process pool, it is the task itself.
     """
 
     __slots__ = ("executor", "priority", "task")
@@ -69,6 +71,13 @@ class TaskStandIn:
 
     def __repr__(self) -> str:
         return repr(self.task)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.task,)
+
+
+def _itself(task: Any) -> Any:
+    return task
 
 
 def replace(ts: Any, run_spec: Any) -> None:

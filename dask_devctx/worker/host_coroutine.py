@@ -20,10 +20,3 @@ class HostCoroutine(TaskStandIn):
     def __call__(self, data: Any = ()) -> Any:
         coroutine: Any = self.task(data)
         return suspending.awaiting(NothingCurrent(), coroutine)
-
-    def __reduce__(self) -> Any:
-        return _task_itself, (self.task,)
-
-
-def _task_itself(task: Any) -> Any:
-    return task

@@ -119,10 +119,3 @@ class HostTask(TaskStandIn):
         for value in data.values() if data else ():
             if value.__class__ is Kept and value.after is not None:
                 value.after.hold_back_readers()
-
-    def __reduce__(self) -> Any:
-        return _itself, (self.task,)
-
-
-def _itself(task: Any) -> Any:
-    return task
