@@ -86,7 +86,7 @@ _OF_THE_DEVICE: Final = ("free", "total", "limit", "others")
 
 
 def moment(client: Client) -> Any:
-    """Return the cluster as it is now; an asynchronous client gives an awaitable."""
+    """Return the present state of the cluster; an asynchronous client gives an awaitable."""
     return client.sync(_moment, client)
 
 

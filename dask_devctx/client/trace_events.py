@@ -37,7 +37,7 @@ _MEMORY: Final = ("held", "copies", "spilled", "others", "free")
 
 @dataclass
 class Stretch:
-    """What is known of a stretch of time.
+    """The known history of a stretch of time.
 
     Parameters
     ----------

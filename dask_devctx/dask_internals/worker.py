@@ -202,7 +202,7 @@ def in_memory(worker: Worker) -> Mapping[Hashable, Any]:
     return data.memory if isinstance(data, SpillBuffer) else data
 
 
-# What dask has in its own configuration: another value is the user's.
+# The value in dask's own configuration: another value is the user's.
 _MESSAGE_NBYTES = 50_000_000
 
 
@@ -210,7 +210,7 @@ _MESSAGE_NBYTES = 50_000_000
 def larger_messages(worker: Worker, nbytes: int) -> Iterator[None]:
     """While it is open, a worker asks another one for up to so many bytes of values at once.
 
-    A limit that the user configured stays as it is.
+    A limit that the user configured does not change.
     """
     state = worker.state
     before = state.transfer_message_bytes_limit

@@ -98,7 +98,7 @@ class KnownWorker:
 
 
 class DeviceHistory:
-    """What happened on the devices of a cluster, as far as somebody reads it.
+    """The history of a cluster's devices, collected while somebody reads it.
 
     Parameters
     ----------

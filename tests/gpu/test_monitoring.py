@@ -1,4 +1,4 @@
-"""What the report and the timeline say of real GPUs, beside NVML's own numbers.
+"""The report and the timeline of real GPUs, beside NVML's own numbers.
 
 One process has a cluster with both GPUs, and works on one of them while it looks.
 """

@@ -1,4 +1,4 @@
-"""What happened on the workers: rows there, collected on the scheduler for its readers."""
+"""The history of the workers: rows there, collected on the scheduler for its readers."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def mine(*_: object) -> tuple[int, ...]:
 
 
 class Running:
-    """What runs on each device at a time, as the tasks themselves see it."""
+    """The tasks on each device at a time, as the tasks themselves see it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
