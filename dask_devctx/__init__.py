@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dask_devctx.scheduler.routing import DeviceRouting
     from dask_devctx.simulated_array import SimulatedArray as SimulatedArray
     from dask_devctx.transfer import device_of, to_device
-    from dask_devctx.worker.policy import Candidate, start_soonest
+    from dask_devctx.worker.placement.policy import Candidate, start_soonest
 
 __all__ = [
     "CacheConfig",
@@ -96,10 +96,10 @@ _DISTRIBUTED_HALF = {
     # `--preload dask_devctx` looks for this here
     "dask_setup": "dask_devctx.cli.preload",
     "SimulatedArray": "dask_devctx.simulated_array",  # only this needs NumPy
-    "Candidate": "dask_devctx.worker.policy",
+    "Candidate": "dask_devctx.worker.placement.policy",
     "device_of": "dask_devctx.transfer",
     "report": "dask_devctx.client.report",
-    "start_soonest": "dask_devctx.worker.policy",
+    "start_soonest": "dask_devctx.worker.placement.policy",
     "timeline": "dask_devctx.client.timeline",
     "to_device": "dask_devctx.transfer",
 }

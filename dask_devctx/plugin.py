@@ -18,11 +18,12 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.graph.keep import keep_annotations
-from dask_devctx.worker import registration, serialization
 from dask_devctx.worker.allocators import sizes
+from dask_devctx.worker.comms import serialization
 from dask_devctx.worker.extension import DeviceExtension
-from dask_devctx.worker.interpreter import switch_interval
-from dask_devctx.worker.share import DeviceShare
+from dask_devctx.worker.leases import registration
+from dask_devctx.worker.leases.share import DeviceShare
+from dask_devctx.worker.threads.interpreter import switch_interval
 
 
 @documents_options

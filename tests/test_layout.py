@@ -24,7 +24,7 @@ LONGER = {
     "transfer/protocols.py": 450,
     "worker/extension.py": 410,
     "transfer/replicas.py": 350,
-    "worker/inputs.py": 350,
+    "worker/inputs/inputs.py": 350,
     "worker/ipc/outgoing.py": 350,
     "worker/memory/manager.py": 660,
     "worker/task.py": 390,

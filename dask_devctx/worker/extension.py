@@ -17,41 +17,41 @@ from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
 from dask_devctx.dask_internals.worker import in_memory, metric
 from dask_devctx.transfer import Stamp
-from dask_devctx.worker import comms, serialization
 from dask_devctx.worker.actors import DeviceActors
-from dask_devctx.worker.advice import Advice
 from dask_devctx.worker.allocators import allocating
-from dask_devctx.worker.claimed import ClaimedTask
-from dask_devctx.worker.claims import Claims, reservable
-from dask_devctx.worker.cpu_threads import threads_without_a_device
-from dask_devctx.worker.executors import device_threads
+from dask_devctx.worker.comms import ordering, serialization
 from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import monitoring_functions
-from dask_devctx.worker.history import remembering
-from dask_devctx.worker.host_coroutine import HostCoroutine
 from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
-from dask_devctx.worker.inputs import Inputs
-from dask_devctx.worker.interpreter import import_early, set_for_devices, switch_interval
+from dask_devctx.worker.inputs.inputs import Inputs
+from dask_devctx.worker.inputs.one_input import Input
 from dask_devctx.worker.ipc import PeerTransfers
+from dask_devctx.worker.leases.registration import has_routing
+from dask_devctx.worker.leases.share import DeviceShare
 from dask_devctx.worker.memory.data import DeviceData
 from dask_devctx.worker.memory.keeping import within_limits
 from dask_devctx.worker.memory.manager import DeviceMemory
 from dask_devctx.worker.memory.surroundings import Surroundings
 from dask_devctx.worker.memory.use import HostTask
-from dask_devctx.worker.metrics import Record
-from dask_devctx.worker.no_devices import NoDevices
-from dask_devctx.worker.one_input import Input
-from dask_devctx.worker.placement import Placement
-from dask_devctx.worker.policy import start_soonest
-from dask_devctx.worker.prometheus import exposed
-from dask_devctx.worker.ranges import Ranges
-from dask_devctx.worker.registration import has_routing
-from dask_devctx.worker.share import DeviceShare
+from dask_devctx.worker.metrics.advice import Advice
+from dask_devctx.worker.metrics.history import remembering
+from dask_devctx.worker.metrics.prometheus import exposed
+from dask_devctx.worker.metrics.ranges import Ranges
+from dask_devctx.worker.metrics.record import Record
+from dask_devctx.worker.placement.claimed import ClaimedTask
+from dask_devctx.worker.placement.claims import Claims, reservable
+from dask_devctx.worker.placement.no_devices import NoDevices
+from dask_devctx.worker.placement.placement import Placement
+from dask_devctx.worker.placement.policy import start_soonest
+from dask_devctx.worker.placement.urgency import urgency_of
 from dask_devctx.worker.task import DeviceTask
-from dask_devctx.worker.urgency import urgency_of
+from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
+from dask_devctx.worker.threads.executors import device_threads
+from dask_devctx.worker.threads.host_coroutine import HostCoroutine
+from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -140,7 +140,7 @@ class DeviceExtension:
                 self.monitor.retries.drop_replicas = self.inputs.drop_replicas
                 self.inputs.replicas.on_copy = self.history.copied_between
                 self.record.memory["copies"] = self.inputs.replicas.nbytes
-                steps.enter_context(comms.leaving_after_its_work(worker, self.inputs))
+                steps.enter_context(ordering.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
             serialization.register()
             self.peers = steps.enter_context(
@@ -205,7 +205,7 @@ class DeviceExtension:
             placement = Placement(
                 devices, options.tasks_per_device, options.policy or start_soonest, self.limits
             )
-            taking.enter_context(comms.landing_on(self._worker, devices))
+            taking.enter_context(ordering.landing_on(self._worker, devices))
             import_early(options.pre_import or ())
             taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())

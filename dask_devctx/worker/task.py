@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
     from dask_devctx.transfer.lifetime import Lifetime
     from dask_devctx.worker.failures.monitor import Monitor
-    from dask_devctx.worker.inputs import Copies, Inputs
+    from dask_devctx.worker.inputs.inputs import Copies, Inputs
     from dask_devctx.worker.memory.manager import DeviceMemory
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import DevicePlugin, devices
 from dask_devctx.worker import extension
-from dask_devctx.worker.leases import acquire
+from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import current_context, here
 

@@ -13,7 +13,7 @@ from dask_devctx.errors import DeviceFailedError, DriverError
 from dask_devctx.worker.failures.attribution import Blame, Failure
 from dask_devctx.worker.failures.health import Checkup
 from dask_devctx.worker.failures.oom_retries import Retries
-from dask_devctx.worker.ranges import Ranges
+from dask_devctx.worker.metrics.ranges import Ranges
 
 _LOOK_INTERVAL_MS = 1000
 

@@ -17,7 +17,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DriverError
-from dask_devctx.worker.inputs import Inputs
+from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.ipc import incoming
 from dask_devctx.worker.ipc.connections import Connections
 from dask_devctx.worker.ipc.traffic import Traffic

@@ -21,8 +21,8 @@ from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.transfer.ipc.staging import Staging
-from dask_devctx.worker.device_types import find
-from dask_devctx.worker.inputs import Inputs
+from dask_devctx.worker.comms.device_types import find
+from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.memory.kept import Kept
 

@@ -19,7 +19,7 @@ from dask_devctx.dask_internals.worker import larger_messages
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staging
-from dask_devctx.worker.inputs import Inputs
+from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.ipc import messages
 from dask_devctx.worker.ipc.connections import Connections, Message
 from dask_devctx.worker.ipc.incoming import Incoming

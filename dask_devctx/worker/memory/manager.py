@@ -24,10 +24,10 @@ from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, walk
 from dask_devctx.transfer.blocks import Memory, memories
 from dask_devctx.transfer.page_locked import PageLockedPool
-from dask_devctx.worker.executors import near_cpus
 from dask_devctx.worker.memory.host_form import HostForm, Sent
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
+from dask_devctx.worker.threads.executors import near_cpus
 
 if TYPE_CHECKING:
     from dask_devctx.worker.memory.surroundings import Surroundings

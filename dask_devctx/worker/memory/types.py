@@ -12,7 +12,7 @@ from typing import Any
 from dask_devctx.transfer.blocks import memory_of
 from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.parcel import Parts, Reduce
-from dask_devctx.worker import device_types
+from dask_devctx.worker.comms import device_types
 
 _known: dict[type, Reduce | None] = {}
 

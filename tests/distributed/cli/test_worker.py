@@ -264,7 +264,7 @@ def _here() -> int:
 @installed
 def test_devices_in_use_end_it_with_the_reason(scheduler: LocalCluster) -> None:
     from dask_devctx import devices
-    from dask_devctx.worker.leases import acquire
+    from dask_devctx.worker.leases.lease import acquire
 
     lease = acquire(devices(), 4, holder="somebody", directory=config.get("lock-directory"))
     try:

@@ -27,7 +27,7 @@ from dask_devctx.client import cluster as cluster_module
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.export import answer
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases import acquire
+from dask_devctx.worker.leases.lease import acquire
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 

@@ -18,7 +18,7 @@ from dask_devctx import Device, DevicePlugin, devices, report
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
-from dask_devctx.worker.history import History, Ring
+from dask_devctx.worker.metrics.history import History, Ring
 from tests.distributed.devices import with_plugin
 
 

@@ -19,7 +19,7 @@ from dask_devctx import (
     DevicePlugin,
     LocalDeviceCluster,
 )
-from dask_devctx.worker import registration
+from dask_devctx.worker.leases import registration
 
 
 def where(*_: object) -> str:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_devctx import Device
-from dask_devctx.worker import admission as module
-from dask_devctx.worker.admission import Admission, Claim
-from dask_devctx.worker.occupancy import WHOLE, share_units
+from dask_devctx.worker.placement import admission as module
+from dask_devctx.worker.placement.admission import Admission, Claim
+from dask_devctx.worker.placement.occupancy import WHOLE, share_units
 
 DEVICES = 4
 LIMIT = 100
@@ -295,3 +295,15 @@ def test_a_claim_that_waits_for_an_actor_holds_no_one_back() -> None:
     actor.claim.release()
     machine.run_until(clock.now + 1)
     assert {task.number for task in machine.done} >= {1, 2}
+
+
+def test_a_claim_that_is_withdrawn_reserves_nothing() -> None:
+    machine = Machine(1, known=False)
+    machine.submit(Task(0, spec(0, seconds=3.0)))
+    waits = Task(1, spec(0) | {"share": 0.1})
+    machine.submit(waits)
+    machine.submit(Task(2, spec(0)))
+    machine.run_until(2.0)  # the claim has waited for longer than unknown tasks may pass it
+    machine.cancel(waits)
+    machine.run_until(1e9)
+    assert {task.number for task in machine.done} == {0, 1, 2}

@@ -12,7 +12,7 @@ from distributed import Client, Worker
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import DevicePlugin
-from dask_devctx.worker import cpu_threads
+from dask_devctx.worker.threads import cpu_threads
 
 THREADS = 12
 

@@ -9,8 +9,8 @@ import pytest
 from dask_devctx import Device
 from dask_devctx.cuda.links import link_rank
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.groups import choose_group
-from dask_devctx.worker.policy import Candidate
+from dask_devctx.worker.placement.groups import choose_group
+from dask_devctx.worker.placement.policy import Candidate
 
 GIB = 2**30
 

@@ -32,7 +32,7 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.transfer import Stamp
-from dask_devctx.worker.inputs import Inputs
+from dask_devctx.worker.inputs.inputs import Inputs
 
 da = pytest.importorskip("dask.array")
 

@@ -16,7 +16,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster
 from dask_devctx.cuda.out_of_memory import release_caches
-from dask_devctx.worker.interpreter import set_for_devices
+from dask_devctx.worker.threads.interpreter import set_for_devices
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2)

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from dask_devctx.errors import LockDirectoryError
-from dask_devctx.worker.locks import LockDirectory, default_directory, why_not_ours
+from dask_devctx.worker.leases.locks import LockDirectory, default_directory, why_not_ours
 
 HOLD = """
 import sys, time
-from dask_devctx.worker.locks import LockDirectory
+from dask_devctx.worker.leases.locks import LockDirectory
 lock = LockDirectory(sys.argv[1]).try_lock("gpu.lock", "the child")
 print("held" if lock else "not held", flush=True)
 time.sleep(60)

@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 
 from dask_devctx import Device, DeviceNotFoundError, LocalDeviceCluster, devices
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.placement import Placement
-from dask_devctx.worker.policy import FULL_NBYTES, LINK_BYTES_PER_S, Candidate, start_soonest
+from dask_devctx.worker.placement.placement import Placement
+from dask_devctx.worker.placement.policy import (
+    FULL_NBYTES,
+    LINK_BYTES_PER_S,
+    Candidate,
+    start_soonest,
+)
 from tests.distributed.devices import here, with_plugin
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from distributed.threadpoolexecutor import rejoin, secede
 
-from dask_devctx.worker.executors import DeviceThreadPoolExecutor, near_cpus
+from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor, near_cpus
 
 Priority = tuple[int, ...]
 

@@ -61,7 +61,7 @@ nn = SimpleNamespace(Module=Module, Parameter=Parameter)
 CHECK = """
 import sys
 from distributed.protocol import dask_deserialize, dask_serialize, deserialize, serialize
-from dask_devctx.worker.serialization import register
+from dask_devctx.worker.comms.serialization import register
 first = sys.argv[1]
 if first == "registered":
     register()

@@ -13,7 +13,7 @@ import pytest
 from distributed import Client, LocalCluster, Worker
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
-from dask_devctx.worker.leases import acquire
+from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import dask_command
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}

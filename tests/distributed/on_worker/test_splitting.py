@@ -17,12 +17,12 @@ from distributed import Client, LocalCluster
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases import Lease, acquire
+from dask_devctx.worker.leases.lease import Lease, acquire
 
 TAKE = """
 import sys, time
 from dask_devctx import devices
-from dask_devctx.worker.leases import acquire
+from dask_devctx.worker.leases.lease import acquire
 share = acquire(devices(), int(sys.argv[2]), holder="child", directory=sys.argv[1])
 print(*[device.device_id for device in share.devices], flush=True)
 time.sleep(60)

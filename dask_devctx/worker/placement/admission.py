@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.occupancy import Occupancy
+from dask_devctx.worker.placement.occupancy import Occupancy
 
 # Where durations are unknown, less urgent tasks start on a reserved device for so long.
 PATIENCE_S: Final = 1.0
@@ -275,6 +275,7 @@ class Admission:
 
     def _leave_line(self, claim: Claim) -> None:
         self._waiting.remove(claim)
+        self._reserved = {one: by for one, by in self._reserved.items() if by is not claim}
         claim.waits = False
         granted, claim._granted = claim._granted, _nothing
         granted()
@@ -305,13 +306,10 @@ class Admission:
         if first is None or first > claim.urgency:
             return True
         free, _ = self.occupancy.free(device)
-        if (
-            free >= self.occupancy.place
-        ):  # the plain task starts at once, unless a claim keeps it back
-            return (
-                not self.may_start_plain(device, first)
-                or free >= self.occupancy.place + claim.share
-            )
+        if free >= self.occupancy.place:
+            # the plain task starts at once, unless a claim keeps it back
+            enough_for_both = free >= self.occupancy.place + claim.share
+            return enough_for_both or not self.may_start_plain(device, first)
         start = self.occupancy.free_at(device, self.occupancy.place, 0, now)
         seconds = self.occupancy.seconds(claim.prefix)
         return start is not None and seconds is not None and now + seconds <= start

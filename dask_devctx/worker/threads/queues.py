@@ -12,8 +12,8 @@ from time import monotonic
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.admission import Admission, Claim
-from dask_devctx.worker.occupancy import WHOLE
+from dask_devctx.worker.placement.admission import Admission, Claim
+from dask_devctx.worker.placement.occupancy import WHOLE
 
 # The priority of a call that is no task, such as the call with which a thread rejoins its pool.
 FIRST: Final[tuple[Any, ...]] = (float("-inf"),)

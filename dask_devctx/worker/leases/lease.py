@@ -1,6 +1,7 @@
 """Leases: a worker locks its devices, so that other clusters of the machine leave them.
 
-A worker that takes devices for itself locks their UUIDs; see :mod:`dask_devctx.worker.locks`.
+A worker that takes devices for itself locks their UUIDs:
+:mod:`dask_devctx.worker.leases.locks`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from urllib.parse import quote
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevicesInUseError
-from dask_devctx.worker.locks import Lock, LockDirectory, default_directory
+from dask_devctx.worker.leases.locks import Lock, LockDirectory, default_directory
 
 # The choice takes well under a millisecond. A process that takes longer was stopped meanwhile.
 _CHOOSING_TIMEOUT_S = 10.0
@@ -58,7 +59,7 @@ def acquire(
     holder
         The name of the worker that takes them, for the error in other workers.
     directory
-        Where the locks are; :func:`~dask_devctx.worker.locks.default_directory` by default.
+        Where the locks are; :func:`~dask_devctx.worker.leases.locks.default_directory` by default.
 
     Raises
     ------

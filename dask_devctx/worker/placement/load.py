@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.policy import RELUCTANCE_S
+from dask_devctx.worker.placement.policy import RELUCTANCE_S
 
 # The least duration that is expected of a task whose prefix was never measured. It is so long that
 # no task waits for it only to avoid a copy of its inputs.

@@ -19,7 +19,7 @@ from dask_devctx.dask_internals.tasks import add_metadata
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.scheduler.counts import DEVICE, METRIC
 from dask_devctx.scheduler.rows import Sample, TaskRun
-from dask_devctx.worker.history import History
+from dask_devctx.worker.metrics.history import History
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0

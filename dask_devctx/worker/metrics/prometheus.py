@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from typing import Any, Final
 
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.history import History
-from dask_devctx.worker.metrics import Record
+from dask_devctx.worker.metrics.history import History
+from dask_devctx.worker.metrics.record import Record
 
 PREFIX: Final = "dask_devctx"
 # The kinds of memory, by the key of a device's row.

@@ -3,7 +3,7 @@
 A worker takes what it uses, and others get the rest. The workers of one cluster that name no number
 of devices share a machine's devices out evenly: the scheduler divides them
 (:mod:`dask_devctx.scheduler.sharing`), and locks keep other clusters away
-(:mod:`dask_devctx.worker.leases`).
+(:mod:`dask_devctx.worker.leases.lease`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
 from dask_devctx.scheduler.announcements import CLAIM, SHARE
-from dask_devctx.worker import registration
-from dask_devctx.worker.leases import Lease, acquire, process_locks
+from dask_devctx.worker.leases import registration
+from dask_devctx.worker.leases.lease import Lease, acquire, process_locks
 
 # A worker waits so long for devices that others of its cluster are about to release: those of a
 # process that just ended, or whose plugin is just replaced.

@@ -24,8 +24,8 @@ from dask_devctx.dask_internals.threads import (
     TaskThreadPoolExecutor,
     sending_tasks_on,
 )
-from dask_devctx.worker.admission import Admission, Claim
-from dask_devctx.worker.queues import FIRST, DeviceQueue
+from dask_devctx.worker.placement.admission import Admission, Claim
+from dask_devctx.worker.threads.queues import FIRST, DeviceQueue
 
 
 class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):

@@ -10,7 +10,7 @@ from distributed import Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import wrapped_handler
-from dask_devctx.worker.inputs import Inputs
+from dask_devctx.worker.inputs.inputs import Inputs
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
     unless other code made another one current.
 
     Coroutines that are not for a device do not see it:
-    :class:`~dask_devctx.worker.host_coroutine.HostCoroutine`.
+    :class:`~dask_devctx.worker.threads.host_coroutine.HostCoroutine`.
     """
     if not devices or any(device.device_id == 0 for device in devices):
         yield

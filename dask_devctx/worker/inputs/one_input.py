@@ -11,7 +11,7 @@ from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.worker.memory.kept import Kept
 
 if TYPE_CHECKING:
-    from dask_devctx.worker.inputs import Inputs
+    from dask_devctx.worker.inputs.inputs import Inputs
 
 logger = logging.getLogger(__name__)
 

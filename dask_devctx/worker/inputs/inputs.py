@@ -20,9 +20,9 @@ from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp, w
 from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.transfer.move import Move
 from dask_devctx.transfer.replicas import Replicas
-from dask_devctx.worker import arguments
+from dask_devctx.worker.inputs import arguments
+from dask_devctx.worker.inputs.one_input import Input
 from dask_devctx.worker.memory.kept import Kept
-from dask_devctx.worker.one_input import Input
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from distributed import Reschedule
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.admission import Claim
 from dask_devctx.worker.failures.others import Others
+from dask_devctx.worker.placement.admission import Claim
 from dask_devctx.worker.task import DeviceTask
 
 if TYPE_CHECKING:
-    from dask_devctx.worker.inputs import Copies
+    from dask_devctx.worker.inputs.inputs import Copies
 
 
 class Memory(Protocol):

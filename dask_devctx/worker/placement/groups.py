@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.policy import COPY_S, LINK_BYTES_PER_S, Candidate
+from dask_devctx.worker.placement.policy import COPY_S, LINK_BYTES_PER_S, Candidate
 
 # A task of several devices waits so much longer for devices that are linked one rank better.
 SLOWER_LINK_S = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from dask_devctx.annotations import Request
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.placement import Located
+from dask_devctx.worker.placement.placement import Located
 
 
 class NoDevices:

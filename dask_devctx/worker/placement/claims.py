@@ -9,14 +9,14 @@ from typing import Any
 
 from dask_devctx.annotations import Request
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.admission import Admission, Claim
-from dask_devctx.worker.claimed import ClaimedTask, Memory
-from dask_devctx.worker.executors import Claimed, DeviceThreadPoolExecutor
+from dask_devctx.worker.inputs.one_input import Input
 from dask_devctx.worker.memory.limits import limit_nbytes
-from dask_devctx.worker.no_devices import NoDevices
-from dask_devctx.worker.occupancy import WHOLE, share_units
-from dask_devctx.worker.one_input import Input
-from dask_devctx.worker.placement import Placement
+from dask_devctx.worker.placement.admission import Admission, Claim
+from dask_devctx.worker.placement.claimed import ClaimedTask, Memory
+from dask_devctx.worker.placement.no_devices import NoDevices
+from dask_devctx.worker.placement.occupancy import WHOLE, share_units
+from dask_devctx.worker.placement.placement import Placement
+from dask_devctx.worker.threads.executors import Claimed, DeviceThreadPoolExecutor
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from dask_devctx.errors import (
     DeviceReservationError,
     NotEnoughDevicesError,
 )
-from dask_devctx.worker.groups import choose_group
-from dask_devctx.worker.load import Load
-from dask_devctx.worker.policy import Candidate, Policy, start_soonest
+from dask_devctx.worker.placement.groups import choose_group
+from dask_devctx.worker.placement.load import Load
+from dask_devctx.worker.placement.policy import Candidate, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT = 0.5

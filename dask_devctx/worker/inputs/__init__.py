@@ -1,0 +1,1 @@
+"""The inputs of a task, on its device before it starts."""

@@ -1,0 +1,1 @@
+"""The choice of a device for a task, and when the task may start."""
