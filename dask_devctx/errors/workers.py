@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from dask_devctx.errors.base import DevctxError, counted
@@ -194,7 +195,11 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     replicas_nbytes
         The bytes of copies of other devices' values that were dropped to make room.
     attempts
-        How often the task ran.
+        How often the task ran; the last time it had the device for itself.
+    limit_nbytes
+        The limit of the values that dask keeps on the device; None without a limit.
+    stayed_nbytes
+        The bytes that could not leave the device when the task failed, by reason.
 
     Notes
     -----
@@ -209,10 +214,13 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     holders: Sequence[tuple[int, int | None]] = ()
     replicas_nbytes: int = 0
     attempts: int = 1
+    limit_nbytes: int | None = None
+    stayed_nbytes: Mapping[str, int] = MappingProxyType({})
 
     @staticmethod
     def _convert(fields: dict[str, Any]) -> None:
         fields["holders"] = tuple(fields["holders"])
+        fields["stayed_nbytes"] = dict(fields["stayed_nbytes"])
 
     def __str__(self) -> str:
         asked = f"{_gib(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
@@ -225,6 +233,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
             f"process {pid} {'an unknown amount' if nbytes is None else _gib(nbytes)}"
             for pid, nbytes in self.holders
         )
+        stayed = ", ".join(f"{_gib(nbytes)} {why}" for why, nbytes in self.stayed_nbytes.items())
         facts = "; ".join(
             filter(
                 None,
@@ -235,6 +244,10 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
                     f"{_gib(self.replicas_nbytes)} of copies were dropped"
                     if self.replicas_nbytes
                     else "",
+                    f"values that dask keeps there may take {_gib(self.limit_nbytes)}"
+                    if self.limit_nbytes
+                    else "",
+                    f"not moved to host memory: {stayed}" if stayed else "",
                 ],
             )
         )
@@ -248,4 +261,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
 
 
 def _gib(nbytes: int | None) -> str:
-    return "?" if nbytes is None else f"{nbytes / 2**30:.2f} GiB"
+    if nbytes is None:
+        return "?"
+    if 0 < nbytes < 2**30 / 100:
+        return f"{nbytes / 2**20:.2f} MiB"
+    return f"{nbytes / 2**30:.2f} GiB"

@@ -138,6 +138,7 @@ class DeviceExtension:
             if options.move_inputs:
                 self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
                 self.monitor.retries.drop_replicas = self.inputs.drop_replicas
+                self.inputs.holds_back = self.monitor.quarantine.is_alone_on
                 self.inputs.replicas.on_copy = self.history.copied_between
                 self.record.memory["copies"] = self.inputs.replicas.nbytes
                 steps.enter_context(ordering.leaving_after_its_work(worker, self.inputs))
@@ -167,6 +168,7 @@ class DeviceExtension:
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
             around = Surroundings(worker, self.inputs, self.peers, self.history)
+            around.is_short_of = self.monitor.quarantine.is_alone_on
             limit = options.device_memory_limit
             self.memory = steps.enter_context(
                 within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)

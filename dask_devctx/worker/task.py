@@ -209,12 +209,10 @@ class DeviceTask(TaskStandIn):
         use = self._use(device, data, wait=True)
         if use is None:
             return self._run_here(device, data)
-        try:
+        with use:
             result = self._run_here(device, use.data)
-            use.returned(self.key)
+            use.returned()
             return result
-        finally:
-            use.end()
 
     def _use(self, device: Device, data: Any, *, wait: bool) -> Use | None:
         """Return the task's use of device memory; None if it needs none."""
@@ -225,7 +223,7 @@ class DeviceTask(TaskStandIn):
         if not expected and not any(value.__class__ is Kept for value in data.values()):
             return None
         begun = perf_counter()
-        use = Use(memory, data, device, expected, wait=wait)
+        use = Use(self.key, memory, data, device, expected, wait=wait)
         self._memory_s += perf_counter() - begun
         return use
 
@@ -253,12 +251,10 @@ class DeviceTask(TaskStandIn):
         use = self._use(device, data, wait=False)
         if use is None:
             return await self._run_coroutine_here(device, data)
-        try:
+        with use:
             result = await self._run_coroutine_here(device, use.data)
-            use.returned(self.key)
+            use.returned()
             return result
-        finally:
-            use.end()
 
     async def _run_coroutine_here(self, device: Device, data: Any) -> Any:
         task, brought, copies = self._bring(device, data)

@@ -72,7 +72,17 @@ class MonitoredCall:
     """
 
     __slots__ = (
-        *("_device", "_is_method", "_key", "_monitor", "_movable", "_once", "_waits", "_watched"),
+        *(
+            "_alone",
+            "_device",
+            "_is_method",
+            "_key",
+            "_monitor",
+            "_movable",
+            "_once",
+            "_waits",
+            "_watched",
+        ),
         "unfinished",
     )
 
@@ -95,6 +105,7 @@ class MonitoredCall:
         self._watched = watched
         self._once = once
         self._is_method = is_method
+        self._alone = False
         self._waits = (monitor.synchronize or bool(watched)) and not is_method
 
     # -- of a function
@@ -103,11 +114,14 @@ class MonitoredCall:
         quarantine = self._monitor.quarantine
         while self.unfinished:
             try:
-                if self._watched or (quarantine.taken and not self._is_method):
-                    for _ in self._turn():
+                alone = self._needs_the_device_alone()
+                if self._watched or alone or (quarantine.taken and not self._is_method):
+                    for _ in self._turn(alone):
                         quarantine.wait(_POLL_S)
                 if self._watched:
                     self._monitor.drain(self._key, self._device)
+                if alone:
+                    self._monitor.retries.clear(self._device)
                 if not self._begin(stay=True):
                     continue
             except BaseException as error:
@@ -140,11 +154,14 @@ class MonitoredCall:
         quarantine = self._monitor.quarantine
         while self.unfinished:
             try:
-                if self._watched or (quarantine.taken and not self._is_method):
-                    for _ in self._turn():
+                alone = self._needs_the_device_alone()
+                if self._watched or alone or (quarantine.taken and not self._is_method):
+                    for _ in self._turn(alone):
                         await asyncio.sleep(_POLL_S)
                 if self._watched:
                     await asyncio.to_thread(self._monitor.drain, self._key, self._device)
+                if alone:
+                    await asyncio.to_thread(self._monitor.retries.clear, self._device)
                 if not self._begin(stay=False):
                     continue
             except BaseException as error:
@@ -181,9 +198,15 @@ class MonitoredCall:
 
     # -- of both
 
-    def _turn(self) -> Iterator[None]:
-        monitor = self._monitor
-        return monitor.quarantine.turn(self._key, self._watched, monitor.blame.refuse_after_failure)
+    def _needs_the_device_alone(self) -> bool:
+        """Return whether memory ran out for this task before its last attempt."""
+        retries = self._monitor.retries
+        self._alone = bool(retries.tried) and not self._is_method and retries.is_last(self._key)
+        return self._alone
+
+    def _turn(self, alone: bool) -> Iterator[None]:
+        quarantine, refuse = self._monitor.quarantine, self._monitor.blame.refuse_after_failure
+        return quarantine.turn(self._key, self._watched, refuse, self._device, alone=alone)
 
     def _begin(self, *, stay: bool) -> bool:
         """Count the call, and check its device; ``stay`` leaves the device current.
@@ -198,7 +221,7 @@ class MonitoredCall:
             if (
                 monitor.quarantine.taken
                 and not (self._watched or self._is_method)
-                and monitor.quarantine.holds_back(key)
+                and monitor.quarantine.holds_back(key, device)
             ):
                 monitor.suspects.withdrawn(key, device)
                 return False
@@ -262,7 +285,7 @@ class MonitoredCall:
         if self._once:
             monitor.blame.once.pop(key, None)
         if outcome is None:
-            if self._watched:
+            if self._watched or self._alone:
                 monitor.quarantine.ended(key)
             monitor.retries.forget(key)
             self.unfinished = False
@@ -285,7 +308,7 @@ class MonitoredCall:
         monitor, key, device = self._monitor, self._key, self._device
         if isinstance(error, DriverError) and error.code in statuses.STICKY:
             error = self._found(error, None)
-        if self._watched:
+        if self._watched or self._alone:
             monitor.quarantine.ended(key)
         failure = monitor.blame.failure
         if self._is_method:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from distributed import Reschedule
@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 # another worker is never done here, so the oldest tasks are forgotten beyond this number.
 _REMEMBERED_RETRIES = 10_000
 
+# The limit of a device in bytes, None without one, and the bytes that could not leave, by reason.
+Stock = tuple[int | None, Mapping[str, int]]
+
 
 class Retries:
     """The tasks of one worker that ran out of a device's memory.
@@ -37,20 +40,28 @@ class Retries:
     ----------
     counted
         How often memory ran out, by device.
+    tried
+        The tasks that ran out of memory and are not done, with the number of their attempts.
     drop_replicas
         Frees the copies of other devices' values on a device; returns their bytes.
+    clear
+        Called with a device that a task has for itself: frees all that is not in use there.
+    stock
+        Returns the limit of a device, and the bytes that could not leave it, by reason.
     on_retry
         Called with a task's key, its device and its error each time that memory ran out.
     """
 
     def __init__(self, devices: Sequence[Device], most: int) -> None:
         self.counted: Counter[Device] = Counter()
+        self.tried: OrderedDict[Hashable, int] = OrderedDict()
         self.drop_replicas: Callable[[Device], int] = lambda device: 0
+        self.clear: Callable[[Device], object] = lambda device: None
+        self.stock: Callable[[Hashable, Device], Stock] = lambda key, device: (None, {})
         self.on_retry: Callable[[Hashable, Device, Exception], object] = lambda *given: None
         self._devices = tuple(devices)
         self._most = most
         self._lock = threading.Lock()
-        self._tried: OrderedDict[Hashable, int] = OrderedDict()
         self._next_device: OrderedDict[Hashable, Device] = OrderedDict()
 
     def redirect(self, key: Hashable) -> Device | None:
@@ -59,6 +70,10 @@ class Retries:
             return None
         with self._lock:
             return self._next_device.pop(key, None)
+
+    def is_last(self, key: Hashable) -> bool:
+        """Return whether a task ran out of memory as often as it may: it runs alone once more."""
+        return 0 < self._most <= self.tried.get(key, 0)
 
     def make_room(
         self, key: Hashable, movable: bool, device: Device, error: Exception
@@ -90,10 +105,10 @@ class Retries:
         self.counted[device] += 1
         self.on_retry(key, device, error)
         requested = requested_nbytes(error)
-        replicas = self._make_room(device, error)
+        replicas = self.free(device, error)
         with self._lock:
-            attempts = self._tried[key] = self._tried.pop(key, 0) + 1
-            _forget_the_oldest(self._tried)
+            attempts = self.tried[key] = self.tried.pop(key, 0) + 1
+            _forget_the_oldest(self.tried)
         if attempts > self._most:
             self.forget(key)
             free, total = _memory_info(device)
@@ -106,6 +121,7 @@ class Retries:
                 discovery.processes(device._backend, device.info),
                 replicas,
                 attempts,
+                *self.stock(key, device),
             )
             failure.__cause__ = portable(error)
             return failure
@@ -121,7 +137,8 @@ class Retries:
         elsewhere: Exception = Reschedule()
         return elsewhere
 
-    def _make_room(self, device: Device, error: Exception) -> int:
+    def free(self, device: Device, error: Exception | None = None) -> int:
+        """Free all memory of a device that is not in use; return the bytes of dropped copies."""
         dropped = self.drop_replicas(device)
         try:
             with device:
@@ -137,9 +154,9 @@ class Retries:
 
     def forget(self, key: Hashable) -> None:
         """Forget the attempts of a task."""
-        if self._tried:  # called for each task
+        if self.tried:  # called for each task
             with self._lock:
-                self._tried.pop(key, None)
+                self.tried.pop(key, None)
 
 
 def _forget_the_oldest(remembered: OrderedDict[Hashable, Any]) -> None:

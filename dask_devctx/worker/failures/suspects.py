@@ -96,10 +96,16 @@ class Suspects:
         elif self._aside:
             self._aside.discard(suspect.key)
 
-    def others_run(self, key: Hashable) -> bool:
-        """Return whether a task runs that another watched task, ``key``, has to wait for."""
+    def others_run(self, key: Hashable, device: Device | None = None) -> bool:
+        """Return whether a task runs, on a device or any, for which the task ``key`` has to wait.
+
+        That task runs alone, in its process or on the device.
+        """
         with self._lock:
-            return any(one.key != key and one.key not in self._aside for one in self._running)
+            return any(
+                one.key != key and one.key not in self._aside and device in (None, one.device)
+                for one in self._running
+            )
 
     def left(self) -> tuple[Device, ...]:
         """Return the devices that may still have work of tasks that ended."""

@@ -52,6 +52,10 @@ class Inputs:
 
     Attributes
     ----------
+    ahead
+        Is held while an input is copied ahead of its task.
+    holds_back
+        Returns whether nothing is copied to a device ahead of tasks, since one has it for itself.
     lifetimes
         The lifetimes, by key, of values in the worker's memory that a task made here or gets as
         input. A look-up begins a lifetime that is not known; :meth:`forget` ends it.
@@ -74,7 +78,9 @@ class Inputs:
         arguments.register()
         self.replicas = Replicas(limit=limit)
         self.lifetimes: defaultdict[Hashable, Lifetime] = defaultdict(Lifetime)
+        self.holds_back: Callable[[Device], bool] = lambda device: False
         self._event_loop = threading.get_ident()
+        self.ahead = threading.Lock()
         # No executor: a future for each task costs the event loop ten times what this does.
         self._later: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._open = True
@@ -180,24 +186,23 @@ class Inputs:
 
     def _move_ahead(self, far: Iterable[tuple[Input, Lifetime, int]], device: Device) -> None:
         for one, lifetime, nbytes in far:
-            try:
-                if not self._open or lifetime.ended:
+            with self.ahead:
+                if not self._open or lifetime.ended or self.holds_back(device):
                     continue
-                kept, value = one.value, one.value
-                if kept.__class__ is not Kept:
-                    self._copy_ahead(lifetime, value, device, nbytes)
-                    continue
-                memory = kept.memory
-                if memory is None:
-                    continue
-                value = memory.pin(kept, device)
                 try:
-                    self._copy_ahead(lifetime, value, device, nbytes)
-                finally:
-                    del value
-                    memory.unpin([kept])
-            except Exception:  # the task tries again, and fails with this error if it remains
-                logger.debug("%r was not copied ahead to %s", one.key, device, exc_info=True)
+                    self._move_one_ahead(one, lifetime, nbytes, device)
+                except Exception:  # the task tries again, and fails with this error if it remains
+                    logger.debug("%r was not copied ahead to %s", one.key, device, exc_info=True)
+
+    def _move_one_ahead(self, one: Input, lifetime: Lifetime, nbytes: int, device: Device) -> None:
+        kept = one.value
+        if kept.__class__ is not Kept:
+            self._copy_ahead(lifetime, kept, device, nbytes)
+        elif (memory := kept.memory) is not None:
+            try:
+                self._copy_ahead(lifetime, memory.pin(kept, device), device, nbytes)
+            finally:
+                memory.unpin([kept])
 
     def _copy_ahead(self, lifetime: Lifetime, value: Any, device: Device, nbytes: int) -> None:
         if self.replicas.wants(lifetime, device, nbytes):

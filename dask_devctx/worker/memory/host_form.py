@@ -40,6 +40,8 @@ class HostForm:
     ----------
     nbytes
         The bytes of the parts.
+    are_arrays
+        Whether each of the values is known to be one array.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class HostForm:
         self.parts = parts
         self.home = home
         self.nbytes = sum(block.nbytes for _, block in parts)
+        self.are_arrays = False
         # The values' owners: each has the value of its index.
         self.members: list[weakref.ref[Any]] = []
 

@@ -24,6 +24,8 @@ from dask_devctx.worker.memory.books import Books
 from dask_devctx.worker.memory.host_form import HostForm
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
+from dask_devctx.worker.memory.pieces import apart
+from dask_devctx.worker.memory.types import are_arrays
 from dask_devctx.worker.threads.executors import near_cpus
 
 if TYPE_CHECKING:
@@ -228,8 +230,7 @@ class Leaving:
         form = group[0].form if len(group) == 1 else None
         copied = form is None
         try:
-            if form is None:
-                form = self._copied(group, device)
+            forms = self._copied(group, device) if form is None else [form]
         except Exception as error:
             with self._lock:
                 for kept in group:
@@ -246,18 +247,21 @@ class Leaving:
                 return False
             values = [kept.value for kept in group]
             gain = ledger.gain(group)
-            form.home = device
-            form.members = [weakref.ref(kept) for kept in group]
+            whole = forms[0] if len(forms) == 1 else None  # the values stay together
+            for form in forms:
+                form.home, form.members = device, []
             for index, kept in enumerate(group):
-                kept.value, kept.form, kept.index = AWAY, form, index
-                kept.places, kept.after = {}, None
+                kept.form, kept.index = (forms[index], 0) if whole is None else (whole, index)
+                kept.form.members.append(weakref.ref(kept))
+            for kept in group:
+                kept.value, kept.places, kept.after = AWAY, {}, None
                 self._books.left(kept)
             ledger.spills += len(group)
             ledger.spilled_nbytes += gain
             first, self._told_of_spilling = not self._told_of_spilling, True
         values.clear()  # frees the memory
         if copied:
-            self._around.copied(device, form.nbytes, perf_counter() - begun, back=False)
+            self._around.copied(device, gain, perf_counter() - begun, back=False)
         if first:
             logger.warning(  # once: dask shows no lines of a lower level
                 "%s holds more than its limit of %s: values go to host memory, and come back "
@@ -270,7 +274,8 @@ class Leaving:
         self._grow.set()
         return True
 
-    def _copied(self, group: Sequence[Kept], device: Device) -> HostForm:
+    def _copied(self, group: Sequence[Kept], device: Device) -> list[HostForm]:
+        """Return a host form of all values, or one of each if they share nothing."""
         after = []
         for kept in group:
             stamp = kept.after or self._around.made_by(kept.key)
@@ -278,7 +283,9 @@ class Leaving:
                 stamp = Stamp.of_devices([device])
             after.append(stamp)
         values = tuple(kept.value for kept in group)
-        return HostForm.copied(values, device, after, self._pool.take)
+        form = HostForm.copied(values, device, after, self._pool.take)
+        form.are_arrays = are_arrays(values)
+        return apart(form, self._pool.take) or [form]
 
     def _tell_that_it_stays(self, kept: Kept, error: Exception) -> None:
         kind = type(kept.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Final
 
@@ -96,6 +97,19 @@ class Ledger:
         self.moved_last = moved
         if self.waiting:
             self.changed.notify_all()
+
+    def reasons(self) -> dict[str, int]:
+        """Return the bytes of the values that cannot leave now, by reason."""
+        found: Counter[str] = Counter()
+        for nbytes, refs in self._blocks.values():
+            values = [kept for ref in refs if (kept := ref()) is not None]
+            if any(kept.pins for kept in values):
+                found["in use by running tasks"] += nbytes
+            elif kinds := {type(kept.value).__qualname__ for kept in values if kept.stays}:
+                found[f"of types that cannot leave ({', '.join(sorted(kinds))})"] += nbytes
+        if self.incoming > 0:
+            found["reserved for results, and for values on their way here"] = self.incoming
+        return dict(found)
 
     def values(self) -> Iterator[Kept]:
         """Yield the values; one in several allocations may come more than once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DriverError
@@ -14,11 +14,16 @@ from dask_devctx.worker.memory.books import Books
 from dask_devctx.worker.memory.host_form import HostForm, Sent
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.leaving import Leaving
+from dask_devctx.worker.memory.pieces import apart
 from dask_devctx.worker.memory.reservations import Reservations
 from dask_devctx.worker.memory.returning import Returning
+from dask_devctx.worker.memory.types import are_arrays
 
 if TYPE_CHECKING:
     from dask_devctx.worker.memory.surroundings import Surroundings
+
+# So many tasks that ran out of memory are remembered with the reasons.
+_STOCKS: Final = 100
 
 
 class DeviceMemory:
@@ -59,10 +64,11 @@ class DeviceMemory:
         self.reservations = Reservations(self.books, around)
         self.leaving = Leaving(self.books, pool, around, on_failure)
         self.on_disk = False
-        self._returning = Returning(self.books, self.reservations, self.leaving, around)
+        self._returning = Returning(self.books, self.reservations, self.leaving, pool.take, around)
         self._pool = pool
         self._around = around
         self._lock = self.books.lock
+        self._stock: dict[Hashable, dict[str, int]] = {}
 
     # -- values that come and go
 
@@ -163,16 +169,43 @@ class DeviceMemory:
             assert kept.form is not None
             return kept if whole else Sent(kept.form, kept.index)
 
+    # -- memory that ran out
+
+    def take_stock(self, key: Hashable, device: Device) -> None:
+        """Note why values cannot leave a device on which memory just ran out for a task."""
+        ledger = self.books.ledgers.get(device)
+        if ledger is not None:
+            with self._lock:
+                self._stock[key] = ledger.reasons()
+                while len(self._stock) > _STOCKS:
+                    del self._stock[next(iter(self._stock))]
+
+    def stock(self, key: Hashable, device: Device) -> tuple[int | None, dict[str, int]]:
+        """Return the limit of a device, and the bytes that could not leave it, by reason.
+
+        These are the bytes at the time when memory last ran out for the task.
+        """
+        ledger = self.books.ledgers.get(device)
+        if ledger is None:
+            return None, {}
+        with self._lock:
+            stayed = self._stock.pop(key, None)
+            if stayed is None:
+                stayed = ledger.reasons()
+        if copies := self._around.copies(device):
+            stayed["of copies, and of transfers between workers"] = copies
+        return ledger.limit, stayed
+
     # -- host memory
 
     def copied(self, kept: Kept) -> HostForm:
         """Return a host form of a value that is on its device, where it stays."""
         value = self.pin(kept, None)
         try:
-            device = next(iter(kept.places))
-            return HostForm.copied(
-                (value,), device, [Stamp.of_devices(kept.places)], self._pool.take
-            )
+            device, take = next(iter(kept.places)), self._pool.take
+            form = HostForm.copied((value,), device, [Stamp.of_devices(kept.places)], take)
+            form.are_arrays = are_arrays([value])
+            return (apart(form, take) or [form])[0]
         finally:
             self.unpin([kept])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from time import monotonic, sleep
 from typing import TYPE_CHECKING, Final
 
 from dask_devctx.cuda.device import Device
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 # A thread that waits for memory looks again this often, in case nobody wakes it.
 _WAIT_S: Final = 0.5
+# A busy event loop may take so long to store a result.
+_HANDED_S: Final = 1.0
+_POLL_S: Final = 0.002
 
 
 class Reservations:
@@ -92,6 +96,15 @@ class Reservations:
                 device, nbytes = self._handed.pop(key, (None, 0))
                 if device is not None:
                     self.give_room(device, nbytes)
+
+    def wait_for_results(self, device: Device) -> None:
+        """Wait a moment until dask has the results of a device's tasks that ended."""
+        until = monotonic() + _HANDED_S
+        while monotonic() < until:
+            with self._books.lock:
+                if not any(one is device for one, _ in self._handed.values()):
+                    return
+            sleep(_POLL_S)
 
     # -- results
 

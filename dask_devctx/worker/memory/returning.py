@@ -13,9 +13,10 @@ from dask_devctx.cuda.out_of_memory import is_out_of_memory, release_library_cac
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, walk
 from dask_devctx.worker.memory.books import Books
-from dask_devctx.worker.memory.host_form import HostForm
+from dask_devctx.worker.memory.host_form import HostForm, Take
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.leaving import Leaving
+from dask_devctx.worker.memory.pieces import apart
 from dask_devctx.worker.memory.reservations import Reservations
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class Returning:
         Makes room.
     leaving
         Moves other values away where an allocation fails in spite of that.
+    take
+        Returns host memory.
     around
         The parts of the worker that it concerns.
 
@@ -42,12 +45,18 @@ class Returning:
     """
 
     def __init__(
-        self, books: Books, reservations: Reservations, leaving: Leaving, around: Surroundings
+        self,
+        books: Books,
+        reservations: Reservations,
+        leaving: Leaving,
+        take: Take,
+        around: Surroundings,
     ) -> None:
         self._books = books
         self._lock = books.lock
         self._reservations = reservations
         self._leaving = leaving
+        self._take = take
         self._around = around
         self._coming: dict[int, Future[None]] = {}
 
@@ -73,8 +82,13 @@ class Returning:
                 mine.set_result(None)
 
     def _bring_form(self, form: HostForm, device: Device, *, wait: bool) -> None:
-        self._reservations.make_room(device, form.nbytes, wait=wait)
+        """Bring the values of a host form, or take them apart if there is too little room."""
+        nbytes = form.nbytes
+        within = self._reservations.make_room(device, nbytes, wait=wait)
         try:
+            tight = not within or self._around.is_short_of(device)
+            if tight and self._taken_apart(form):
+                return  # the caller brings the value alone
             begun = perf_counter()
             values, stamp = self._allocated(form, device)
             self._around.copied(device, form.nbytes, perf_counter() - begun, back=True)
@@ -100,9 +114,25 @@ class Returning:
                     ledger.unspills += len(back)
                     ledger.unspilled_nbytes += form.nbytes
         finally:
-            self._reservations.give_room(device, form.nbytes)
+            self._reservations.give_room(device, nbytes)
         for kept in back:
             self._around.moved(kept)
+
+    def _taken_apart(self, form: HostForm) -> bool:
+        """Give each of the values that share an allocation its own bytes; return whether it did."""
+        forms = apart(form, self._take, unshared=True)
+        if forms is None:
+            return False
+        with self._lock:
+            for ref in form.members:
+                kept = ref()
+                if kept is None or kept.form is not form or not kept.is_away:
+                    continue
+                self._books.count_away(kept, -1)
+                kept.form, kept.index = forms[kept.index], 0
+                kept.form.members = [ref]
+                self._books.count_away(kept, +1)
+        return True
 
     def _allocated(self, form: HostForm, device: Device) -> tuple[tuple[Any, ...], Stamp]:
         for attempt in itertools.count():

@@ -49,14 +49,27 @@ class Surroundings:
         self._history = history
         # Called on the event loop with each value that has left its device or come back.
         self.show: Callable[[Kept], object] = lambda kept: None
+        # Whether a task has a device for itself, since memory ran out for it.
+        self.is_short_of: Callable[[Device], bool] = lambda device: False
 
     def tell(self, memory: DeviceMemory | None, record: Record, retries: Retries) -> None:
         """Let the records have the counts, and tasks without memory the memory of others."""
+        drop_replicas, inputs = retries.drop_replicas, self._inputs
+
+        def clear(device: Device) -> None:
+            if inputs is not None:
+                inputs.ahead.acquire()  # the copy ahead that is under way
+                inputs.ahead.release()
+            if memory is not None:
+                memory.reservations.wait_for_results(device)
+            retries.free(device)
+
+        retries.clear = clear
         if memory is None:
             return
+        retries.stock = memory.stock
         for name in memory.books.counts:
             record.memory[name] = partial(memory.books.count, name)
-        drop_replicas = retries.drop_replicas
         spill_all = memory.leaving.spill_all
         retries.drop_replicas = lambda device: drop_replicas(device) + spill_all(device)
 

@@ -7,7 +7,8 @@ allocation still share it when they come back.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final
 
 from dask_devctx.transfer.blocks import memory_of
 from dask_devctx.transfer.ipc.frames import Part
@@ -24,6 +25,11 @@ def find(kind: type) -> Reduce | None:
     except KeyError:
         found = _known[kind] = _look_up(kind)
         return found
+
+
+def are_arrays(values: Iterable[Any]) -> bool:
+    """Return whether each value is one array, which is pickled as a view of its allocation."""
+    return all(find(type(value)) in (_cupy, _simulated) for value in values)
 
 
 def _look_up(kind: type) -> Reduce | None:
@@ -54,6 +60,8 @@ def _cupy(array: Any, parts: Parts) -> Any:
 def _as_cupy(memory: Any, offset: int, shape: Any, dtype: Any, strides: Any) -> Any:
     import cupy
 
+    if not isinstance(memory, cupy.ndarray):  # its bytes on the host
+        return memory._view(offset, shape, dtype, strides)
     return cupy.ndarray(shape, dtype, memory.data + offset, strides)
 
 
@@ -77,3 +85,7 @@ def _without_history(found: Reduce) -> Reduce:
         return found(tensor, parts)
 
     return reduce
+
+
+# By the kind of an allocation, the function that makes a view from offset, shape, type and strides.
+as_view: Final = {"cupy": _as_cupy, "simulated": _as_simulated}

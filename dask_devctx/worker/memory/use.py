@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
@@ -14,8 +16,12 @@ from dask_devctx.worker.memory.manager import DeviceMemory
 class Use:
     """One task's use of device memory: its inputs on a device, and room for its result.
 
+    It is a ``with`` block, at whose end the inputs may leave again.
+
     Parameters
     ----------
+    key
+        The task's key.
     memory
         The manager of the device memory.
     data
@@ -33,10 +39,11 @@ class Use:
         The inputs themselves.
     """
 
-    __slots__ = ("_device", "_expected", "_memory", "_pinned", "data")
+    __slots__ = ("_device", "_expected", "_key", "_memory", "_pinned", "data")
 
     def __init__(
         self,
+        key: Hashable,
         memory: DeviceMemory,
         data: Mapping[Hashable, Any],
         device: Device | None,
@@ -44,6 +51,7 @@ class Use:
         *,
         wait: bool = True,
     ) -> None:
+        self._key = key
         self._memory = memory
         self._device = device
         self._expected = 0
@@ -66,18 +74,27 @@ class Use:
             if expected and device is not None:
                 memory.reservations.make_room(device, expected, wait=wait)
                 self._expected = expected
-        except BaseException:
-            self.end()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
 
-    def returned(self, key: Hashable) -> None:
+    def returned(self) -> None:
         """Keep the room for the result until dask has it."""
         if self._expected and self._device is not None:
-            self._memory.reservations.hand_over(key, self._device, self._expected)
+            self._memory.reservations.hand_over(self._key, self._device, self._expected)
             self._expected = 0
 
-    def end(self) -> None:
-        """Let the inputs leave again."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and self._device is not None and is_out_of_memory(error):
+            self._memory.take_stock(self._key, self._device)
         self.data = {}
         if self._pinned:
             self._memory.unpin(self._pinned)
@@ -99,20 +116,14 @@ class HostTask(TaskStandIn):
     def __call__(self, data: Any = ()) -> Any:
         if self.task.is_coro:  # type: ignore[attr-defined]
             return self._await(data)
-        use = Use(self.memory, data or {}, None)
-        try:
+        with Use(self.key, self.memory, data or {}, None) as use:
             self._hold_back(data)
             return self.task(use.data)
-        finally:
-            use.end()
 
     async def _await(self, data: Any) -> Any:
-        use = Use(self.memory, data or {}, None, wait=False)
-        try:
+        with Use(self.key, self.memory, data or {}, None, wait=False) as use:
             self._hold_back(data)
             return await self.task(use.data)
-        finally:
-            use.end()
 
     @staticmethod
     def _hold_back(data: Any) -> None:
