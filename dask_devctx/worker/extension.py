@@ -24,7 +24,7 @@ from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
-from dask_devctx.worker.functions import monitoring_functions
+from dask_devctx.worker.functions import functions_of_clients
 from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.inputs.one_input import Input
@@ -186,7 +186,7 @@ class DeviceExtension:
                 steps.enter_context(
                     threads_without_a_device(worker, options.cpu_threads, share.part)
                 )
-            steps.enter_context(monitoring_functions(worker, self.monitor, used))
+            steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
