@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+from distributed import Reschedule
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor  # its users too
 from distributed.threadpoolexecutor import secede, thread_state
 
@@ -33,6 +34,11 @@ class Submits(Protocol):
         self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any] | asyncio.Future[Any]:
         """Run a task of dask's; the task with the smallest priority runs first."""
+
+
+def rescheduled() -> dict[str, Any]:
+    """Return the outcome of a task that did not run, and that the scheduler shall send again."""
+    return {"op": "task-erred", "thread": None, "actual_exception": Reschedule()}
 
 
 def has_seceded() -> bool:
