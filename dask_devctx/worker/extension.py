@@ -281,7 +281,8 @@ class DeviceExtension:
                 devices = (device,)
             self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
-            failure = error.with_traceback(None)  # this traceback does not help the user
+            # the traceback does not help the user
+            failure = conditions.explained(error.with_traceback(None), annotations)
             if self._share.gave_up(wanted):  # another worker has the device now
                 tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
                 return
