@@ -109,7 +109,7 @@ def test_a_block_that_does_not_run_has_a_reason(page):
 
 @pytest.mark.timeout(300)
 def test_code_runs(tmp_path):
-    """All blocks run, page by page: each has names of its own, and one process saves the imports."""
+    """All blocks run. Each page has names of its own; one process saves the imports."""
     pages = {page: code for page in PAGES if (code := program(page)[0])}
     assert len(pages) >= 15
     runner = (
