@@ -46,6 +46,7 @@ from dask_devctx.worker.placement.claims import Claims, reservable
 from dask_devctx.worker.placement.no_devices import NoDevices
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
+from dask_devctx.worker.placement.standstill import noticing_standstill
 from dask_devctx.worker.placement.urgency import urgency_of
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
@@ -179,6 +180,9 @@ class DeviceExtension:
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
             self.claims.pools = self.pools
+            self._standstill = steps.enter_context(
+                noticing_standstill(worker, self.claims.admission, self.history)
+            )
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
@@ -225,7 +229,8 @@ class DeviceExtension:
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
-        return {**self.record.report(), "transfers": self._transfers()}
+        waiting = self._standstill.text
+        return {**self.record.report(), "transfers": self._transfers(), "waiting": waiting}
 
     def _transfers(self) -> list[dict[str, Any]]:
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
