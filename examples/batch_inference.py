@@ -92,7 +92,7 @@ def infer(model: Any, batch: Any) -> tuple[list[str], str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(), help="the folder for the picture")
-    parser.add_argument("--images", type=int, default=4096)
+    parser.add_argument("--images", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32)
     options = parser.parse_args()
     needs("numpy", on_gpus="torch")
