@@ -6,6 +6,7 @@ Where a release of dask takes a name away, all of the package says so before it 
 from __future__ import annotations
 
 import ast
+import asyncio
 import pickle
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 import dask_devctx
 from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER, ON_SPILLING_DATA, tasks
+from dask_devctx.dask_internals import scheduler as of_schedulers
 from dask_devctx.dask_internals import worker as of_workers
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.serialization import register_instead
@@ -427,6 +429,27 @@ async def test_what_a_heartbeat_tells(client: Any, scheduler: Any, worker: Any) 
     assert "mine" not in scheduler.workers[worker.address].metrics
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_a_metric_may_end_while_a_heartbeat_waits(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    waits, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(worker: Any) -> int:  # as dask's own metric of GPUs
+        waits.set()
+        await go_on.wait()
+        return 1
+
+    worker.metrics["slow"] = slow
+    with of_workers.metric(worker, "mine", lambda worker: 7):
+        heartbeat = asyncio.create_task(worker.heartbeat())
+        await waits.wait()
+    go_on.set()
+    await heartbeat
+    assert worker.status is Status.running
+    assert scheduler.workers[worker.address].metrics["slow"] == 1
+
+
 @gen_cluster(
     client=True,
     nthreads=[("127.0.0.1", 2)],
@@ -456,7 +479,6 @@ async def test_what_a_worker_spills(client: Any, scheduler: Any, worker: Any) ->
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2, {})])
 async def test_a_scheduler(client: Any, scheduler: Any, worker: Any) -> None:
-    from dask_devctx.dask_internals import scheduler as of_schedulers
 
     of_schedulers.answer(scheduler, {"mine": lambda: "yes"})
     assert await worker.scheduler.mine() == "yes"
@@ -587,3 +609,19 @@ def test_annotations_are_kept_until_the_last_is_closed(child: Any) -> None:
         assert now() == before
 
     child(keeps)
+
+
+@pytest.mark.parametrize(
+    ("topic", "event", "address"),
+    [
+        ("tcp://a:1", {"action": "closing-worker", "reason": "nanny-close"}, "tcp://a:1"),
+        ("tcp://a:1", {"action": "closing-worker", "reason": "signal-15"}, None),
+        ("tcp://a:1", {"action": "closing-worker", "reason": []}, None),
+        ("all", {"action": "remove-worker", "worker": "b", "stimulus_id": "retire-workers-1"}, "b"),
+        ("all", {"action": "remove-worker", "worker": "b", "stimulus_id": "handle-worker"}, None),
+        ("all", {"action": "remove-worker", "worker": "b"}, None),
+        ("all", "closing-worker", None),
+    ],
+)
+def test_a_worker_that_leaves_for_good(topic: str, event: Any, address: str | None) -> None:
+    assert of_schedulers.leaves_for_good(topic, event) == address

@@ -8,6 +8,7 @@ granted, on a thread of its first device.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections import deque
@@ -22,10 +23,13 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.threads import (
     Priority,
     TaskThreadPoolExecutor,
+    rescheduled,
     sending_tasks_on,
 )
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.threads.queues import FIRST, DeviceQueue
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
@@ -107,7 +111,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         near = self._nearby(fn, args, kwargs)
         loop = asyncio._get_running_loop()
         if loop is not None and self._outcomes.go_to(loop):
-            return _LoopCall(urgency, near, loop.create_future(), self._outcomes)
+            return _LoopCall(urgency, near, _Outcome(loop=loop), self._outcomes)
         return _Call(urgency, near, Future())
 
     def _nearby(
@@ -116,7 +120,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         def near() -> Any:
             if self._cpus and not getattr(self._near, "done", False):
                 self._near.done = True
-                os.sched_setaffinity(0, self._cpus)  # of the calling thread
+                _keep_to(self._cpus)
             return fn(*args, **kwargs)
 
         return near
@@ -196,6 +200,14 @@ def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
     return near if near and near != usable else None
 
 
+def _keep_to(cpus: frozenset[int]) -> None:
+    """Let the calling thread run on these CPUs only, if the system allows that."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:  # EINVAL: a batch system has taken these CPUs away meanwhile
+        logger.info("a device's thread is not bound to the CPUs %s: %s", sorted(cpus), error)
+
+
 class _Outcomes:
     """Brings the outcomes of tasks from their threads to the event loop that submitted them."""
 
@@ -249,17 +261,34 @@ class _Call(NamedTuple):
             self.future.set_result(result)
 
 
+class _Outcome(asyncio.Future[Any]):
+    """The outcome of a task; of one that has not begun when it is cancelled, that it shall move.
+
+    A worker that closes cancels all its tasks, and dask logs a line for each. Many tasks may wait
+    for a place on a device. They have not run, so other workers run them, and there is no line.
+    """
+
+    begun = False
+
+    def cancel(self, msg: Any = None) -> bool:
+        if self.begun or self.done():
+            return super().cancel(msg)
+        self.set_result(rescheduled())
+        return True
+
+
 class _LoopCall(NamedTuple):
     """A call with a future for which an event loop waits."""
 
     priority: tuple[float, ...]
     fn: Callable[[], Any]
-    future: asyncio.Future[Any]
+    future: _Outcome
     outcomes: _Outcomes
 
     def run(self) -> None:
-        if self.future.cancelled():
+        if self.future.done():
             return
+        self.future.begun = True
         result, error = None, None
         try:
             result = self.fn()
