@@ -135,7 +135,7 @@ async def test_values_from_disk_come_back_to_the_workers_device(
     await client.register_plugin(DevicePlugin(devices=[3]))
     seen = client.submit(Seen)
     await seen
-    # dask reads nothing from disk while somebody has the value: its own message has it for a moment.
+    # dask reads nothing from disk while somebody has the value; its own message does for a moment.
     value = weakref.ref(worker.data[seen.key])
     worker.data.evict()
     assert seen.key in worker.data.slow

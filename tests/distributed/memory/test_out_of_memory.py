@@ -1,0 +1,186 @@
+"""Memory that runs out inside a task: all that can leave leaves, and the task runs alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import pytest
+from distributed import Client, wait
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dask_devctx import DeviceOutOfMemoryError, SimulatedArray
+from tests.distributed.memory.test_spilling import (
+    MIB,
+    array,
+    counts,
+    full,
+    memory,
+    on_the_host,
+    read,
+    threads,
+)
+
+KIB = 2**10
+
+
+def blocks_of(x: da.Array) -> Any:
+    """Return an array that is larger than a device, block by block."""
+    rows, columns = x.numblocks
+    return np.block([[read(x.blocks[i, j].compute()) for j in range(columns)] for i in range(rows)])
+
+
+@settings(max_examples=4, deadline=None)
+@given(
+    job=st.sampled_from(["sum", "transpose", "rechunk", "mean"]),
+    tasks_per_device=st.sampled_from([1, 2]),
+)
+def test_blocks_of_a_quarter_of_a_device(job: str, tasks_per_device: int) -> None:
+    chunk, n = 90 if tasks_per_device == 2 else 181, 4
+    expected = on_the_host(n * chunk, chunk)
+    with threads(1 * MIB, 2, tasks_per_device=tasks_per_device) as client:
+        x = array(n * chunk, chunk).persist()
+        wait(x)
+        if job == "sum":
+            assert (
+                read((x * 2).sum(axis=1).compute()).tolist() == (expected * 2).sum(axis=1).tolist()
+            )
+        elif job == "transpose":
+            assert (blocks_of((x + x.T).persist()) == expected + expected.T).all()
+        elif job == "rechunk":
+            rows = x.rechunk((chunk // n, n * chunk)).persist()
+            assert (blocks_of(rows) == expected).all()
+        else:
+            assert (blocks_of((x - x.max(axis=0)).persist()) == expected - expected.max(0)).all()
+        assert counts(client)["spills"] or tasks_per_device == 2
+
+
+running: list[str] = []
+seen: list[list[str]] = []
+first: list[int] = []
+begun, waited = threading.Event(), threading.Event()
+
+
+def large() -> int:
+    """Run out of memory the first time, beside a task that holds the device."""
+    first.append(1)
+    if len(first) == 1:
+        begun.set()
+        assert waited.wait(20)
+    seen.append(list(running))
+    return int(SimulatedArray(7 * MIB // 64).sum())
+
+
+def neighbour(n: int) -> int:
+    running.append("neighbour")
+    try:
+        assert begun.wait(20)
+        x = SimulatedArray(2 * MIB // 64)
+        waited.set()
+        time.sleep(0.2)
+        return int(x.sum())
+    finally:
+        running.remove("neighbour")
+
+
+def test_the_last_attempt_has_the_device_for_itself() -> None:
+    seen.clear()
+    first.clear()
+    begun.clear()
+    waited.clear()
+    with threads(1 * MIB, 1, tasks_per_device=2) as client:
+        made = client.submit(large, pure=False)
+        assert begun.wait(20)
+        others = client.map(neighbour, range(6), pure=False)
+        assert made.result(timeout=60) == 0
+        assert client.gather(others) == [0] * 6
+    assert seen == [["neighbour"], []]
+
+
+meet = threading.Barrier(2, timeout=20)
+tried: list[int] = []
+
+
+def half(n: int) -> int:
+    tried.append(n)
+    x = SimulatedArray(4 * MIB // 64 - 8)
+    if tried.count(n) == 1:
+        meet.wait()
+    y = x + 1
+    time.sleep(0.1)
+    return int(y.sum()) // x.size
+
+
+def test_two_tasks_that_run_out_of_memory_do_not_wait_for_each_other() -> None:
+    """Each needs the whole device: one after the other can have it."""
+    tried.clear()
+    with threads(1 * MIB, 1, tasks_per_device=2) as client:
+        futures = client.map(half, range(2), pure=False)
+        assert client.gather(futures) == [1, 1]
+        assert len(tried) > 2
+
+
+def test_the_error_has_the_numbers() -> None:
+    def too_much(x: SimulatedArray) -> SimulatedArray:
+        return SimulatedArray(MIB // 8)
+
+    with threads(1 * MIB, 1) as client:
+        x = client.submit(full, 1, pure=False)
+        error = client.submit(too_much, x, pure=False).exception(timeout=30)
+    assert isinstance(error, DeviceOutOfMemoryError)
+    assert error.attempts == 2
+    assert error.limit_nbytes == int(0.8 * MIB)
+    assert error.stayed_nbytes == {"in use by running tasks": 128 * KIB}
+    assert "may take 0.80 MiB" in str(error)
+    assert "not moved to host memory: 0.12 MiB in use by running tasks" in str(error)
+
+
+# -- pieces of arrays
+
+
+def alone(x: SimulatedArray) -> tuple[int, int]:
+    """The sum of a piece, and the size of its allocation."""
+    _, nbytes = memory(x)
+    return int(x.sum()), nbytes
+
+
+@pytest.mark.parametrize("cut", [np.s_[:16], np.s_[:, 3:19], np.s_[::-1, 5::7]])
+def test_a_piece_of_an_array_comes_back_without_the_rest(cut: Any) -> None:
+    with threads(1 * MIB, 1) as client:
+        pieces = client.map(lambda n: full(n).reshape(128, 128)[cut], range(8), pure=False)
+        wait(pieces)
+        fill = client.map(full, range(10), pure=False)
+        wait(fill)
+        n_elements = np.empty((128, 128))[cut].size
+        spilled = [n for n, one in enumerate(pieces) if is_away(client, one.key)]
+        assert spilled
+        for n in spilled:
+            found = client.submit(alone, pieces[n], pure=False).result()
+            assert found == (n * n_elements, 8 * n_elements)
+
+
+def is_away(client: Client, key: str) -> bool:
+    def ask(dask_worker: Any) -> bool:
+        return bool(dask_worker.data.peek(key).is_away)
+
+    return any(client.run(ask).values())
+
+
+def test_pieces_that_share_nothing_come_back_one_by_one() -> None:
+    with threads(1 * MIB, 1) as client:
+        whole = client.submit(lambda: SimulatedArray.asarray(np.arange(16384)), pure=False)
+        pieces = [
+            client.submit(lambda x, n=n: x[n * 4096 : (n + 1) * 4096], whole) for n in range(4)
+        ]
+        wait(pieces)
+        del whole
+        fill = client.map(full, range(12), pure=False)
+        wait(fill)
+        assert all(is_away(client, one.key) for one in pieces)
+        total, nbytes = client.submit(alone, pieces[2], pure=False).result()
+        assert (total, nbytes) == (sum(range(8192, 12288)), 4096 * 8)
+        assert [is_away(client, one.key) for one in pieces] == [True, True, False, True]
