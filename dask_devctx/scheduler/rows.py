@@ -92,7 +92,7 @@ class Incident:
     Parameters
     ----------
     what
-        ``"out-of-memory"`` for a task that is tried again,
+        ``"error"`` for a task that failed, ``"out-of-memory"`` for a task that is tried again,
         ``"device-failed"``, ``"refused"`` for a task that got no device, or ``"lost"`` for rows
         that were dropped before a reader saw them.
     time

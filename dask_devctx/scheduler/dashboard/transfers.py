@@ -15,13 +15,13 @@ from distributed import Scheduler
 
 from dask_devctx.scheduler.counts import TRAFFIC
 from dask_devctx.scheduler.dashboard.batches import Batch
-from dask_devctx.scheduler.dashboard.figures import hover, legend_below
+from dask_devctx.scheduler.dashboard.figures import colour_sample, hover, legend_below
 from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.dashboard.sources import Rows, rgba
-from dask_devctx.scheduler.dashboard.theme import COPY, STARTED, WAYS, Colours
+from dask_devctx.scheduler.dashboard.theme import COPY, STARTED, WAY_NAMES, WAYS, Colours
 from dask_devctx.scheduler.history import DeviceHistory
 
-_WAYS: Final = {"peer": "within a worker", "ipc": "between workers", "host": "through the host"}
+_WAYS: Final = ("peer", "ipc", "host")
 # A larger matrix has cells with less text, or without text.
 _TWO_LINES: Final = 4
 _ONE_LINE: Final = 10
@@ -84,8 +84,8 @@ class TransferMatrix:
             x="x", y="y", width="width", height=0.94, source=self._rows.source, fill_color="color",
             fill_alpha="alpha", line_color="color",
         )  # fmt: skip
-        for way, name in _WAYS.items():  # for the legend; out of sight
-            self.root.rect(x=[-9], y=[-9], width=1, height=1, color=WAYS[way], legend_label=name)
+        for way in _WAYS:
+            colour_sample(self.root, WAYS[way], WAY_NAMES[way])
         legend_below(self.root)
         self._labels = LabelSet(
             x="x", y="y", text="text", source=self._rows.source, text_align="center",
@@ -199,7 +199,7 @@ def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> lis
                     "width": width,
                     "color": rgba(WAYS.get(way, COPY)),
                     "alpha": 0.2 + 0.8 * total.nbytes / (most or 1),
-                    "way": way,
+                    "way": WAY_NAMES.get(way, way),
                     "nbytes": total.nbytes,
                     "copies": total.copies,
                     "saved": total.saved,

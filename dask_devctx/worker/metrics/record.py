@@ -23,6 +23,8 @@ from dask_devctx.worker.metrics.history import History
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
+# The longest text of an exception.
+_TEXT: Final = 2_000
 # The fields of the row of a task's only device, or first one.
 _ONE_DEVICE: Final = len(TaskRun.__slots__) - 1
 # The keys of a device's row that a sample has too.
@@ -204,6 +206,9 @@ class Record:
                 tally.failed += 1
             else:
                 tally.done += 1
+        if failed:
+            text = getattr(ts, "exception_text", "")
+            self._history.happened("error", uuid, ts.key, text[:_TEXT])
         about = start, stop, ts.state, place_s, inputs_s, memory_s, thread
         self._history.tasks.append((ts.key, ts.prefix, uuid, device_id, *about))
         for nth, one in enumerate(more, 1):
