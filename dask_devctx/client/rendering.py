@@ -147,13 +147,19 @@ def _below(report: Report) -> Iterator[str]:
         yield f"tasks without a device: {report.hosted}"
     nbytes: Counter[tuple[str, str | None]] = Counter()
     copies: Counter[tuple[str, str | None]] = Counter()
+    measured: defaultdict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0, 0.0])
     for row in report.transfers:
         nbytes[row.way, row.reason] += row.nbytes
         copies[row.way, row.reason] += row.copies
+        measured[row.way, row.reason][0] += row.measured_nbytes
+        measured[row.way, row.reason][1] += row.measured_s
     for way, reason in nbytes:
         because = f": {reason}" if reason else ""
         moved, count = nbytes_text(nbytes[way, reason]), copies[way, reason]
-        yield f"moved by {way}: {moved} in {count} {'copy' if count == 1 else 'copies'}{because}"
+        timed, seconds = measured[way, reason]
+        rate = f", {timed / seconds / 1e9:.3g} GB/s" if seconds > 0 else ""
+        several = "copy" if count == 1 else "copies"
+        yield f"moved by {way}: {moved} in {count} {several}{rate}{because}"
     same = Counter((task.worker, task.prefix, task.reason) for task in report.refused)
     for (worker, prefix, reason), count in same.items():
         yield f"refused on {worker}: {count} of {prefix}: {reason}"

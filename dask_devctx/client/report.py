@@ -185,9 +185,10 @@ async def _report(client: Client, by: By) -> Report:
             hosted += answer["without_device"]
     past, moved = await _past(client)
     devices = _with_past(devices, past)
-    for (source, destination, way), (nbytes, copies, saved, seconds) in moved.items():
+    for (source, destination, way), (nbytes, copies, saved, seconds, *measured) in moved.items():
         counts = int(nbytes), int(copies), int(saved), seconds
-        transfers.append(ReportedTransfer(source, destination, way, *counts))
+        known = int(measured[0]), measured[1]
+        transfers.append(ReportedTransfer(source, destination, way, *counts, None, *known))
     tasks.sort(key=lambda task: task.start or 0.0)
     on_devices = [task for task in tasks if task.uuid is not None]
     on_none = [task for task in tasks if task.uuid is None]

@@ -268,7 +268,7 @@ def test_the_mouse_shows_numbers(client: Client) -> None:
         assert "has a task" in shown
         assert "computes, by NVMLunknown" in shown
         # The legends name all colours, and the kinds of tasks.
-        kinds = {"add", "load", "make", "takes_long"}
+        kinds = {"add-first", "load-first", "make-first", "make-value", "takes_long"}
         ways = {f"copy {way}" for way in ("within a worker", "between workers", "through the host")}
         others = {"running", "failed", "copy spilled, or back"}
         assert {*page.execute_script(LEGEND, "device_timeline")} == kinds | ways | others

@@ -23,6 +23,7 @@ WORKING_CALLS = frozenset(
         "cuCtxSynchronize",
         "cuDevicePrimaryCtxRetain",
         "cuEventCreate",
+        "cuEventElapsedTime",
         "cuEventQuery",
         "cuEventRecord",
         "cuIpcCloseMemHandle",

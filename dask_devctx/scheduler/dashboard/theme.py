@@ -52,8 +52,6 @@ WAY_NAMES: Final[Mapping[str, str]] = {
 }
 COPY: Final = "#7f7f7f"
 FAILED: Final = "#e31a1c"
-# The ways of copies of which only the start is timed: the device works on while the worker goes on.
-STARTED: Final = frozenset({"peer"})
 
 
 def chosen(document: Document) -> Colours:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
@@ -23,11 +22,10 @@ from dask_devctx.scheduler.dashboard.figures import (
 )
 from dask_devctx.scheduler.dashboard.intervals import Intervals
 from dask_devctx.scheduler.dashboard.slots import Slots
-from dask_devctx.scheduler.dashboard.sources import MOST_ROWS, Rows, Texts, rgba
+from dask_devctx.scheduler.dashboard.sources import MOST_ROWS, UNKNOWN, Rows, Texts, rgba
 from dask_devctx.scheduler.dashboard.theme import (
     COPY,
     FAILED,
-    STARTED,
     WAY_NAMES,
     WAYS,
     Colours,
@@ -228,7 +226,6 @@ class Timeline:
             middle = lanes.position(host, row.target) or lanes.position(host, row.source)
             if middle is None:
                 continue
-            took = row.stop - row.start
             yield {
                 "left": batch.ms(row.start),
                 "right": batch.ms(row.stop),
@@ -241,7 +238,7 @@ class Timeline:
                     WAY_NAMES.get(row.way, row.way),
                 ),
                 "nbytes": row.nbytes,
-                "rate": row.nbytes / took if took > 0 and row.way not in STARTED else math.nan,
+                "rate": UNKNOWN if row.rate is None else row.rate,
                 "values": row.values,
             }
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from xml.etree import ElementTree
 
 import dask
@@ -19,6 +21,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     SimulatedArray,
     report,
+    timeline,
 )
 from dask_devctx.client.report import Report
 
@@ -258,7 +261,28 @@ def test_values_that_moved_are_reported(client: Client) -> None:
     (row,) = [row for row in found.transfers if row.way == "peer"]
     assert (row.source, row.destination) == (Device(2).uuid, Device(0).uuid)
     assert (row.nbytes, row.copies) == (80_000, 1)
+    assert row.rate is None  # it is too small to be timed
     assert "moved by peer: 78.1 KiB in 1 copy" in str(found).splitlines()
+
+
+def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> None:
+    with dask.annotate(device=2):
+        made = client.submit(SimulatedArray, (2048, 1024), key="made")
+    with dask.annotate(device=0):
+        client.submit(lambda x: x.device.device_id, made).result()
+    found = report(client)
+    (row,) = [row for row in found.transfers if row.way == "peer"]
+    assert row.nbytes == row.measured_nbytes == 16 << 20
+    assert row.rate == pytest.approx(row.nbytes / row.measured_s)
+    (line,) = [line for line in str(found).splitlines() if line.startswith("moved by peer")]
+    assert line == f"moved by peer: 16.0 MiB in 1 copy, {row.rate / 1e9:.3g} GB/s"
+    timeline(client, tmp_path / "all.json")
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    copies = [event for event in events if event["name"] == "copy by peer"]
+    assert len(copies) == 2
+    for copy in copies:
+        assert copy["dur"] == pytest.approx(1e6 * row.measured_s, abs=1.1)
+        assert copy["args"]["GB/s"] == pytest.approx(row.rate / 1e9, abs=0.002)
 
 
 def test_the_counts_survive_a_restart_of_the_workers() -> None:
