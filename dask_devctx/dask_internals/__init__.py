@@ -78,6 +78,8 @@ NAMES: Final = (
 ON_A_WORKER: Final = (
     "_pending_plugins",
     "active_keys",
+    "active_threads",
+    "active_threads_lock",
     "executors[default]",
     "executors[offload]",
     "handlers[actor_attribute]",

@@ -24,7 +24,7 @@ from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
-from dask_devctx.worker.functions import monitoring_functions
+from dask_devctx.worker.functions import functions_of_clients
 from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.inputs.one_input import Input
@@ -46,6 +46,7 @@ from dask_devctx.worker.placement.claims import Claims, reservable
 from dask_devctx.worker.placement.no_devices import NoDevices
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
+from dask_devctx.worker.placement.standstill import noticing_standstill
 from dask_devctx.worker.placement.urgency import urgency_of
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
@@ -173,13 +174,16 @@ class DeviceExtension:
                 within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
             )
             if self.memory is not None:
-                self.memory.looks_at_others = not rmm_keeps_memory(options)
+                self.memory.leaving.looks_at_others = not rmm_keeps_memory(options)
             around.tell(self.memory, self.record, self.monitor.retries)
-            self.claims.memory = self.memory
+            self.claims.memory = None if self.memory is None else self.memory.reservations
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
             self.claims.pools = self.pools
+            self._standstill = steps.enter_context(
+                noticing_standstill(worker, self.claims.admission, self.history)
+            )
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
@@ -187,7 +191,7 @@ class DeviceExtension:
                 steps.enter_context(
                     threads_without_a_device(worker, options.cpu_threads, share.part)
                 )
-            steps.enter_context(monitoring_functions(worker, self.monitor, used))
+            steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
@@ -226,7 +230,8 @@ class DeviceExtension:
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
-        return {**self.record.report(), "transfers": self._transfers()}
+        waiting = self._standstill.text
+        return {**self.record.report(), "transfers": self._transfers(), "waiting": waiting}
 
     def _transfers(self) -> list[dict[str, Any]]:
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
@@ -250,7 +255,7 @@ class DeviceExtension:
         elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
             self._ended_later(key, ts, start)
         if start == "flight" and self.memory is not None:
-            self.memory.handed_over(key)
+            self.memory.reservations.handed_over(key)
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)
@@ -282,7 +287,8 @@ class DeviceExtension:
                 devices = (device,)
             self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
-            failure = error.with_traceback(None)  # this traceback does not help the user
+            # the traceback does not help the user
+            failure = conditions.explained(error.with_traceback(None), annotations)
             if self._share.gave_up(wanted):  # another worker has the device now
                 tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
                 return
@@ -335,7 +341,7 @@ class DeviceExtension:
         if device is None:
             return
         if self.memory is not None:
-            self.memory.handed_over(key)  # of a result that dask did not take
+            self.memory.reservations.handed_over(key)  # of a result that dask did not take
         seconds = self.record.left(device, key, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)
@@ -361,7 +367,7 @@ class DeviceExtension:
     def _make_room(self, device: Device) -> int:
         """Drop copies and spill values of a device that has no memory for an arriving value."""
         dropped = 0 if self.inputs is None else self.inputs.drop_replicas(device)
-        return dropped + (0 if self.memory is None else self.memory.spill_all(device))
+        return dropped + (0 if self.memory is None else self.memory.leaving.spill_all(device))
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""

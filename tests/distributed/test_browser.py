@@ -240,7 +240,7 @@ def test_the_mouse_shows_numbers(client: Client) -> None:
         until(lambda: page.execute_script(NAMES, "device_timeline"), lambda names: len(names) > 3)
         run_job(client, "first")
         with dask.annotate(device=0):
-            value = client.submit(make, 2, key="make-value")
+            value = client.submit(make, 160, key="make-value")  # the copy is wide enough to hit
         with dask.annotate(device=1):
             long = client.submit(takes_long, value, key="takes_long-1")
         wait([value, long])
@@ -253,9 +253,16 @@ def test_the_mouse_shows_numbers(client: Client) -> None:
         ):
             assert text in shown
         shown = until(
-            lambda: hovered("device_timeline", "nbytes", 2 << 20), lambda text: "copy" in text
+            lambda: hovered("device_timeline", "nbytes", 160 << 20), lambda text: "copy" in text
         )
-        for text in ("copy within a worker", "fromcuda:", "tocuda:", "bytes2.00 MiB", "values1"):
+        for text in (
+            "copy within a worker",
+            "fromcuda:",
+            "tocuda:",
+            "bytes160 MiB",
+            "values1",
+            "GB/s",
+        ):
             assert text in shown
         shown = until(
             lambda: hovered("device_memory", "lane", "cuda:1"), lambda text: "limit" in text
