@@ -14,9 +14,9 @@ _PAGE_S = 0.05
 
 
 def cases(size: Size) -> Iterator[Case]:
-    turn_s = 2.0 if size.tiny else 30.0
+    turn_s, settle_s = (1.0, 0.1) if size.tiny else (30.0, 5.0)
     for n_workers in (1,) if size.tiny else (1, _DEVICES):
-        args = (n_workers, _DEVICES // n_workers, _TASKS_PER_S)
+        args = (n_workers, _DEVICES // n_workers, _TASKS_PER_S, settle_s)
         with started([Entry("page", "benchmarks.subjects.page_hosted:page", args)]) as found:
             hosts, failed = found
             if failed:

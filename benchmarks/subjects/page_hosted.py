@@ -26,7 +26,7 @@ from tornado.websocket import websocket_connect
 from benchmarks.subjects.scale_hosted import METRICS, StandInComm
 from dask_devctx.scheduler.announcements import ANNOUNCE
 from dask_devctx.scheduler.counts import METRIC
-from dask_devctx.scheduler.history import HISTORY
+from dask_devctx.scheduler.history import HISTORY, DeviceHistory
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.scheduler.rows import DeviceCounts
 from dask_devctx.worker.metrics.history import History
@@ -37,12 +37,10 @@ _STEP_S = 0.05
 # A copy for each so many tasks.
 _COPY = 4
 _PREFIXES = ("load", "transpose", "sum-partial", "sum-aggregate", "getitem", "matmul")
-# How long a page is open before it is measured.
-_SETTLE_S = 3.0
 
 
 @contextlib.contextmanager
-def page(n_workers: int, n_devices: int, tasks_per_s: int) -> Iterator[Page]:
+def page(n_workers: int, n_devices: int, tasks_per_s: int, settle_s: float) -> Iterator[Page]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -53,7 +51,7 @@ def page(n_workers: int, n_devices: int, tasks_per_s: int) -> Iterator[Page]:
 
         return asyncio.run_coroutine_threadsafe(awaited(), loop).result()
 
-    made = Page(run)
+    made = Page(run, settle_s)
     run(made.start())
     arguments = [made.address, made.url, n_workers, n_devices, tasks_per_s]
     made.others = subprocess.Popen(
@@ -72,10 +70,18 @@ def page(n_workers: int, n_devices: int, tasks_per_s: int) -> Iterator[Page]:
 
 
 class Page:
-    """A scheduler with a dashboard, whose process is measured."""
+    """A scheduler with a dashboard, whose process is measured.
 
-    def __init__(self, run: Callable[[Awaitable[Any]], Any]) -> None:
-        self._run = run
+    Parameters
+    ----------
+    run
+        Runs a coroutine on the scheduler's event loop.
+    settle_s
+        How long a page is open, or nobody looks any more, before the measurement begins.
+    """
+
+    def __init__(self, run: Callable[[Awaitable[Any]], Any], settle_s: float) -> None:
+        self._run, self._settle_s = run, settle_s
         self._connections: set[asyncio.Task[None]] = set()
         self._open = False
         self.others: Any = None
@@ -115,12 +121,20 @@ class Page:
         if answer != "done\n":
             raise RuntimeError(f"the stand-ins said {answer!r} to {line!r}")
 
+    def _settle(self, looking: bool) -> None:
+        time.sleep(self._settle_s)
+        history = DeviceHistory.of(self._scheduler)
+        deadline = time.monotonic() + 10 * self._settle_s
+        # Bokeh keeps a page that was closed for some seconds, in case that it comes back.
+        while not looking and history.collecting and time.monotonic() < deadline:
+            time.sleep(0.1)
+
     def cpu(self, looking: bool, seconds: float) -> float:
         """Return the seconds of CPU time for each second, with a page that is open or without."""
         if looking is not self._open:
             self.ask("open" if looking else "close")
             self._open = looking
-            time.sleep(_SETTLE_S if looking else 2 * _SETTLE_S)  # the collection stops after 5 s
+            self._settle(looking)
         if looking:
             self.ask("drawn?")
         used, passed = time.process_time(), time.monotonic()
