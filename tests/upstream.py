@@ -26,7 +26,6 @@ REASONS = {
     "test_executor_offload": "a task runs on its device's threads, not on another executor",
     "test_executor_inherit_threadname_from_worker": "a device's threads have the device's name",
     "test_worker_client_rejoins": "a task rejoins the threads of its device",
-    "test_log_remove_worker": "the advice about nthreads is one more event on the scheduler",
 }
 MODULES = (
     *(f"tests/test_{name}.py" for name in ("scheduler", "active_memory_manager", "reschedule")),

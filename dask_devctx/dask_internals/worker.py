@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
@@ -64,6 +65,16 @@ def metric(
 ) -> AbstractContextManager[None]:
     """Return a context manager that adds a metric to a worker's heartbeat while it is open."""
     return replaced(worker.metrics, name, function)
+
+
+@contextmanager
+def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
+    """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too."""
+    logger.addHandler(worker._deque_handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(worker._deque_handler)
 
 
 # -- actors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
-from dask_devctx.dask_internals.worker import in_memory, metric
+from dask_devctx.dask_internals.worker import in_memory, metric, own_logs
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
@@ -104,6 +105,7 @@ class DeviceExtension:
         self.limits: dict[Device, int] = {}
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
+            steps.enter_context(own_logs(worker, logging.getLogger("dask_devctx")))
             history, interval_s = 0, None
             try:
                 history = remembered_tasks()
