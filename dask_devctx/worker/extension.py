@@ -155,6 +155,7 @@ class DeviceExtension:
                     use=options.ipc,
                     make_room=self._make_room,
                     on_failure=self.monitor.blame.noticed_between,
+                    has_failed=self.monitor.has_failed,
                     memory=lambda: self.memory,
                 )
             )

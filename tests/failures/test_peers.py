@@ -96,6 +96,20 @@ def test_a_device_fails_in_the_middle(where: int, function: str, failed: int) ->
         _all_is_well(client, workers[1 - failed], workers[2])
 
 
+def test_a_device_fails_while_a_value_arrives_through_the_host() -> None:
+    """Nobody's fault: the task that needs the value runs on another worker."""
+    with peers.configured(ipc=False), peers.cluster(2) as (client, workers):
+        made = client.submit(
+            _four_mb, 2.0, workers=workers[:1], allow_other_workers=True, pure=False
+        )
+        wait(made, timeout=30)
+        client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[1:])
+        use = client.submit(_total, made, workers=workers[1:], allow_other_workers=True, pure=False)
+        assert use.result(timeout=60) == 1_000_000.0
+        assert workers[0] in client.run(_pid, on_error="ignore")
+        assert workers[1] not in client.run(_pid, on_error="ignore")
+
+
 def _all_is_well(client: Client, survivor: str, other: str) -> None:
     """Assert that those who were not to fail are there, send, and hold no staging memory."""
     assert {survivor, other} <= set(client.run(_pid, on_error="ignore"))
