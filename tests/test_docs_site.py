@@ -7,14 +7,19 @@ import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
+import yaml
+from distributed.cli import dask_scheduler, dask_worker
 
 import dask_devctx
+from dask_devctx.cli import devctx
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -23,14 +28,13 @@ PAGES = {
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BLOCK = re.compile(r"^([ ]*)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
-# All blocks of these run, in their order, in one process: a reader copies them so.
-RUN = (
-    "README.md",
-    "docs/index.md",
-    "docs/get-started.md",
-    "docs/from-ray.md",
-    "docs/from-device-contexts.md",
-    "docs/simulated.md",
+# A page's Python, in its order: what a reader sees, and two kinds of comments that he does not see.
+# `<!-- run:` has lines that the next blocks need, or that check the last one; `<!-- compile only:`
+# says why the block after it cannot run everywhere.
+PIECE = re.compile(
+    r"^<!-- run:\n(?P<hidden>.*?)^-->$|^<!-- compile only: (?P<reason>[^\n]+) -->$|"
+    r"^(?P<indent>[ ]*)```python\n(?P<shown>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -74,24 +78,55 @@ def test_code_compiles_and_imports_public_names(page):
                 assert [a.name for a in node.names if not hasattr(module, a.name)] == []
 
 
+def program(page: str) -> tuple[str, list[str]]:
+    """Return a page's Python that runs, in one piece, and the reasons why some blocks do not."""
+    code, reasons, skip = [], [], False
+    for piece in PIECE.finditer(PAGES[page]):
+        if piece["reason"]:
+            skip = True
+            reasons.append(piece["reason"])
+        elif piece["hidden"]:
+            code.append(piece["hidden"])
+        elif skip:
+            skip = False
+        else:
+            code.append(re.sub(f"^{piece['indent']}", "", piece["shown"], flags=re.MULTILINE))
+    return "\n".join(code), reasons
+
+
+# What a block may need that not every machine has.
+NEEDS = re.compile(r"needs (CuPy|torch|RMM|dask-cuda)\b")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_block_that_does_not_run_has_a_reason(page):
+    code, reasons = program(page)
+    compile(code, page, "exec")
+    assert [reason for reason in reasons if not NEEDS.match(reason)] == []
+    assert PAGES[page].count("compile only") == len(reasons)
+    assert PAGES[page].count("<!-- run:") == len(re.findall("^<!-- run:$", PAGES[page], re.M))
+
+
 @pytest.mark.timeout(300)
 def test_code_runs(tmp_path):
-    """Each page has names of its own; one process saves the imports."""
-    pages = {page: "\n".join(blocks(page, "python")) for page in RUN}
-    program = (
+    """All blocks run. Each page has names of its own; one process saves the imports."""
+    pages = {page: code for page in PAGES if (code := program(page)[0])}
+    assert len(pages) >= 15
+    runner = (
         "import json, sys\n"
         "for page, code in json.load(sys.stdin).items():\n"
         "    print('PAGE', page, file=sys.stderr, flush=True)\n"
         "    exec(compile(code, page, 'exec'), {'__name__': '__main__'})\n"
     )
-    # Two devices and one worker for them start in less time, and the code is the same.
+    # One worker for all devices, from a process that has dask already: the code is the same.
     variables = {
         "PYTHONPATH": str(ROOT),
-        "DASK_DEVCTX__SIMULATED_DEVICES": "2",
+        "DASK_DEVCTX__SIMULATED_DEVICES": "4",
         "DASK_DEVCTX__IPC": "false",
+        "DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver",
     }
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", runner],
         input=json.dumps(pages),
         cwd=tmp_path,
         env=os.environ | variables,
@@ -101,14 +136,12 @@ def test_code_runs(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("PAGE") == len(RUN)
-    assert "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.count("PAGE") == len(pages)
+    assert "Traceback (most" not in done.stderr, done.stderr
 
 
 def test_commands_and_extras_exist():
     makefile = (ROOT / "Makefile").read_text()
-    from dask_devctx.cli import devctx
-
     targets, commands, extras = set(), set(), set()
     for page in PAGES:
         said = "\n".join(blocks(page, "console") + blocks(page, "bash"))
@@ -122,6 +155,36 @@ def test_commands_and_extras_exist():
     assert commands - set(devctx.commands) == set()
     assert extras
     assert extras - set(PROJECT["optional-dependencies"]) == set()
+
+
+LINES = sorted(
+    {
+        line
+        for page in PAGES
+        for text in blocks(page, "console") + blocks(page, "bash")
+        for line in re.findall(r"^(?:\$ )?(dask .+)$", text, re.MULTILINE)
+    }
+)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_the_options_of_a_command_are_accepted(line):
+    """Commands themselves run in `tests/distributed/cli`."""
+    groups = {"devctx": devctx, "worker": dask_worker.main, "scheduler": dask_scheduler.main}
+    command, *arguments = shlex.split(line)[1:]
+    found = groups[command]
+    while isinstance(found, click.Group):
+        found = found.commands[arguments.pop(0)]
+    found.make_context(line, arguments)
+
+
+def test_the_configuration_in_pages_has_keys_that_exist():
+    defaults = yaml.safe_load((ROOT / "dask_devctx" / "config" / "devctx.yaml").read_text())
+    shown = [yaml.safe_load(text) for page in PAGES for text in blocks(page, "yaml")]
+    assert len(shown) >= 2
+    keys = {key for one in shown for key in one.get("devctx", {})}
+    assert keys
+    assert keys - set(defaults["devctx"]) == set()
 
 
 def test_links_of_the_readme_lead_somewhere():

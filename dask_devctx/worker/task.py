@@ -221,7 +221,7 @@ class DeviceTask(TaskStandIn):
         memory = self.memory
         if memory is None:
             return None
-        expected = memory.expected(self.prefix)
+        expected = memory.reservations.expected(self.prefix)
         if not expected and not any(value.__class__ is Kept for value in data.values()):
             return None
         begun = perf_counter()
@@ -293,7 +293,7 @@ class DeviceTask(TaskStandIn):
         if self.inputs is not None:
             made = self.made = self.inputs.made(result, copies, device)
             if self.memory is not None and made is not None and made.places:
-                self.memory.made(self.prefix, made.places.get(device, 0))
+                self.memory.reservations.made(self.prefix, made.places.get(device, 0))
 
     def __reduce__(self) -> Any:
         given = (_run_elsewhere, self.task, self.device, self.asked_for)

@@ -144,9 +144,10 @@ class Incoming:
         device = self._devices.get(header.source, self._first)
         receiving = Receiving(header.sender, header.parts, header.piece, device, self._opened)
         memory = self._memory()
-        if memory is not None and not memory.make_room(device, receiving.nbytes, wait=False):
-            memory.give_room(device, receiving.nbytes)
-            await self._run(memory.make_room, device, receiving.nbytes)
+        room = None if memory is None else memory.reservations
+        if room is not None and not room.make_room(device, receiving.nbytes, wait=False):
+            room.give_room(device, receiving.nbytes)
+            await self._run(room.make_room, device, receiving.nbytes)
         try:
             data.update(await self._received(address, header, receiving, arriving))
         except (DevctxError, OSError) as error:
@@ -164,14 +165,14 @@ class Incoming:
             data.update(self._failed(arriving, error, address))
             return
         finally:
-            if memory is not None:  # the room is theirs until dask has them
+            if room is not None:  # the room is theirs until dask has them
                 sizes = [nbytes for _, nbytes, _ in header.parts]
                 left = receiving.nbytes
                 for key, value in arriving.items():
                     nbytes = min(sum(sizes[value.first : value.first + value.count]), left)
-                    memory.hand_over(key, device, nbytes)
+                    room.hand_over(key, device, nbytes)
                     left -= nbytes
-                memory.give_room(device, left)
+                room.give_room(device, left)
         took = time.perf_counter() - begun
         where = (header.source, receiving.device.uuid)
         self._traffic.count(*where, "ipc", receiving.nbytes, took, copies=len(arriving))

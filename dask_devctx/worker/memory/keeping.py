@@ -78,7 +78,7 @@ def within_limits(
         return data
 
     def unwrap() -> MutableMapping[Any, Any]:
-        memory.stop()
+        memory.leaving.stop()
         pool.close()
         return data if worker.status is not Status.closing and data.keep_on() else data.raw
 
@@ -86,7 +86,7 @@ def within_limits(
         with replaced_data(worker, wrap, unwrap), wrapped_handler(worker, "get_data", _sending):
             yield memory
     finally:
-        memory.stop()
+        memory.leaving.stop()
 
 
 def _host_memory(worker: Worker, devices: Sequence[Device]) -> int:

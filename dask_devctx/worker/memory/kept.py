@@ -78,7 +78,7 @@ class Kept:
 
     def __del__(self) -> None:
         if self.memory is not None:
-            self.memory.ended(self)
+            self.memory.books.ended(self)
 
     @property
     def has_host_memory(self) -> bool:

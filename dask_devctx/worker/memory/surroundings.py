@@ -11,12 +11,12 @@ from distributed import Worker
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker.memory.kept import Kept
-from dask_devctx.worker.memory.manager import DeviceMemory
 
 if TYPE_CHECKING:
     from dask_devctx.worker.failures.oom_retries import Retries
     from dask_devctx.worker.inputs.inputs import Inputs
     from dask_devctx.worker.ipc import PeerTransfers
+    from dask_devctx.worker.memory.manager import DeviceMemory
     from dask_devctx.worker.metrics.history import History
     from dask_devctx.worker.metrics.record import Record
 
@@ -54,10 +54,11 @@ class Surroundings:
         """Let the records have the counts, and tasks without memory the memory of others."""
         if memory is None:
             return
-        for name in DeviceMemory.counts:
-            record.memory[name] = partial(memory.count, name)
+        for name in memory.books.counts:
+            record.memory[name] = partial(memory.books.count, name)
         drop_replicas = retries.drop_replicas
-        retries.drop_replicas = lambda device: drop_replicas(device) + memory.spill_all(device)
+        spill_all = memory.leaving.spill_all
+        retries.drop_replicas = lambda device: drop_replicas(device) + spill_all(device)
 
     def copies(self, device: Device) -> int:
         """Return the bytes of a device that copies and staging memory take."""

@@ -64,7 +64,7 @@ class Use:
                 self.data[key] = memory.pin(kept, device, wait=wait)
                 self._pinned.append(kept)
             if expected and device is not None:
-                memory.make_room(device, expected, wait=wait)
+                memory.reservations.make_room(device, expected, wait=wait)
                 self._expected = expected
         except BaseException:
             self.end()
@@ -73,7 +73,7 @@ class Use:
     def returned(self, key: Hashable) -> None:
         """Keep the room for the result until dask has it."""
         if self._expected and self._device is not None:
-            self._memory.hand_over(key, self._device, self._expected)
+            self._memory.reservations.hand_over(key, self._device, self._expected)
             self._expected = 0
 
     def end(self) -> None:
@@ -83,7 +83,7 @@ class Use:
             self._memory.unpin(self._pinned)
             self._pinned = []
         if self._expected and self._device is not None:
-            self._memory.give_room(self._device, self._expected)
+            self._memory.reservations.give_room(self._device, self._expected)
             self._expected = 0
 
 

@@ -1,0 +1,293 @@
+"""Values leave a device for host memory: a thread for each device moves them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from time import perf_counter
+from typing import TYPE_CHECKING, Final
+
+from dask.utils import format_bytes
+
+from dask_devctx.cuda import discovery
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.out_of_memory import release_library_caches
+from dask_devctx.driver import statuses
+from dask_devctx.errors import DriverError
+from dask_devctx.transfer import Stamp, release_held
+from dask_devctx.transfer.page_locked import PageLockedPool
+from dask_devctx.worker.memory.books import Books
+from dask_devctx.worker.memory.host_form import HostForm
+from dask_devctx.worker.memory.kept import AWAY, Kept
+from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
+from dask_devctx.worker.threads.executors import near_cpus
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.memory.surroundings import Surroundings
+
+logger = logging.getLogger(__name__)
+
+_LOOK_INTERVAL_S: Final = 0.5
+# The fraction of a device's memory that stays free for others.
+_SPARE: Final = 0.02
+
+
+class Leaving:
+    """Moves the values of a worker's devices to host memory, before the limits are reached.
+
+    Parameters
+    ----------
+    books
+        Counts the values on the devices.
+    pool
+        Host memory for the values.
+    around
+        The parts of the worker that it concerns.
+    on_failure
+        Called with a device that failed, and the driver's error.
+
+    Attributes
+    ----------
+    open
+        Whether values leave; false after :meth:`stop`.
+    looks_at_others
+        Whether values leave, too, when others have taken nearly all of a device. Not where a pool
+        has the memory: then the driver's free memory says nothing.
+    """
+
+    def __init__(
+        self,
+        books: Books,
+        pool: PageLockedPool,
+        around: Surroundings,
+        on_failure: Callable[[Device, DriverError], object],
+    ) -> None:
+        self.open = True
+        self.looks_at_others = True
+        self._books = books
+        self._lock = books.lock
+        self._pool = pool
+        self._around = around
+        self._on_failure = on_failure
+        self._told: set[type] = set()
+        self._told_of_spilling = False
+        self._grow = threading.Event()
+        threading.Thread(target=self._grow_ahead, name="devctx-memory-host", daemon=True).start()
+        for device, ledger in books.ledgers.items():
+            name = f"devctx-memory-{device}"
+            threading.Thread(
+                target=self._keep_below, args=(ledger,), name=name, daemon=True
+            ).start()
+
+    def stop(self) -> None:
+        """Move no more values; those that are in host memory still come back when read."""
+        with self._lock:
+            self.open = False
+            self._grow.set()
+            for ledger in self._books.ledgers.values():
+                ledger.changed.notify_all()
+
+    def look(self, device: Device) -> None:
+        """Wake the thread of a device if there is something to move; with the lock held."""
+        ledger = self._books.ledgers.get(device)
+        if ledger is not None and ledger.held + ledger.incoming > ledger.prepare:
+            if not self._grow.is_set():
+                self._grow.set()
+            if ledger.held + ledger.incoming > ledger.start:
+                ledger.changed.notify_all()
+
+    def spill_all(self, device: Device) -> int:
+        """Move all values that are not in use from a device that ran out of memory; wait for it."""
+        ledger = self._books.ledgers.get(device)
+        if ledger is None or not self.open:
+            return 0
+        with self._lock:
+            before = ledger.held
+        for group in self._groups(ledger, ledger.limit):
+            self._leave(ledger, group)
+        release_held()
+        with self._lock:
+            self._books.settle()
+            return max(before - ledger.held, 0)
+
+    # -- the threads
+
+    def _grow_ahead(self) -> None:
+        """Run the thread that page-locks host memory before it is needed."""
+        while self._grow.wait() and self.open:
+            if not self._pool.grow_ahead():
+                self._grow.clear()
+
+    def _keep_below(self, ledger: Ledger) -> None:
+        """Run a device's thread: move values away whenever more than the limit comes near."""
+        cpus = near_cpus(ledger.device.info.cpu_affinity)
+        if cpus:
+            with suppress(OSError):
+                os.sched_setaffinity(0, cpus)
+        try:
+            while self.open and not ledger.stopped:
+                self._keep_below_once(ledger)
+        finally:
+            with self._lock:
+                ledger.stopped = True
+                ledger.changed.notify_all()
+
+    def _keep_below_once(self, ledger: Ledger) -> None:
+        with self._lock:
+            wanted = self._wanted(ledger)
+            if not wanted:
+                ledger.changed.wait(_LOOK_INTERVAL_S)
+                wanted = self._wanted(ledger)
+            if not self.open:
+                return
+        try:
+            if not wanted:
+                self._look_at_others(ledger)
+                return
+            moved = self._move_away(ledger, wanted)
+        except Exception as error:
+            if isinstance(error, DriverError) and error.code in statuses.STICKY:
+                self._on_failure(ledger.device, error)
+                ledger.stopped = True
+                return
+            logger.warning("no values left %s", ledger.device, exc_info=True)
+            moved = False
+        with self._lock:
+            ledger.answer(moved)
+            if not moved and not ledger.waiting and self.open:
+                ledger.changed.wait(_LOOK_INTERVAL_S / 10)  # until a value can leave
+
+    def _wanted(self, ledger: Ledger) -> int:
+        self._books.settle()
+        demand, ledger.demand = ledger.demand, 0
+        used = ledger.held + ledger.incoming + self._around.copies(ledger.device)
+        if used > ledger.start:
+            demand = max(demand, used - ledger.stop)
+        return demand
+
+    def _look_at_others(self, ledger: Ledger) -> None:
+        """Give memory back to the driver when others have taken nearly all that is left."""
+        if not ledger.held or not self.looks_at_others:
+            return
+        device = ledger.device
+        found = discovery.memory_info(device._backend, device.info)
+        if found is None or found[0] >= found[1] * _SPARE:
+            return
+        # A library may have just cached what was freed. So first only the caches go.
+        with device:
+            release_library_caches()
+        found = discovery.memory_info(device._backend, device.info)
+        if found is None or found[0] >= found[1] * _SPARE:
+            return
+        if self._move_away(ledger, int(found[1] * 2 * _SPARE) - found[0]):
+            with device:
+                release_library_caches()
+
+    # -- the way to host memory
+
+    def _move_away(self, ledger: Ledger, wanted: int) -> bool:
+        dropped = self._around.drop_copies(ledger.device, wanted)
+        if dropped:
+            release_held()
+        if dropped >= wanted:
+            return True
+        moved = dropped > 0
+        for group in self._groups(ledger, wanted - dropped):
+            moved |= self._leave(ledger, group)
+            with self._lock:
+                ledger.answer(moved)  # a task may go on before the others have left
+        return moved
+
+    def _groups(self, ledger: Ledger, wanted: int) -> list[list[Kept]]:
+        """Return values that leave next, those that share memory together."""
+        with self._lock:
+            self._books.settle()
+            found: list[list[Kept]] = []
+            gain = 0
+            for kept in in_order_of_leaving(ledger, self._around.next_use):
+                if gain >= wanted:
+                    break
+                if kept.leaving:
+                    continue
+                group = ledger.group(kept)
+                if any(one.pins or one.leaving or one.stays or one.is_away for one in group):
+                    continue
+                for one in group:
+                    one.leaving = True
+                found.append(group)
+                gain += ledger.gain(group)
+        return found
+
+    def _leave(self, ledger: Ledger, group: list[Kept]) -> bool:
+        """Move values that share memory to host memory; return whether they went."""
+        device, begun = ledger.device, perf_counter()
+        form = group[0].form if len(group) == 1 else None
+        copied = form is None
+        try:
+            if form is None:
+                form = self._copied(group, device)
+        except Exception as error:
+            with self._lock:
+                for kept in group:
+                    kept.leaving = False
+                    kept.stays = not isinstance(error, (DriverError, MemoryError, OSError))
+            if not group[0].stays:
+                raise
+            self._tell_that_it_stays(group[0], error)
+            return False
+        with self._lock:
+            for kept in group:
+                kept.leaving = False
+            if any(kept.pins for kept in group):  # a task needs it now
+                return False
+            values = [kept.value for kept in group]
+            gain = ledger.gain(group)
+            form.home = device
+            form.members = [weakref.ref(kept) for kept in group]
+            for index, kept in enumerate(group):
+                kept.value, kept.form, kept.index = AWAY, form, index
+                kept.places, kept.after = {}, None
+                self._books.left(kept)
+            ledger.spills += len(group)
+            ledger.spilled_nbytes += gain
+            first, self._told_of_spilling = not self._told_of_spilling, True
+        values.clear()  # frees the memory
+        if copied:
+            self._around.copied(device, form.nbytes, perf_counter() - begun, back=False)
+        if first:
+            logger.warning(  # once: dask shows no lines of a lower level
+                "%s holds more than its limit of %s: values go to host memory, and come back "
+                "before their tasks (device_memory_limit). report(client).devices counts them",
+                device,
+                format_bytes(ledger.limit),
+            )
+        for kept in group:
+            self._around.moved(kept)
+        self._grow.set()
+        return True
+
+    def _copied(self, group: Sequence[Kept], device: Device) -> HostForm:
+        after = []
+        for kept in group:
+            stamp = kept.after or self._around.made_by(kept.key)
+            if stamp is None or device not in stamp.devices:
+                stamp = Stamp.of_devices([device])
+            after.append(stamp)
+        values = tuple(kept.value for kept in group)
+        return HostForm.copied(values, device, after, self._pool.take)
+
+    def _tell_that_it_stays(self, kept: Kept, error: Exception) -> None:
+        kind = type(kept.value)
+        if kind not in self._told:
+            self._told.add(kind)
+            logger.warning(
+                "values of the type %s stay on their devices, whatever the limit: they cannot be "
+                "pickled without their device memory (%s: %s)",
+                kind.__qualname__,
+                type(error).__name__,
+                error,
+            )
