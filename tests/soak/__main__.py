@@ -16,6 +16,7 @@ from pathlib import Path
 
 import dask
 from distributed import Client
+from distributed.exceptions import WorkerStartTimeoutError
 from distributed.utils import open_port
 
 import dask_devctx
@@ -32,9 +33,9 @@ SETTINGS = {
     "distributed.comm.timeouts.tcp": "15 s",
     "distributed.comm.timeouts.connect": "15 s",
     "distributed.scheduler.worker-ttl": "60 s",
-    # A host that cannot reach the scheduler is started again, and tries once more.
-    "distributed.worker.lifetime.restart": False,
     "distributed.admin.log-format": "%(asctime)s %(name)s %(levelname)s %(message)s",
+    # Tasks name devices of workers that take long to start again.
+    "devctx.missing-device-timeout": "180 s",
 }
 RIGHT = {"right", "found"}
 
@@ -70,7 +71,7 @@ class Soak:
             self.scheduler = enter(closing(Scheduler(ip, open_port(ip), self.place, env)))
             address = self.scheduler.address
             self.hosts = [
-                enter(closing(Host(f"host{number}", own, address, self.place, env, *reached)))
+                enter(closing(Host(number, own, address, self.place, env, *reached)))
                 for number, (own, *reached) in enumerate(hosts)
             ]
             self.faults = Faults(
@@ -144,10 +145,16 @@ class Soak:
         return True
 
     def _connect(self) -> None:
-        """Have a client of the scheduler that was restarted."""
+        """Have a client of the scheduler that was restarted, once the workers are there.
+
+        A task may name a device. It fails if no worker has had this device yet.
+        """
         for _ in range(10):
             try:
-                self.client.wait_for_workers(1, timeout=60)
+                self.client.wait_for_workers(WORKERS * len(self.hosts), timeout=120)
+                return
+            except WorkerStartTimeoutError as error:
+                print(f"after a restart of the scheduler: {error}", flush=True)
                 return
             except Exception as error:
                 print(f"the client could not reconnect: {error!r}", flush=True)
@@ -205,8 +212,8 @@ class Soak:
             print(f"  {name:28}{count}")
         guilty = sum(n for (kind, _), n in self.outcomes.items() if kind == GUILTY)
         print(f"  {'tasks that broke a device':28}{guilty}")
-        starts = sum(host.starts - 1 for host in self.hosts)
-        print(f"hosts started again: {starts}; batches submitted again: {self.again}")
+        starts = sum(host.starts - WORKERS for host in self.hosts)
+        print(f"programs of workers started again: {starts}; batches submitted again: {self.again}")
         print("values moved, by ways:")
         report, moved = dask_devctx.report(self.client), Counter[str]()
         for row in report.transfers:

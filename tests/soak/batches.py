@@ -108,7 +108,7 @@ class Batch:
 
     def _somewhere(self) -> dict[str, Any]:
         """Return an annotation, or none, for a task of one device."""
-        chosen = self._random.choice([None, None, 0, 1, "cuda:0", "auto"])
+        chosen = self._random.choice([None, None, None, 0, 1, 2, "cuda:3", "auto"])
         return {} if chosen is None else {"device": chosen}
 
     def _made(self) -> tuple[Future, int]:
@@ -139,7 +139,7 @@ class Batch:
             on_host = tasks.total_plain if self._plain else tasks.total_on_host
             future = self._submit(on_host, *arrays, annotations={"device": "none"})
         elif kind == "carried":
-            device = self._random.randrange(2)
+            device = self._random.randrange(4)
             carried = total if self._plain else on_device(device)(total)
             future = self._submit(carried, *arrays)
         elif kind == "across":

@@ -86,7 +86,7 @@ class Faults:
     def _act(self, name: str, chance: random.Random) -> bool:
         host = chance.choice(self._hosts)
         acts: dict[str, Callable[[], object]] = {
-            "worker killed": lambda: host.kill_one(chance),
+            "worker killed": lambda: host.send(chance, signal.SIGKILL),
             "worker stood still": lambda: host.stop_one(chance, 0.5 + 4 * chance.random()),
             "hardware failed": lambda: host.send(chance, signal.SIGUSR1),
             "device broke, nobody guilty": lambda: host.send(chance, signal.SIGUSR2),

@@ -17,6 +17,8 @@ from typing import Any
 
 import psutil
 
+from dask_devctx.config.options import LOOK_AHEAD
+
 DEVICES, WORKERS = 4, 2
 MEMORY, LIMIT = "64 MiB", "6 MiB"
 
@@ -88,13 +90,13 @@ class Scheduler(Program):
         )
 
 
-class Host(Program):
+class Host:
     """A host with simulated devices of its own, and workers that share them out.
 
     Parameters
     ----------
-    name, ip
-        Its name and address.
+    number, ip
+        Its number and its address.
     scheduler
         The scheduler's address.
     place, env
@@ -107,7 +109,7 @@ class Host(Program):
 
     def __init__(
         self,
-        name: str,
+        number: int,
         ip: str,
         scheduler: str,
         place: Path,
@@ -115,28 +117,45 @@ class Host(Program):
         inside: Sequence[str] = (),
         link: str | None = None,
     ) -> None:
-        self.name, self.link = name, link
-        own = place / name
+        self._link = link
+        own = place / f"host{number}"
         own.mkdir()
         command = [sys.executable, "-m", "dask", "devctx", "worker", scheduler, "--host", ip]
-        command += ["--n-workers", str(WORKERS), "--no-dashboard", "--oom-retries", "3"]
+        command += ["--n-workers", "1", "--no-dashboard", "--oom-retries", "3"]
         command += ["--preload", "tests.soak.preload", "--device-memory-limit", LIMIT]
         command += ["--local-directory", str(own), "--ipc-staging", "4 MiB"]
+        command += ["--nthreads", str(LOOK_AHEAD * DEVICES // WORKERS)]
+        if number % 2 == 0:  # on the other hosts, workers divide the devices among themselves
+            command += ["--devices-per-worker", str(DEVICES // WORKERS)]
         more = {
-            "DASK_DEVCTX__SIMULATED_HOST": name,
+            "DASK_DEVCTX__SIMULATED_HOST": own.name,
             "DASK_DEVCTX__SIMULATED_DEVICES": str(DEVICES),
             "DASK_DEVCTX__SIMULATED_MEMORY": MEMORY,
             "DASK_DEVCTX__LOCK_DIRECTORY": str(own / "locks"),
         }
-        super().__init__([*inside, *command], {**env, **more}, place / f"{name}.log")
+        self._programs = [
+            Program([*inside, *command], {**env, **more}, place / f"{own.name}.{worker}.log")
+            for worker in range(WORKERS)
+        ]
+
+    @property
+    def starts(self) -> int:
+        """How often its programs were started."""
+        return sum(program.starts for program in self._programs)
 
     def workers(self) -> list[psutil.Process]:
         """Return the workers' processes, without the nannies."""
-        return [one for one in self.processes() if _is_worker(one)]
+        found = (one for program in self._programs for one in program.processes())
+        return [one for one in found if _is_worker(one)]
 
-    def kill_one(self, chance: random.Random) -> bool:
-        """Kill a worker; its nanny starts another."""
-        return self.send(chance, signal.SIGKILL)
+    def kill(self) -> None:
+        """Kill all of its processes; the programs are started again."""
+        for program in self._programs:
+            program.kill()
+
+    def close(self) -> None:
+        for program in self._programs:
+            program.close()
 
     def send(self, chance: random.Random, number: signal.Signals) -> bool:
         """Send a signal to a worker; return whether there is one."""
@@ -161,20 +180,20 @@ class Host(Program):
 
     def cut_off(self, seconds: float) -> bool:
         """Let the host have no network for a while."""
-        if self.link is None:
+        if self._link is None:
             return False
-        _ip("link", "set", self.link, "down")
+        _ip("link", "set", self._link, "down")
         try:
             time.sleep(seconds)
         finally:
-            _ip("link", "set", self.link, "up")
+            _ip("link", "set", self._link, "up")
         return True
 
 
 def _is_worker(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         words = " ".join(process.cmdline())
-        # The preload blocks these signals no more once the worker is set up.
+        # A nanny's child, once it has more threads than it begins with.
         return "spawn_main" in words and process.num_threads() > 2
     return False
 
