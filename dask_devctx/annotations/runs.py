@@ -16,6 +16,10 @@ WATCHED: Final = "devctx-watched"
 # Marks a task that a worker fails without a call of it. The value has the fields of the error.
 REFUSED: Final = "devctx-refused"
 
+# Marks a task that names a device whose last worker left for good. The value is this worker's
+# address, for the error.
+GONE: Final = "devctx-gone"
+
 
 def may_rerun(annotations: Mapping[str, Any] | None) -> bool:
     """Return whether a task with these annotations may run again after a device failed.

@@ -157,6 +157,9 @@ def _below(report: Report) -> Iterator[str]:
     same = Counter((task.worker, task.prefix, task.reason) for task in report.refused)
     for (worker, prefix, reason), count in same.items():
         yield f"refused on {worker}: {count} of {prefix}: {reason}"
+    for worker, reason in report.waiting.items():
+        yield f"standstill of {worker}: {reason}"
+        yield f"  remedies: report.waiting[{worker!r}]"
     for worker, reason in report.silent.items():
         yield f"no answer from {worker}: {reason}"
     without = [worker for worker, runs in report.workers.items() if not runs]

@@ -84,6 +84,9 @@ class Report(list[ReportedTask]):
         Whether each worker runs the plugin, by its address.
     silent
         The reason why a worker did not answer, by its address. The other attributes lack it.
+    waiting
+        The tasks that hold all places of a device while they wait for others, and the remedies, as
+        a text by the worker's address.
     by
         ``"device"`` or ``"prefix"``: the lines of its text.
     """
@@ -97,6 +100,7 @@ class Report(list[ReportedTask]):
         silent: Mapping[str, str] | None = None,
         transfers: Sequence[ReportedTransfer] = (),
         *,
+        waiting: Mapping[str, str] | None = None,
         without_device: Sequence[ReportedTask] = (),
         hosted: int = 0,
         by: By = "device",
@@ -109,6 +113,7 @@ class Report(list[ReportedTask]):
         self.hosted = hosted
         self.workers = dict(workers or {})
         self.silent = dict(silent or {})
+        self.waiting = dict(waiting or {})
         self.by = by
 
     def __repr__(self) -> str:
@@ -168,6 +173,7 @@ async def _report(client: Client, by: By) -> Report:
     refused: list[ReportedRefusal] = []
     workers: dict[str, bool] = {}
     silent: dict[str, str] = {}
+    waiting: dict[str, str] = {}
     hosted = 0
     # A worker that restarts, or has another version of this package, must not hide the others.
     answers = await client.run(_of_worker, on_error="return")
@@ -183,6 +189,8 @@ async def _report(client: Client, by: By) -> Report:
             transfers += [ReportedTransfer(worker=worker, **row) for row in answer["transfers"]]
             refused += [ReportedRefusal(*(*task, worker)) for task in answer["refused"]]
             hosted += answer["without_device"]
+            if text := answer.get("waiting"):
+                waiting[worker] = text
     past, moved = await _past(client)
     devices = _with_past(devices, past)
     for (source, destination, way), (nbytes, copies, saved, seconds) in moved.items():
@@ -198,6 +206,7 @@ async def _report(client: Client, by: By) -> Report:
         workers,
         silent,
         transfers,
+        waiting=waiting,
         without_device=on_none,
         hosted=hosted,
         by=by,

@@ -6,7 +6,6 @@ Files, ``DASK_DEVCTX__…`` variables and ``dask.config.set`` work as for dask's
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from importlib import resources
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import dask
 import yaml
 from dask.utils import parse_timedelta
+
+from dask_devctx.errors.nearest import nearest
 
 
 def _read(name: str) -> Any:
@@ -47,8 +48,8 @@ def unknown_keys() -> list[str]:
     for key in dask.config.get("devctx", {}):
         name = key.replace("_", "-")
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"; devctx.{near[0]}?" if near else ""
+            near = nearest(name, known)
+            meant = f"; devctx.{near}?" if near else ""
             said.append(f"there is no devctx.{name} (in the environment {_variable(key)}){meant}")
     for key in dask.config.config:
         if key.startswith("devctx_"):  # one underscore is part of a word

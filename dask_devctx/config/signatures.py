@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable
@@ -10,6 +9,7 @@ from dataclasses import fields
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from dask_devctx.config.options import Options
+from dask_devctx.errors.nearest import nearest
 
 # The paragraphs of all options replace this line in a class's docstring.
 _PLACE: Final = "{options}"
@@ -83,6 +83,6 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], owner: str) -> 
     """
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            meant = f"Did you mean {near[0]}?" if near else f"help({owner}) lists all options"
+            near = nearest(name, known)
+            meant = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
             raise TypeError(f"{owner} has no option {name!r}. {meant}")

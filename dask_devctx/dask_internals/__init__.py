@@ -79,6 +79,8 @@ ON_A_WORKER: Final = (
     "_deque_handler",
     "_pending_plugins",
     "active_keys",
+    "active_threads",
+    "active_threads_lock",
     "executors[default]",
     "executors[offload]",
     "handlers[actor_attribute]",

@@ -42,6 +42,35 @@ async def ask(scheduler: Scheduler, address: str, op: str, **content: Any) -> An
     return await getattr(scheduler.rpc(address), op)(**content)
 
 
+# Why a worker closes for good, in the words of distributed: it was scaled down. A worker that
+# closes for another reason, such as a signal or a restart, may come back.
+_CLOSED_FOR_GOOD = frozenset({"nanny-close", "scheduler-close-worker", "worker-close"})
+
+
+def leaves_for_good(topic: str, event: Any) -> str | None:
+    """Return the address of a worker that leaves for good, by an event of distributed's.
+
+    Parameters
+    ----------
+    topic, event
+        As for :meth:`distributed.SchedulerPlugin.log_event`. The event comes before the plugins
+        are told that the worker has left.
+
+    Returns
+    -------
+    str or None
+        None if the event says something else, or if the worker may come back.
+    """
+    action = event.get("action") if isinstance(event, dict) else None
+    if action == "closing-worker" and event.get("reason") in _CLOSED_FOR_GOOD:
+        return topic
+    if action == "remove-worker" and topic == "all" and event.get("expected"):
+        # A worker that retires itself at the end of its lifetime may start again.
+        retired = str(event.get("stimulus_id")).startswith("retire-workers-")
+        return event.get("worker") if retired else None
+    return None
+
+
 def resolved(scheduler: Scheduler, address: str) -> str:
     """Return an address as the scheduler writes it."""
     return scheduler.coerce_address(address)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from dask.system import CPU_COUNT
@@ -60,11 +60,19 @@ def answer_for_good(worker: Worker, op: str, handler: Callable[..., Any]) -> Non
     worker.handlers[op] = handler
 
 
-def metric(
-    worker: Worker, name: str, function: Callable[[Worker], object]
-) -> AbstractContextManager[None]:
-    """Return a context manager that adds a metric to a worker's heartbeat while it is open."""
-    return replaced(worker.metrics, name, function)
+@contextmanager
+def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> Iterator[None]:
+    """While it is open, a worker's heartbeat has a further metric."""
+    # A heartbeat that is under way iterates over the dictionary, and waits in between for dask's
+    # own metric of GPUs. If the dictionary changed meanwhile, dask would close the worker.
+    before = worker.metrics.get(name, _MISSING)
+    worker.metrics = {**worker.metrics, name: function}
+    try:
+        yield
+    finally:
+        if worker.metrics.get(name) == function:
+            kept = {one: value for one, value in worker.metrics.items() if one != name}
+            worker.metrics = kept if before is _MISSING else {**kept, name: before}
 
 
 @contextmanager

@@ -19,6 +19,8 @@ _WHOLE_UUID = 36
 # kept, for this long.
 _EARLY_LIMIT = 1000
 _EARLY_S = 300.0
+# The devices of so many workers that left for good are remembered, for the errors of tasks.
+_GONE_LIMIT = 20
 
 
 class Several(NamedTuple):
@@ -175,18 +177,25 @@ class Cluster:
         The devices of workers that left, as long as they may come back.
     unheard
         The workers that have joined but not announced their devices yet, with the time of joining.
+    gone
+        The devices of workers that left for good, by address; the latest of them.
+    leaving
+        The workers that are about to leave for good.
     """
 
     workers: set[str]
     present: Index = field(default_factory=Index)
     left: Index = field(default_factory=Index)
     unheard: dict[str, float] = field(default_factory=dict)
+    gone: dict[str, Holdings] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
     _left_at: dict[str, float] = field(default_factory=dict)
     _early: dict[str, tuple[Holdings, float]] = field(default_factory=dict)
 
     def join(self, address: str, now: float) -> Holdings | None:
         """Add a worker that joins; return its devices if it announced them before."""
         self.workers.add(address)
+        self.leaving.discard(address)
         self._forget_left(address)
         self._expire_early(now)
         if address not in self._early:
@@ -196,15 +205,26 @@ class Cluster:
         self.present.add(address, holdings)
         return holdings
 
-    def leave(self, address: str, now: float) -> Holdings | None:
+    def leave(self, address: str, now: float, *, may_return: bool = True) -> Holdings | None:
         """Remove a worker that leaves; return its devices."""
         self.workers.discard(address)
+        self.leaving.discard(address)
         self.unheard.pop(address, None)
         holdings = self.present.remove(address)
-        if holdings is not None:
+        if holdings is None:
+            return None
+        if may_return:
             self.left.add(address, holdings)
             self._left_at[address] = now
+        else:
+            self.gone[address] = holdings
+            while len(self.gone) > _GONE_LIMIT:
+                del self.gone[next(iter(self.gone))]
         return holdings
+
+    def had(self, name: Name | Several) -> str | None:
+        """Return the address of the last worker with a device, if it left for good."""
+        return next((a for a, held in reversed(self.gone.items()) if held.have(name)), None)
 
     def announce_early(self, address: str, holdings: Holdings, now: float) -> None:
         """Remember the devices of a worker that has not joined yet."""

@@ -14,6 +14,7 @@ from dask_devctx import config
 from dask_devctx.annotations import DEVICES, NAMES, carried_device, requested_device
 from dask_devctx.annotations.answers import answer
 from dask_devctx.annotations.names import ABOUT_ONE, about_mistaken, about_no_plugin, mistaken
+from dask_devctx.annotations.runs import GONE
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
@@ -63,8 +64,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     A task that every worker can run is not restricted. An ordinal belongs to a worker: any worker
     that has this ordinal can run the task. If no worker has the device, the task goes to a worker
     that fails it with :class:`~dask_devctx.errors.DeviceNotFoundError`. But first the task waits
-    for ``devctx.missing-device-timeout`` if a worker that had the device has just left, since that
-    worker may be restarting, or if a worker has just joined and has not announced its devices yet.
+    for ``devctx.missing-device-timeout`` if a worker that had the device has just left and may be
+    restarting, or if a worker has just joined and has not announced its devices yet. A worker that
+    was closed, retired or scaled down does not come back.
 
     The restrictions that a user gave (``workers=``) hold as well. With
     ``allow_other_workers=True`` they are a preference among the workers that have the device.
@@ -180,16 +182,26 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._suspects.worker_left(worker)
-        holdings = self._cluster.leave(worker, time())
-        self._sharing.left(worker, may_return=True)
+        for_good = worker in self._cluster.leaving
+        # The others get the devices that it shared with them; tasks wait for that.
+        shares = self._sharing.left(worker, may_return=not for_good)
+        holdings = self._cluster.leave(worker, time(), may_return=shares or not for_good)
+        if for_good and shares:
+            self.scheduler.loop.add_callback(self._sharing.even_out)
         self.counts.left(worker)
         self.history.left(worker)
         if holdings is not None:
             self._look_again_later()
-        self._move(self._wishes.review(worker, holdings, None, joined=-1))
+        changed = self._wishes.review(worker, holdings, None, joined=-1)
+        for ts, last in self._wishes.gone() if for_good else ():
+            internals.annotate(ts, GONE, last)
+        self._move(changed)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Mark the tasks that may have broken a worker's devices."""
+        """Mark the tasks that may have broken a worker's devices; note who leaves for good."""
+        leaving = internals.leaves_for_good(topic, msg)
+        if leaving in self._cluster.workers:
+            self._cluster.leaving.add(leaving)
         self._suspects.read_event(topic, msg)
         self.history.event(topic, msg)
 
@@ -277,6 +289,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 wanted = error.with_traceback(None)
             if wanted is not None and not (isinstance(wanted, str) and wanted == AUTO):
                 self._wishes.note(ts, wanted)
+                if (last := self._wishes.last_worker(ts.key)) is not None:
+                    internals.annotate(ts, GONE, last)
 
     def _move(self, tasks: Iterable[Any]) -> None:
         """Let dask look again for a worker for tasks that wait."""

@@ -141,17 +141,26 @@ class Sharing:
             version = await self._apply(shares, but=address)
             return {"uuids": list(shares[process]), "version": version, "holders": {}}
 
-    def left(self, address: str, *, may_return: bool) -> None:
-        """Note that a worker left; its devices are kept if it may return with another address."""
+    def left(self, address: str, *, may_return: bool) -> bool:
+        """Note that a worker left; its devices are kept if it may return with another address.
+
+        Returns
+        -------
+        bool
+            Whether it shared devices with others.
+        """
+        shared = False
         for process, claim in list(self._claims.items()):
             if address not in claim.wanted:
                 continue
+            shared = True
             if len(claim.wanted) > 1:
                 del claim.wanted[address]
             elif may_return:
                 claim.left_at = time()
             else:
                 del self._claims[process]
+        return shared
 
     async def even_out(self) -> None:
         """Divide the devices that workers left behind."""

@@ -8,7 +8,7 @@ set changes, for any number of tasks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Set
 from itertools import chain
 from typing import Any, Final
 
@@ -190,6 +190,21 @@ class Wishes:
                 self._for_several.discard(demand)
                 for said in demand.said:
                     del self._usual[said]
+
+    def gone(self) -> Iterator[tuple[Any, str]]:
+        """Yield the tasks for a device whose last worker left for good, and this worker."""
+        for demand in self._by_count[0]:
+            address = self._cluster.had(demand.name)
+            if address is not None:
+                for group in demand.groups.values():
+                    yield from ((ts, address) for ts in group.tasks.values())
+
+    def last_worker(self, key: Hashable) -> str | None:
+        """Return the last worker with a task's device if it left for good and no worker has it."""
+        group = self._groups.get(key)
+        if group is None or group.demand.holders:
+            return None
+        return self._cluster.had(group.demand.name)
 
     # -- workers
 

@@ -16,8 +16,7 @@ from distributed import Worker
 from dask_devctx.config.options import Options
 from dask_devctx.config.packages import require_packages, rmm_options
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.on_device import on_device
-from dask_devctx.dask_internals.worker import metric, wrapped_handler
+from dask_devctx.dask_internals.worker import metric
 from dask_devctx.worker.memory.limits import limit_nbytes
 
 # RMM allocates in units of this size, and refuses other sizes of a pool.
@@ -63,7 +62,6 @@ def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> I
         if rmm_options(options):
             for device in devices:
                 steps.enter_context(_rmm_resource(device, options, worker.name))
-            steps.enter_context(_running_on(worker, devices))
             steps.enter_context(metric(worker, "rmm", partial(_rmm_metric, devices)))
         for library in options.rmm_allocator_external_lib_list or ():
             steps.enter_context(_THROUGH_RMM[library]())
@@ -119,29 +117,6 @@ def _resource(mr: Any, device: Device, options: Options, worker_name: object) ->
     if options.rmm_track_allocations:
         resource = mr.TrackingResourceAdaptor(resource)
     return resource
-
-
-@contextmanager
-def _running_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
-    """While it is open, ``client.run`` calls its function on the worker's device, if it has one.
-
-    So a function that asks for the current resource, as RMM's own functions do, gets the worker's.
-    """
-    if len(devices) != 1:
-        yield
-        return
-    (device,) = devices
-
-    def on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
-        run_there = on_device(device)(run)
-
-        async def run_on_its_device(comm: Any, **message: Any) -> Any:
-            return await run_there(comm, **message)
-
-        return run_on_its_device
-
-    with wrapped_handler(worker, "run", on_its_device):
-        yield
 
 
 def _rmm_metric(devices: Sequence[Device], worker: Worker) -> dict[str, int]:

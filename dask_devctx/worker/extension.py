@@ -25,7 +25,7 @@ from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
-from dask_devctx.worker.functions import monitoring_functions
+from dask_devctx.worker.functions import functions_of_clients
 from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.inputs.one_input import Input
@@ -47,6 +47,7 @@ from dask_devctx.worker.placement.claims import Claims, reservable
 from dask_devctx.worker.placement.no_devices import NoDevices
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
+from dask_devctx.worker.placement.standstill import noticing_standstill
 from dask_devctx.worker.placement.urgency import urgency_of
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
@@ -182,6 +183,9 @@ class DeviceExtension:
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
             self.claims.pools = self.pools
+            self._standstill = steps.enter_context(
+                noticing_standstill(worker, self.claims.admission, self.history)
+            )
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
@@ -189,7 +193,7 @@ class DeviceExtension:
                 steps.enter_context(
                     threads_without_a_device(worker, options.cpu_threads, share.part)
                 )
-            steps.enter_context(monitoring_functions(worker, self.monitor, used))
+            steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
             self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
@@ -228,7 +232,8 @@ class DeviceExtension:
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
-        return {**self.record.report(), "transfers": self._transfers()}
+        waiting = self._standstill.text
+        return {**self.record.report(), "transfers": self._transfers(), "waiting": waiting}
 
     def _transfers(self) -> list[dict[str, Any]]:
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
@@ -284,7 +289,8 @@ class DeviceExtension:
                 devices = (device,)
             self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
-            failure = error.with_traceback(None)  # this traceback does not help the user
+            # the traceback does not help the user
+            failure = conditions.explained(error.with_traceback(None), annotations)
             if self._share.gave_up(wanted):  # another worker has the device now
                 tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
                 return

@@ -1,16 +1,20 @@
-"""The functions of ``client.run``: they may break a device, as tasks may."""
+"""The functions of ``client.run``: their device, and the devices that they may break."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
 from distributed import Worker
 from distributed.core import error_message
 
+from dask_devctx.config.options import Options
+from dask_devctx.config.packages import rmm_options
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import on_device
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.worker.failures.monitor import Monitor
 
@@ -19,10 +23,13 @@ _numbers = itertools.count(1)
 
 
 @contextmanager
-def monitoring_functions(
-    worker: Worker, monitor: Monitor, devices: Sequence[Device]
+def functions_of_clients(
+    worker: Worker, monitor: Monitor, devices: Sequence[Device], options: Options
 ) -> Iterator[None]:
     """While it is open, a function of ``client.run`` that breaks a device gets its error.
+
+    On a worker of one device whose memory comes from RMM, the function runs on this device. So
+    RMM's own functions, which ask for the current resource, get the worker's.
 
     Parameters
     ----------
@@ -32,6 +39,8 @@ def monitoring_functions(
         Monitors its devices.
     devices
         The devices.
+    options
+        The options of the plugin.
 
     Notes
     -----
@@ -39,7 +48,10 @@ def monitoring_functions(
     neither run again nor waited for.
     """
 
-    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(run: Callable[..., Any], here: Device | None = None) -> Callable[..., Any]:
+        if here is not None:
+            run = on_device(here)(run)
+
         async def run_monitored(comm: Any, *args: Any, **kwargs: Any) -> Any:
             key = f"a function of client.run ({next(_numbers)})"
             used = [device for device in devices if device._handle]
@@ -52,7 +64,8 @@ def monitoring_functions(
 
         return run_monitored
 
+    only = devices[0] if len(devices) == 1 and rmm_options(options) else None
     with ExitStack() as steps:
-        for op in ("run", "run_coroutine"):
-            steps.enter_context(wrapped_handler(worker, op, wrap))
+        steps.enter_context(wrapped_handler(worker, "run", partial(wrap, here=only)))
+        steps.enter_context(wrapped_handler(worker, "run_coroutine", wrap))
         yield

@@ -6,6 +6,7 @@ Where a release of dask takes a name away, all of the package says so before it 
 from __future__ import annotations
 
 import ast
+import asyncio
 import pickle
 import time
 from collections.abc import Iterator
@@ -426,6 +427,27 @@ async def test_what_a_heartbeat_tells(client: Any, scheduler: Any, worker: Any) 
         assert scheduler.workers[worker.address].metrics["mine"] == 7
     await worker.heartbeat()
     assert "mine" not in scheduler.workers[worker.address].metrics
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_a_metric_may_end_while_a_heartbeat_waits(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    waits, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(worker: Any) -> int:  # as dask's own metric of GPUs
+        waits.set()
+        await go_on.wait()
+        return 1
+
+    worker.metrics["slow"] = slow
+    with of_workers.metric(worker, "mine", lambda worker: 7):
+        heartbeat = asyncio.create_task(worker.heartbeat())
+        await waits.wait()
+    go_on.set()
+    await heartbeat
+    assert worker.status is Status.running
+    assert scheduler.workers[worker.address].metrics["slow"] == 1
 
 
 @gen_cluster(

@@ -297,7 +297,8 @@ async def test_tasks_that_begin_while_the_plugin_is_replaced_get_a_device(
     await worker.plugin_add(DevicePlugin())
     await async_poll_for(lambda: len(ran) == 2, timeout=10)
     assert ran == [3, 2]
-    assert worker.plugins["devctx"].extension.record.metrics(worker)[3]["running"] == 0
+    record = worker.plugins["devctx"].extension.record
+    await async_poll_for(lambda: record.metrics(worker)[3]["running"] == 0, timeout=10)
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)

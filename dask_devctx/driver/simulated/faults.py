@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda.bindings.driver import CUresult
+
+from dask_devctx.errors.nearest import nearest
 
 # The calls that need a working device. They report a sticky error; calls that only ask for the
 # current context do not.
@@ -106,8 +107,8 @@ class Faults:
         """
         if not hasattr(self._driver, function):
             known = [name for name in dir(self._driver) if name.startswith("cu")]
-            near = difflib.get_close_matches(function, known) or known
-            raise ValueError(f"the simulated driver has no {function!r}; it has {', '.join(near)}")
+            near = nearest(function, known) or ", ".join(known)
+            raise ValueError(f"the simulated driver has no {function!r}; it has {near}")
         self._planned.append(_Fault(function, status, times, when))
 
     def poison(self, status: Any, *, after_s: float = 0.0) -> None:

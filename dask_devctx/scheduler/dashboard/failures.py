@@ -22,6 +22,7 @@ _NAMES: Final = {
     "out-of-memory": "out of memory",
     "device-failed": "device failed",
     "refused": "got no device",
+    "standstill": "all wait",
     "lost": "history lost",
 }
 _STYLE: Final = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from distributed import Worker
@@ -46,7 +46,8 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
         yield
     finally:
         _unset(device)
-        offload.submit(_unset, device)
+        with suppress(RuntimeError):  # the interpreter ends, and took the thread down before
+            offload.submit(_unset, device)
 
 
 def _unset(device: Device) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dask_devctx.annotations.runs import RERUN, had_all_runs, may_rerun, refusal, watched_run
-from dask_devctx.errors import DeviceFailedError
+from dask_devctx.annotations.runs import GONE, RERUN, had_all_runs, may_rerun, refusal, watched_run
+from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
 
 
 def read(annotations: Mapping[str, Any] | None) -> tuple[int, str]:
@@ -40,3 +40,17 @@ def read(annotations: Mapping[str, Any] | None) -> tuple[int, str]:
     if not may_rerun(annotations):
         return run, f"it says {RERUN}=False"
     return run, had_all_runs(run, most) if run else ""
+
+
+def explained(error: Exception, annotations: Mapping[str, Any] | None) -> Exception:
+    """Return the error of a task that got no device; it says if the device's worker has left."""
+    worker = annotations.get(GONE) if annotations else None
+    if worker is None or not isinstance(error, DeviceNotFoundError):
+        return error
+    return DeviceNotFoundError(
+        error.requested,
+        error.available,
+        error.visible_devices,
+        f"The worker {worker} used it, and was closed, retired or scaled down. Start a worker for "
+        "it again, with cluster.scale(), or name one of the devices in report(client).devices",
+    )

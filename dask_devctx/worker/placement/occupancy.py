@@ -36,6 +36,9 @@ class Waiting(Protocol):
     def first(self) -> tuple[Any, ...] | None:
         """Return the urgency of the most urgent plain task that waits; None if none waits."""
 
+    def waiting(self) -> int:
+        """Return how many plain tasks wait."""
+
     def look_again(self) -> None:
         """Let the device's threads look again for a task that they may start."""
 

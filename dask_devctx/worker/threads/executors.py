@@ -22,6 +22,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.threads import (
     Priority,
     TaskThreadPoolExecutor,
+    rescheduled,
     sending_tasks_on,
 )
 from dask_devctx.worker.placement.admission import Admission, Claim
@@ -107,7 +108,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         near = self._nearby(fn, args, kwargs)
         loop = asyncio._get_running_loop()
         if loop is not None and self._outcomes.go_to(loop):
-            return _LoopCall(urgency, near, loop.create_future(), self._outcomes)
+            return _LoopCall(urgency, near, _Outcome(loop=loop), self._outcomes)
         return _Call(urgency, near, Future())
 
     def _nearby(
@@ -249,17 +250,34 @@ class _Call(NamedTuple):
             self.future.set_result(result)
 
 
+class _Outcome(asyncio.Future[Any]):
+    """The outcome of a task; of one that has not begun when it is cancelled, that it shall move.
+
+    A worker that closes cancels all its tasks, and dask logs a line for each. Many tasks may wait
+    for a place on a device. They have not run, so other workers run them, and there is no line.
+    """
+
+    begun = False
+
+    def cancel(self, msg: Any = None) -> bool:
+        if self.begun or self.done():
+            return super().cancel(msg)
+        self.set_result(rescheduled())
+        return True
+
+
 class _LoopCall(NamedTuple):
     """A call with a future for which an event loop waits."""
 
     priority: tuple[float, ...]
     fn: Callable[[], Any]
-    future: asyncio.Future[Any]
+    future: _Outcome
     outcomes: _Outcomes
 
     def run(self) -> None:
-        if self.future.cancelled():
+        if self.future.done():
             return
+        self.future.begun = True
         result, error = None, None
         try:
             result = self.fn()

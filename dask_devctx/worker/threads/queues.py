@@ -99,6 +99,10 @@ class DeviceQueue(queue.Queue[Any]):
         priority: tuple[Any, ...] = self.queue[0][0]
         return priority
 
+    def waiting(self) -> int:
+        """Return how many plain tasks wait."""
+        return sum(len(priority) > 1 and call is not None for priority, _, call in self.queue)
+
     def look_again(self) -> None:
         """Let the device's threads look again for a task that they may start."""
         if self.queue:

@@ -214,33 +214,90 @@ def test_a_task_that_waits_moves_when_a_worker_leaves(
     go.set()
 
 
-def test_a_task_whose_device_left_waits_and_then_fails() -> None:
+def lose(cluster: LocalDeviceCluster, worker: Worker) -> None:
+    """Let the scheduler lose a worker, as by a failure."""
+    remove = cluster.scheduler.remove_worker(worker.address, stimulus_id="it does not answer")
+    asyncio.run_coroutine_threadsafe(remove, cluster.loop.asyncio_loop).result(10)
+
+
+def test_a_task_whose_device_was_lost_waits_and_then_fails() -> None:
     with (
         dask.config.set({"devctx.missing-device-timeout": "600ms"}),
         LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
-        client.retire_workers([holder(cluster, 3).address], close_workers=True)
+        lose(cluster, holder(cluster, 3))
         start = time.monotonic()
         with dask.annotate(device=3):
             future = client.submit(where, pure=False)
         until(client, finished=lambda: cluster.scheduler.unrunnable)
-        assert isinstance(future.exception(timeout=10), DeviceNotFoundError)
+        error = future.exception(timeout=10)
+        assert isinstance(error, DeviceNotFoundError)
+        assert "scaled down" not in str(error)
         assert 0.2 < time.monotonic() - start < 5
 
 
-def test_a_task_whose_device_left_runs_when_it_is_back() -> None:
+def test_a_task_whose_device_was_lost_runs_when_it_is_back() -> None:
     with (
         LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         leaving = holder(cluster, 3)
-        client.retire_workers([leaving.address], close_workers=True)
+        lose(cluster, leaving)
         with dask.annotate(device=3):
             future = client.submit(where, pure=False)
         until(client, finished=lambda: cluster.scheduler.unrunnable)
         client.sync(join, cluster)
         assert future.result(timeout=20) == Device(3).uuid
+
+
+@pytest.mark.parametrize("how", ["retire", "scale", "close"])
+def test_a_task_whose_worker_was_scaled_away_fails_at_once(how: str) -> None:
+    with (
+        LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        leaving, go = holder(cluster, 3), Event("go")
+        blocker = client.submit(go.wait, workers=[holder(cluster, 0).address], pure=False)
+        with dask.annotate(device=3):
+            later = client.submit(lambda _: where(), blocker, pure=False)
+        if how == "retire":
+            client.retire_workers([leaving.address], close_workers=True)
+        elif how == "scale":
+            cluster.scale(1)
+        else:
+            client.sync(leaving.close)
+        until(client, finished=lambda: len(cluster.scheduler.workers) == 1)
+        with dask.annotate(device=3):
+            future = client.submit(where, pure=False)
+        go.set()
+        for one in (future, later):
+            error = one.exception(timeout=5)
+            assert isinstance(error, DeviceNotFoundError)
+            assert len(str(error).splitlines()) == 1
+            assert f"The worker {leaving.address} used it, and was closed, retired" in str(error)
+            assert "cluster.scale()" in str(error)
+        with dask.annotate(device=Device(0)):
+            assert client.submit(where, pure=False).result(timeout=10) == Device(0).uuid
+        if how == "scale":  # the same task runs where its device has come back
+            cluster.scale(2)
+            client.wait_for_workers(2, timeout=20)
+            future.retry()
+            assert future.result(timeout=20) == Device(3).uuid
+
+
+def test_the_others_get_the_devices_of_a_worker_that_was_scaled_away() -> None:
+    with (
+        LocalCluster(n_workers=2, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(DevicePlugin())
+        cluster.scale(1)
+        until(client, finished=lambda: len(cluster.scheduler.workers) == 1)
+        for ordinal in range(4):
+            with dask.annotate(device=ordinal):
+                future = client.submit(where, pure=False)
+            assert future.result(timeout=10) == Device(ordinal).uuid
 
 
 def test_queued_tasks_are_led_anew_when_a_worker_joins_that_has_less() -> None:

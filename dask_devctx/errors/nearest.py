@@ -1,0 +1,11 @@
+"""The name that a mistyped one probably means, for messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is the most like another one; "" if none is like it."""
+    return next(iter(difflib.get_close_matches(name, list(known), 1)), "")

@@ -1,0 +1,171 @@
+"""Tasks that hold all places of a device while they wait for others: said once, and how to mend."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from distributed import (
+    Client,
+    Event,
+    Lock,
+    Queue,
+    Semaphore,
+    Variable,
+    get_client,
+    secede,
+    worker_client,
+)
+
+from dask_devctx import LocalDeviceCluster, report
+from dask_devctx.worker.placement import standstill
+
+LOGGER = "distributed.worker.dask_devctx"
+
+
+@pytest.fixture(autouse=True)
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standstill, "_LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(standstill, "_PATIENCE_S", 0.5)
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    with (
+        LocalDeviceCluster(
+            processes=False, devices=[1], tasks_per_device=4, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def event_set(name: str) -> None:
+    Event(name).wait()
+
+
+def result_of_another(name: str) -> int:
+    return get_client().submit(lambda: 1, key=f"{name}-inner").result()
+
+
+def lock_free(name: str) -> None:
+    Lock(name).acquire()
+
+
+def queue_filled(name: str) -> Any:
+    return Queue(name).get()
+
+
+def variable_set(name: str) -> Any:
+    return Variable(name).get()
+
+
+def semaphore_free(name: str) -> None:
+    Semaphore(max_leases=1, name=name).acquire()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "All places of" in r.getMessage()]
+
+
+def wait_for(done: Callable[[], object], timeout_s: float = 10) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_four_tasks_that_wait_for_a_fifth(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    held = Semaphore(max_leases=1, name="waits-4")
+    assert held.acquire()
+    with caplog.at_level(logging.WARNING, LOGGER):
+        waits = [
+            client.submit(function, f"waits-{number}", key=f"waits-{number}", priority=9)
+            for number, function in enumerate(
+                (event_set, result_of_another, queue_filled, semaphore_free), 1
+            )
+        ]
+        fifth = client.submit(lambda: Event("waits-1").set(), key="fifth")
+        wait_for(lambda: said(caplog))
+        time.sleep(0.5)
+        (line,) = said(caplog)
+        for part in (
+            "cuda:1",
+            "'waits-1' in Event.wait",
+            "'waits-2' in Future.result",
+            "'waits-3' in Queue.get",
+            "'waits-4' in Semaphore.acquire",
+            "2 tasks wait for a place there",
+            "distributed.secede()",
+            "worker_client()",
+            "tasks_per_device",
+            "more workers",
+        ):
+            assert part in line
+        found = report(client)
+        assert [*found.waiting.values()] == [line]
+        assert "standstill of" in str(found)
+        assert any(line == e.get("message") for _, e in client.get_events("devctx"))
+        held.release()  # one of them goes on, and so do all
+        Queue("waits-3").put(3)
+        client.gather([fifth, *waits])
+        wait_for(lambda: not report(client).waiting)
+        assert said(caplog) == [line]
+
+
+@pytest.mark.parametrize(("function", "call"), [(lock_free, "Lock"), (variable_set, "Variable")])
+def test_other_calls(
+    client: Client, caplog: pytest.LogCaptureFixture, function: Any, call: str
+) -> None:
+    lock = Lock("waits")
+    lock.acquire()
+    with caplog.at_level(logging.WARNING, LOGGER):
+        first = client.submit(function, "waits", pure=False)
+        others = client.map(event_set, ["go"] * 4, pure=False)
+        wait_for(lambda: said(caplog))
+        assert f"in {call}." in said(caplog)[0]
+        Event("go").set()
+        lock.release()
+        Variable("waits").set(1)
+        client.gather([first, *others])
+
+
+def test_a_slow_job_is_none(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    def slow(_: int) -> None:
+        time.sleep(0.8)
+
+    def waits_for_a_thread(_: int) -> None:
+        threading.Event().wait(0.8)
+
+    with caplog.at_level(logging.WARNING, LOGGER):
+        client.gather(client.map(slow, range(8)) + client.map(waits_for_a_thread, range(4)))
+        # three wait for the fourth, which computes
+        waits = client.map(event_set, ["slow"] * 3, pure=False, priority=1)
+        computes = client.submit(lambda: (time.sleep(1), Event("slow").set()), pure=False)
+        client.gather([*waits, computes, *client.map(slow, range(8, 12))])
+        assert not said(caplog)
+
+
+def test_tasks_that_give_their_place_to_others_are_none(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    def inner(number: int) -> int:
+        time.sleep(0.3)
+        return number
+
+    def with_a_client(number: int) -> int:
+        with worker_client() as own:
+            return own.submit(inner, number).result()
+
+    def secedes(number: int) -> int:
+        secede()
+        return get_client().submit(inner, number + 100).result()
+
+    with caplog.at_level(logging.WARNING, LOGGER):
+        futures = client.map(with_a_client, range(8)) + client.map(secedes, range(8))
+        assert client.gather(futures) == [*range(8), *range(100, 108)]
+        assert not said(caplog)
