@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,7 @@ SETTINGS = {
     "distributed.comm.timeouts.tcp": "15 s",
     "distributed.comm.timeouts.connect": "15 s",
     "distributed.scheduler.worker-ttl": "60 s",
+    "distributed.scheduler.idle-timeout": "10 minutes",  # if nobody ends it
     "distributed.admin.log-format": "%(asctime)s %(name)s %(levelname)s %(message)s",
     # Tasks name devices of workers that take long to start again.
     "devctx.missing-device-timeout": "180 s",
@@ -45,6 +47,7 @@ class Soak:
 
     def __init__(self, arguments: argparse.Namespace, place: Path) -> None:
         self.arguments, self.place = arguments, place
+        self.cut = not arguments.loopback and can_cut()
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.again = 0
         self.submitted_at: dict[Batch, int] = {}  # the scheduler's starts until then
@@ -66,7 +69,7 @@ class Soak:
             },
         }
         with ExitStack() as steps:
-            ip, hosts = steps.enter_context(network(self.arguments.hosts))
+            ip, hosts = steps.enter_context(network(self.arguments.hosts, self.cut))
             enter = steps.enter_context
             self.scheduler = enter(closing(Scheduler(ip, open_port(ip), self.place, env)))
             address = self.scheduler.address
@@ -202,7 +205,7 @@ class Soak:
         """Print what happened; return whether all is well."""
         seconds = time.monotonic() - self.began
         print(f"\nseed {self.arguments.seed}: {self.done} tasks in {seconds:.0f} s")
-        print(f"{len(self.hosts)} hosts {'with' if can_cut() else 'without'} networks of their own")
+        print(f"{len(self.hosts)} hosts {'with' if self.cut else 'without'} networks of their own")
         kinds = sorted({kind for kind, _ in self.outcomes})
         for kind in kinds:
             counted = {o: n for (own, o), n in sorted(self.outcomes.items()) if own == kind}
@@ -237,6 +240,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--batch", type=int, default=200, metavar="TASKS")
     parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--loopback", action="store_true", help="no networks, even if root")
     parser.add_argument("--faults", type=float, default=1.0, help="so many times as often as usual")
     parser.add_argument("--guilty", type=float, default=0.3, help="such tasks in a batch")
     parser.add_argument("--patience", type=float, default=240.0, metavar="SECONDS")
@@ -247,6 +251,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--trace", action="store_true", help="name the memory that stayed")
     parser.add_argument("--mode", choices=["faults", "calm", "plain"], default="faults")
     arguments = parser.parse_args(given)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if arguments.seed is None:
         arguments.seed = random.randrange(2**16)
     if arguments.mode != "faults":

@@ -85,9 +85,8 @@ class Scheduler(Program):
     def __init__(self, ip: str, port: int, place: Path, env: Mapping[str, str]) -> None:
         self.address = f"tcp://{ip}:{port}"
         command = [sys.executable, "-m", "dask", "scheduler", "--host", ip, "--port", str(port)]
-        super().__init__(
-            [*command, "--no-dashboard", "--preload", "dask_devctx"], env, place / "scheduler.log"
-        )
+        command += ["--dashboard-address", f"{ip}:0", "--preload", "dask_devctx"]
+        super().__init__(command, env, place / "scheduler.log")
 
 
 class Host:
@@ -219,12 +218,13 @@ def _ip(*words: str) -> None:
 
 
 @contextmanager
-def network(count: int) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
+def network(count: int, cut: bool) -> Iterator[tuple[str, list[tuple[Any, ...]]]]:
     """Make a network with some hosts; yield this process's address, and of each host three parts.
 
-    These are its address, the words before a command that run it there, and its link.
+    These are its address, the words before a command that run it there, and its link. Without
+    ``cut`` the hosts are addresses of the loopback device.
     """
-    if not can_cut():
+    if not cut:
         yield "127.0.0.1", [(f"127.0.0.{n + 2}", [], None) for n in range(count)]
         return
     net, tag = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}", f"sk{os.getpid()}"

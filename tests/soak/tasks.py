@@ -124,7 +124,7 @@ async def left_in_worker(dask_worker: Any) -> dict[str, int]:
     machine = driver.backend().machine
     assert machine is not None
     return {
-        "keys": len(dask_worker.state.tasks),
+        "values": len(dask_worker.data),
         "values in bytes": sum(gpu.used_memory for gpu in machine.gpus),
         "scopes": len(open_scopes()),
         "bytes on their way": int(peers.in_use),
