@@ -7,10 +7,15 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo test soak trials blame upstream fuzz lint docs dist-check format clean
+.PHONY: demo gallery test soak trials blame upstream fuzz lint docs dist-check format clean
 
+# Images on every GPU, or on four simulated ones.
 demo: $(VENV)/ready
-	$(BIN)/python examples/segment_images.py --out demo
+	$(BIN)/python -m examples segment_images --out demo
+
+# Every example, with a table of the results.
+gallery: $(VENV)/ready
+	$(BIN)/python -m examples --out demo
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest $(TEST_ARGS)

@@ -1,11 +1,12 @@
 """Batch inference over images: the CPU decodes them beside the GPUs, which run the model.
 
-Run it as ``python examples/batch_inference.py --out DIR``. Decoding takes no device
-(``device=None``), so it runs on dask's own threads. Each batch goes to the GPU that is free first.
-The model is two layers of torch on GPUs; on simulated devices, the same layers on `SimulatedArray`.
-The images are made and written to a folder first.
+Run it as ``python examples/batch_inference.py --out DIR``. It first writes a directory of
+images. Decoding takes no device (``device=None``), so it runs on dask's own threads. The model is
+made once, on one device, and is an input of each batch's task: each other device gets one copy of
+it. Each batch goes to the GPU that is free first. The model is torch's on GPUs; on simulated
+devices, it has the same layers of `SimulatedArray`.
 
-Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
+Needs torch on GPUs, NumPy elsewhere. Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
 """
 
 from __future__ import annotations
@@ -14,82 +15,78 @@ import argparse
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dask
 import numpy as np
 from distributed import Client
+from needs import needs
+from pictures import lanes
 
 from dask_devctx import Device, LocalDeviceCluster, driver, report
+from dask_devctx.simulated_array import SimulatedArray
 
 SIDE = 16
 CLASSES = ("dark", "bright")
 
 
 def make_images(folder: Path, count: int) -> list[str]:
-    """Write images, every second one bright, and return their paths."""
+    """Write grey images in the format PGM, every second one bright, and return their paths."""
     random = np.random.default_rng(0)
     paths = []
     for number in range(count):
-        image = random.integers(0, 100, (SIDE, SIDE)) + 150 * (number % 2)
-        paths.append(str(folder / f"{number:04}.npy"))
-        np.save(paths[-1], image.astype(np.uint8))
+        pixels = random.integers(0, 100, (SIDE, SIDE)) + 150 * (number % 2)
+        paths.append(str(folder / f"{number:04}.pgm"))
+        header = f"P5 {SIDE} {SIDE} 255\n".encode()
+        Path(paths[-1]).write_bytes(header + pixels.astype(np.uint8).tobytes())
     return paths
 
 
 def decode(paths: list[str]) -> Any:
     """Return a batch of images as numbers from 0 to 1; this is work of the CPU."""
-    return np.stack([np.load(path).ravel() for path in paths]).astype(np.float32) / 255
+    images = [np.frombuffer(Path(path).read_bytes()[-SIDE * SIDE :], np.uint8) for path in paths]
+    return np.stack(images).astype(np.float32) / 255
 
 
-def layers() -> tuple[Any, Any]:
-    """Return the weights of two layers that tell bright from dark."""
-    first = np.full((SIDE * SIDE, 1), 1 / SIDE**2, np.float32)
-    return first, np.array([[-1.0, 1.0]], np.float32)
+@dataclass
+class Layers:
+    """The model on simulated devices: two layers of arrays. They move with the object."""
+
+    first: Any
+    second: Any
+
+    def __call__(self, x: Any) -> Any:
+        return (x.dot(self.first) - 0.5).dot(self.second)
 
 
-def infer(batch: Any) -> tuple[list[str], str]:
-    """Return the class of each image, and the device."""
-    first, second = layers()
+def make_model() -> Any:
+    """Return a model on the task's device: the mean of an image less 0.5, for and against."""
+    mean = np.full((SIDE * SIDE, 1), 1 / SIDE**2, np.float32)
+    sides = np.array([[-1.0, 1.0]], np.float32)
     if driver.backend().simulated:
-        from dask_devctx import SimulatedArray
+        return Layers(SimulatedArray.asarray(mean), SimulatedArray.asarray(sides))
+    import torch
 
-        x, one, two = map(SimulatedArray.asarray, (batch, first, second))
-        scores = ((x.dot(one) - 0.5).dot(two)).get()
+    model = torch.nn.Sequential(torch.nn.Linear(SIDE * SIDE, 1), torch.nn.Linear(1, 2, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.from_numpy(mean.T))
+        model[0].bias.fill_(-0.5)
+        model[1].weight.copy_(torch.from_numpy(sides.T))
+    return model.to("cuda")  # the task's own GPU
+
+
+def infer(model: Any, batch: Any) -> tuple[list[str], str]:
+    """Return the class of each image, and the device."""
+    if driver.backend().simulated:
+        scores = model(SimulatedArray.asarray(batch)).get()
     else:
         import torch
 
-        with torch.inference_mode():  # "cuda" is the task's own GPU
-            x, one, two = (torch.from_numpy(part).to("cuda") for part in (batch, first, second))
-            scores = ((x @ one - 0.5) @ two).cpu().numpy()
+        with torch.inference_mode():
+            scores = model(torch.from_numpy(batch).to("cuda")).cpu().numpy()
     return [CLASSES[best] for best in scores.argmax(axis=1)], str(Device.current())
-
-
-def draw(client: Client, path: Path) -> None:
-    """Write the tasks on each device over time; nothing without matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        return
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    done = report(client)
-    runs = [*done, *done.without_device]
-    origin = min(run.start for run in runs)
-    names = {device.uuid: f"cuda:{device.device_id}" for device in done.devices}
-    figure, axis = plt.subplots(figsize=(7, 2.4), layout="constrained")
-    for prefix, colour in (("decode", "tab:gray"), ("infer", "tab:green")):
-        mine = [run for run in runs if run.prefix == prefix and run.start]
-        lanes = [names.get(run.uuid, "no device") for run in mine]
-        lengths = [run.stop - run.start for run in mine]
-        starts = [run.start - origin for run in mine]
-        axis.barh(lanes, lengths, left=starts, color=colour, edgecolor="white", label=prefix)
-    axis.set_xlabel("seconds")
-    axis.legend(frameon=False)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
 
 
 def main() -> int:
@@ -98,7 +95,7 @@ def main() -> int:
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
+    needs("numpy", on_gpus="torch")
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -109,9 +106,12 @@ def main() -> int:
         parts = [paths[i : i + options.batch] for i in range(0, len(paths), options.batch)]
         with dask.annotate(device=None):  # beside the GPUs
             batches = client.map(decode, parts)
-        results = client.gather(client.map(infer, batches))
-        draw(client, options.out / "batch_inference.png")
+        model = client.submit(make_model)
+        results = client.gather([client.submit(infer, model, batch) for batch in batches])
+        done = report(client)
 
+    print(done)
+    lanes(done, options.out / "batch_inference.png", ("decode", "make_model", "infer"))
     found = [name for names, _ in results for name in names]
     right = found == [CLASSES[number % 2] for number in range(options.images)]
     print(f"{len(found)} images: {dict(Counter(found))}")

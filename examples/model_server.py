@@ -1,8 +1,8 @@
 """A model server: an actor keeps a model on one device, and answers many callers at a time.
 
-Run it as ``python examples/model_server.py``. Callers await `predict`, an `async` method. The actor
-gathers the requests that arrive within some milliseconds, and computes them as one batch on its
-device. CuPy computes on GPUs, `SimulatedArray` on simulated devices.
+Run it as ``python examples/model_server.py --out DIR``. Callers await `predict`, an `async`
+method. The actor gathers the requests that arrive within some milliseconds, and computes them as
+one batch on its device. CuPy computes on GPUs, `SimulatedArray` on simulated devices.
 
 Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
 """
@@ -12,10 +12,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from distributed import Client
+from needs import needs
+from pictures import picture
 
 from dask_devctx import Device, LocalDeviceCluster, driver
 
@@ -62,10 +65,24 @@ class Server:
         return str(Device.current()), self.batches
 
 
+def draw(batches: list[int], path: Path) -> None:
+    """Write how many requests each batch answered."""
+
+    def bars(axis: Any) -> None:
+        axis.bar(range(1, len(batches) + 1), batches, color="#4477aa")
+        axis.set_xlabel("batch")
+        axis.set_ylabel("requests")
+        axis.locator_params(integer=True)
+
+    picture(path, bars)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(), help="the folder for the picture")
     parser.add_argument("--requests", type=int, default=100)
     options = parser.parse_args()
+    needs("numpy")
     weights = np.array([1.0, 2.0, 3.0])
     requests = np.random.default_rng(0).normal(size=(options.requests, 3))
 
@@ -75,6 +92,7 @@ def main() -> int:
         values = [answer.result() for answer in answers]
         where, batches = server.state().result()
 
+    draw(batches, options.out / "model_server.png")
     right = np.allclose(values, requests @ weights)
     print(f"{len(values)} requests on {where} in {len(batches)} batches; largest {max(batches)}")
     print("answers are right" if right else "answers are WRONG")

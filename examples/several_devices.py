@@ -6,9 +6,8 @@ stream of small tasks (``device_share=0.25``, ``device_memory="64 MiB"``) comput
 columns: four at a time on a device that is free.
 
 The same lines compute with CuPy on GPUs, and with NumPy on simulated devices. The solution is
-compared with NumPy's. The exit status is 1 if it differs.
-
-    DASK_DEVCTX__SIMULATED_DEVICES=4 python examples/several_devices.py
+compared with NumPy's. Run it as ``python examples/several_devices.py --out DIR``. Without a GPU,
+set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import dask
 import numpy as np
 from distributed import Client
+from needs import needs
+from pictures import lanes
 
-from dask_devctx import LocalDeviceCluster, devices, driver, task_devices, to_device
+from dask_devctx import LocalDeviceCluster, devices, driver, report, task_devices, to_device
 from dask_devctx.simulated_array import SimulatedArray
 
 
@@ -42,7 +44,7 @@ def problem(rows: int, columns: int) -> tuple[Any, Any]:
     return matrix, matrix @ np.arange(columns) + random.normal(size=rows)
 
 
-def solve(rows: int, columns: int, steps: int) -> tuple[Any, list[int]]:
+def solve(rows: int, columns: int, steps: int) -> tuple[Any, list[str]]:
     """Return the solution, and the devices that found it."""
     matrix, right = problem(rows, columns)
     mine = task_devices()
@@ -62,26 +64,25 @@ def solve(rows: int, columns: int, steps: int) -> tuple[Any, list[int]]:
                 gradients.append(some.T @ (some @ here - goal))
         for gradient in gradients:
             found = found - to_device(gradient, mine[0]) * rate
-    return to_device(found, "cpu"), [int(device) for device in mine]
+    return to_device(found, "cpu"), [str(device) for device in mine]
 
 
-def statistics(number: int, rows: int) -> tuple[float, int]:
+def statistics(number: int, rows: int) -> tuple[float, str]:
     """Return the mean of a random column, and the device that found it."""
     column = on_this_device(np.random.default_rng(number).normal(size=rows))
     time.sleep(0.005)  # as a kernel of some size would take
-    return float(column.sum()) / rows, int(task_devices()[0])
+    return float(column.sum()) / rows, str(task_devices()[0])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(), help="the folder for the picture")
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--columns", type=int, default=16)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--columns-beside", type=int, default=200)
     options = parser.parse_args()
-    if not driver.backend().simulated and not devices():
-        print("no GPU: set DASK_DEVCTX__SIMULATED_DEVICES=4", file=sys.stderr)
-        return 2
+    needs("numpy")
     count = min(2, len(devices()))
     with LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster, Client(cluster) as c:
         with dask.annotate(devices=list(range(count))):
@@ -90,13 +91,15 @@ def main() -> int:
             beside = c.map(statistics, range(options.columns_beside), rows=options.rows)
         found, used = solution.result()
         means = c.gather(beside)
+        lanes(report(c), options.out / "several_devices.png", ("solve", "statistics"))
     expected = np.linalg.lstsq(*problem(options.rows, options.columns), rcond=None)[0]
     same = np.allclose(np.asarray(found), expected, atol=1e-3)
     close = all(abs(mean) < 6 / np.sqrt(options.rows) for mean, _ in means)
     shared = sorted({device for _, device in means})
-    print(f"solved on devices {used} in {options.steps} steps: {'same' if same else 'DIFFERS'}")
-    print(f"{len(means)} columns beside it on devices {shared}: {'same' if close else 'DIFFERS'}")
-    return 0 if same and close else 1
+    print(f"{len(means)} columns beside it on {', '.join(shared)}")
+    print(f"{options.steps} steps on {', '.join(used)}")
+    print("the solution is right" if same and close else "the solution is WRONG")
+    return int(not (same and close))
 
 
 if __name__ == "__main__":

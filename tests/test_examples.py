@@ -8,17 +8,29 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+# The options that make an example small.
+SMALL = {
+    "batch_inference": "--images 64",
+    "dataframes": "--partitions 4",
+    "hyperparameters": "--models 8",
+    "larger_than_memory": "--blocks 7",
+    "model_server": "--requests 30",
+    "scope_only": "",
+    "segment_images": "--images coins cell",
+    "several_devices": "--rows 800 --columns-beside 40",
+}
 
 
-def run_example(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
-        env=os.environ | variables,
+        cwd=ROOT,
+        env=os.environ | {"DASK_DEVCTX__SIMULATED_DEVICES": "2"} | variables,
         capture_output=True,
         text=True,
         timeout=100,
@@ -26,79 +38,73 @@ def run_example(*arguments: str, **variables: str) -> subprocess.CompletedProces
     )
 
 
-def test_segment_images(tmp_path: Path) -> None:
-    done = run_example(
-        str(EXAMPLES / "segment_images.py"),
-        "--out",
-        str(tmp_path),
-        "--images",
-        "coins",
-        "cell",
-        "--seconds",
-        "0",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "DIFFERS" not in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if "% " in line]
-    assert [row[0] for row in rows] == ["coins", "cell"]
-    assert all(int(row[1]) > 0 for row in rows)
-    for picture in ("segmented.png", "devices.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-    # It says where to look while it runs, and what moved: the assigned images change the device.
-    assert re.search(r"http://\S+/devices\n", done.stdout)
-    assert "copied in" in done.stdout
-    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
-    names = {event["name"] for event in events if event["ph"] == "X"}
-    assert {"load", "denoise", "threshold", "label", "measure", "compare"} <= names
-    assert any(event["ph"] == "s" for event in events), "no copy between devices"
+def test_the_gallery_has_every_example_with_a_picture() -> None:
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    for name in SMALL:
+        path = EXAMPLES / f"{name}.py"
+        assert len(path.read_text().splitlines()) < 150
+        assert f"](../examples/{name}.py)" in page
+    pictures = re.findall(r"\]\((images/[\w.]+)\)", page)
+    assert len(pictures) >= len(SMALL)
+    assert [one for one in pictures if not (ROOT / "docs" / one).exists()] == []
 
 
-def test_segment_images_reports_a_difference(tmp_path: Path) -> None:
-    """A measurement that differs from the run without dask ends the example with status 1."""
-    sabotage = (
-        "import runpy, sys, numpy as np;"
-        f"sys.argv = ['x', '--out', {str(tmp_path)!r}, '--images', 'coins', '--seconds', '0'];"
-        f"sys.path.insert(0, {str(EXAMPLES)!r});"
-        "import segment_images as s; s.without_dask = lambda image: np.ones((3, 4));"
-        "sys.exit(s.main())"
-    )
-    done = run_example("-c", sabotage)
-    assert done.returncode == 1, done.stderr
-    assert "DIFFERS" in done.stdout
-
-
-def test_several_devices(tmp_path: Path) -> None:
-    done = run_example(
-        *(str(EXAMPLES / "several_devices.py"), "--rows", "800", "--columns-beside", "40"),
-        DASK_DEVCTX__SIMULATED_DEVICES="4",
-        DASK_DEVCTX__LOCK_DIRECTORY=str(tmp_path),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "solved on devices [0, 1] in 60 steps: same" in done.stdout
-    assert "40 columns beside it on devices" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "last", "picture"),
-    [
-        ("scope_only", (), "the caller's device: the same", ""),
-        ("hyperparameters", ("--models", "8"), "best of 8", "hyperparameters.png"),
-        ("batch_inference", ("--images", "64"), "classes are right", "batch_inference.png"),
-        ("model_server", ("--requests", "30"), "answers are right", ""),
-        ("larger_than_memory", ("--chunks", "24"), "sums are right", ""),
-    ],
-)
-def test_the_gallery(tmp_path: Path, name: str, arguments: Any, last: str, picture: str) -> None:
-    if picture:
-        arguments = ("--out", str(tmp_path), *arguments)
+@pytest.mark.parametrize("name", SMALL)
+def test_an_example(tmp_path: Path, name: str) -> None:
     path = EXAMPLES / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 150
-    done = run_example(str(path), *arguments, DASK_DEVCTX__SIMULATED_DEVICES="2")
+    done = python(str(path), "--out", str(tmp_path), *SMALL[name].split())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith(last)
-    if picture:
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert done.stdout.splitlines()[-1].endswith(" right")
+    pictures = list(tmp_path.glob("*.png"))
+    assert pictures
+    for picture in pictures:
+        assert picture.read_bytes().startswith(b"\x89PNG")
     if name == "larger_than_memory":
-        found = re.search(r"room for 16 MiB; (\d+) MiB went to the host", done.stdout)
+        found = re.search(r"24 MiB, room for 16 MiB; (\d+) MiB went to the host", done.stdout)
         assert found is not None
         assert int(found[1]) >= 8
+    if name == "segment_images":
+        # It says where to look while it runs, and values that are pinned change the device.
+        assert re.search(r"http://\S+/devices\n", done.stdout)
+        events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+        names = {event["name"] for event in events if event["ph"] == "X"}
+        assert {"load", "denoise", "threshold", "label", "measure", "compare"} <= names
+        assert any(event["ph"] == "s" for event in events), "no copy between devices"
+
+
+def test_an_example_says_what_is_missing() -> None:
+    program = (
+        "import sys; sys.modules['pandas'] = None; sys.path.insert(0, 'examples'); "
+        "sys.argv = ['dataframes']; import dataframes; dataframes.main()"
+    )
+    done = python("-c", program)
+    assert done.returncode == 2
+    assert done.stderr == "this example needs the package pandas: pip install pandas\n"
+    done = python("examples/scope_only.py", DASK_DEVCTX__SIMULATED_DEVICES="")
+    if "no GPU" in done.stderr:  # on a machine without GPUs
+        assert done.returncode == 2
+        assert done.stderr.startswith("no GPU: set DASK_DEVCTX__SIMULATED_DEVICES=4")
+        assert "Traceback" not in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+def test_regions_that_differ_are_noticed() -> None:
+    program = (
+        "import sys; sys.path.insert(0, 'examples'); import segment_images; "
+        "print(segment_images.same([[1.0, 2.0, 3.0, 4.0]], 'cell'))"
+    )
+    assert python("-c", program).stdout == "False\n"
+
+
+def test_all_examples_by_one_command(tmp_path: Path) -> None:
+    """It goes on after one that fails: here, a device that no worker has."""
+    names = ("hyperparameters", "scope_only")
+    done = python(*("-m", "examples", "--out", str(tmp_path), *names), DASK_DEVCTX__DEVICES="[7]")
+    assert done.returncode == 1, done.stderr
+    failed, right = (line.split() for line in done.stdout.splitlines()[-2:])
+    assert failed[:2] == ["hyperparameters", "FAILED"]
+    assert right[:2] == ["scope_only", "right"]
+    assert {"cuda:0", "cuda:1"} <= set(right)
+    assert "DeviceNotFoundError" in done.stderr
+    assert "there are batch_inference, dataframes" in python("-m", "examples", "bogus").stderr

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 import dask
 from distributed import Client
+from distributed.comm import get_address_host
 from distributed.security import Security
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -38,6 +39,30 @@ def finds_scheduler(function: Function) -> Function:
     return function
 
 
+def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str | None:
+    """Return the address of a command's scheduler; None where only its file is given.
+
+    Raises
+    ------
+    click.UsageError
+        There is neither, or the address is none.
+    """
+    address: str | None = scheduler or dask.config.get("scheduler-address", None)
+    if scheduler_file and not scheduler:
+        return address
+    if not address:
+        raise click.UsageError(
+            "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
+        )
+    try:
+        get_address_host(address)
+    except ValueError as error:
+        raise click.UsageError(
+            f"the scheduler's address must be like tcp://scheduler:8786, got {address!r}: {error}"
+        ) from error
+    return address
+
+
 def connected(
     scheduler: str | None,
     scheduler_file: str | None,
@@ -53,13 +78,9 @@ def connected(
     click.ClickException
         The scheduler cannot be reached.
     click.UsageError
-        There is no address.
+        There is no address, or a wrong one.
     """
-    address = scheduler or dask.config.get("scheduler-address", None)
-    if not address and not scheduler_file:
-        raise click.UsageError(
-            "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
-        )
+    address = scheduler_address(scheduler, scheduler_file)
     tls = {"tls_ca_file": tls_ca_file, "tls_client_cert": tls_cert, "tls_client_key": tls_key}
     given = {name: value for name, value in tls.items() if value is not None}
     where: dict[str, Any] = {"scheduler_file": scheduler_file} if scheduler_file else {}

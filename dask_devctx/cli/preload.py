@@ -9,8 +9,11 @@ from collections.abc import Callable
 from traceback import walk_tb
 from types import FrameType, TracebackType
 
+import click
+import dask
 from distributed import Scheduler, Worker, WorkerPlugin
 
+from dask_devctx.cli.usable import usable_devices
 from dask_devctx.dask_internals.worker import set_up_at_start
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
@@ -107,8 +110,26 @@ def _without_tracebacks(record: logging.LogRecord) -> bool:
     return record.msg == "Worker plugin %s failed to setup"
 
 
+def _look_first() -> None:
+    """Let ``dask worker --preload dask_devctx`` end with one line if its devices cannot be used.
+
+    dask imports this module while it reads the command's options, before any process starts.
+    """
+    context = click.get_current_context(silent=True)
+    command = getattr(context and context.command.callback, "__module__", "")
+    # A process that is forked from this one later must find the driver untouched.
+    forks = dask.config.get("distributed.worker.multiprocessing-method", "spawn") != "spawn"
+    if command != "distributed.cli.dask_worker" or forks:
+        return
+    try:
+        usable_devices()
+    except click.ClickException as error:
+        raise click.ClickException(f"{error.format_message().rstrip('.')}. {NOT_STARTED}") from None
+
+
 # `dask worker` ends with "Worker failed to start." below hundreds of lines of tracebacks. The hook
 # is set on import, because the nanny's process imports this module and calls nothing in it.
 sys.excepthook = functools.partial(_say_why_last, sys.excepthook)
 for _name in ("distributed.nanny", "distributed.worker"):
     logging.getLogger(_name).addFilter(_without_tracebacks)
+_look_first()

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from importlib import import_module
 from typing import Any, Final
 
 import click
@@ -14,13 +15,14 @@ import dask
 from distributed.cli.dask_worker import main as dask_worker
 from distributed.system import MEMORY_LIMIT
 
+from dask_devctx.cli.connection import scheduler_address
+from dask_devctx.cli.usable import usable_devices
 from dask_devctx.client.arguments import DASK_CUDAS, UCX, set_up_ucx
 from dask_devctx.client.cluster import default_n_workers, even_share, look_ahead
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import Options
-from dask_devctx.config.packages import require_packages
-from dask_devctx.cuda.device import named_devices
 from dask_devctx.errors import DevctxError
+from dask_devctx.errors.base import counted
 
 _HELP = """Start workers on this machine, which use its GPUs.
 
@@ -76,14 +78,11 @@ class _Worker(click.Command):
 
 def _run(**given: Any) -> None:
     """Start the workers, as the command's options say, and wait for their end."""
+    import_module("dask_devctx.cli.preload")  # this process shows errors as the workers' do
     own = {name: given.pop(name) for name in option_names()}
     ucx = {name: given.pop(name) for name in UCX}
     method, n_workers = given.pop("multiprocessing_method"), given.pop("n_workers")
-    address = given["scheduler"] or dask.config.get("scheduler-address", None)
-    if not address and not given["scheduler_file"]:
-        raise click.UsageError(
-            "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
-        )
+    address = scheduler_address(given["scheduler"], given["scheduler_file"])
     given["protocol"] = _protocol(given["protocol"], address, ucx)
     settings = {f"devctx.{key_of(name)}": value for name, value in _read(own).items()}
     if method:
@@ -102,16 +101,7 @@ def _run(**given: Any) -> None:
 
 def _shape(n_workers: int | None, *, nanny: bool) -> tuple[Options, int, int]:
     """Return the options, the number of workers, and how many devices each of them has."""
-    try:
-        options = Options()
-        require_packages(options)
-        used = named_devices(options.devices)
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(str(error)) from error
-    except DevctxError as error:
-        raise click.ClickException(str(error)) from error
-    if not used:
-        raise click.ClickException("no GPU can be used: dask devctx info shows the reason")
+    options, used = usable_devices()
     if n_workers is None:
         n_workers = default_n_workers(used, options, processes=nanny)
     if options.shared:
@@ -119,8 +109,9 @@ def _shape(n_workers: int | None, *, nanny: bool) -> tuple[Options, int, int]:
     per_worker = options.devices_per_worker or _share(len(used), n_workers)
     if n_workers * per_worker > len(used):
         raise click.UsageError(
-            f"{n_workers} workers with {per_worker} devices each need {n_workers * per_worker} "
-            f"devices, and there are {len(used)}. Lower --n-workers or --devices-per-worker"
+            f"{counted(n_workers, 'worker')} with {counted(per_worker, 'device')} each need "
+            f"{n_workers * per_worker}, and there {'is' if len(used) == 1 else 'are'} {len(used)}. "
+            "Lower --n-workers or --devices-per-worker"
         )
     return options, n_workers, per_worker
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import dask
@@ -16,9 +17,15 @@ from distributed import Client, LocalCluster, Nanny, get_worker
 
 from dask_devctx import Device, DeviceNotFoundError, DevicesInUseError, DriverUnavailableError
 from dask_devctx.cli.preload import dask_setup
+from dask_devctx.cuda.device import named_devices
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import Command, dask_command
 
+installed = pytest.mark.skipif(
+    not entry_points(group="dask_cli", name="devctx"),
+    reason="the package is not installed, so dask does not know the command",
+)
 WORKER = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
 
 
@@ -163,24 +170,58 @@ def test_workers_of_a_machine_share_it_out(address: str) -> None:
         assert len(client.scheduler_info(n_workers=-1)["workers"]) == 2
 
 
-@pytest.mark.parametrize("nanny", ["--nanny", "--no-nanny"])
-def test_a_worker_without_devices_does_not_start(address: str, nanny: str) -> None:
-    for env, text in (
-        ({"DASK_DEVCTX__DEVICES": "[7]"}, "no device 7"),
-        ({"DASK_DEVCTX__TASKS_PER_DEVICE": "0"}, "tasks_per_device must be a whole number"),
-    ):
-        with dask_command(*WORKER, nanny, address, env=env) as worker:
-            assert worker.says(text), worker.said
-            assert worker.ends() != 0
-        # below the traceback that dask ends with
-        *_, last = worker.said.splitlines()
-        assert last.startswith("dask_devctx: "), worker.said
-        assert text in last
-        assert "`dask devctx info` shows what this machine has" in last
-        assert "Traceback" not in worker.said
-        if text == "no device 7":
-            for uuid in uuids("test"):
-                assert worker.said.count(uuid) == 1
+def lines_of(*command: str, **env: str) -> list[str]:
+    """Return the lines of a command that must end with an error, and without a traceback."""
+    with dask_command(*command, env=env) as worker:
+        assert worker.ends() != 0
+    assert "Traceback" not in worker.said
+    return worker.said.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("nanny", "env", "text"),
+    [
+        ("--nanny", {"DASK_DEVCTX__DEVICES": "[7]"}, "no device 7"),
+        ("--no-nanny", {"CUDA_VISIBLE_DEVICES": "9"}, "no GPU can be used. CUDA_VISIBLE_DEVICES="),
+    ],
+)
+def test_a_worker_without_devices_does_not_start(
+    nanny: str, env: dict[str, str], text: str
+) -> None:
+    # dask's own line about the preload comes first
+    _, last = lines_of(*WORKER, nanny, "tcp://127.0.0.1:1", **env)
+    assert last.startswith("Error: ")
+    assert text in last
+    assert "`dask devctx info` shows what this machine has" in last
+    if "DASK_DEVCTX__DEVICES" in env:
+        assert all(last.count(uuid) == 1 for uuid in uuids("test"))
+
+
+def test_no_driver_is_one_line() -> None:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:
+        pass
+    else:
+        pytest.skip("this machine has a driver")
+    *_, last = lines = lines_of(*WORKER, "tcp://127.0.0.1:1", DASK_DEVCTX__SIMULATED_DEVICES="0")
+    assert len(lines) == 2
+    assert "Install NVIDIA's driver where the GPUs are" in last
+
+
+@installed
+def test_devices_that_others_hold_are_told_of_last(address: str, lock_directory: Path) -> None:
+    devices = named_devices([0, 1])
+    lease = acquire(devices, 2, holder="the other one", directory=lock_directory)
+    command = ("devctx", "worker", "--devices", "0,1", "--n-workers", "1", "--no-dashboard")
+    *_, last = lines = lines_of(*command, address)
+    lease.release()
+    assert last.startswith("dask_devctx: DevicesInUseError")
+    assert "the other one" in last
+    assert all(last.count(device.uuid) == 1 for device in devices)
+    assert len(lines) < 30, "dask's own lines about a worker that starts and ends"
 
 
 @pytest.mark.parametrize("processes", [False, True])
