@@ -21,7 +21,7 @@ from typing import Any
 
 import dask
 import numpy as np
-from distributed import Client
+from distributed import Client, wait
 from needs import needs
 from pictures import lanes
 
@@ -92,7 +92,7 @@ def infer(model: Any, batch: Any) -> tuple[list[str], str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(), help="the folder for the picture")
-    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--images", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=32)
     options = parser.parse_args()
     needs("numpy", on_gpus="torch")
@@ -104,9 +104,10 @@ def main() -> int:
     ):
         paths = make_images(Path(folder), options.images)
         parts = [paths[i : i + options.batch] for i in range(0, len(paths), options.batch)]
+        model = client.submit(make_model)
+        wait(model)
         with dask.annotate(device=None):  # beside the GPUs
             batches = client.map(decode, parts)
-        model = client.submit(make_model)
         results = client.gather([client.submit(infer, model, batch) for batch in batches])
         done = report(client)
 

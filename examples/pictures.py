@@ -67,14 +67,14 @@ def contact_sheet(results: dict[str, Any], path: Path) -> None:
 
     columns = min(6, len(results))
     rows = -(-len(results) // columns)
-    size = (2.6 * columns, 2.8 * rows)
+    size = (1.7 * columns, 1.9 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
     for axis, (name, (table, pixels, labels, _)) in zip(axes.flat, results.items(), strict=False):
         axis.imshow(label2rgb(labels, pixels, alpha=0.35, bg_label=0))
-        axis.set_title(f"{name}: {len(table)} regions", fontsize=9)
+        axis.set_title(f"{name}: {len(table)} regions", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=55)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
     print(f"{path}: a picture")

@@ -26,6 +26,7 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
+ARCHITECTURE = (ROOT / "docs" / "images" / "architecture.svg").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BLOCK = re.compile(r"^([ ]*)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 # A page's Python, in its order: what a reader sees, and two kinds of comments that he does not see.
@@ -95,7 +96,7 @@ def program(page: str) -> tuple[str, list[str]]:
 
 
 # What a block may need that not every machine has.
-NEEDS = re.compile(r"needs (CuPy|torch|RMM|dask-cuda)\b")
+NEEDS = re.compile(r"needs (CuPy|torch|RMM|dask-cuda|SLURM|SSH)\b")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -162,7 +163,7 @@ LINES = sorted(
         line
         for page in PAGES
         for text in blocks(page, "console") + blocks(page, "bash")
-        for line in re.findall(r"^(?:\$ )?(dask .+)$", text, re.MULTILINE)
+        for line in re.findall(r"^(?:\$ |srun )?(dask .+)$", text, re.MULTILINE)
     }
 )
 
@@ -185,6 +186,23 @@ def test_the_configuration_in_pages_has_keys_that_exist():
     keys = {key for one in shown for key in one.get("devctx", {})}
     assert keys
     assert keys - set(defaults["devctx"]) == set()
+
+
+# Files and rooms in pages, by their place in the checkout, in the package or in one of its rooms.
+PLACES = ("", "dask_devctx", "dask_devctx/worker")
+ROOMS = "|".join(
+    sorted({path.name for place in PLACES for path in (ROOT / place).iterdir() if path.is_dir()})
+)
+
+
+def test_every_path_in_a_page_exists():
+    pages = [*PAGES.values(), (ROOT / "CONTRIBUTING.md").read_text()]
+    named = set(re.findall(rf"`((?:{ROOMS})/[\w./-]*)", "\n".join(pages)))
+    named |= set(re.findall(r"\b((?:worker|transfer)/\w+)", ARCHITECTURE))
+    assert len(named) >= 40
+    assert {
+        path for path in named if not any((ROOT / place / path).exists() for place in PLACES)
+    } == set()
 
 
 def test_links_of_the_readme_lead_somewhere():

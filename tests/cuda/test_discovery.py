@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import types
 
 import pynvml
@@ -236,6 +237,8 @@ def test_with_neither_nvml_nor_driver(machine, monkeypatch):
         assert "NVML does not answer" in caught.value.reason
         assert "CUDA_VISIBLE_DEVICES=''" in caught.value.reason
         assert "DASK_DEVCTX__SIMULATED_DEVICES=4" in caught.value.remedy
+        # A newcomer's first error is one traceback, without those of the drivers.
+        assert "".join(traceback.format_exception(caught.value)).count("Traceback (most") == 1
 
 
 def test_no_driver_library():

@@ -234,7 +234,7 @@ def _from_driver(backend: Backend, visible: str | None, *problems: str) -> Inven
         count = len(backend.uuids())
     except DriverUnavailableError as error:
         reason = f"{'; '.join(problems)}; {error.reason}"
-        raise type(error)(reason, error.remedy) from error
+        raise type(error)(reason, error.remedy) from None  # the reason says all of it
     devices = tuple(_driver_info(backend, ordinal) for ordinal in range(count))
     return Inventory(devices, (), visible, "driver", problems)
 

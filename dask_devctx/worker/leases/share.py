@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from distributed import Worker
+from tornado.ioloop import PeriodicCallback
 
 from dask_devctx import config
 from dask_devctx.config.options import Options
@@ -27,7 +28,7 @@ from dask_devctx.dask_internals.connections import answering
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
 from dask_devctx.scheduler.announcements import CLAIM, SHARE, MalformedError, read_share
 from dask_devctx.worker.leases import registration
-from dask_devctx.worker.leases.lease import Lease, acquire, process_locks
+from dask_devctx.worker.leases.lease import SIGN_INTERVAL_S, Lease, acquire, process_locks
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,9 @@ class DeviceShare:
         self._given_up: dict[Device, float] = {}
         self._steps = ExitStack()
         self._steps.enter_context(answering(worker, {SHARE: self._told}))
+        signs = PeriodicCallback(self._give_sign, SIGN_INTERVAL_S * 1000)
+        self._steps.callback(signs.stop)
+        signs.start()
         try:
             self._begin()
         except Exception as error:
@@ -159,6 +163,10 @@ class DeviceShare:
             process_locks.release(self._devices, self._directory)
         self._devices, self._lease = (), None
         self._steps.close()
+
+    def _give_sign(self) -> None:
+        """Show others that the worker lives; they read it when it has ended."""
+        (self._lease or process_locks).touch()
 
     # -- ways to get devices
 
