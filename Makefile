@@ -40,11 +40,12 @@ upstream: $(VENV)/ready
 fuzz: $(VENV)/ready
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
-# Known vulnerabilities of the dependencies that are installed. It asks the package registry.
+# Known vulnerabilities of the dependencies that are installed. It asks the package registry, and
+# fails where the registry knows nothing of one.
 audit: $(VENV)/ready
 	$(PYTHON) -m venv build/audit
 	build/audit/bin/python -m pip install --quiet pip-audit
-	build/audit/bin/pip-audit --skip-editable --progress-spinner off --timeout 10 \
+	build/audit/bin/pip-audit --strict --skip-editable --progress-spinner off --timeout 10 \
 		--path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 lint: $(VENV)/ready

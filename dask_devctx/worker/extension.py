@@ -336,8 +336,8 @@ class DeviceExtension:
         if ts.run_spec.is_coro:
             tasks.replace(ts, HostCoroutine(ts.run_spec))
         if ts.dependencies and isinstance(self._worker.data, DeviceData):
-            memory, has_failed = self._worker.data.memory, self.monitor.has_failed
-            tasks.replace(ts, HostTask(ts.run_spec, memory, has_failed))
+            memory = self._worker.data.memory
+            tasks.replace(ts, HostTask(ts.run_spec, memory, self.monitor.has_failed))
 
     def _done(self, key: Hashable, ts: Any) -> None:
         device = self.placement.remove(key)
