@@ -1,12 +1,14 @@
-"""The sdist and both wheels are right: the wheel's tag, what is in them, and that the tests run.
+"""The sdist and both wheels are right: the wheel's tag, what is in them, and that they run.
 
-Run as ``make dist-check``; it takes half a minute. The wheels are built from the unpacked sdist,
-with the machine's C compiler and with none, and the tests run there.
+Run as ``make dist-check``; it takes a minute. The wheels are built from the unpacked sdist, with
+the machine's C compiler and with none, and the tests run there. The README's code runs in an empty
+environment, where only the wheel is installed.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -37,6 +39,7 @@ def main() -> None:
         check_wheel(pure, extension=False)
         native = build(unpacked, Path(folder, "native"), "--wheel")
         check_wheel(native, extension=True)
+        check_readme(pure, Path(folder, "empty"))
     print(f"{packed.name}, {native.name} and {pure.name} are right")
 
 
@@ -74,10 +77,23 @@ def check_tests(unpacked: Path) -> None:
     run("-m", "pytest", "-q", *SOME_TESTS, cwd=unpacked)
 
 
-def run(*args: str, cwd: Path, env: dict[str, str] | None = None) -> None:
+def check_readme(wheel: Path, environment: Path) -> None:
+    """`pip install` of a wheel is enough for all Python of the README, on simulated devices."""
+    run("-m", "venv", str(environment), cwd=ROOT)
+    python = str(environment / "bin" / "python")
+    run("-m", "pip", "install", "-q", f"{wheel}[simulated]", cwd=environment, python=python)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(blocks) >= 3
+    devices = {"DASK_DEVCTX__SIMULATED_DEVICES": "2"}
+    run("-c", "\n".join(blocks), cwd=environment, env=devices, python=python)
+
+
+def run(
+    *args: str, cwd: Path, env: dict[str, str] | None = None, python: str = sys.executable
+) -> None:
     """Run Python; say all that it said where it fails."""
     done = subprocess.run(
-        [sys.executable, *args],
+        [python, *args],
         cwd=cwd,
         env=_environ() | (env or {}),
         stdout=subprocess.PIPE,

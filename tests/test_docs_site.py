@@ -96,7 +96,7 @@ def program(page: str) -> tuple[str, list[str]]:
 
 
 # What a block may need that not every machine has.
-NEEDS = re.compile(r"needs (CuPy|torch|RMM|dask-cuda)\b")
+NEEDS = re.compile(r"needs (CuPy|torch|RMM|dask-cuda|SLURM|SSH)\b")
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -163,7 +163,7 @@ LINES = sorted(
         line
         for page in PAGES
         for text in blocks(page, "console") + blocks(page, "bash")
-        for line in re.findall(r"^(?:\$ )?(dask .+)$", text, re.MULTILINE)
+        for line in re.findall(r"^(?:\$ |srun )?(dask .+)$", text, re.MULTILINE)
     }
 )
 

@@ -123,13 +123,13 @@ def _prefixes(report: Report) -> Iterator[Sequence[object]]:
         groups[run.prefix].append(run)
     for prefix, runs in sorted(groups.items(), key=lambda item: -_busy_s(item[1])):
         failed = sum(run.outcome == "error" for run in runs)
-        on = ",".join(str(n) for n in sorted({run.device_id for run in runs}, key=str))
+        on = ",".join(str(n) for n in sorted({n for run in runs for n in run.device_ids}))
         yield (
             shortened(prefix, 24),
             len(runs) - failed,
             failed,
             round(_busy_s(runs), 2),
-            round(1000 * _busy_s(runs) / len(runs), 1),
+            round(1000 * sum(map(_seconds, runs)) / len(runs), 1),
             round(sum(run.place_s for run in runs), 2),
             round(sum(run.inputs_s for run in runs), 2),
             round(sum(run.memory_s for run in runs), 2),
@@ -138,7 +138,12 @@ def _prefixes(report: Report) -> Iterator[Sequence[object]]:
 
 
 def _busy_s(runs: Iterable[ReportedTask]) -> float:
-    return sum(run.stop - run.start for run in runs if run.start and run.stop)
+    """Return the time of devices: a task of two devices counts twice."""
+    return sum(_seconds(run) * len(run.device_ids) for run in runs)
+
+
+def _seconds(run: ReportedTask) -> float:
+    return run.stop - run.start if run.start and run.stop else 0.0
 
 
 def _below(report: Report) -> Iterator[str]:

@@ -206,9 +206,11 @@ class DeviceCounts:
     queued, running
         The tasks that wait for a place on it, and that run on it.
     done, failed
-        The tasks that ended well, and that raised.
+        The tasks that ended well, and that raised. A task of several devices counts on its first
+        one only.
     busy_s
-        The sum of the seconds of tasks that ended. Tasks that seceded do not count, because most of
+        The sum of the seconds of tasks that ended. A task of several devices counts on each of
+        them. Tasks that seceded do not count, because most of
         them only wait for others.
     memory_free, memory_total
         Bytes of the whole device; None if NVML does not know them.

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from distributed.comm import get_address_host_port
+
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevicesInUseError
-from dask_devctx.worker.leases.locks import Lock, LockDirectory, default_directory
+from dask_devctx.worker.leases.locks import Kept, Lock, LockDirectory, default_directory
 
 # The choice takes well under a millisecond. A process that takes longer was stopped meanwhile.
 _CHOOSING_TIMEOUT_S = 10.0
+# Holders give a sign of life at this interval. The devices of a worker that ended without releasing
+# them are kept for its cluster for this time after the last sign: a nanny may start it again.
+SIGN_INTERVAL_S = 5.0
+_KEPT_S = 30.0
+# How long a connection to a cluster's scheduler may take; it is on this machine or near it.
+_CONNECTING_S = 1.0
 
 
 class Lease:
@@ -40,6 +49,11 @@ class Lease:
         for lock in self._locks:
             lock.release()
 
+    def touch(self) -> None:
+        """Give a sign of life."""
+        for lock in self._locks:
+            lock.touch()
+
 
 def acquire(
     devices: Sequence[Device],
@@ -57,7 +71,7 @@ def acquire(
     count
         The number of devices to take.
     holder
-        The name of the worker that takes them, for the error in other workers.
+        The worker that takes them, as ``"worker NAME of SCHEDULER"``, for the error in others.
     directory
         Where the locks are; :func:`~dask_devctx.worker.leases.locks.default_directory` by default.
 
@@ -74,8 +88,9 @@ def acquire(
     the host into all of them. Processes of different users do not exclude each other.
 
     The devices are free again when the lease is released or when the process has ended for any
-    reason. Workers choose one at a time: if two workers want three of four devices each, one of
-    them gets its three.
+    reason. If it ended without a release, and its scheduler is there, they are kept for a while for
+    the worker that its nanny starts again. Workers choose one at a time: if two workers want three
+    of four devices each, one of them gets its three.
     """
     note = _note(holder)
     free: list[Device] = []
@@ -87,9 +102,9 @@ def acquire(
                 for device in devices:
                     if len(locks) == count:
                         break
-                    lock = place.try_lock(_name(device), note)
+                    lock = place.try_lock(_name(device), note, _kept_from(holder))
                     if lock is None:
-                        held[str(device.info)] = place.note(_name(device))
+                        held[str(device.info)] = _holder_of(place, device)
                     else:
                         free.append(device)
                         locks.append(lock)
@@ -129,9 +144,9 @@ class ProcessLocks:
             for device in devices:
                 known = self._held.get((path, device.uuid))
                 if known is None:
-                    lock = place.try_lock(_name(device), _note(holder))
+                    lock = place.try_lock(_name(device), _note(holder), _kept_from(holder))
                     if lock is None:
-                        held[device] = place.note(_name(device))
+                        held[device] = _holder_of(place, device)
                         continue
                     known = (lock, 0)
                 self._held[path, device.uuid] = (known[0], known[1] + 1)
@@ -147,8 +162,45 @@ class ProcessLocks:
             else:
                 lock.release()
 
+    def touch(self) -> None:
+        """Give a sign of life."""
+        for lock, _ in self._held.values():
+            lock.touch()
+
 
 process_locks = ProcessLocks()
+
+
+def _kept_from(holder: str) -> Kept:
+    """Return whether a device is kept from a worker, for another cluster's worker that ended."""
+
+    def kept(left: str, last_sign: float) -> bool:
+        cluster = _cluster_of(left)
+        young = time.time() - last_sign < _KEPT_S
+        return young and cluster != _cluster_of(holder) and _runs(cluster)
+
+    return kept
+
+
+def _holder_of(place: LockDirectory, device: Device) -> str:
+    """Return the holder of a device, in words."""
+    note = place.note(_name(device))
+    return (
+        f"{note}, which ended and may be starting again" if place.is_free(_name(device)) else note
+    )
+
+
+def _cluster_of(text: str) -> str:
+    return text.rpartition(" of ")[2]
+
+
+def _runs(scheduler: str) -> bool:
+    """Return whether a scheduler answers at an address; one without a network has no successors."""
+    try:
+        socket.create_connection(get_address_host_port(scheduler), _CONNECTING_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _path(directory: str | os.PathLike[str] | None) -> Path:

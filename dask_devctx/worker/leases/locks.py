@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,11 @@ from dask_devctx.errors import LockDirectoryError
 _MUTEX = "mutex.lock"
 _POLL_S = 0.005
 _NOTE_NBYTES = 512
+
+
+# Given the note of a process that ended without freeing its lock, and the time of its last sign of
+# life, returns whether the lock is kept for that process's successor.
+Kept = Callable[[str, float], bool]
 
 
 def default_directory() -> Path:
@@ -55,9 +60,15 @@ class Lock:
         """Free the lock; nothing happens if it is free already."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
+            os.ftruncate(fd, 0)  # a file with a note is one that its holder did not free
             # Closing is not enough: a forked child may have the file open.
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+
+    def touch(self) -> None:
+        """Give a sign of life, as the time of the lock's file."""
+        if self._fd >= 0:
+            os.utime(self._fd)
 
     def _leave_to_parent(self) -> None:
         if self._fd >= 0:
@@ -110,7 +121,7 @@ class LockDirectory:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def try_lock(self, name: str, note: str) -> Lock | None:
+    def try_lock(self, name: str, note: str, kept: Kept | None = None) -> Lock | None:
         """Return the lock of this name, or None if another process or worker holds it.
 
         Parameters
@@ -119,6 +130,8 @@ class LockDirectory:
             The file's name.
         note
             The text about the holder, which :meth:`note` returns to others.
+        kept
+            Whether a lock whose holder ended without freeing it is kept; by default, none is.
 
         Raises
         ------
@@ -139,6 +152,10 @@ class LockDirectory:
             if there is None or (mine.st_ino, mine.st_dev) != (there.st_ino, there.st_dev):
                 os.close(fd)  # it was deleted meanwhile: others would lock a new file
                 continue
+            left = _read(fd) if kept else ""
+            if kept and left and kept(left, mine.st_mtime):
+                os.close(fd)
+                return None
             lock = Lock(fd)
             os.ftruncate(fd, 0)
             os.pwrite(fd, note.encode()[:_NOTE_NBYTES], 0)
@@ -151,9 +168,20 @@ class LockDirectory:
         except FileNotFoundError:
             return "an unknown process, whose lock file is gone"
         try:
-            return os.pread(fd, _NOTE_NBYTES, 0).decode(errors="replace") or "another process"
+            return _read(fd) or "another process"
         finally:
             os.close(fd)
+
+    def is_free(self, name: str) -> bool:
+        """Return whether no process holds a lock; call it while others are excluded."""
+        fd = self._open(name, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(fd)
+        return True
 
     @contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
@@ -201,6 +229,10 @@ class LockDirectory:
             return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
         except FileNotFoundError:
             return None
+
+
+def _read(fd: int) -> str:
+    return os.pread(fd, _NOTE_NBYTES, 0).decode(errors="replace")
 
 
 def why_not_ours(found: os.stat_result, uid: int) -> str:

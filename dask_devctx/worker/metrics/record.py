@@ -27,6 +27,7 @@ _PROCESSES_AGE_S: Final = 5.0
 _TEXT: Final = 2_000
 # The fields of the row of a task's only device, or first one.
 _ONE_DEVICE: Final = len(TaskRun.__slots__) - 1
+_DEVICE_ID: Final = TaskRun.__slots__.index("device_id")
 # The keys of a device's row that a sample has too.
 _SAMPLED: Final = tuple(name for name in Sample.__slots__ if name not in ("uuid", "time"))
 
@@ -228,9 +229,17 @@ class Record:
 
     def report(self) -> dict[str, Any]:
         """Return the latest tasks, the devices' counts and the refusals, as plain data."""
+        # A task of several devices has a row for each of them, one after the other.
+        runs: list[tuple[Any, ...]] = []
+        more: dict[int, list[int]] = {}
+        for row in self._history.tasks.since(0)[0]:
+            if len(row) <= _ONE_DEVICE:
+                runs.append(row)
+            elif runs and runs[-1][0] == row[0]:  # else the row of its first device was dropped
+                more.setdefault(len(runs) - 1, []).append(row[_DEVICE_ID])
         return {
-            # A task of several devices has a row for each, of which the first one counts.
-            "runs": [row for row in self._history.tasks.since(0)[0] if len(row) <= _ONE_DEVICE],
+            "runs": runs,
+            "more": more,
             "devices": self.rows(),
             "refused": list(self.refusals),
             "without_device": self.without_device,

@@ -8,6 +8,7 @@ granted, on a thread of its first device.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections import deque
@@ -27,6 +28,8 @@ from dask_devctx.dask_internals.threads import (
 )
 from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.threads.queues import FIRST, DeviceQueue
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
@@ -117,7 +120,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         def near() -> Any:
             if self._cpus and not getattr(self._near, "done", False):
                 self._near.done = True
-                os.sched_setaffinity(0, self._cpus)  # of the calling thread
+                _keep_to(self._cpus)
             return fn(*args, **kwargs)
 
         return near
@@ -195,6 +198,14 @@ def near_cpus(cpus: frozenset[int] | None) -> frozenset[int] | None:
     usable = frozenset(os.sched_getaffinity(0))
     near = cpus & usable
     return near if near and near != usable else None
+
+
+def _keep_to(cpus: frozenset[int]) -> None:
+    """Let the calling thread run on these CPUs only, if the system allows that."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:  # EINVAL: a batch system has taken these CPUs away meanwhile
+        logger.info("a device's thread is not bound to the CPUs %s: %s", sorted(cpus), error)
 
 
 class _Outcomes:

@@ -49,7 +49,9 @@ def said(*how: str) -> dict[str, list[str]]:
     )
     assert done.returncode == 0, done.stderr
     parts = [part.splitlines() for part in done.stderr.split("--- ")[1:]]
-    return {kind.strip(): lines for kind, *lines in parts}
+    # dask's nannies say so on a slow machine, with and without devices
+    slow = "still alive after"
+    return {kind.strip(): [one for one in lines if slow not in one] for kind, *lines in parts}
 
 
 def test_it_says_no_more_than_a_plain_cluster() -> None:

@@ -242,6 +242,31 @@ def test_in_a_notebook_it_is_a_table_with_bars(client: Client) -> None:
     assert "<b>" not in report(client, by="prefix")._repr_html_()
 
 
+def test_a_task_of_two_devices_counts_on_both(tmp_path: Path) -> None:
+    with (
+        LocalDeviceCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        with dask.annotate(devices=[1, 3]):
+            client.submit(nap, 0.2, key="both-1").result()
+        found = report(client)
+        prefixes = str(report(client, by="prefix"))
+        timeline(client, tmp_path / "all.json")
+    (task,) = found
+    assert (task.key, task.device_id, task.device_ids) == ("both-1", 1, (1, 3))
+    seconds = task.stop - task.start
+    busy = {device.device_id: device.busy_s for device in found.devices}
+    assert busy == pytest.approx({0: 0, 1: seconds, 2: 0, 3: seconds})
+    assert [device.done for device in found.devices] == [0, 1, 0, 0]
+    name, done, _, busy_s, mean_ms, *_, on = prefixes.splitlines()[1].split()
+    assert (name, done, on) == ("both", "1", "1,3")
+    assert float(busy_s) == pytest.approx(2 * seconds, abs=0.006)
+    assert float(mean_ms) == pytest.approx(1000 * seconds, abs=0.06)
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [lanes[e["tid"]] for e in events if e["name"] == "both"] == ["cuda:1", "cuda:3"]
+
+
 def test_tasks_without_a_device_are_counted(client: Client) -> None:
     with dask.annotate(device=None):
         client.gather(client.map(time.sleep, [0.001, 0.002, 0.003]))

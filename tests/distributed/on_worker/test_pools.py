@@ -93,6 +93,20 @@ def test_threads_keep_to_their_cpus() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
+def test_a_refused_binding_fails_no_task(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch system may take CPUs away after the worker has started: EINVAL."""
+    taken = frozenset([max(os.sched_getaffinity(0)) + 1000])
+    pool = DeviceThreadPoolExecutor("near", 1, taken)
+    try:
+        with caplog.at_level("INFO", "dask_devctx"):
+            assert pool.submit(abs, -1).result(10) == 1
+        assert "is not bound to the CPUs" in caplog.text
+        assert "Invalid argument" in caplog.text
+    finally:
+        pool.shutdown(wait=True, timeout=10)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
 def test_near_cpus_are_those_that_may_be_used() -> None:
     usable = frozenset(os.sched_getaffinity(0))
     absent = max(usable) + 1000

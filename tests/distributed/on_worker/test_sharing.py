@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +16,8 @@ import pytest
 from distributed import Client, LocalCluster, Worker
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
-from dask_devctx.worker.leases.lease import acquire
+from dask_devctx.worker.leases import share
+from dask_devctx.worker.leases.lease import acquire, process_locks
 from tests.distributed.commands import dask_command
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
@@ -149,3 +153,80 @@ def test_workers_with_other_lock_directories_share_out_what_both_see(tmp_path: P
         with dask_command(*worker, address, env=one), dask_command(*worker, address, env=other):
             client.wait_for_workers(2, timeout=60)
             soon(lambda: who_has(client), [[0, 1], [2, 3]])
+
+
+_HOLDS = """
+import sys, time
+from dask_devctx.cuda.device import devices
+from dask_devctx.worker.leases.lease import acquire
+lease = acquire(devices()[:1], 1, holder=sys.argv[1], directory=sys.argv[2])
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def killed_holder(scheduler: str, directory: Path) -> None:
+    """Let a process take the first device, for a worker of this scheduler, and kill it."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _HOLDS, f"worker 0 of {scheduler}", str(directory)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    child.kill()
+    child.communicate()
+
+
+def test_a_restarting_workers_devices_are_kept_for_its_cluster(lock_directory: Path) -> None:
+    first = devices()[:1]
+    mine, other = "tcp://127.0.0.1:{}", "worker 1 of tcp://127.0.0.1:1"
+    with socket.create_server(("127.0.0.1", 0)) as scheduler:
+        mine = mine.format(scheduler.getsockname()[1])
+        killed_holder(mine, lock_directory)
+        said = rf"cuda:0 .* worker 0 of {mine}, which ended and may be starting again"
+        with pytest.raises(DevicesInUseError, match=said):
+            acquire(first, 1, holder=other, directory=lock_directory)
+        assert {*process_locks.try_take(first, other, lock_directory)} == {*first}
+        acquire(first, 1, holder=f"worker 0 of {mine}", directory=lock_directory).release()
+        # a worker that releases its devices keeps nothing
+        acquire(first, 1, holder=other, directory=lock_directory).release()
+        killed_holder(mine, lock_directory)
+        for path in lock_directory.iterdir():  # the last sign of life is old
+            os.utime(path, (time.time() - 60, time.time() - 60))
+        acquire(first, 1, holder=other, directory=lock_directory).release()
+        killed_holder(mine, lock_directory)
+    # its scheduler has gone, so that nobody starts it again
+    acquire(first, 1, holder=other, directory=lock_directory).release()
+
+
+def test_no_other_cluster_takes_the_devices_of_a_worker_that_restarts() -> None:
+    with (
+        LocalDeviceCluster(n_workers=1, devices=[0], dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        before = client.submit(pid, pure=False).result(timeout=30)
+        os.kill(before, 9)
+        with (
+            pytest.raises(DevicesInUseError, match=cluster.scheduler_address),
+            LocalDeviceCluster(
+                n_workers=1, devices=[0], processes=False, dashboard_address=":0"
+            ) as thief,
+        ):
+            pytest.fail(f"it took them: {thief}")
+        assert client.submit(pid, pure=False).result(timeout=60) != before
+        assert who_has(client) == [[0]]
+
+
+def test_a_holder_gives_signs_of_life(
+    lock_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(share, "SIGN_INTERVAL_S", 0.05)
+    with LocalDeviceCluster(
+        n_workers=2, processes=False, devices_per_worker=1, dashboard_address=":0"
+    ):
+        paths = [path for path in lock_directory.iterdir() if path.name.startswith("GPU-")]
+        assert len(paths) == 2
+        for path in paths:
+            os.utime(path, (0, 0))
+        soon(lambda: all(path.stat().st_mtime > 1 for path in paths), True)
