@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo gallery test soak trials blame upstream fuzz lint docs dist-check format clean
+.PHONY: demo gallery test soak trials blame upstream fuzz audit lint docs dist-check format clean
 
 # Images on every GPU, or on four simulated ones.
 demo: $(VENV)/ready
@@ -39,6 +39,14 @@ upstream: $(VENV)/ready
 # A million strange inputs.
 fuzz: $(VENV)/ready
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
+# Known vulnerabilities of the dependencies that are installed. It asks the package registry, and
+# fails where the registry knows nothing of one.
+audit: $(VENV)/ready
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet pip-audit
+	build/audit/bin/pip-audit --strict --skip-editable --progress-spinner off --timeout 10 \
+		--path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

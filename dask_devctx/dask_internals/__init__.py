@@ -76,6 +76,7 @@ NAMES: Final = (
     "distributed.protocol.cuda:cuda_deserialize._lookup",
 )
 ON_A_WORKER: Final = (
+    "_deque_handler",
     "_pending_plugins",
     "active_keys",
     "active_threads",

@@ -61,13 +61,14 @@ def leaves_for_good(topic: str, event: Any) -> str | None:
     str or None
         None if the event says something else, or if the worker may come back.
     """
-    action = event.get("action") if isinstance(event, dict) else None
-    if action == "closing-worker" and event.get("reason") in _CLOSED_FOR_GOOD:
-        return topic
-    if action == "remove-worker" and topic == "all" and event.get("expected"):
-        # A worker that retires itself at the end of its lifetime may start again.
-        retired = str(event.get("stimulus_id")).startswith("retire-workers-")
-        return event.get("worker") if retired else None
+    if not isinstance(event, dict):
+        return None
+    if event.get("action") == "closing-worker":
+        return topic if str(event.get("reason")) in _CLOSED_FOR_GOOD else None
+    # A worker that retires itself at the end of its lifetime may start again.
+    retired = str(event.get("stimulus_id")).startswith("retire-workers-")
+    if topic == "all" and event.get("action") == "remove-worker" and retired:
+        return str(event.get("worker"))
     return None
 
 

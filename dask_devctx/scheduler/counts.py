@@ -61,6 +61,7 @@ _DEVICE: Final[dict[str, Any]] = {
 _TRANSFER: Final[dict[str, Any]] = {
     "source": str,
     "destination": str,
+    "way": str | None,  # within a worker it is missing
     **dict.fromkeys(_TRANSFERRED, _NUMBER),
 }
 
@@ -120,7 +121,7 @@ class Counts:
             return
         metadata = content.get("metadata") or {}
         uuid = compute.get(DEVICE) if finish == "erred" else metadata.get(DEVICE)
-        if uuid is None:
+        if not isinstance(uuid, str):
             return
         seen = self._seen.setdefault(worker, {})
         counts = seen.get(uuid)
@@ -163,14 +164,14 @@ class Counts:
             for one in fields(PastCounts):
                 most = max(getattr(told, one.name), getattr(counted, one.name))
                 setattr(told, one.name, most)
-            self._add(PastDevice(address, row["device_id"], row["name"], told), row["uuid"])
+            self._add(PastDevice(address, row["device_id"], row.get("name"), told), row["uuid"])
         for uuid, counted in seen.items():  # it left before a heartbeat told of this device
             self._add(PastDevice(address, -1, None, counted), uuid)
 
     def _keep_transfers(self, metrics: Mapping[str, Any]) -> None:
         for name in TRAFFIC:
             for row in _rows(metrics, name, _TRANSFER):
-                key = row["source"], row["destination"], row.get("way", "peer")
+                key = row["source"], row["destination"], row.get("way") or "peer"
                 if key not in self.transfers and len(self.transfers) == _LIMIT:
                     return
                 sums = self.transfers.setdefault(key, [0, 0, 0, 0.0])

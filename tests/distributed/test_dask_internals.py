@@ -25,6 +25,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 import dask_devctx
 from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER, ON_SPILLING_DATA, tasks
+from dask_devctx.dask_internals import scheduler as of_schedulers
 from dask_devctx.dask_internals import worker as of_workers
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.serialization import register_instead
@@ -179,6 +180,7 @@ PRIVATE = frozenset(
         "_adjust_thread_count",
         "_close",
         "_correct_state_internal",
+        "_deque_handler",
         "_i",
         "_lookup",
         "_new_worker_name",
@@ -478,7 +480,6 @@ async def test_what_a_worker_spills(client: Any, scheduler: Any, worker: Any) ->
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2, {})])
 async def test_a_scheduler(client: Any, scheduler: Any, worker: Any) -> None:
-    from dask_devctx.dask_internals import scheduler as of_schedulers
 
     of_schedulers.answer(scheduler, {"mine": lambda: "yes"})
     assert await worker.scheduler.mine() == "yes"
@@ -609,3 +610,19 @@ def test_annotations_are_kept_until_the_last_is_closed(child: Any) -> None:
         assert now() == before
 
     child(keeps)
+
+
+@pytest.mark.parametrize(
+    ("topic", "event", "address"),
+    [
+        ("tcp://a:1", {"action": "closing-worker", "reason": "nanny-close"}, "tcp://a:1"),
+        ("tcp://a:1", {"action": "closing-worker", "reason": "signal-15"}, None),
+        ("tcp://a:1", {"action": "closing-worker", "reason": []}, None),
+        ("all", {"action": "remove-worker", "worker": "b", "stimulus_id": "retire-workers-1"}, "b"),
+        ("all", {"action": "remove-worker", "worker": "b", "stimulus_id": "handle-worker"}, None),
+        ("all", {"action": "remove-worker", "worker": "b"}, None),
+        ("all", "closing-worker", None),
+    ],
+)
+def test_a_worker_that_leaves_for_good(topic: str, event: Any, address: str | None) -> None:
+    assert of_schedulers.leaves_for_good(topic, event) == address

@@ -105,16 +105,20 @@ class Checkup:
         """Check the devices that are in use, and clear the suspects whose work is done."""
         used = (one.device for one in self._suspects.running() if one.device._handle)
         for device in {*self._suspects.left(), *used}:
-            calls = device._backend.calls.work
-            try:
-                with device, RelaxedCapture(calls):
-                    self._suspects.look(device, calls, mark=True)
-                    calls.probe()
-            except DriverError as error:
-                if statuses.failed(error.code):
-                    self._on_failure(device, error)
-            except DevctxError as error:
-                logger.debug("the progress of %s is unknown: %s", device, error)
+            self.look(device)
+
+    def look(self, device: Device) -> None:
+        """Check a device that may be in use, and clear its suspects whose work is done."""
+        calls = device._backend.calls.work
+        try:
+            with device, RelaxedCapture(calls):
+                self._suspects.look(device, calls, mark=True)
+                calls.probe()
+        except DriverError as error:
+            if statuses.failed(error.code):
+                self._on_failure(device, error)
+        except DevctxError as error:
+            logger.debug("the progress of %s is unknown: %s", device, error)
 
     def _note_left_behind(self, key: Hashable, device: Device) -> None:
         self.left_behind[device] += 1

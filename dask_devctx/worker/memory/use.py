@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+from distributed import Reschedule
+
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.worker.memory.kept import Kept
@@ -88,18 +90,35 @@ class Use:
 
 
 class HostTask(TaskStandIn):
-    """A task without a device whose inputs may be in host memory: it gets the values themselves."""
+    """A task without a device whose inputs may be in host memory: it gets the values themselves.
 
-    __slots__ = ("memory",)
+    Parameters
+    ----------
+    task
+        The task.
+    memory
+        The manager of the device memory.
+    has_failed
+        Returns whether a device of the worker has failed. Where an input cannot come back for that
+        reason, the task runs on another worker.
+    """
 
-    def __init__(self, task: Callable[[Any], Any], memory: DeviceMemory) -> None:
+    __slots__ = ("has_failed", "memory")
+
+    def __init__(
+        self,
+        task: Callable[[Any], Any],
+        memory: DeviceMemory,
+        has_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(task)
         self.memory = memory
+        self.has_failed = has_failed
 
     def __call__(self, data: Any = ()) -> Any:
         if self.task.is_coro:  # type: ignore[attr-defined]
             return self._await(data)
-        use = Use(self.memory, data or {}, None)
+        use = self._use(data, wait=True)
         try:
             self._hold_back(data)
             return self.task(use.data)
@@ -107,12 +126,20 @@ class HostTask(TaskStandIn):
             use.end()
 
     async def _await(self, data: Any) -> Any:
-        use = Use(self.memory, data or {}, None, wait=False)
+        use = self._use(data, wait=False)
         try:
             self._hold_back(data)
             return await self.task(use.data)
         finally:
             use.end()
+
+    def _use(self, data: Any, *, wait: bool) -> Use:
+        try:
+            return Use(self.memory, data or {}, None, wait=wait)
+        except Exception as error:
+            if self.has_failed():
+                raise Reschedule from error
+            raise
 
     @staticmethod
     def _hold_back(data: Any) -> None:

@@ -19,7 +19,7 @@ from distributed import Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
-from dask_devctx.scheduler.history import ANSWER_LIMIT, HISTORY
+from dask_devctx.scheduler.announcements import ANSWER_LIMIT, HISTORY
 from dask_devctx.scheduler.rows import HOST, KINDS
 
 # Ten minutes of heartbeats.
@@ -159,11 +159,13 @@ class History:
         since
             The numbers of the last answer's ``next``.
         """
-        numbers = since if since is not None and epoch == self._epoch else {}
+        numbers = since if isinstance(since, Mapping) and epoch == self._epoch else {}
         rows, following, lost = {}, {}, {}
         for name in KINDS:
             ring: Ring = getattr(self, name)
-            rows[name], following[name], lost[name] = ring.since(numbers.get(name, 0), ANSWER_LIMIT)
+            number = numbers.get(name)
+            number = number if isinstance(number, int) else 0
+            rows[name], following[name], lost[name] = ring.since(number, ANSWER_LIMIT)
         return {
             "epoch": self._epoch,
             "next": following,
