@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import dask
+import pytest
 from distributed import Client, Nanny, Worker, secede
 from distributed.protocol import dumps, loads
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, devices, report
+from dask_devctx.scheduler.announcements import HISTORY, SHARE
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
@@ -269,6 +271,29 @@ async def test_a_device_that_fails_is_an_incident(
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)
     assert row.text == "it broke"
     assert history.workers[address].host == "127.0.0.1"
+
+
+@with_plugin(devices=[0, 1])
+async def test_malformed_messages_about_histories_and_shares_are_refused_and_logged(
+    client: Any, scheduler: Any, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[object] = []
+
+    def lie(**question: object) -> object:
+        asked.append(question)
+        return {**right(), "rows": {"tasks": [["key", 7]]}}
+
+    right, worker.handlers[HISTORY] = worker.handlers[HISTORY], lie
+    history = history_of(scheduler)
+    for _ in range(3):
+        await history.collect()
+    assert len(asked) == 1
+    assert "The history of" in caplog.text
+    assert history.rows().rows == []
+    held = [Device(0).uuid, Device(1).uuid]
+    assert await worker.handlers[SHARE](uuids=7, version=10**30) == held
+    assert f"A message {SHARE} was refused" in caplog.text
+    assert await client.submit(lambda: Device.current().device_id) in (0, 1)
 
 
 @gen_cluster(client=True, nthreads=[], timeout=60)
