@@ -50,7 +50,7 @@ class PastCounts:
 
 
 _NUMBER: Final = int | float
-_TRANSFERRED: Final = ("nbytes", "copies", "saved", "seconds")
+_TRANSFERRED: Final = ("nbytes", "copies", "saved", "seconds", "measured_nbytes", "measured_s")
 # The fields of rows, and their types.
 _DEVICE: Final[dict[str, Any]] = {
     "uuid": str,
@@ -62,7 +62,7 @@ _TRANSFER: Final[dict[str, Any]] = {
     "source": str,
     "destination": str,
     "way": str | None,  # within a worker it is missing
-    **dict.fromkeys(_TRANSFERRED, _NUMBER),
+    **dict.fromkeys(_TRANSFERRED[:4], _NUMBER),  # workers may have another version
 }
 
 
@@ -99,8 +99,8 @@ class Counts:
     past
         The devices of workers that left, by UUID.
     transfers
-        The bytes, copies, saved copies and seconds of these workers' transfers, by source,
-        destination and way.
+        The bytes, copies, saved copies, seconds, measured bytes and their seconds of these workers'
+        transfers, by source, destination and way.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -174,9 +174,10 @@ class Counts:
                 key = row["source"], row["destination"], row.get("way") or "peer"
                 if key not in self.transfers and len(self.transfers) == _LIMIT:
                     return
-                sums = self.transfers.setdefault(key, [0, 0, 0, 0.0])
+                sums = self.transfers.setdefault(key, [0] * len(_TRANSFERRED))
                 for index, one in enumerate(_TRANSFERRED):
-                    sums[index] += row[one]
+                    number = row.get(one, 0)
+                    sums[index] += number if isinstance(number, _NUMBER) else 0
 
     def _add(self, device: PastDevice, uuid: str) -> None:
         before = self.past.pop(uuid, None)

@@ -141,7 +141,8 @@ class DeviceExtension:
             if options.move_inputs:
                 self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
                 self.monitor.retries.drop_replicas = self.inputs.drop_replicas
-                self.inputs.replicas.on_copy = self.history.copied_between
+                self.inputs.replicas.counts.on_copy = self.history.copied_between
+                self.history.refresh = self.inputs.replicas.counts.measure
                 self.record.memory["copies"] = self.inputs.replicas.nbytes
                 steps.enter_context(ordering.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))

@@ -328,8 +328,10 @@ class Inputs:
         """Return the heartbeat's rows, one for each pair of devices, as plain data.
 
         ``nbytes`` and ``copies`` count the copied bytes and values, and ``saved`` the times that a
-        copy was there already. ``seconds`` is the time that threads spent on starting the copies.
+        copy was there already. ``seconds`` is the time that threads spent on starting the copies,
+        and ``measured_s`` the time that devices took for ``measured_nbytes`` of them.
         """
+        self.replicas.counts.measure()
         return [
             {
                 "source": source.uuid,
@@ -338,6 +340,8 @@ class Inputs:
                 "copies": traffic.copies,
                 "saved": traffic.saved,
                 "seconds": traffic.seconds,
+                "measured_nbytes": traffic.measured_nbytes,
+                "measured_s": traffic.measured_s,
             }
             for (source, destination), traffic in self.replicas.traffic.items()
         ]
