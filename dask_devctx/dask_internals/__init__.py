@@ -96,6 +96,7 @@ ON_A_WORKER: Final = (
     "state.actors",
     "state.transfer_message_bytes_limit",
     "state.data",
+    "state.ready",
     "stream_handlers[close]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.

@@ -52,9 +52,8 @@ class Checkup:
         """
         calls = device._backend.calls.work
         with RelaxedCapture(calls):
-            if self._suspects.marked(device):
-                self._suspects.look(device, calls, mark=False)
-            calls.probe()
+            if not self._suspects.look(device, calls, mark=False):
+                calls.probe()
 
     def drain(self, device: Device) -> None:
         """Wait until a device has done all its work.
@@ -93,13 +92,15 @@ class Checkup:
             self._note_left_behind(key, device)
             calls.set_current(device._handle)  # without a context, the probe finds no failure
         with RelaxedCapture(calls.work):
+            probed = False
             if wait:
                 ended = self._suspects.count(device)
                 calls.synchronize()
                 self._suspects.idle(device, ended)
             else:
-                self._suspects.look(device, calls.work, mark=True)
-            calls.work.probe()
+                probed = self._suspects.look(device, calls.work, mark=True)
+            if not probed:
+                calls.work.probe()
 
     def between(self) -> None:
         """Check the devices that are in use, and clear the suspects whose work is done."""
@@ -112,8 +113,8 @@ class Checkup:
         calls = device._backend.calls.work
         try:
             with device, RelaxedCapture(calls):
-                self._suspects.look(device, calls, mark=True)
-                calls.probe()
+                if not self._suspects.look(device, calls, mark=True):
+                    calls.probe()
         except DriverError as error:
             if statuses.failed(error.code):
                 self._on_failure(device, error)

@@ -37,7 +37,7 @@ class DeviceMemory:
 
     Attributes
     ----------
-    books, reservations, leaving
+    books, reservations, leaving, pool
         Its parts.
     on_disk
         Whether values went to disk.
@@ -60,7 +60,7 @@ class DeviceMemory:
         self.leaving = Leaving(self.books, pool, around, on_failure)
         self.on_disk = False
         self._returning = Returning(self.books, self.reservations, self.leaving, around)
-        self._pool = pool
+        self.pool = pool
         self._around = around
         self._lock = self.books.lock
 
@@ -171,7 +171,7 @@ class DeviceMemory:
         try:
             device = next(iter(kept.places))
             return HostForm.copied(
-                (value,), device, [Stamp.of_devices(kept.places)], self._pool.take
+                (value,), device, [Stamp.of_devices(kept.places)], self.pool.take
             )
         finally:
             self.unpin([kept])
