@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo gallery test soak trials blame upstream fuzz lint docs dist-check format clean
+.PHONY: demo gallery test soak trials blame upstream fuzz audit lint docs dist-check format clean
 
 # Images on every GPU, or on four simulated ones.
 demo: $(VENV)/ready
@@ -40,6 +40,14 @@ upstream: $(VENV)/ready
 fuzz: $(VENV)/ready
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
+# Known vulnerabilities of the dependencies that are installed. It asks the package registry, and
+# fails where the registry knows nothing of one.
+audit: $(VENV)/ready
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet pip-audit
+	build/audit/bin/pip-audit --strict --skip-editable --progress-spinner off --timeout 10 \
+		--path "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,7 +71,7 @@ $(VENV)/ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:

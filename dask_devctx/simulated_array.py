@@ -22,6 +22,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.errors import (
     DevctxError,
     DeviceMemoryError,
@@ -31,6 +32,7 @@ from dask_devctx.errors import (
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 from dask_devctx.transfer.blocks import Memory, memory_of
 from dask_devctx.transfer.host import to_host
+from dask_devctx.transfer.timing import timed
 
 _Array = np.ndarray[Any, Any]
 
@@ -231,7 +233,8 @@ class SimulatedArray(NDArrayOperatorsMixin):
     def copy_to(self, device: Device) -> Self:
         """Return a copy on another device, with the same layout; any device may be current."""
         data = self._readable()
-        return self._filled(device, data.nbytes, lambda: data.copy(order="K"))
+        with device, timed(device, self._device, data.nbytes, LEGACY_STREAM):
+            return self._filled(device, data.nbytes, lambda: data.copy(order="K"))
 
     def _readable(self) -> _Array:
         """Return the values for a copy, which the driver can make in any context."""
@@ -492,10 +495,6 @@ def _bytes_of_many(arrays: list[SimulatedArray]) -> dict[Device, int]:
     return total
 
 
-def _to_device(array: SimulatedArray, device: Device) -> SimulatedArray:
-    return array.copy_to(device)
-
-
 def _memory_of(array: SimulatedArray) -> Memory | None:
     return None if array._memory is None else Memory(array._device, *array._memory.extent)
 
@@ -505,6 +504,6 @@ def _memory_of(array: SimulatedArray) -> Memory | None:
 device_of.register(SimulatedArray, _device_of)
 nbytes_by_device.register(SimulatedArray, _bytes)
 nbytes_by_device.register_many(SimulatedArray, _bytes_of_many)
-to_device.register(SimulatedArray, _to_device)
+to_device.register(SimulatedArray, SimulatedArray.copy_to)
 to_host.register(SimulatedArray, SimulatedArray.get)
 memory_of.register(SimulatedArray, _memory_of)

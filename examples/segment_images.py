@@ -128,14 +128,14 @@ def main() -> int:
     parser.add_argument("--images", nargs="+", default=IMAGES, choices=IMAGES, metavar="NAME")
     options = parser.parse_args()
     needs("skimage", "scipy", "matplotlib")
+    options.out.mkdir(parents=True, exist_ok=True)
     with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
         print("The devices at work:", cluster.dashboard_link.replace("status", "devices"))
         sent = {name: submit(client, name, name in options.images[:2]) for name in options.images}
         results = client.gather(sent)
-        done = report(client)
+        print(done := report(client))
         timeline(client, options.out / "timeline.json")
 
-    print(done)
     contact_sheet(results, options.out / "segmented.png")
     lanes(done, options.out / "devices.png", STAGES)
     for name, (table, _, _, agreed) in results.items():

@@ -31,7 +31,8 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "names", [["scope", "import", "scale"], ["tasks", "startup", "transfer"], ["jobs"]]
+    "names",
+    [["scope", "import", "scale"], ["page"], ["tasks", "startup", "transfer"], ["jobs"]],
 )
 def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str]) -> None:
     done = subprocess.run(
@@ -72,7 +73,7 @@ def test_values_that_leave_and_come_back_are_measured(tmp_path: Path) -> None:
 
 
 def test_every_subject_is_run_by_a_test() -> None:
-    every = {"scope", "import", "tasks", "scale", "startup", "transfer", "jobs", "memory"}
+    every = {"scope", "import", "tasks", "scale", "page", "startup", "transfer", "jobs", "memory"}
     assert set(subjects.NAMES) == every
 
 

@@ -52,10 +52,11 @@ def test_the_gallery_has_every_example_with_a_picture() -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example(tmp_path: Path, name: str) -> None:
     path = EXAMPLES / f"{name}.py"
-    done = python(str(path), "--out", str(tmp_path), *SMALL[name].split())
+    out = tmp_path / "new"  # which the example makes
+    done = python(str(path), "--out", str(out), *SMALL[name].split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(" right")
-    pictures = list(tmp_path.glob("*.png"))
+    pictures = list(out.glob("*.png"))
     assert pictures
     for picture in pictures:
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -66,7 +67,7 @@ def test_an_example(tmp_path: Path, name: str) -> None:
     if name == "segment_images":
         # It says where to look while it runs, and values that are pinned change the device.
         assert re.search(r"http://\S+/devices\n", done.stdout)
-        events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+        events = json.loads((out / "timeline.json").read_text())["traceEvents"]
         names = {event["name"] for event in events if event["ph"] == "X"}
         assert {"load", "denoise", "threshold", "label", "measure", "compare"} <= names
         assert any(event["ph"] == "s" for event in events), "no copy between devices"

@@ -22,7 +22,7 @@ LONGER = {
     "simulated_array.py": 510,
     "transfer/move.py": 360,
     "transfer/protocols.py": 450,
-    "worker/extension.py": 410,
+    "worker/extension.py": 420,
     "transfer/replicas.py": 350,
     "worker/inputs/inputs.py": 350,
     "worker/ipc/outgoing.py": 350,

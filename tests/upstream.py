@@ -26,7 +26,10 @@ REASONS = {
     "test_executor_offload": "a task runs on its device's threads, not on another executor",
     "test_executor_inherit_threadname_from_worker": "a device's threads have the device's name",
     "test_worker_client_rejoins": "a task rejoins the threads of its device",
-    "test_log_remove_worker": "the advice about nthreads is one more event on the scheduler",
+    "test_memory_no_zict": "a mapping of this package holds values that may leave their devices",
+    "test_memory_limit_none": "a mapping of this package holds values that may leave their devices",
+    "test_repr": "six workers want four devices",
+    "test_Client_twice": "a second cluster on the same machine needs devices of its own",
 }
 MODULES = (
     *(f"tests/test_{name}.py" for name in ("scheduler", "active_memory_manager", "reschedule")),

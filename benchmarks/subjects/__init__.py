@@ -13,6 +13,7 @@ _MODULES = {
     "import": "imports",
     "tasks": "tasks",
     "scale": "scale",
+    "page": "page",
     "startup": "startup",
     "transfer": "transfer",
     "jobs": "jobs",

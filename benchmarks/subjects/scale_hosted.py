@@ -20,7 +20,7 @@ from dask_devctx.scheduler.routing import DeviceRouting
 
 N_DEVICES = 8
 # dask reads these metrics when a worker joins.
-_METRICS: dict[str, Any] = {
+METRICS: dict[str, Any] = {
     "bandwidth": {"total": 1e8, "workers": {}, "types": {}},
     "digests_total_since_heartbeat": {},
     "event_loop_interval": 0.02,
@@ -44,7 +44,7 @@ class _Nothing(SchedulerPlugin):  # type: ignore[misc]
     """A plugin that does nothing, in place of the routing."""
 
 
-class _Comm:
+class StandInComm:
     """A worker's connection, which accepts all messages and sends nothing until it is closed."""
 
     peer_address = local_address = "tcp://stand-in"
@@ -85,7 +85,7 @@ class _Cluster:
         self.plugin = plugin
         self._n_workers, self._n_tasks, self._naming = n_workers, n_tasks, naming
         self._numbers = itertools.count()
-        self._connections: dict[str, tuple[_Comm, asyncio.Task[None]]] = {}
+        self._connections: dict[str, tuple[StandInComm, asyncio.Task[None]]] = {}
         self._keys_used = itertools.count()
         self._keys: list[tuple[str, int]] = []
 
@@ -108,7 +108,7 @@ class _Cluster:
         """Let a new worker join and announce its devices, or the worker of a number again."""
         number = next(self._numbers) if number is None else number
         address = _address(number)
-        comm = _Comm()
+        comm = StandInComm()
         all_started = time.thread_time()
         timed = _Timed(self.plugin)
         self._scheduler.plugins[DeviceRouting.name] = timed
@@ -124,7 +124,7 @@ class _Cluster:
                 now=now(),
                 resources={},
                 memory_limit=2**40,
-                metrics=_METRICS,
+                metrics=METRICS,
                 services={},
                 local_directory="",
                 versions={},

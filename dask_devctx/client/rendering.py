@@ -123,13 +123,13 @@ def _prefixes(report: Report) -> Iterator[Sequence[object]]:
         groups[run.prefix].append(run)
     for prefix, runs in sorted(groups.items(), key=lambda item: -_busy_s(item[1])):
         failed = sum(run.outcome == "error" for run in runs)
-        on = ",".join(str(n) for n in sorted({run.device_id for run in runs}, key=str))
+        on = ",".join(str(n) for n in sorted({n for run in runs for n in run.device_ids}))
         yield (
             shortened(prefix, 24),
             len(runs) - failed,
             failed,
             round(_busy_s(runs), 2),
-            round(1000 * _busy_s(runs) / len(runs), 1),
+            round(1000 * sum(map(_seconds, runs)) / len(runs), 1),
             round(sum(run.place_s for run in runs), 2),
             round(sum(run.inputs_s for run in runs), 2),
             round(sum(run.memory_s for run in runs), 2),
@@ -138,7 +138,12 @@ def _prefixes(report: Report) -> Iterator[Sequence[object]]:
 
 
 def _busy_s(runs: Iterable[ReportedTask]) -> float:
-    return sum(run.stop - run.start for run in runs if run.start and run.stop)
+    """Return the time of devices: a task of two devices counts twice."""
+    return sum(_seconds(run) * len(run.device_ids) for run in runs)
+
+
+def _seconds(run: ReportedTask) -> float:
+    return run.stop - run.start if run.start and run.stop else 0.0
 
 
 def _below(report: Report) -> Iterator[str]:
@@ -147,13 +152,19 @@ def _below(report: Report) -> Iterator[str]:
         yield f"tasks without a device: {report.hosted}"
     nbytes: Counter[tuple[str, str | None]] = Counter()
     copies: Counter[tuple[str, str | None]] = Counter()
+    measured: defaultdict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0, 0.0])
     for row in report.transfers:
         nbytes[row.way, row.reason] += row.nbytes
         copies[row.way, row.reason] += row.copies
+        measured[row.way, row.reason][0] += row.measured_nbytes
+        measured[row.way, row.reason][1] += row.measured_s
     for way, reason in nbytes:
         because = f": {reason}" if reason else ""
         moved, count = nbytes_text(nbytes[way, reason]), copies[way, reason]
-        yield f"moved by {way}: {moved} in {count} {'copy' if count == 1 else 'copies'}{because}"
+        timed, seconds = measured[way, reason]
+        rate = f", {timed / seconds / 1e9:.3g} GB/s" if seconds > 0 else ""
+        several = "copy" if count == 1 else "copies"
+        yield f"moved by {way}: {moved} in {count} {several}{rate}{because}"
     same = Counter((task.worker, task.prefix, task.reason) for task in report.refused)
     for (worker, prefix, reason), count in same.items():
         yield f"refused on {worker}: {count} of {prefix}: {reason}"

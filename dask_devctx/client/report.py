@@ -19,9 +19,19 @@ By = Literal["device", "prefix"]
 
 @dataclass(frozen=True, slots=True)
 class ReportedTask(TaskRun):
-    """A task that ran, or that failed, and its worker's address."""
+    """A task that ran, or that failed.
+
+    Parameters
+    ----------
+    worker
+        Its worker's address.
+    device_ids
+        The ordinals of all its devices, in the worker's process. The other fields are those of its
+        first device.
+    """
 
     worker: str = ""
+    device_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +194,8 @@ async def _report(client: Client, by: By) -> Report:
         workers[worker] = answer is not None
         if answer is not None:
             who = {"worker": worker, "worker_name": answer["name"]}
-            tasks += [_task(run, worker) for run in answer["runs"]]
+            more = answer.get("more", {})
+            tasks += [_task(r, worker, more.get(n, ())) for n, r in enumerate(answer["runs"])]
             devices += [ReportedDevice(**row, **who) for row in answer["devices"]]
             transfers += [ReportedTransfer(worker=worker, **row) for row in answer["transfers"]]
             refused += [ReportedRefusal(*(*task, worker)) for task in answer["refused"]]
@@ -193,9 +204,10 @@ async def _report(client: Client, by: By) -> Report:
                 waiting[worker] = text
     past, moved = await _past(client)
     devices = _with_past(devices, past)
-    for (source, destination, way), (nbytes, copies, saved, seconds) in moved.items():
+    for (source, destination, way), (nbytes, copies, saved, seconds, *measured) in moved.items():
         counts = int(nbytes), int(copies), int(saved), seconds
-        transfers.append(ReportedTransfer(source, destination, way, *counts))
+        known = int(measured[0]), measured[1]
+        transfers.append(ReportedTransfer(source, destination, way, *counts, None, *known))
     tasks.sort(key=lambda task: task.start or 0.0)
     on_devices = [task for task in tasks if task.uuid is not None]
     on_none = [task for task in tasks if task.uuid is None]
@@ -213,9 +225,12 @@ async def _report(client: Client, by: By) -> Report:
     )
 
 
-def _task(run: Sequence[Any], worker: str) -> ReportedTask:
+def _task(run: Sequence[Any], worker: str, more: Sequence[int]) -> ReportedTask:
     # A row may lack its last fields.
-    return ReportedTask(**dict(zip(TaskRun.__slots__, run, strict=False)), worker=worker)
+    found: dict[str, Any] = dict(zip(TaskRun.__slots__, run, strict=False))
+    first = found["device_id"]
+    device_ids = () if first is None else (first, *more)
+    return ReportedTask(**found, worker=worker, device_ids=device_ids)
 
 
 async def _past(client: Client) -> tuple[dict[str, Any], dict[tuple[str, str, str], list[float]]]:

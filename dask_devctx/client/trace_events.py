@@ -187,7 +187,6 @@ class _Writer:
         yield self._slice(worker, run.uuid, _TASKS, run.start, run.stop, **about)
 
     def _copy(self, worker: str, row: Copy) -> Iterator[Event]:
-        seconds = row.stop - row.start
         args: dict[str, Any] = {
             "from": row.source,
             "to": row.target,
@@ -195,8 +194,8 @@ class _Writer:
             "way": row.way,
             "values": row.values,
         }
-        if seconds > 0:
-            args["GB/s"] = round(row.nbytes / seconds / 1e9, 3)
+        if row.rate is not None:
+            args["GB/s"] = round(row.rate / 1e9, 3)
         about: dict[str, Any] = {"name": f"copy by {row.way}", "cat": "copy", "args": args}
         begin, end = row.start, row.stop
         source = self._slice(*self._end(worker, row.source), _SENDS, begin, end, **about)

@@ -76,6 +76,7 @@ NAMES: Final = (
     "distributed.protocol.cuda:cuda_deserialize._lookup",
 )
 ON_A_WORKER: Final = (
+    "_deque_handler",
     "_pending_plugins",
     "active_keys",
     "active_threads",
@@ -95,6 +96,7 @@ ON_A_WORKER: Final = (
     "state.actors",
     "state.transfer_message_bytes_limit",
     "state.data",
+    "state.ready",
     "stream_handlers[close]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.

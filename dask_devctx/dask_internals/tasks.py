@@ -103,6 +103,11 @@ def add_metadata(ts: Any, name: str, value: str) -> None:
     ts.metadata[name] = value
 
 
+def ready(worker: Worker) -> int:
+    """Return how many tasks of a worker could begin, if it had more threads."""
+    return len(worker.state.ready)
+
+
 def is_cancelled(worker: Worker, key: Hashable) -> bool:
     """Return whether a task was cancelled; on any thread.
 

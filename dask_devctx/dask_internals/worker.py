@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -72,6 +73,16 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
         if worker.metrics.get(name) == function:
             kept = {one: value for one, value in worker.metrics.items() if one != name}
             worker.metrics = kept if before is _MISSING else {**kept, name: before}
+
+
+@contextmanager
+def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
+    """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too."""
+    logger.addHandler(worker._deque_handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(worker._deque_handler)
 
 
 # -- actors

@@ -35,11 +35,12 @@ class WorkCalls:
 
     # -- events: points in the work that a device was given
 
-    def event_create(self) -> int:
-        """Create an event of the current context, which measures no time."""
-        made = self._out("cuEventCreate", 2000, 0, _DISABLE_TIMING)
+    def event_create(self, *, timed: bool = False) -> int:
+        """Create an event of the current context; ``timed`` ones know when they were reached."""
+        flags = 0 if timed else _DISABLE_TIMING
+        made = self._out("cuEventCreate", 2000, 0, flags)
         if made is None:
-            made = int(self._value(self.driver.cuEventCreate, _DISABLE_TIMING))
+            made = int(self._value(self.driver.cuEventCreate, flags))
         return made
 
     def event_destroy(self, event: int) -> None:
@@ -82,6 +83,11 @@ class WorkCalls:
         if status != 0:
             raise self._error("cuEventQuery", status)
         return True
+
+    def event_seconds(self, start: int, end: int) -> float:
+        """Return the seconds from one timed event to another; the work of both is done."""
+        events = self.types.CUevent(start), self.types.CUevent(end)
+        return float(self._value(self.driver.cuEventElapsedTime, *events)) / 1000
 
     def stream_create(self) -> int:
         """Create a stream, for which the legacy default stream of its context does not wait."""

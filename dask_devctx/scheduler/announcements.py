@@ -1,13 +1,14 @@
-"""The messages that workers send to the scheduler, and the checks of their content."""
+"""The messages between workers and the scheduler, and the checks of their content."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, get_type_hints
 
 from dask_devctx.cuda.inventory import DeviceInfo, Inventory
 from dask_devctx.errors import DeviceFailedError, DevicesInUseError, LockDirectoryError
 from dask_devctx.scheduler.holdings import Holdings
+from dask_devctx.scheduler.rows import KINDS, Row
 
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
@@ -17,6 +18,10 @@ REFUSE: Final = "devctx_refuse"
 CLAIM: Final = "devctx_claim"
 # The handler on a worker, by which the scheduler changes the worker's devices.
 SHARE: Final = "devctx_share"
+# The message that a worker answers with its history.
+HISTORY: Final = "devctx_history"
+# The most rows of one kind in one answer, so that neither event loop is held for long.
+ANSWER_LIMIT: Final = 5_000
 
 # More devices than any machine has, and more characters than any name of a device.
 _DEVICES_LIMIT = 1024
@@ -27,6 +32,16 @@ _TASKS_LIMIT = 10_000
 # The errors with which a worker leaves that could not take its devices.
 _REFUSALS: Mapping[str, Callable[..., Exception]] = {
     kind.__name__: kind for kind in (DevicesInUseError, LockDirectoryError)
+}
+
+
+# The type of each field of the rows of each kind.
+_ROW_FIELDS: Final = {
+    kind: tuple(
+        float | int if hint is float else float | int | None if hint == float | None else hint
+        for hint in get_type_hints(kind).values()
+    )
+    for kind in KINDS.values()
 }
 
 
@@ -74,6 +89,15 @@ def read_claim(message: Mapping[str, Any]) -> tuple[str, list[str]]:
     )
 
 
+def read_share(message: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Return the UUIDs of a worker's devices as the scheduler says, and the version of that."""
+    version = message.get("version")
+    if version.__class__ is not int or not 0 <= version < 2**63:
+        raise MalformedError(f"'version' is no number of a version: {_shown(version)}")
+    uuids = _items(message.get("uuids"), "uuids")
+    return [_text(uuid, "uuids") for uuid in uuids], version
+
+
 def read_refusal(message: Mapping[str, Any]) -> Exception:
     """Return the error with which a worker leaves.
 
@@ -91,6 +115,58 @@ def read_refusal(message: Mapping[str, Any]) -> Exception:
     except Exception as wrong:
         raise MalformedError(f"'arguments' are not those of {kind}: {wrong!r}") from None
     return error
+
+
+class DeviceName(NamedTuple):
+    """A device of a worker: its UUID, its ordinal there and its name."""
+
+    uuid: str
+    device_id: int
+    name: str | None
+
+
+class HistoryAnswer(NamedTuple):
+    """A worker's answer about its history.
+
+    Parameters
+    ----------
+    epoch, next
+        The numbers for the next question.
+    devices
+        The worker's devices.
+    rows
+        The rows, by the name of their ring.
+    lost
+        How many rows were dropped before they were asked for.
+    """
+
+    epoch: str
+    next: dict[str, int]
+    devices: list[DeviceName]
+    rows: dict[str, list[Row]]
+    lost: int
+
+
+def read_history(answer: object) -> HistoryAnswer:
+    """Return a worker's answer about its history.
+
+    Notes
+    -----
+    Further fields of a row are ignored, because workers may have another version.
+    """
+    if not isinstance(answer, Mapping):
+        raise MalformedError(f"it is no mapping, but {type(answer).__name__}")
+    following, lost, rows = (_mapping(answer.get(name), name) for name in ("next", "lost", "rows"))
+    found: dict[str, list[Row]] = {
+        name: _rows(rows.get(name), name, kind, _ROW_FIELDS[kind]) for name, kind in KINDS.items()
+    }
+    return HistoryAnswer(
+        _text(answer.get("epoch"), "epoch"),
+        {name: _number(following.get(name), "next") for name in KINDS},
+        _rows(answer.get("devices"), "devices", DeviceName, (str, int, str | None)),
+        found,
+        sum(_number(lost.get(name), "lost") for name in KINDS if name != "samples"),
+    )
 
 
 class FailureMessage(NamedTuple):
@@ -133,13 +209,47 @@ def read_failure(message: Mapping[str, Any]) -> FailureMessage:
     return FailureMessage(error.args, *keys)
 
 
+def _rows(value: object, name: str, kind: Callable[..., Any], types: Sequence[Any]) -> list[Any]:
+    """Return rows of one kind; each may lack its last fields, and may have more."""
+    found = []
+    for row in _items(value, name, ANSWER_LIMIT):
+        if not isinstance(row, list | tuple):
+            raise MalformedError(f"a row of '{name}' is no list, but {type(row).__name__}")
+        for field, type_ in zip(row, types, strict=False):
+            if type_ is Hashable:
+                _hashed(field, name)
+            elif not isinstance(field, type_):
+                raise MalformedError(f"'{name}' has a field of wrong type: {_shown(field)}")
+        try:
+            found.append(kind(*row[: len(types)]))
+        except TypeError:
+            raise MalformedError(f"a row of '{name}' lacks fields") from None
+    return found
+
+
+def _mapping(value: object, name: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise MalformedError(f"'{name}' is no mapping, but {type(value).__name__}")
+    return value
+
+
+def _number(value: object, name: str) -> int:
+    if value.__class__ is not int or not 0 <= value < 2**63:
+        raise MalformedError(f"'{name}' has one that is no number: {_shown(value)}")
+    return value
+
+
+def _hashed(key: object, name: str) -> None:
+    try:
+        hash(key)
+    except TypeError:
+        raise MalformedError(f"'{name}' has one that is no key: {_shown(key)}") from None
+
+
 def _keys(value: object, name: str) -> tuple[Hashable, ...]:
     keys = _items(value, name, _TASKS_LIMIT)
     for key in keys:
-        try:
-            hash(key)
-        except TypeError:
-            raise MalformedError(f"'{name}' has one that is no key: {_shown(key)}") from None
+        _hashed(key, name)
     return tuple(keys)
 
 

@@ -50,7 +50,7 @@ class PastCounts:
 
 
 _NUMBER: Final = int | float
-_TRANSFERRED: Final = ("nbytes", "copies", "saved", "seconds")
+_TRANSFERRED: Final = ("nbytes", "copies", "saved", "seconds", "measured_nbytes", "measured_s")
 # The fields of rows, and their types.
 _DEVICE: Final[dict[str, Any]] = {
     "uuid": str,
@@ -61,7 +61,8 @@ _DEVICE: Final[dict[str, Any]] = {
 _TRANSFER: Final[dict[str, Any]] = {
     "source": str,
     "destination": str,
-    **dict.fromkeys(_TRANSFERRED, _NUMBER),
+    "way": str | None,  # within a worker it is missing
+    **dict.fromkeys(_TRANSFERRED[:4], _NUMBER),  # workers may have another version
 }
 
 
@@ -98,8 +99,8 @@ class Counts:
     past
         The devices of workers that left, by UUID.
     transfers
-        The bytes, copies, saved copies and seconds of these workers' transfers, by source,
-        destination and way.
+        The bytes, copies, saved copies, seconds, measured bytes and their seconds of these workers'
+        transfers, by source, destination and way.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -120,7 +121,7 @@ class Counts:
             return
         metadata = content.get("metadata") or {}
         uuid = compute.get(DEVICE) if finish == "erred" else metadata.get(DEVICE)
-        if uuid is None:
+        if not isinstance(uuid, str):
             return
         seen = self._seen.setdefault(worker, {})
         counts = seen.get(uuid)
@@ -163,19 +164,20 @@ class Counts:
             for one in fields(PastCounts):
                 most = max(getattr(told, one.name), getattr(counted, one.name))
                 setattr(told, one.name, most)
-            self._add(PastDevice(address, row["device_id"], row["name"], told), row["uuid"])
+            self._add(PastDevice(address, row["device_id"], row.get("name"), told), row["uuid"])
         for uuid, counted in seen.items():  # it left before a heartbeat told of this device
             self._add(PastDevice(address, -1, None, counted), uuid)
 
     def _keep_transfers(self, metrics: Mapping[str, Any]) -> None:
         for name in TRAFFIC:
             for row in _rows(metrics, name, _TRANSFER):
-                key = row["source"], row["destination"], row.get("way", "peer")
+                key = row["source"], row["destination"], row.get("way") or "peer"
                 if key not in self.transfers and len(self.transfers) == _LIMIT:
                     return
-                sums = self.transfers.setdefault(key, [0, 0, 0, 0.0])
+                sums = self.transfers.setdefault(key, [0] * len(_TRANSFERRED))
                 for index, one in enumerate(_TRANSFERRED):
-                    sums[index] += row[one]
+                    number = row.get(one, 0)
+                    sums[index] += number if isinstance(number, _NUMBER) else 0
 
     def _add(self, device: PastDevice, uuid: str) -> None:
         before = self.past.pop(uuid, None)

@@ -30,15 +30,16 @@ from distributed.metrics import time
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import ask
-from dask_devctx.scheduler.rows import KINDS, Copy, Incident, Row, Sample, TaskRun
+from dask_devctx.scheduler.announcements import (
+    ANSWER_LIMIT,
+    HISTORY,
+    MalformedError,
+    read_history,
+)
+from dask_devctx.scheduler.rows import Copy, Incident, Row, Sample, TaskRun
 from dask_devctx.scheduler.suspects import ACTION, TOPIC
 
 logger = logging.getLogger(__name__)
-
-# The message that a worker answers with its history.
-HISTORY: Final = "devctx_history"
-# The most rows of one kind in one answer, so that neither event loop is held for long.
-ANSWER_LIMIT: Final = 5_000
 
 _INTERVAL_S: Final = 0.5
 _TIMEOUT_S: Final = 5.0
@@ -88,11 +89,14 @@ class KnownWorker:
         Its name and its host.
     present
         Whether it is still there.
+    is_refused
+        Whether its answers are malformed; it is asked no more.
     """
 
     name: str
     host: str
     present: bool = True
+    is_refused: bool = False
     epoch: str | None = None
     since: dict[str, int] = field(default_factory=dict)
 
@@ -180,6 +184,10 @@ class DeviceHistory:
             return
         known.present = False
         self.workers[address] = known  # at the end: the first ones left first
+        self._prune()
+
+    def _prune(self) -> None:
+        """Forget the workers that left long ago, but for those of rows."""
         gone = [address for address, one in self.workers.items() if not one.present]
         if len(gone) > _GONE:
             named = {worker for worker, _ in self._rows}
@@ -200,6 +208,7 @@ class DeviceHistory:
         worker = str(event.get("worker"))
         self._known(worker)
         self._keep(worker, row)
+        self._prune()
 
     # -- collecting
 
@@ -211,7 +220,11 @@ class DeviceHistory:
 
     def _look_now(self) -> None:
         for address in list(self._addresses()):
-            if address not in self._asking and address in self._scheduler.workers:
+            if (
+                address not in self._asking
+                and address in self._scheduler.workers
+                and not self._known(address).is_refused
+            ):
                 task = asyncio.ensure_future(self._ask(address))
                 self._asking[address] = task
                 task.add_done_callback(partial(self._asked, address))
@@ -235,25 +248,28 @@ class DeviceHistory:
                     self._scheduler, address, HISTORY, epoch=known.epoch, since=known.since
                 )
                 more = self._take(address, known, await asyncio.wait_for(asking, _TIMEOUT_S))
+            except MalformedError as error:
+                logger.warning("The history of %s was refused: %s", address, error)
+                known.is_refused = True
+                return
             except Exception as error:  # it is leaving, or very busy
                 logger.debug("no history from %s: %r", address, error)
                 return
 
-    def _take(self, address: str, known: KnownWorker, answer: Mapping[str, Any]) -> bool:
+    def _take(self, address: str, known: KnownWorker, answer: object) -> bool:
         """Keep the rows of an answer; return whether the worker has more of them."""
-        known.epoch, known.since = answer["epoch"], dict(answer["next"])
-        for uuid, device_id, name in answer["devices"]:
+        said = read_history(answer)
+        known.epoch, known.since = said.epoch, said.next
+        for uuid, device_id, name in said.devices:
             self.devices[address, uuid] = KnownDevice(device_id, name)
         more = False
-        for name, kind in KINDS.items():
-            rows = answer["rows"][name]
+        for rows in said.rows.values():
             more = more or len(rows) == ANSWER_LIMIT
             for row in rows:
-                self._keep(address, kind(*row))
-        lost = sum(n for name, n in answer["lost"].items() if name != "samples")
-        if lost:
-            text = f"{lost} rows were dropped before they were collected"
-            self._keep(address, Incident("lost", time(), text=text, count=lost))
+                self._keep(address, row)
+        if said.lost:
+            text = f"{said.lost} rows were dropped before they were collected"
+            self._keep(address, Incident("lost", time(), text=text, count=said.lost))
         return more
 
     def _keep(self, address: str, row: Row) -> None:

@@ -67,13 +67,16 @@ class Copy:
     nbytes
         The bytes.
     start, stop
-        The times of the start and end. Within a worker, a copy is only started: ``stop`` is the
-        time when the device had its orders.
+        The times of the start and end. A copy within a worker starts when the device gets its
+        order.
     way
         ``"peer"`` within a worker, ``"ipc"`` between workers of one machine, ``"host"`` as dask
         sends values, or ``"spill"``.
     values
         The number of values.
+    timed
+        Whether the time from ``start`` to ``stop`` is that of the copy. A small copy within a
+        worker is not timed: its ``stop`` is its ``start``.
     """
 
     source: str
@@ -83,6 +86,13 @@ class Copy:
     stop: float
     way: str
     values: int = 1
+    timed: bool = True
+
+    @property
+    def rate(self) -> float | None:
+        """The bytes in a second; None if it was not timed."""
+        seconds = self.stop - self.start
+        return self.nbytes / seconds if self.timed and seconds > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +102,7 @@ class Incident:
     Parameters
     ----------
     what
-        ``"out-of-memory"`` for a task that is tried again,
+        ``"error"`` for a task that failed, ``"out-of-memory"`` for a task that is tried again,
         ``"device-failed"``, ``"refused"`` for a task that got no device, ``"standstill"`` for tasks
         that hold all places while they wait for others, or ``"lost"`` for rows that were dropped
         before a reader saw them.
@@ -196,9 +206,11 @@ class DeviceCounts:
     queued, running
         The tasks that wait for a place on it, and that run on it.
     done, failed
-        The tasks that ended well, and that raised.
+        The tasks that ended well, and that raised. A task of several devices counts on its first
+        one only.
     busy_s
-        The sum of the seconds of tasks that ended. Tasks that seceded do not count, because most of
+        The sum of the seconds of tasks that ended. A task of several devices counts on each of
+        them. Tasks that seceded do not count, because most of
         them only wait for others.
     memory_free, memory_total
         Bytes of the whole device; None if NVML does not know them.
@@ -263,6 +275,9 @@ class Transfer:
         The time of the transfers; within a worker, the time that threads spent to start copies.
     reason
         The reason why the values went through the host, if it is known.
+    measured_nbytes, measured_s
+        The bytes of the transfers whose own time is known, and that time. Within a worker, the
+        devices time copies of 1 MiB and more.
     """
 
     source: str
@@ -273,6 +288,13 @@ class Transfer:
     saved: int
     seconds: float
     reason: str | None = None
+    measured_nbytes: int = 0
+    measured_s: float = 0.0
+
+    @property
+    def rate(self) -> float | None:
+        """The bytes in a second of the transfers whose time is known; None if there are none."""
+        return self.measured_nbytes / self.measured_s if self.measured_s > 0 else None
 
 
 # The end of a copy that is the worker's host memory.

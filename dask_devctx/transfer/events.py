@@ -24,10 +24,10 @@ class Event:
 
     __slots__ = ("_calls", "_handle")
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, timed: bool = False) -> None:
         self._handle = 0
         self._calls = device._backend.calls.work
-        self._handle = self._calls.event_create()
+        self._handle = self._calls.event_create(timed=timed)
 
     def __del__(self) -> None:
         if self._handle:
@@ -48,6 +48,9 @@ class Event:
     def done(self) -> bool:
         with RelaxedCapture(self._calls):
             return self._calls.event_done(self._handle)
+
+    def seconds_since(self, other: Event) -> float:
+        return self._calls.event_seconds(other._handle, self._handle)
 
 
 class Stamp:

@@ -11,6 +11,7 @@ from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.events import Event
+from dask_devctx.transfer.timing import timed
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ def copy_bytes(
         # work of both.
         way = _copy_stream(device)
         Event(device).record(stream).holds_back(way)
-    calls.copy_peer(target, own, source, source_device.primary_context.handle, nbytes, way)
+    with timed(device, source_device, nbytes, way):
+        calls.copy_peer(target, own, source, source_device.primary_context.handle, nbytes, way)
     if way != stream:
         Event(device).record(way).holds_back(stream)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dask_devctx.cuda.device import Device
@@ -19,7 +19,8 @@ from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held
 from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.transfer.move import After, Move
-from dask_devctx.transfer.traffic import Traffic
+from dask_devctx.transfer.timing import TimedCopy, timing
+from dask_devctx.transfer.traffic import Traffic, TrafficCounts
 
 
 @dataclass(eq=False)
@@ -52,9 +53,8 @@ class Replicas:
 
     Attributes
     ----------
-    on_copy
-        Called with the source, the destination, the bytes and the seconds of each copy, on the
-        thread that made it.
+    counts
+        Counts what is copied, and knows how long it took.
 
     Raises
     ------
@@ -84,10 +84,9 @@ class Replicas:
         if not 0 <= limit <= 1:
             raise ValueError(f"limit must be between 0 and 1, got {limit!r}")
         self.limit = float(limit)
-        self.on_copy: Callable[[Device, Device, int, float], object] | None = None
+        self.counts = TrafficCounts()
         self._lock = threading.RLock()
         self._places: dict[Device, _Place] = {}
-        self._traffic: dict[tuple[Device, Device], Traffic] = {}
 
     def get(
         self,
@@ -161,21 +160,21 @@ class Replicas:
             with self._lock:
                 first, entry.expected = entry.expected, entry.expected and ahead
                 if not first and not ahead:
-                    self._count(sources, device, saved=1)
+                    self.counts.saved(sources, device)
             stamp.hold_back_unless_done(device)
             return moved
 
     def _make(self, key: Hashable, entry: _Entry, value: Any, device: Device, after: After) -> Any:
-        start = time.perf_counter()
+        start, begun = time.perf_counter(), time.time()
         try:
             try:
-                moved = self._move(value, device, after)
+                moved, timed = self._move(value, device, after)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 self.drop_all(device)
                 release_held()
-                moved = self._move(value, device, after)
+                moved, timed = self._move(value, device, after)
             stamp = Stamp.of_streams([device])
             nbytes = nbytes_by_device(moved).get(device, 0)
         except BaseException as error:
@@ -184,10 +183,7 @@ class Replicas:
             entry.made.set_exception(error)
             raise
         seconds = time.perf_counter() - start
-        self._count(entry.sources, device, copies=1, seconds=seconds)
-        if self.on_copy is not None:
-            for source, moved_nbytes in entry.sources.items():
-                self.on_copy(source, device, moved_nbytes, seconds)
+        self.counts.copied(entry.sources, device, begun, seconds, timed)
         entry.made.set_result((moved, stamp))
         with self._lock:
             place = self._places[device]
@@ -198,9 +194,10 @@ class Replicas:
         return moved
 
     @staticmethod
-    def _move(value: Any, device: Device, after: After) -> Any:
+    def _move(value: Any, device: Device, after: After) -> tuple[Any, list[TimedCopy]]:
         # Nothing writes to a task's input, so its device does not have to wait for the copy.
-        return Move(device, after, guard_source=False, read_only=True).run(value)
+        with timing() as timed:
+            return Move(device, after, guard_source=False, read_only=True).run(value), timed
 
     def used(
         self, copies: Iterable[tuple[Hashable, Any]], device: object, stamp: Stamp | None
@@ -295,8 +292,7 @@ class Replicas:
     @property
     def traffic(self) -> dict[tuple[Device, Device], Traffic]:
         """The traffic until now, for each pair of source and destination."""
-        with self._lock:
-            return {pair: replace(traffic) for pair, traffic in self._traffic.items()}
+        return self.counts.rows()
 
     # -- with the lock held
 
@@ -320,23 +316,6 @@ class Replicas:
             # Entries of 0 bytes are still being made: each calls this when it is done.
             key, entry = next(item for item in place.entries.items() if item[1].nbytes)
             self._remove(device, key, entry)
-
-    def _count(
-        self,
-        sources: dict[Device, int],
-        device: Device,
-        *,
-        copies: int = 0,
-        saved: int = 0,
-        seconds: float = 0.0,
-    ) -> None:
-        with self._lock:
-            for source, nbytes in sources.items():
-                traffic = self._traffic.setdefault((source, device), Traffic())
-                traffic.nbytes += nbytes * copies
-                traffic.copies += copies
-                traffic.saved += saved
-                traffic.seconds += seconds / len(sources)
 
 
 def _may_keep(key: Hashable) -> bool:

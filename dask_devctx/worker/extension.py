@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
-from dask_devctx.dask_internals.worker import in_memory, metric
+from dask_devctx.dask_internals.worker import in_memory, metric, own_logs
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
@@ -105,6 +106,7 @@ class DeviceExtension:
         self.limits: dict[Device, int] = {}
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
+            steps.enter_context(own_logs(worker, logging.getLogger("dask_devctx")))
             history, interval_s = 0, None
             try:
                 history = remembered_tasks()
@@ -140,7 +142,8 @@ class DeviceExtension:
                 self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
                 self.monitor.retries.drop_replicas = self.inputs.drop_replicas
                 self.inputs.holds_back = self.monitor.quarantine.is_alone_on
-                self.inputs.replicas.on_copy = self.history.copied_between
+                self.inputs.replicas.counts.on_copy = self.history.copied_between
+                self.history.refresh = self.inputs.replicas.counts.measure
                 self.record.memory["copies"] = self.inputs.replicas.nbytes
                 steps.enter_context(ordering.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
@@ -155,6 +158,7 @@ class DeviceExtension:
                     use=options.ipc,
                     make_room=self._make_room,
                     on_failure=self.monitor.blame.noticed_between,
+                    has_failed=self.monitor.has_failed,
                     memory=lambda: self.memory,
                 )
             )
@@ -335,7 +339,8 @@ class DeviceExtension:
         if ts.run_spec.is_coro:
             tasks.replace(ts, HostCoroutine(ts.run_spec))
         if ts.dependencies and isinstance(self._worker.data, DeviceData):
-            tasks.replace(ts, HostTask(ts.run_spec, self._worker.data.memory))
+            memory = self._worker.data.memory
+            tasks.replace(ts, HostTask(ts.run_spec, memory, self.monitor.has_failed))
 
     def _done(self, key: Hashable, ts: Any) -> None:
         device = self.placement.remove(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -35,6 +36,7 @@ def _state(worker: Worker) -> dict[str, Any]:
             name: getattr(executor, "submit", None) for name, executor in worker.executors.items()
         },
         "metrics": dict(worker.metrics),
+        "logs": list(logging.getLogger("dask_devctx").handlers),
         "extensions": dict(worker.extensions),
         "nanny": worker.nanny,
         "periodic callbacks": dict(worker.periodic_callbacks),

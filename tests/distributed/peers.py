@@ -115,6 +115,17 @@ def fail(function: str, status: int, times: int = 1) -> None:
     faults().inject(function, CUresult(status), times=times)
 
 
+def fail_for_good(function: str, status: int) -> None:
+    """Let the device fail at the next call of a driver function."""
+    from cuda.bindings.driver import CUresult
+
+    def break_first(*args: Any) -> bool:
+        faults().poison(CUresult(status))
+        return False
+
+    faults().inject(function, None, when=break_first)
+
+
 def poison() -> None:
     from cuda.bindings.driver import CUresult
 

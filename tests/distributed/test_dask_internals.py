@@ -180,6 +180,7 @@ PRIVATE = frozenset(
         "_adjust_thread_count",
         "_close",
         "_correct_state_internal",
+        "_deque_handler",
         "_i",
         "_lookup",
         "_new_worker_name",

@@ -19,6 +19,34 @@ def test_an_event_of_an_idle_stream_is_done(calls, stream):
     calls.work.event_destroy(event)
 
 
+def test_the_time_between_two_events(calls):
+    begin, end = (calls.work.event_create(timed=True) for _ in range(2))
+    pointer = calls.work.allocate(1 << 20)
+    try:
+        calls.work.event_record(begin, LEGACY_STREAM)
+        context = calls.contexts[0]
+        half = 1 << 19
+        calls.work.copy_peer(pointer, context, pointer + half, context, half, LEGACY_STREAM)
+        calls.work.event_record(end, LEGACY_STREAM)
+        calls.synchronize()
+        assert 0 <= calls.work.event_seconds(begin, end) < 10
+    finally:
+        calls.work.free(pointer)
+
+
+def test_only_timed_events_that_were_recorded_tell_the_time(calls):
+    begin, end, untimed = (calls.work.event_create(timed=timed) for timed in (True, True, False))
+    with pytest.raises(DriverError, match="INVALID_HANDLE"):
+        calls.work.event_seconds(begin, end)
+    for event in (begin, untimed):
+        calls.work.event_record(event, LEGACY_STREAM)
+    calls.synchronize()
+    with pytest.raises(DriverError, match="INVALID_HANDLE"):
+        calls.work.event_seconds(begin, untimed)
+    with pytest.raises(DriverError, match="INVALID_HANDLE"):
+        calls.work.event_seconds(begin, end)
+
+
 def test_an_event_of_a_context(calls):
     event = calls.work.event_create()
     assert calls.work.event_record_context(event, calls.contexts[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,11 +28,12 @@ def run(script: str, *arguments: str) -> str:
 def test_soak() -> None:
     shown = run(
         "tests.soak",
-        *("--tasks", "1000", "--batch", "250", "--kill-every", "10"),
-        *("--sticky", "0.001", "--restore", "0.002", "--steady", "500"),
+        *("--tasks", "150", "--batch", "50", "--seed", "199", "--hosts", "1", "--loopback"),
+        *("--guilty", "1", "--steady", "150"),
     )
-    assert "tasks: 1000" in shown
-    assert shown.count("client and scheduler: [") == 2
+    assert re.search(r"seed 199: 15\d tasks", shown)
+    assert re.search(r"  guilty +\d found\n", shown)
+    assert re.search(r"  client and scheduler: \d+ MiB after the warm-up", shown)
     assert "every result right, nothing lost" in shown
 
 

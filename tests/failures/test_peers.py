@@ -96,6 +96,46 @@ def test_a_device_fails_in_the_middle(where: int, function: str, failed: int) ->
         _all_is_well(client, workers[1 - failed], workers[2])
 
 
+def test_a_device_fails_while_a_value_arrives_through_the_host() -> None:
+    """Nobody's fault: the task that needs the value runs on another worker."""
+    with peers.configured(ipc=False), peers.cluster(2) as (client, workers):
+        made = client.submit(
+            _four_mb, 2.0, workers=workers[:1], allow_other_workers=True, pure=False
+        )
+        wait(made, timeout=30)
+        client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[1:])
+        use = client.submit(_total, made, workers=workers[1:], allow_other_workers=True, pure=False)
+        assert use.result(timeout=60) == 1_000_000.0
+        assert workers[0] in client.run(_pid, on_error="ignore")
+        assert workers[1] not in client.run(_pid, on_error="ignore")
+
+
+def test_a_device_fails_while_a_value_comes_back_for_a_task_without_a_device() -> None:
+    with peers.cluster(2, device_memory_limit="1 MiB") as (client, workers):
+        there = {"workers": workers[:1], "allow_other_workers": True, "pure": False}
+        made = client.map(_four_mb, [1.0, 2.0], **there)
+        wait(made, timeout=30)
+        until = time.monotonic() + 20
+        while not client.run(_is_away, made[0].key, workers=workers[:1])[workers[0]]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[:1])
+        with dask.annotate(device="none"):
+            use = client.submit(_total_on_host, made[0], **there)
+        assert use.result(timeout=60) == 500_000.0
+        assert workers[0] not in client.run(_pid, on_error="ignore")
+        assert workers[1] in client.run(_pid, on_error="ignore")
+
+
+def _is_away(key: str, dask_worker: Worker) -> bool:
+    """Whether a value has left its device for host memory."""
+    return bool(dask_worker.data.peek(key).is_away)
+
+
+def _total_on_host(value: Any) -> float:
+    return float(value.get().sum())
+
+
 def _all_is_well(client: Client, survivor: str, other: str) -> None:
     """Assert that those who were not to fail are there, send, and hold no staging memory."""
     assert {survivor, other} <= set(client.run(_pid, on_error="ignore"))

@@ -6,8 +6,7 @@ import psutil
 from distributed import Client, LocalCluster
 
 from dask_devctx import DevicePlugin
-from dask_devctx.scheduler.announcements import ANNOUNCE, CLAIM, REFUSE, SHARE, WITHDRAW
-from dask_devctx.scheduler.history import HISTORY
+from dask_devctx.scheduler.announcements import ANNOUNCE, CLAIM, HISTORY, REFUSE, SHARE, WITHDRAW
 from dask_devctx.scheduler.suspects import FAILED
 
 

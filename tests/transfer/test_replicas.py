@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import dask
@@ -50,6 +51,40 @@ def test_made_once_and_shared(replicas):
     assert (traffic.nbytes, traffic.copies, traffic.saved) == (8000, 1, 1)
     assert traffic.seconds > 0
     assert list(replicas.traffic) == [(Device(0), Device(1)), (Device(0), Device(2))]
+
+
+def test_large_copies_are_timed_when_they_are_complete(machine, replicas):
+    told = []
+    replicas.counts.on_copy = lambda *row: told.append(row)
+    large, small = array(n=1 << 18), array(n=1000)
+    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_NOT_READY, times=10**6)
+    replicas.get("large", [large, small], 1)
+    replicas.get("small", small, 1)
+    assert [row[2:3] + row[4:] for row in told] == [(8000, None)]  # nobody waits for the other
+    machine.faults.clear()
+    replicas.counts.measure()
+    source, device, nbytes, begun, seconds = told[1]
+    assert (source, device, nbytes) == (Device(0), Device(1), (8 << 18) + 8000)
+    assert 0 < seconds < 60
+    assert 0 < time.time() - begun < 60
+    traffic = replicas.traffic[Device(0), Device(1)]
+    assert traffic.measured_nbytes == 8 << 18
+    assert 0 < traffic.measured_s <= seconds
+    replicas.counts.measure()
+    assert len(told) == 2
+
+
+def test_copies_of_a_device_that_fails_have_no_time(machine, replicas):
+    told = []
+    replicas.counts.on_copy = lambda *row: told.append(row)
+    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_NOT_READY, times=10**6)
+    replicas.get("x", array(n=1 << 18), 1)
+    machine.faults.clear()
+    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    replicas.counts.measure()
+    ((*_, seconds),) = told
+    assert seconds is None
+    assert replicas.traffic[Device(0), Device(1)].measured_s == 0
 
 
 def test_copied_once_when_many_ask_at_once(machine, replicas):

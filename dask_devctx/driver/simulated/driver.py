@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 _DEFAULT_STREAMS = (0, 1, 2)
 _UNKNOWN = object()
 _HANDLE_NBYTES = 64
+# `CUevent_flags`
+_DISABLE_TIMING = 2
 
 
 class SimulatedDriver(SimulatedContexts):
@@ -27,6 +30,8 @@ class SimulatedDriver(SimulatedContexts):
         super().__init__(gpus, faults)
         self._memory = Memory()
         self._events: dict[int, Context] = {}
+        # When each event that measures time was recorded last, by the event.
+        self._reached: dict[int, float | None] = {}
         self._streams: dict[int, Context] = {}
         self._locked_pages: dict[int, int] = {}  # the number of bytes by the first address
 
@@ -43,11 +48,14 @@ class SimulatedDriver(SimulatedContexts):
             return (status,)
         event = types.CUevent(next(self._handles))
         self._events[int(event)] = context
+        if not int(flags) & _DISABLE_TIMING:
+            self._reached[int(event)] = None
         return OK, event
 
     @function(0)
     def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
         found = self._events.pop(int(event), None)
+        self._reached.pop(int(event), None)
         return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
 
     @function(0)
@@ -56,6 +64,8 @@ class SimulatedDriver(SimulatedContexts):
         if status != OK:
             return (status,)
         same = self._events.get(int(event)) is current and self._on(stream) in (None, current)
+        if same and int(event) in self._reached:
+            self._reached[int(event)] = time.perf_counter()
         return (OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
 
     @function(0)
@@ -67,6 +77,14 @@ class SimulatedDriver(SimulatedContexts):
     def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
         known = int(event) in self._events
         return (OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
+
+    @function(1)
+    def cuEventElapsedTime(self, start: Any, end: Any) -> tuple[Any, ...]:
+        reached = [self._reached.get(int(event)) for event in (start, end)]
+        first, last = reached
+        if first is None or last is None:
+            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+        return OK, 1000 * (last - first)
 
     @function(0)
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:

@@ -24,6 +24,7 @@ WORKING_CALLS = frozenset(
         "cuCtxSynchronize",
         "cuDevicePrimaryCtxRetain",
         "cuEventCreate",
+        "cuEventElapsedTime",
         "cuEventQuery",
         "cuEventRecord",
         "cuIpcCloseMemHandle",

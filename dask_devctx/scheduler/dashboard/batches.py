@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import localtime
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from bokeh.core.properties import without_property_validation
 from distributed import Scheduler
@@ -17,6 +19,13 @@ from dask_devctx.scheduler.rows import Copy, Incident, Sample, TaskRun
 
 # How long a device is shown after its last worker left; a worker may be restarting.
 _LINGER_S = 60.0
+# The most tasks and copies of an update, and of one that begins from nothing: the scheduler's event
+# loop does nothing else meanwhile.
+_MOST: Final = 2_500
+_MOST_AT_FIRST: Final = 10_000
+
+
+_Rows = list[tuple[str, TaskRun | Copy | Incident]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,8 @@ class Batch:
         The time, in seconds since the epoch by the scheduler's clock.
     offset
         The seconds from UTC to the scheduler's local time.
+    left_out
+        How many tasks and copies are left out of it, because there were too many.
     """
 
     lanes: Lanes
@@ -43,6 +54,7 @@ class Batch:
     again: bool
     now: float
     offset: float
+    left_out: int
     tasks: list[tuple[str, TaskRun]]
     copies: list[tuple[str, Copy]]
     incidents: list[tuple[str, Incident]]
@@ -110,12 +122,14 @@ class Feed:
             self._sampled.clear()
             reading = history.read(0)
         self._next = reading.next
+        rows = _latest(reading.rows) if again else _longest(reading.rows)
         batch = Batch(
             self._lanes,
             self._devices,
             again,
             now,
             localtime(now).tm_gmtoff,
+            0 if again else len(reading.rows) - len(rows),
             tasks=[],
             copies=[],
             incidents=[],
@@ -126,7 +140,7 @@ class Feed:
             Copy: batch.copies,
             Incident: batch.incidents,
         }
-        for worker, row in reading.rows:
+        for worker, row in rows:
             lists[row.__class__].append((history.workers[worker].host, row))
         for plot in self._plots:
             plot.show(batch)
@@ -151,3 +165,23 @@ class Feed:
                 self._sampled[place] = fresh[0][2].time
                 found += reversed(fresh)
         return found
+
+
+def _latest(rows: _Rows) -> _Rows:
+    """Return the latest rows, and all earlier incidents."""
+    earlier = [pair for pair in rows[:-_MOST_AT_FIRST] if isinstance(pair[1], Incident)]
+    return earlier + rows[-_MOST_AT_FIRST:]
+
+
+def _longest(rows: _Rows) -> _Rows:
+    """Return the rows without the shortest tasks and copies, if there are too many."""
+    if len(rows) <= _MOST:
+        return rows
+    kept = heapq.nlargest(_MOST, range(len(rows)), key=lambda n: _weight(rows[n][1]))
+    return [rows[n] for n in sorted(kept)]
+
+
+def _weight(row: TaskRun | Copy | Incident) -> float:
+    if isinstance(row, Incident) or (isinstance(row, TaskRun) and row.outcome == "error"):
+        return math.inf
+    return (row.stop or 0.0) - (row.start or 0.0)

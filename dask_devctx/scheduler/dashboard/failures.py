@@ -9,17 +9,16 @@ from html import escape
 from typing import Final
 
 from bokeh.models import Div, InlineStyleSheet
-from distributed import Scheduler
 
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.dashboard.theme import Colours
-from dask_devctx.scheduler.rows import Incident, TaskRun
+from dask_devctx.scheduler.rows import Incident
 
 _MOST: Final = 200
 _NAMES: Final = {
     "error": "failed",
-    "out-of-memory": "out of memory",
+    "out-of-memory": "out of memory, runs again",
     "device-failed": "device failed",
     "refused": "got no device",
     "standstill": "all wait",
@@ -35,7 +34,8 @@ th {{ color: {faint}; font-weight: normal; text-align: left; position: sticky; t
 th, td {{ padding: 3px 10px; border-bottom: 1px solid {grid}; vertical-align: top;
           overflow-wrap: anywhere; }}
 td:nth-child(4) {{ min-width: 9em; }}
-td:nth-child(-n+3) {{ white-space: nowrap; overflow-wrap: normal; }}
+td:nth-child(-n+2) {{ white-space: nowrap; overflow-wrap: normal; }}
+td:nth-child(3) {{ min-width: 8em; }}
 """
 
 
@@ -48,8 +48,7 @@ class FailuresTable:
         The table.
     """
 
-    def __init__(self, scheduler: Scheduler, colours: Colours) -> None:
-        self._scheduler = scheduler
+    def __init__(self, colours: Colours) -> None:
         self._latest: deque[tuple[str, Incident]] = deque(maxlen=_MOST)
         self._counts: Counter[str] = Counter()
         self.root = Div(
@@ -64,17 +63,10 @@ class FailuresTable:
         if batch.again:
             self._latest.clear()
             self._counts.clear()
-        found = [pair for pair in batch.incidents if pair[1].what != "error"]
-        found += [(host, self._of_task(row)) for host, row in batch.tasks if row.outcome == "error"]
-        if batch.again or found:
-            self._latest.extend(sorted(found, key=lambda pair: pair[1].time))
-            self._counts.update(row.what for _, row in found)
+        if batch.again or batch.incidents:
+            self._latest.extend(sorted(batch.incidents, key=lambda pair: pair[1].time))
+            self._counts.update(row.what for _, row in batch.incidents)
             self.root.text = _html(self._latest, self._counts, batch.lanes)
-
-    def _of_task(self, run: TaskRun) -> Incident:
-        ts = self._scheduler.tasks.get(run.key)  # it may be forgotten by now
-        text = getattr(ts, "exception_text", None) or ""
-        return Incident("error", run.stop or 0.0, run.uuid, run.key, text)
 
 
 def _html(latest: deque[tuple[str, Incident]], counts: Counter[str], lanes: Lanes) -> str:
@@ -86,7 +78,7 @@ def _html(latest: deque[tuple[str, Incident]], counts: Counter[str], lanes: Lane
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(host, row, lanes)) + "</tr>"
         for host, row in reversed(latest)
     )
-    head = "".join(f"<th>{name}</th>" for name in ("time", "device", "", "task", "reason"))
+    head = "".join(f"<th>{name}</th>" for name in ("time", "device", "problem", "task", "reason"))
     return f"{title}<table><tr>{head}</tr>{rows}</table>"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -23,40 +24,47 @@ from bokeh.plotting import figure
 
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.lanes import HOST_PADDING
-from dask_devctx.scheduler.dashboard.sources import Names
+from dask_devctx.scheduler.dashboard.sources import Texts
 from dask_devctx.scheduler.dashboard.theme import Colours
 
 # How many texts a lane has, by the number of lanes: more would hide the plot.
 _MOST_TEXTS: Final = {4: 4, 8: 2, 24: 1}
 # How much of the past the plots show at first.
 WINDOW_S: Final = 30.0
+# The labels of the time axis, by the distance of its ticks.
+_CLOCK: Final = {
+    **dict.fromkeys(("milliseconds", "microseconds"), "%H:%M:%S.%3N"),
+    **dict.fromkeys(("seconds", "minsec", "minutes", "hourmin", "hours"), "%H:%M:%S"),
+}
 
-_SECONDS = """
-    const s = Number(value)
-    if (!(s > 0)) return "0"
-    if (s < 1e-3) return (s * 1e6).toFixed(0) + " µs"
-    if (s < 1) return (s * 1e3).toPrecision(3) + " ms"
-    if (s < 120) return s.toPrecision(3) + " s"
-    return Math.floor(s / 60) + " min " + Math.round(s % 60) + " s"
-"""
-_BYTES = """
-    let n = Number(value)
-    if (!Number.isFinite(n)) return "unknown"
-    if (n < 1024) return n + " B"
-    for (const unit of ["KiB", "MiB", "GiB", "TiB"]) {
-        n /= 1024
-        if (n < 1024 || unit == "TiB") return n.toPrecision(n < 1000 ? 3 : 4) + " " + unit
+# Writes the value of a column: by its format a time, bytes, a rate, or the text with this number.
+_WRITE = """
+    function time(s) {
+        if (!(s > 0)) return "0"
+        if (s < 1e-3) return (s * 1e6).toFixed(0) + " µs"
+        if (s < 1) return (s * 1e3).toPrecision(3) + " ms"
+        if (s < 120) return s.toPrecision(3) + " s"
+        return Math.floor(s / 60) + " min " + Math.round(s % 60) + " s"
     }
+    function bytes(n) {
+        if (n < 0) return "unknown"
+        if (n < 1024) return n + " B"
+        for (const unit of ["KiB", "MiB", "GiB", "TiB"]) {
+            n /= 1024
+            if (n < 1024 || unit == "TiB") return n.toPrecision(n < 1000 ? 3 : 4) + " " + unit
+        }
+    }
+    if (format == "s") return time(value)
+    if (format == "B") return bytes(value)
+    if (format == "B/s") return value > 0 ? (value / 1e9).toPrecision(3) + " GB/s" : "not measured"
+    if (format == "%") return value < 0 ? "unknown" : (100 * value).toFixed(0) + "%"
+    if (format == "span") {
+        const {left, right} = source.data
+        return time((right[special_vars.index] - left[special_vars.index]) / 1000)
+    }
+    return texts.data[format][value] ?? ""
 """
-
-
-_RATE = """
-    const rate = Number(value) / 1e9
-    return Number.isFinite(rate) && rate > 0 ? rate.toPrecision(3) + " GB/s" : "not measured"
-"""
-_NAME = """
-    return names.data.name[value] ?? ""
-"""
+_FORMATS: Final = frozenset({"s", "B", "B/s", "%", "span"})
 
 
 class TimeAxis:
@@ -109,9 +117,7 @@ class LaneAxis:
             self.range.factors = list(lanes.factors) or [""]
 
 
-def over_time(
-    name: str, title: str, times: TimeAxis, lanes: LaneAxis, colours: Colours, **options: Any
-) -> figure:
+def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis, **options: Any) -> figure:
     """Return an empty plot of lanes over time."""
     plot = figure(
         name=name,
@@ -134,7 +140,10 @@ def over_time(
     )
     plot.ygrid.grid_line_color = None
     plot.yaxis.major_tick_line_color = None
-    plot.xaxis.formatter.context = None
+    plot.xaxis.formatter.update(context=None, strip_leading_zeros=False, **_CLOCK)
+    plot.xaxis.update(
+        axis_label="time of day", axis_label_text_font_size="11px", axis_label_standoff=0
+    )
     return plot
 
 
@@ -149,7 +158,7 @@ class LaneTexts:
             y="y",
             text="text",
             source=self._source,
-            text_baseline="middle",
+            text_baseline="top",
             text_color=colours.text,
             text_font_size="11px",
             background_fill_color=colours.page,
@@ -166,46 +175,54 @@ class LaneTexts:
             self._source.data = data
 
 
-def legend_below(plot: figure) -> None:
-    """Put a plot's legend below it, in a row."""
+def legend_below(plot: figure, *, hides: bool = False) -> None:
+    """Put a plot's legend below it, in a row.
+
+    Parameters
+    ----------
+    plot
+        The plot.
+    hides
+        Whether a click on an entry hides its part of the plot.
+    """
     legend = plot.legend[0]
     plot.add_layout(legend, "below")
     legend.update(
         orientation="horizontal", padding=0, margin=2, spacing=12, label_text_font_size="11px",
-        glyph_height=12, glyph_width=14, click_policy="hide",
+        glyph_height=12, glyph_width=14, click_policy="hide" if hides else "none",
     )  # fmt: skip
 
 
+def colour_sample(plot: figure, colour: str, name: str) -> Any:
+    """Add an entry to a plot's legend that belongs to no part of the plot; return its renderer."""
+    categories = isinstance(plot.x_range, FactorRange)
+    nowhere = [-9] if categories else [math.nan]
+    return plot.rect(x=nowhere, y=[-9], width=1, height=1, color=colour, legend_label=name)
+
+
 def hover(
-    renderers: Sequence[Any], lines: Mapping[str, str], head: str, names: Names | None = None
+    renderers: Sequence[Any], lines: Mapping[str, str], head: str, texts: Texts | None = None
 ) -> HoverTool:
     """Return a hover with a bold head and lines of labels and values.
 
     A value ``@column{s}`` is a time in seconds, ``@column{B}`` a number of bytes, ``@column{B/s}``
-    a rate, and ``@column{name}`` the number of a name.
+    a rate, ``@column{%}`` a share, and ``@left{span}`` the time from ``left`` to ``right``. With
+    ``texts``, ``@column{name}`` is the text ``name`` with the column's number. The value
+    ``UNKNOWN`` of a column is shown as a word.
     """
-    kinds = {"{s}": _SECONDS, "{B}": _BYTES, "{B/s}": _RATE, "{name}": _NAME}
-    made = {
-        kind: CustomJSHover(code=code, args={} if names is None else {"names": names.source})
-        for kind, code in kinds.items()
-    }
-    formatters: dict[str, CustomJSHover] = {}
-
-    def formatted(text: str) -> str:
-        for column, kind in re.findall(r"(@\w+)({[^}]+})", text):
-            if kind in made:
-                formatters[column] = made[kind]
-                text = text.replace(column + kind, f"{column}{{custom}}")
-        return text
-
+    args = {"source": renderers[0].data_source, "texts": None if texts is None else texts.source}
+    written = CustomJSHover(code=_WRITE, args=args)
+    known = _FORMATS if texts is None else _FORMATS | texts.source.data.keys()
+    everything = " ".join([head, *lines.values()])
+    columns = {spec for spec, form in re.findall(r"(@\w+){([^}]+)}", everything) if form in known}
     rows = "".join(
-        f"<tr><td style='padding-right: 8px'>{label}</td><td>{formatted(value)}</td></tr>"
+        f"<tr><td style='padding-right: 8px'>{label}</td><td>{value}</td></tr>"
         for label, value in lines.items()
     )
     return HoverTool(
         renderers=list(renderers),
-        tooltips=f"<div style='max-width: 480px; overflow-wrap: anywhere'><b>{formatted(head)}</b>"
+        tooltips=f"<div style='max-width: 480px; overflow-wrap: anywhere'><b>{head}</b>"
         f"<table style='font-size: 12px'>{rows}</table></div>",
-        formatters=formatters,
+        formatters=dict.fromkeys(columns, written),
         point_policy="follow_mouse",
     )

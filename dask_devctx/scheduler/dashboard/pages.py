@@ -69,7 +69,7 @@ def _fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> Non
         "memory": lambda: MemoryPlot(times, devices, colours),
         "utilization": lambda: UtilizationPlot(times, devices, colours),
         "transfers": lambda: TransferMatrix(scheduler, colours),
-        "failures": lambda: FailuresTable(scheduler, colours),
+        "failures": lambda: FailuresTable(colours),
     }
     plots = [make[name]() for name in names]
     feed = Feed(scheduler, [times, lanes, devices, *plots])

@@ -14,6 +14,8 @@ from bokeh.models import ColumnDataSource
 
 # The most rows of one kind that a browser is given: 1,000 a second for longer than the plots show.
 MOST_ROWS: Final = 40_000
+# A number that is not known: Bokeh writes "NaN" to people.
+UNKNOWN: Final = -1.0
 # The types of columns that are not float.
 _TYPES: Final = {"color": np.uint32}
 
@@ -51,26 +53,40 @@ class Rows:
         return columns | {name: [row[name] for row in rows] for name in self._text}
 
 
-class Names:
-    """Numbers for names that many rows share.
+class Texts:
+    """Numbers for texts that many rows share.
+
+    Parameters
+    ----------
+    columns
+        The names of the texts of a row.
 
     Attributes
     ----------
     source
-        The names, in the order of their numbers.
+        The texts, in the order of their numbers.
     """
 
-    def __init__(self) -> None:
-        self.source = ColumnDataSource({"name": []})
-        self._numbers: dict[str, int] = {}
+    def __init__(self, columns: str) -> None:
+        self._columns = columns.split()
+        self.source = ColumnDataSource({name: [] for name in self._columns})
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._new: list[tuple[str, ...]] = []
 
-    def number(self, name: str) -> int:
-        """Return the number of a name, which is sent if it is a new one."""
-        number = self._numbers.get(name)
+    def number(self, *texts: str) -> int:
+        """Return the number of some texts, which :meth:`send` sends if they are new."""
+        number = self._numbers.get(texts)
         if number is None:
-            number = self._numbers[name] = len(self._numbers)
-            self.source.stream({"name": [name]})
+            number = self._numbers[texts] = len(self._numbers)
+            self._new.append(texts)
         return number
+
+    def send(self) -> None:
+        """Send the new texts."""
+        if self._new:
+            columns = zip(*self._new, strict=True)
+            self.source.stream(dict(zip(self._columns, map(list, columns), strict=True)))
+            self._new.clear()
 
 
 def rgba(color: str) -> int:

@@ -34,13 +34,24 @@ OTHERS: Final = "#b0a08f"
 SPILLED: Final = "#e08a1e"
 LIMIT: Final = "#d62728"
 # Use of a device.
+OCCUPIED: Final = "#8fa8c4"
 COMPUTE: Final = "#76b900"
 BANDWIDTH: Final = "#9467bd"
-# Copies, by their way.
-WAYS: Final[Mapping[str, str]] = {"peer": "#2ca02c", "ipc": "#17a2b8", "host": "#ff7f0e"}
-COPY: Final = "#d62728"
-# The ways of copies of which only the start is timed: the device works on while the worker goes on.
-STARTED: Final = frozenset({"peer"})
+# Copies, by their way, and the words for it.
+WAYS: Final[Mapping[str, str]] = {
+    "peer": "#2ca02c",
+    "ipc": "#17a2b8",
+    "host": "#c2449b",
+    "spill": SPILLED,
+}
+WAY_NAMES: Final[Mapping[str, str]] = {
+    "peer": "within a worker",
+    "ipc": "between workers",
+    "host": "through the host",
+    "spill": "spilled, or back",
+}
+COPY: Final = "#7f7f7f"
+FAILED: Final = "#e31a1c"
 
 
 def chosen(document: Document) -> Colours:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
+import heapq
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
+
+from bokeh.core.properties import value
+from bokeh.models import LegendItem
 
 from dask_devctx.dask_internals.dashboard import color_of
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.figures import (
     LaneAxis,
     TimeAxis,
+    colour_sample,
     hover,
+    legend_below,
     over_time,
 )
 from dask_devctx.scheduler.dashboard.intervals import Intervals
 from dask_devctx.scheduler.dashboard.slots import Slots
-from dask_devctx.scheduler.dashboard.sources import MOST_ROWS, Names, Rows, rgba
-from dask_devctx.scheduler.dashboard.theme import COPY, STARTED, WAYS, Colours
+from dask_devctx.scheduler.dashboard.sources import MOST_ROWS, UNKNOWN, Rows, Texts, rgba
+from dask_devctx.scheduler.dashboard.theme import (
+    COPY,
+    FAILED,
+    WAY_NAMES,
+    WAYS,
+    Colours,
+)
 from dask_devctx.scheduler.rows import TaskRun
 
 # The parts of a lane, measured from its middle.
@@ -28,6 +39,10 @@ _COPIES: Final = (-0.44, -0.32)
 _STALE_S: Final = 3.0
 
 _BOX: Final = "left right bottom top "
+# The kinds of tasks that the legend names, and the most characters of a name.
+_NAMED: Final = 6
+_NAME_LENGTH: Final = 18
+_TITLE: Final = "Tasks and copies on each device"
 
 
 class _Ran(NamedTuple):
@@ -50,19 +65,18 @@ class Timeline:
 
     def __init__(self, times: TimeAxis, lanes: LaneAxis, colours: Colours) -> None:
         self._times, self._lanes, self._colours = times, lanes, colours
-        self._slots, self._names = Slots(), Names()
-        self._tasks = Rows(_BOX + "color name lane outcome took place inputs memory", "key")
+        self._slots = Slots()
+        self._about, self._ends = Texts("name outcome lane"), Texts("source target way")
+        self._tasks = Rows(_BOX + "color about place inputs memory", "key")
         self._failed = Rows("x y")
-        self._copies = Rows(_BOX + "color source target way nbytes took rate values")
-        self._running = Rows(_BOX + "running queued lane")
+        self._copies = Rows(_BOX + "color ends nbytes rate values")
+        self._running = Rows(_BOX + "running queued about")
         self._kept: deque[_Ran] = deque(maxlen=MOST_ROWS)
         self._intervals = Intervals()
         # When the latest task ended on each device, and since when it has tasks without a pause.
         self._ended: dict[tuple[str, str | None], float] = {}
         self._running_since: dict[tuple[str, str], float] = {}
-        self.root = over_time(
-            "device_timeline", "Tasks and copies on each device", times, lanes, colours
-        )
+        self.root = over_time("device_timeline", _TITLE, times, lanes)
         box = {name: name for name in _BOX.split()}
         running = self.root.quad(
             **box,
@@ -70,6 +84,7 @@ class Timeline:
             fill_color=colours.grid,
             fill_alpha=0.8,
             line_color=None,
+            legend_label="running",
         )
         tasks = self.root.quad(
             **box, source=self._tasks.source, fill_color="color", line_color="color", line_alpha=0.6
@@ -79,46 +94,50 @@ class Timeline:
         )
         self.root.scatter(
             x="x", y="y", source=self._failed.source, marker="x", size=11, line_width=3,
-            line_color="#e31a1c",
+            line_color=FAILED, legend_label="failed",
         )  # fmt: skip
         for glyph in (running, tasks, copies):
             glyph.nonselection_glyph = None
+        for way, name in WAY_NAMES.items():
+            colour_sample(self.root, WAYS[way], f"copy {name}")
+        self._kinds = _Kinds(self.root)
+        legend_below(self.root)
         self.root.add_tools(
             hover(
                 [tasks],
                 {
                     "key": "@key",
-                    "device": "@lane{name}",
-                    "ran for": "@took{s}",
+                    "device": "@about{lane}",
+                    "ran for": "@left{span}",
                     "waited for a free place": "@place{s}",
                     "waited for its inputs": "@inputs{s}",
                     "waited for memory": "@memory{s}",
                 },
-                "@name{name} @outcome{name}",
-                self._names,
+                "@about{name} @about{outcome}",
+                self._about,
             ),
             hover(
                 [copies],
                 {
-                    "from": "@source{name}",
-                    "to": "@target{name}",
-                    "way": "@way{name}",
-                    "bytes": "@nbytes{B} in @values values",
-                    "took": "@took{s}",
+                    "from": "@ends{source}",
+                    "to": "@ends{target}",
+                    "bytes": "@nbytes{B}",
+                    "values": "@values",
+                    "took": "@left{span}",
                     "rate": "@rate{B/s}",
                 },
-                "copy",
-                self._names,
+                "copy @ends{way}",
+                self._ends,
             ),
             hover(
                 [running],
                 {
-                    "device": "@lane{name}",
+                    "device": "@about{lane}",
                     "tasks that run": "@running",
                     "tasks that wait": "@queued",
                 },
                 "running",
-                self._names,
+                self._about,
             ),
         )
         times.follow(self.root)
@@ -126,6 +145,7 @@ class Timeline:
     def show(self, batch: Batch) -> None:
         """Show the tasks, copies and failures of a batch."""
         if batch.again:
+            self._left_out = 0
             self._slots = Slots()
             self._kept.clear()
             self._ended.clear()
@@ -138,6 +158,7 @@ class Timeline:
             if row.start is not None and row.stop is not None
         ]
         self._kept.extend(ran)
+        self._kinds.count(ran)
         for host, row, _, stop in ran:
             self._ended[host, row.uuid] = max(stop, self._ended.get((host, row.uuid), 0.0))
         before = self._slots.counts()
@@ -151,6 +172,11 @@ class Timeline:
         self._show_tasks(batch, ran, slots)
         self._copies.add(self._copy_rows(batch))
         self._running.replace(self._running_rows(batch))
+        self._about.send()
+        self._ends.send()
+        if batch.left_out:
+            self._left_out += batch.left_out
+            self.root.title.text = f"{_TITLE}: the {self._left_out:,} shortest ones are left out"
 
     def _placed(self, ran: Sequence[_Ran]) -> list[int]:
         """Return the row of each task in its lane."""
@@ -163,7 +189,7 @@ class Timeline:
     def _show_tasks(self, batch: Batch, ran: Sequence[_Ran], slots: Sequence[int]) -> None:
         rows, failed = [], []
         low, high = _TASKS
-        number = self._names.number
+        number, label_of = self._about.number, batch.lanes.label
         for (host, row, start, stop), slot in zip(ran, slots, strict=True):
             middle = batch.lanes.position(host, row.uuid)
             if middle is None:  # its worker left long ago
@@ -179,11 +205,10 @@ class Timeline:
                     "bottom": top - 0.92 * height,
                     "top": top,
                     "color": rgba(self._colours.failed if wrong else color_of(row.prefix)),
-                    "name": number(row.prefix),
+                    "about": number(
+                        row.prefix, "failed" if wrong else "", label_of(host, row.uuid)
+                    ),
                     "key": str(row.key),
-                    "lane": number(batch.lanes.label(host, row.uuid)),
-                    "outcome": number("failed" if wrong else ""),
-                    "took": stop - start,
                     "place": row.place_s,
                     "inputs": row.inputs_s,
                     "memory": row.memory_s,
@@ -196,24 +221,24 @@ class Timeline:
 
     def _copy_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
         low, high = _COPIES
-        lanes, number = batch.lanes, self._names.number
+        lanes, number = batch.lanes, self._ends.number
         for host, row in batch.copies:
             middle = lanes.position(host, row.target) or lanes.position(host, row.source)
             if middle is None:
                 continue
-            took = row.stop - row.start
             yield {
                 "left": batch.ms(row.start),
                 "right": batch.ms(row.stop),
                 "bottom": middle + low,
                 "top": middle + high,
                 "color": rgba(WAYS.get(row.way, COPY)),
-                "source": number(lanes.label(host, row.source)),
-                "target": number(lanes.label(host, row.target)),
-                "way": number(row.way),
+                "ends": number(
+                    lanes.label(host, row.source),
+                    lanes.label(host, row.target),
+                    WAY_NAMES.get(row.way, row.way),
+                ),
                 "nbytes": row.nbytes,
-                "took": took,
-                "rate": row.nbytes / took if took > 0 and row.way not in STARTED else math.nan,
+                "rate": UNKNOWN if row.rate is None else row.rate,
                 "values": row.values,
             }
 
@@ -240,5 +265,31 @@ class Timeline:
                     "top": one.middle + high,
                     "running": one.after.running,
                     "queued": one.after.queued,
-                    "lane": self._names.number(one.lane),
+                    "about": self._about.number("", "", one.lane),
                 }
+
+
+class _Kinds:
+    """The entries of the legend for the kinds of tasks that took the most time so far."""
+
+    def __init__(self, plot: Any) -> None:
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._shown: list[str] = []
+        samples = [colour_sample(plot, COPY, f"kind {n}") for n in range(_NAMED)]
+        entries = [item for item in plot.legend[0].items if item.renderers[0] in samples]
+        self._entries: list[tuple[Any, LegendItem]] = list(zip(samples, entries, strict=True))
+        for entry in entries:
+            entry.visible = False
+
+    def count(self, ran: Sequence[_Ran]) -> None:
+        """Add tasks that ran, and name their kinds."""
+        for _, row, start, stop in ran:
+            self._seconds[row.prefix] += stop - start
+        found = set(heapq.nlargest(_NAMED, self._seconds, key=self._seconds.__getitem__))
+        if found - set(self._shown):
+            self._shown = sorted(found)
+            for prefix, (sample, entry) in zip(self._shown, self._entries, strict=False):
+                sample.glyph.update(fill_color=color_of(prefix), line_color=color_of(prefix))
+                short = len(prefix) <= _NAME_LENGTH
+                entry.label = value(prefix if short else f"{prefix[:_NAME_LENGTH]}…")
+                entry.visible = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,13 +14,13 @@ from distributed import Scheduler
 
 from dask_devctx.scheduler.counts import TRAFFIC
 from dask_devctx.scheduler.dashboard.batches import Batch
-from dask_devctx.scheduler.dashboard.figures import hover, legend_below
+from dask_devctx.scheduler.dashboard.figures import colour_sample, hover, legend_below
 from dask_devctx.scheduler.dashboard.lanes import Lanes
-from dask_devctx.scheduler.dashboard.sources import Rows, rgba
-from dask_devctx.scheduler.dashboard.theme import COPY, STARTED, WAYS, Colours
+from dask_devctx.scheduler.dashboard.sources import UNKNOWN, Rows, rgba
+from dask_devctx.scheduler.dashboard.theme import COPY, WAY_NAMES, WAYS, Colours
 from dask_devctx.scheduler.history import DeviceHistory
 
-_WAYS: Final = {"peer": "within a worker", "ipc": "between workers", "host": "through the host"}
+_WAYS: Final = ("peer", "ipc", "host")
 # A larger matrix has cells with less text, or without text.
 _TWO_LINES: Final = 4
 _ONE_LINE: Final = 10
@@ -34,19 +33,23 @@ class Total:
     nbytes: float = 0
     copies: float = 0
     saved: float = 0
-    seconds: float = 0.0
+    measured_nbytes: float = 0
+    measured_s: float = 0.0
 
-    def add(self, nbytes: float, copies: float, saved: float, seconds: float) -> None:
+    def add(
+        self, nbytes: float, copies: float, saved: float, measured_nbytes: float, measured_s: float
+    ) -> None:
         """Add other counts to these."""
         self.nbytes += nbytes
         self.copies += copies
         self.saved += saved
-        self.seconds += seconds
+        self.measured_nbytes += measured_nbytes
+        self.measured_s += measured_s
 
     @property
     def rate(self) -> float:
-        """The bytes in a second; not a number if nothing moved."""
-        return self.nbytes / self.seconds if self.nbytes and self.seconds else math.nan
+        """The bytes in a second of those that were timed, or ``UNKNOWN``."""
+        return self.measured_nbytes / self.measured_s if self.measured_s > 0 else UNKNOWN
 
 
 class TransferMatrix:
@@ -84,8 +87,8 @@ class TransferMatrix:
             x="x", y="y", width="width", height=0.94, source=self._rows.source, fill_color="color",
             fill_alpha="alpha", line_color="color",
         )  # fmt: skip
-        for way, name in _WAYS.items():  # for the legend; out of sight
-            self.root.rect(x=[-9], y=[-9], width=1, height=1, color=WAYS[way], legend_label=name)
+        for way in _WAYS:
+            colour_sample(self.root, WAYS[way], WAY_NAMES[way])
         legend_below(self.root)
         self._labels = LabelSet(
             x="x", y="y", text="text", source=self._rows.source, text_align="center",
@@ -154,12 +157,12 @@ def transfers(scheduler: Scheduler, lanes: Lanes) -> dict[tuple[str, str, str], 
 
     for plugin in scheduler.plugins.values():
         past: Mapping[Any, Any] = getattr(getattr(plugin, "counts", None), "transfers", {})
-        for ends, counts in past.items():  # of workers that left
-            add(*ends, *counts)
+        for ends, (nbytes, copies, saved, _, *measured) in past.items():  # of workers that left
+            add(*ends, nbytes, copies, saved, *measured)
     for ws in scheduler.workers.values():
         for row in _rows(ws.metrics):
             ends = row["source"], row["destination"], row.get("way", "peer")
-            add(*ends, row["nbytes"], row["copies"], row["saved"], row["seconds"])
+            add(*ends, *map(row.__getitem__, _COUNTS), *(row.get(name, 0) for name in _MEASURED))
     return dict(totals)
 
 
@@ -172,7 +175,9 @@ def _rows(metrics: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
                 yield row
 
 
-_NEEDED: Final = {"source", "destination", "nbytes", "copies", "saved", "seconds"}
+_COUNTS: Final = ("nbytes", "copies", "saved")
+_MEASURED: Final = ("measured_nbytes", "measured_s")
+_NEEDED: Final = {"source", "destination", *_COUNTS}
 
 
 def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> list[dict[str, Any]]:
@@ -186,10 +191,9 @@ def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> lis
         width = 0.94 / len(several)
         for n, way in enumerate(several):
             total = totals[source, target, way]
-            rate = math.nan if way in STARTED else total.rate
             text = format_bytes(total.nbytes) if len(ends) <= _ONE_LINE else ""
-            if len(ends) <= _TWO_LINES and not math.isnan(rate):
-                text += f"\n{rate / 1e9:.3g} GB/s"
+            if len(ends) <= _TWO_LINES and total.rate > 0:
+                text += f"\n{total.rate / 1e9:.3g} GB/s"
             rows.append(
                 {
                     "source": source,
@@ -199,11 +203,11 @@ def _cells(totals: Mapping[tuple[str, str, str], Total], ends: list[str]) -> lis
                     "width": width,
                     "color": rgba(WAYS.get(way, COPY)),
                     "alpha": 0.2 + 0.8 * total.nbytes / (most or 1),
-                    "way": way,
+                    "way": WAY_NAMES.get(way, way),
                     "nbytes": total.nbytes,
                     "copies": total.copies,
                     "saved": total.saved,
-                    "rate": rate,
+                    "rate": total.rate,
                     "text": text,
                 }
             )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.ipc.headers import MalformedHeaderError
 
 
 @dataclass(eq=False, slots=True)
@@ -139,6 +140,8 @@ def _jax(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
         if candidate.local_hardware_id == device.device_id:
             with jax.default_device(candidate):
                 array = jax.numpy.empty(tuple(shape), numpy.dtype(dtype)).block_until_ready()
+            if array.nbytes != nbytes:  # a copy into it would go beyond its end
+                raise MalformedHeaderError(f"{shape} of {dtype} is not {nbytes} bytes")
             return array, array.unsafe_buffer_pointer()
     raise LookupError(f"JAX has no device for {device}; it has {jax.local_devices()}")
 

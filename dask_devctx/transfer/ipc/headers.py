@@ -113,10 +113,10 @@ def _part(given: object) -> tuple[str, int, Any]:
     return text(kind, "kind"), count(nbytes, "nbytes", most=_NBYTES_LIMIT), detail
 
 
-def text(given: object, name: str) -> str:
+def text(given: object, name: str, *, most: int = _TEXT_LIMIT) -> str:
     """Return a short text from a message; raise as :func:`read_header` does."""
-    if not isinstance(given, str) or not 0 < len(given) <= _TEXT_LIMIT:
-        raise MalformedHeaderError(f"'{name}' is no text of 1 to {_TEXT_LIMIT} characters")
+    if not isinstance(given, str) or not 0 < len(given) <= most:
+        raise MalformedHeaderError(f"'{name}' is no text of 1 to {most} characters")
     return given
 
 

@@ -52,9 +52,8 @@ class Checkup:
         """
         calls = device._backend.calls.work
         with RelaxedCapture(calls):
-            if self._suspects.marked(device):
-                self._suspects.look(device, calls, mark=False)
-            calls.probe()
+            if not self._suspects.look(device, calls, mark=False):
+                calls.probe()
 
     def drain(self, device: Device) -> None:
         """Wait until a device has done all its work.
@@ -93,28 +92,34 @@ class Checkup:
             self._note_left_behind(key, device)
             calls.set_current(device._handle)  # without a context, the probe finds no failure
         with RelaxedCapture(calls.work):
+            probed = False
             if wait:
                 ended = self._suspects.count(device)
                 calls.synchronize()
                 self._suspects.idle(device, ended)
             else:
-                self._suspects.look(device, calls.work, mark=True)
-            calls.work.probe()
+                probed = self._suspects.look(device, calls.work, mark=True)
+            if not probed:
+                calls.work.probe()
 
     def between(self) -> None:
         """Check the devices that are in use, and clear the suspects whose work is done."""
         used = (one.device for one in self._suspects.running() if one.device._handle)
         for device in {*self._suspects.left(), *used}:
-            calls = device._backend.calls.work
-            try:
-                with device, RelaxedCapture(calls):
-                    self._suspects.look(device, calls, mark=True)
+            self.look(device)
+
+    def look(self, device: Device) -> None:
+        """Check a device that may be in use, and clear its suspects whose work is done."""
+        calls = device._backend.calls.work
+        try:
+            with device, RelaxedCapture(calls):
+                if not self._suspects.look(device, calls, mark=True):
                     calls.probe()
-            except DriverError as error:
-                if statuses.failed(error.code):
-                    self._on_failure(device, error)
-            except DevctxError as error:
-                logger.debug("the progress of %s is unknown: %s", device, error)
+        except DriverError as error:
+            if statuses.failed(error.code):
+                self._on_failure(device, error)
+        except DevctxError as error:
+            logger.debug("the progress of %s is unknown: %s", device, error)
 
     def _note_left_behind(self, key: Hashable, device: Device) -> None:
         self.left_behind[device] += 1

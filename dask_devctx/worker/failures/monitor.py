@@ -72,6 +72,7 @@ class Monitor:
         marks: Callable[[], bool] = lambda: True,
     ) -> None:
         self.synchronize = synchronize
+        self._devices = tuple(devices)
         self.ranges: Ranges | None = None
         self.is_cancelled = is_cancelled
         self.retries = Retries(devices, oom_retries)
@@ -99,6 +100,13 @@ class Monitor:
             kind: {device.uuid: n for device, n in by_device.items()}
             for kind, by_device in counted.items()
         }
+
+    def has_failed(self) -> bool:
+        """Look at the devices in use; return whether one has failed, so that the worker ends."""
+        for device in self._devices:
+            if device._handle and self.blame.failure is None:
+                self.checkup.look(device)
+        return self.blame.failure is not None
 
     def seceded(self, key: Hashable) -> None:
         """Note that a task seceded from its thread: it may be waiting for other tasks."""

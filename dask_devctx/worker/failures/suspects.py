@@ -112,12 +112,7 @@ class Suspects:
         with self._lock:
             return tuple(device for device, work in self._work.items() if work.left)
 
-    def marked(self, device: Device) -> bool:
-        """Return whether a device has a mark; without one, :meth:`look` finds nothing."""
-        work = self._work.get(device)
-        return work is not None and work.marked is not None
-
-    def look(self, device: Device, calls: WorkCalls, *, mark: bool) -> None:
+    def look(self, device: Device, calls: WorkCalls, *, mark: bool) -> bool:
         """Query a device's progress without waiting, on a thread where the device is current.
 
         Parameters
@@ -126,6 +121,11 @@ class Suspects:
             The device, and its driver's calls about work.
         mark
             Whether to mark the work that it has now, for the next query.
+
+        Returns
+        -------
+        bool
+            Whether it probed the device, and found no error.
 
         Raises
         ------
@@ -138,16 +138,20 @@ class Suspects:
         mark are cleared: their work succeeded. Each device has one event, which is recorded again
         after the device reached it.
         """
+        work = self._work.get(device)
+        if work is None or (work.marked is None and not mark):
+            return False
+        probed = False
         with self._lock:
-            work = self._work[device]
             if self._closed or work.looking:
-                return
+                return False
             # Recording an event on the whole context ends a graph capture of another thread.
             mark = mark and not any(one.device is device for one in self._running)
             work.looking, ended = True, work.ended
         try:
             if work.marked is not None and calls.event_done(work.event):
                 calls.probe()
+                probed = True
                 with self._lock:
                     work.done(work.marked)
                 work.marked = None
@@ -163,6 +167,7 @@ class Suspects:
             logger.debug("the progress of %s is unknown: %s", device, error)
         finally:
             work.looking = False
+        return probed
 
     def close(self) -> None:
         """Destroy the driver's events."""

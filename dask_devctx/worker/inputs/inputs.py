@@ -190,19 +190,17 @@ class Inputs:
                 if not self._open or lifetime.ended or self.holds_back(device):
                     continue
                 try:
-                    self._move_one_ahead(one, lifetime, nbytes, device)
+                    if (kept := one.value).__class__ is not Kept:
+                        self._copy_ahead(lifetime, kept, device, nbytes)
+                    elif (memory := kept.memory) is not None:
+                        value = memory.pin(kept, device)
+                        try:
+                            self._copy_ahead(lifetime, value, device, nbytes)
+                        finally:
+                            del value
+                            memory.unpin([kept])
                 except Exception:  # the task tries again, and fails with this error if it remains
                     logger.debug("%r was not copied ahead to %s", one.key, device, exc_info=True)
-
-    def _move_one_ahead(self, one: Input, lifetime: Lifetime, nbytes: int, device: Device) -> None:
-        kept = one.value
-        if kept.__class__ is not Kept:
-            self._copy_ahead(lifetime, kept, device, nbytes)
-        elif (memory := kept.memory) is not None:
-            try:
-                self._copy_ahead(lifetime, memory.pin(kept, device), device, nbytes)
-            finally:
-                memory.unpin([kept])
 
     def _copy_ahead(self, lifetime: Lifetime, value: Any, device: Device, nbytes: int) -> None:
         if self.replicas.wants(lifetime, device, nbytes):
@@ -333,8 +331,10 @@ class Inputs:
         """Return the heartbeat's rows, one for each pair of devices, as plain data.
 
         ``nbytes`` and ``copies`` count the copied bytes and values, and ``saved`` the times that a
-        copy was there already. ``seconds`` is the time that threads spent on starting the copies.
+        copy was there already. ``seconds`` is the time that threads spent on starting the copies,
+        and ``measured_s`` the time that devices took for ``measured_nbytes`` of them.
         """
+        self.replicas.counts.measure()
         return [
             {
                 "source": source.uuid,
@@ -343,6 +343,8 @@ class Inputs:
                 "copies": traffic.copies,
                 "saved": traffic.saved,
                 "seconds": traffic.seconds,
+                "measured_nbytes": traffic.measured_nbytes,
+                "measured_s": traffic.measured_s,
             }
             for (source, destination), traffic in self.replicas.traffic.items()
         ]

@@ -77,10 +77,11 @@ class PeerTransfers:
         use: object = "auto",
         make_room: Callable[[Device], object] = lambda device: None,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
+        has_failed: Callable[[], bool] = lambda: False,
         memory: Callable[[], DeviceMemory | None] = lambda: None,
     ) -> None:
         incoming.register()
-        self.unreadable = UnreadableValues(worker)
+        self.unreadable = UnreadableValues(worker, has_failed)
         self.traffic = Traffic()
         by_ucx = worker.address.partition("://")[0].startswith("ucx")
         self.way: IpcWay | DasksWay = DasksWay()

@@ -127,7 +127,7 @@ class Connections:
         async def answer(
             comm: Any, keys: Any, who: str | None = None, serializers: Any = None
         ) -> Any:
-            address, _, token = (who or "").partition(SAYS)
+            address, _, token = (who if isinstance(who, str) else "").partition(SAYS)
             who = address or None
             answering = _Answering(comm, partial(self._way.prepare, who, token))
             try:

@@ -130,11 +130,11 @@ class Incoming:
             The staged values cannot be read. dask asks again, or asks another worker.
         """
         about = msg.pop(FAMILY, None)
-        if about is None:
-            return
-        begun = time.perf_counter()
         data: dict[Hashable, Any] = msg["data"]
         arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
+        if about is None and not arriving:
+            return
+        begun = time.perf_counter()
         try:
             header = read_header(about)
             for value in arriving.values():

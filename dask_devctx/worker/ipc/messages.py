@@ -18,6 +18,9 @@ CLOSE: Final = "devctx_ipc_close"
 # More buffers than a worker has.
 _NUMBERS_LIMIT: Final = 10_000
 
+# A reason may quote an error of the driver.
+REASON_LIMIT: Final = 4096
+
 Message = Mapping[str, Any]
 
 
@@ -51,8 +54,8 @@ def _hello(message: Message) -> dict[str, Any]:
 
 def _agree(message: Message) -> dict[str, Any]:
     error = message.get("error")
-    if error is not None and not isinstance(error, str):
-        raise MalformedHeaderError("'error' is no text")
+    if error is not None:
+        error = text(error, "error", most=REASON_LIMIT)
     named = {name: text(message.get(name), name) for name in ("address", "token")}
     return {**named, "error": error}
 

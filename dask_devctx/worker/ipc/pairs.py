@@ -24,7 +24,7 @@ from dask_devctx.transfer.ipc.headers import (
 )
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staged, Staging
-from dask_devctx.worker.ipc.messages import AGREE, HELLO
+from dask_devctx.worker.ipc.messages import AGREE, HELLO, REASON_LIMIT
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,8 @@ class Pairs:
                 self._remember(address, "it does not run the plugin", again=True)
                 return
             if said.get("error"):
-                self._remember(address, said["error"], again=bool(said.get("again")))
+                error = text(said["error"], "error", most=REASON_LIMIT)
+                self._remember(address, error, again=bool(said.get("again")))
                 return
             token, shown = text(said.get("token"), "token"), read_description(said.get("shown"))
             self.tokens[address] = token
@@ -187,6 +188,7 @@ class Pairs:
             self._worker.loop.call_later(_AGAIN_S, self.ways.pop, address, None)
 
     async def _agree(self, address: str, error: str | None) -> None:
+        error = error and error[:REASON_LIMIT]
         told = {"address": self._worker.address, "token": self.token, "error": error}
         await self._call(address, AGREE, told)
 
@@ -213,7 +215,7 @@ class Pairs:
             content = secrets.token_bytes(_NBYTES)
             shown = await self._run(self._show, content)
         except DevctxError as error:
-            return {"error": f"its device cannot show its memory: {error}"}
+            return {"error": f"its device cannot show its memory: {error}"[:REASON_LIMIT]}
         if shown is None:
             return {"error": "it has no memory left for staging", "again": True}
         self._hide(address)

@@ -44,6 +44,8 @@ class Traffic:
                 "copies": int(copies),
                 "saved": 0,
                 "seconds": seconds,
+                "measured_nbytes": int(nbytes) if seconds else 0,
+                "measured_s": seconds,
                 "reason": self.reasons.get(destination) if way == "host" else None,
             }
             for (source, destination, way), (nbytes, copies, seconds) in self._rows.items()

@@ -5,10 +5,11 @@ With dask alone, such a task waits without end (distributed's issue 6705).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from distributed import Worker
+from distributed.comm import CommClosedError
 
 from dask_devctx.dask_internals.connections import drop_replicas
 
@@ -38,19 +39,30 @@ class UnreadableValues:
     Parameters
     ----------
     worker
-        The worker, on whose event loop all methods are called.
+        The worker.
+    has_failed
+        Returns whether a device of the worker has failed, so that the worker ends.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, has_failed: Callable[[], bool] = lambda: False) -> None:
         self._worker = worker
+        self._has_failed = has_failed
         self._errors: dict[Hashable, Exception] = {}
 
     def __bool__(self) -> bool:
         return bool(self._errors)
 
     def add(self, key: Hashable, error: Exception, sender: str) -> Unreadable:
-        """Note that a value could not be read; return an object that stands for it."""
+        """Note that a value could not be read; return an object that stands for it.
+
+        Raises
+        ------
+        CommClosedError
+            A device here failed. The value is well, and another worker can read it.
+        """
         error = error.with_traceback(None)
+        if self._has_failed():
+            raise CommClosedError(f"{key!r} from {sender} could not be read: {error}") from error
         error.add_note(f"{key!r} could not be read when it arrived from {sender}")
         self._errors[key] = error
         return Unreadable(error)

@@ -9,9 +9,10 @@ of devices share a machine's devices out evenly: the scheduler divides them
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from time import monotonic
 from typing import Any
@@ -25,9 +26,11 @@ from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError
-from dask_devctx.scheduler.announcements import CLAIM, SHARE
+from dask_devctx.scheduler.announcements import CLAIM, SHARE, MalformedError, read_share
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.lease import SIGN_INTERVAL_S, Lease, acquire, process_locks
+
+logger = logging.getLogger(__name__)
 
 # A worker waits so long for devices that others of its cluster are about to release: those of a
 # process that just ended, or whose plugin is just replaced.
@@ -210,6 +213,7 @@ class DeviceShare:
             answer = await registration.ask(
                 self._worker, CLAIM, process=_process(), candidates=[d.uuid for d in free]
             )
+            read_share(answer)
         except Exception:  # the scheduler lacks this package: the locks alone decide
             mine = [d for d in free if str(d.info) not in held]
             answer = {"uuids": [d.uuid for d in mine], "version": 0, "holders": {}}
@@ -249,8 +253,13 @@ class DeviceShare:
 
     # -- changes
 
-    async def _told(self, uuids: Sequence[str], version: int) -> list[str]:
+    async def _told(self, **message: Any) -> list[str]:
         """Take and give up devices, as the scheduler says; return those that the worker has."""
+        try:
+            uuids, version = read_share(message)
+        except MalformedError as error:
+            logger.warning("A message %s was refused: %s", SHARE, error)
+            return [device.uuid for device in self._devices]
         if version > self._version and not self._closed:
             self._version, self._uuids = version, frozenset(uuids)
             if self.is_settled and self.error is None:

@@ -42,7 +42,7 @@ class DeviceMemory:
 
     Attributes
     ----------
-    books, reservations, leaving
+    books, reservations, leaving, pool
         Its parts.
     on_disk
         Whether values went to disk.
@@ -65,7 +65,7 @@ class DeviceMemory:
         self.leaving = Leaving(self.books, pool, around, on_failure)
         self.on_disk = False
         self._returning = Returning(self.books, self.reservations, self.leaving, pool.take, around)
-        self._pool = pool
+        self.pool = pool
         self._around = around
         self._lock = self.books.lock
         self._stock: dict[Hashable, dict[str, int]] = {}
@@ -202,7 +202,7 @@ class DeviceMemory:
         """Return a host form of a value that is on its device, where it stays."""
         value = self.pin(kept, None)
         try:
-            device, take = next(iter(kept.places)), self._pool.take
+            device, take = next(iter(kept.places)), self.pool.take
             form = HostForm.copied((value,), device, [Stamp.of_devices(kept.places)], take)
             form.are_arrays = are_arrays([value])
             return (apart(form, take) or [form])[0]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
+from distributed import Reschedule
+
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals.tasks import TaskStandIn
@@ -105,25 +107,50 @@ class Use:
 
 
 class HostTask(TaskStandIn):
-    """A task without a device whose inputs may be in host memory: it gets the values themselves."""
+    """A task without a device whose inputs may be in host memory: it gets the values themselves.
 
-    __slots__ = ("memory",)
+    Parameters
+    ----------
+    task
+        The task.
+    memory
+        The manager of the device memory.
+    has_failed
+        Returns whether a device of the worker has failed. Where an input cannot come back for that
+        reason, the task runs on another worker.
+    """
 
-    def __init__(self, task: Callable[[Any], Any], memory: DeviceMemory) -> None:
+    __slots__ = ("has_failed", "memory")
+
+    def __init__(
+        self,
+        task: Callable[[Any], Any],
+        memory: DeviceMemory,
+        has_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
         super().__init__(task)
         self.memory = memory
+        self.has_failed = has_failed
 
     def __call__(self, data: Any = ()) -> Any:
         if self.task.is_coro:  # type: ignore[attr-defined]
             return self._await(data)
-        with Use(self.key, self.memory, data or {}, None) as use:
+        with self._use(data, wait=True) as use:
             self._hold_back(data)
             return self.task(use.data)
 
     async def _await(self, data: Any) -> Any:
-        with Use(self.key, self.memory, data or {}, None, wait=False) as use:
+        with self._use(data, wait=False) as use:
             self._hold_back(data)
             return await self.task(use.data)
+
+    def _use(self, data: Any, *, wait: bool) -> Use:
+        try:
+            return Use(self.key, self.memory, data or {}, None, wait=wait)
+        except Exception as error:
+            if self.has_failed():
+                raise Reschedule from error
+            raise
 
     @staticmethod
     def _hold_back(data: Any) -> None:

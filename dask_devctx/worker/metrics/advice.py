@@ -36,8 +36,7 @@ class Advice:
             )
 
     def give(self) -> None:
-        """Log the warning, also as an event of ``devctx``, which the client can read."""
+        """Log the warning."""
         if self._text:
             logger.warning("%s: %s", self._worker.address, self._text)
-            self._worker.log_event("devctx", {"level": "warning", "message": self._text})
             self._text = ""

@@ -19,7 +19,7 @@ from distributed import Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
-from dask_devctx.scheduler.history import ANSWER_LIMIT, HISTORY
+from dask_devctx.scheduler.announcements import ANSWER_LIMIT, HISTORY
 from dask_devctx.scheduler.rows import HOST, KINDS
 
 # Ten minutes of heartbeats.
@@ -94,6 +94,8 @@ class History:
         The rings.
     spilled
         The bytes that left each device for the host, by its UUID.
+    refresh
+        Called before each answer: it may add rows.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class History:
         self.incidents = Ring(limit)
         self.samples = Ring(min(_SAMPLES, limit) * len(devices))
         self.spilled: Counter[str] = Counter()
+        self.refresh: Callable[[], object] = lambda: None
         self._offset = offset
         self._epoch = f"{time.time()}-{next(_epochs)}"
 
@@ -120,8 +123,11 @@ class History:
         seconds: float,
         way: str,
         values: int = 1,
+        *,
+        begun: float | None = None,
+        timed: bool = True,
     ) -> None:
-        """Note a copy that ended just now; on any thread.
+        """Note a copy that ended just now, or at another time; on any thread.
 
         Parameters
         ----------
@@ -129,15 +135,32 @@ class History:
             As in :class:`~dask_devctx.scheduler.rows.Copy`.
         seconds
             Its duration.
+        begun
+            When it began by this process's clock, if it did not end just now.
+        timed
+            Whether the duration is that of the copy itself.
         """
         if way == "spill" and target == HOST:
             self.spilled[source] += nbytes
-        stop = self.now()
-        self.copies.append((source, target, nbytes, stop - seconds, stop, way, values))
+        start = self.now() - seconds if begun is None else begun + self._offset()
+        self.copies.append((source, target, nbytes, start, start + seconds, way, values, timed))
 
-    def copied_between(self, source: Device, target: Device, nbytes: int, seconds: float) -> None:
-        """Note a copy within the worker; on any thread."""
-        self.copied(source.uuid, target.uuid, nbytes, seconds, "peer")
+    def copied_between(
+        self, source: Device, target: Device, nbytes: int, begun: float, seconds: float | None
+    ) -> None:
+        """Note a copy within the worker; on any thread.
+
+        Parameters
+        ----------
+        source, target, nbytes
+            The devices and the bytes.
+        begun
+            When it was ordered, by this process's clock.
+        seconds
+            Its duration; None if it was not timed.
+        """
+        ends, timed = (source.uuid, target.uuid), seconds is not None
+        self.copied(*ends, nbytes, seconds or 0.0, "peer", begun=begun, timed=timed)
 
     def tried_again(self, key: Hashable, device: Device, error: Exception) -> None:
         """Note a task that ran out of a device's memory; on any thread."""
@@ -159,11 +182,14 @@ class History:
         since
             The numbers of the last answer's ``next``.
         """
-        numbers = since if since is not None and epoch == self._epoch else {}
+        self.refresh()
+        numbers = since if isinstance(since, Mapping) and epoch == self._epoch else {}
         rows, following, lost = {}, {}, {}
         for name in KINDS:
             ring: Ring = getattr(self, name)
-            rows[name], following[name], lost[name] = ring.since(numbers.get(name, 0), ANSWER_LIMIT)
+            number = numbers.get(name)
+            number = number if isinstance(number, int) else 0
+            rows[name], following[name], lost[name] = ring.since(number, ANSWER_LIMIT)
         return {
             "epoch": self._epoch,
             "next": following,

@@ -23,8 +23,11 @@ from dask_devctx.worker.metrics.history import History
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
+# The longest text of an exception.
+_TEXT: Final = 2_000
 # The fields of the row of a task's only device, or first one.
 _ONE_DEVICE: Final = len(TaskRun.__slots__) - 1
+_DEVICE_ID: Final = TaskRun.__slots__.index("device_id")
 # The keys of a device's row that a sample has too.
 _SAMPLED: Final = tuple(name for name in Sample.__slots__ if name not in ("uuid", "time"))
 
@@ -204,6 +207,9 @@ class Record:
                 tally.failed += 1
             else:
                 tally.done += 1
+        if failed:
+            text = getattr(ts, "exception_text", "")
+            self._history.happened("error", uuid, ts.key, text[:_TEXT])
         about = start, stop, ts.state, place_s, inputs_s, memory_s, thread
         self._history.tasks.append((ts.key, ts.prefix, uuid, device_id, *about))
         for nth, one in enumerate(more, 1):
@@ -223,9 +229,17 @@ class Record:
 
     def report(self) -> dict[str, Any]:
         """Return the latest tasks, the devices' counts and the refusals, as plain data."""
+        # A task of several devices has a row for each of them, one after the other.
+        runs: list[tuple[Any, ...]] = []
+        more: dict[int, list[int]] = {}
+        for row in self._history.tasks.since(0)[0]:
+            if len(row) <= _ONE_DEVICE:
+                runs.append(row)
+            elif runs and runs[-1][0] == row[0]:  # else the row of its first device was dropped
+                more.setdefault(len(runs) - 1, []).append(row[_DEVICE_ID])
         return {
-            # A task of several devices has a row for each, of which the first one counts.
-            "runs": [row for row in self._history.tasks.since(0)[0] if len(row) <= _ONE_DEVICE],
+            "runs": runs,
+            "more": more,
             "devices": self.rows(),
             "refused": list(self.refusals),
             "without_device": self.without_device,

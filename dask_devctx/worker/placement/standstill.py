@@ -6,7 +6,7 @@ Such a job never ends. It is noticed by a look once a second, which costs the ta
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 from typing import Final
@@ -15,6 +15,7 @@ from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.threads import calls_waited_in
 from dask_devctx.errors.base import counted
 from dask_devctx.worker.metrics.history import History
@@ -68,15 +69,15 @@ class Standstill:
 
     def look(self) -> None:
         """Say it once if the worker stands still."""
-        full = self._full()
-        calls = calls_waited_in(self._worker) if full else {}
+        full, waiting = self._full()
+        calls = calls_waited_in(self._worker) if waiting else {}
         if not calls or calls != self._calls:
             self._calls, self._since, self.text = calls, monotonic(), ""
         elif not self.text and monotonic() - self._since >= _PATIENCE_S:
-            self._say(full)
+            self._say(full, waiting)
 
-    def _full(self) -> dict[Device, int]:
-        """Return the devices without a free place, and how many tasks wait for each."""
+    def _full(self) -> tuple[list[Device], int]:
+        """Return the devices without a free place, and how many tasks wait for one there."""
         with self._admission.lock:
             occupancy = self._admission.occupancy
             claims = self._admission.waiting()
@@ -84,17 +85,17 @@ class Standstill:
                 device: queue.waiting() + sum(device in claim.devices for claim in claims)
                 for device, queue in occupancy.queues.items()
             }
-            return {
-                device: count
-                for device, count in waiting.items()
-                if count and occupancy.free(device)[0] < occupancy.place
-            }
+            taken = [one for one in waiting if occupancy.free(one)[0] < occupancy.place]
+        full = [device for device in taken if waiting[device]]
+        if not full and len(taken) == len(waiting):
+            # With few threads, dask holds tasks back before they come to a device.
+            return taken, tasks.ready(self._worker)
+        return full, sum(waiting[device] for device in full)
 
-    def _say(self, full: Mapping[Device, int]) -> None:
+    def _say(self, full: Sequence[Device], waiting: int) -> None:
         names = [f"{key!r} in {call}" for key, call in self._calls.items()]
         more = len(names) - _SHOWN
         shown = ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
-        waiting = sum(full.values())
         self.text = (
             f"All places of {', '.join(map(str, full))} are taken by tasks that wait: {shown}. "
             f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'} for a place there. "
@@ -102,8 +103,7 @@ class Standstill:
         )
         logger.warning("%s", self.text)
         self._worker.log_event("devctx", {"level": "warning", "message": self.text})
-        device = next(iter(full))
-        self._history.happened("standstill", device.uuid, next(iter(self._calls)), self.text)
+        self._history.happened("standstill", full[0].uuid, next(iter(self._calls)), self.text)
 
 
 @contextmanager

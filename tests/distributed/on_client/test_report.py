@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from xml.etree import ElementTree
 
 import dask
@@ -19,6 +21,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     SimulatedArray,
     report,
+    timeline,
 )
 from dask_devctx.client.report import Report
 
@@ -239,6 +242,31 @@ def test_in_a_notebook_it_is_a_table_with_bars(client: Client) -> None:
     assert "<b>" not in report(client, by="prefix")._repr_html_()
 
 
+def test_a_task_of_two_devices_counts_on_both(tmp_path: Path) -> None:
+    with (
+        LocalDeviceCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        with dask.annotate(devices=[1, 3]):
+            client.submit(nap, 0.2, key="both-1").result()
+        found = report(client)
+        prefixes = str(report(client, by="prefix"))
+        timeline(client, tmp_path / "all.json")
+    (task,) = found
+    assert (task.key, task.device_id, task.device_ids) == ("both-1", 1, (1, 3))
+    seconds = task.stop - task.start
+    busy = {device.device_id: device.busy_s for device in found.devices}
+    assert busy == pytest.approx({0: 0, 1: seconds, 2: 0, 3: seconds})
+    assert [device.done for device in found.devices] == [0, 1, 0, 0]
+    name, done, _, busy_s, mean_ms, *_, on = prefixes.splitlines()[1].split()
+    assert (name, done, on) == ("both", "1", "1,3")
+    assert float(busy_s) == pytest.approx(2 * seconds, abs=0.006)
+    assert float(mean_ms) == pytest.approx(1000 * seconds, abs=0.06)
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [lanes[e["tid"]] for e in events if e["name"] == "both"] == ["cuda:1", "cuda:3"]
+
+
 def test_tasks_without_a_device_are_counted(client: Client) -> None:
     with dask.annotate(device=None):
         client.gather(client.map(time.sleep, [0.001, 0.002, 0.003]))
@@ -258,7 +286,28 @@ def test_values_that_moved_are_reported(client: Client) -> None:
     (row,) = [row for row in found.transfers if row.way == "peer"]
     assert (row.source, row.destination) == (Device(2).uuid, Device(0).uuid)
     assert (row.nbytes, row.copies) == (80_000, 1)
+    assert row.rate is None  # it is too small to be timed
     assert "moved by peer: 78.1 KiB in 1 copy" in str(found).splitlines()
+
+
+def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> None:
+    with dask.annotate(device=2):
+        made = client.submit(SimulatedArray, (2048, 1024), key="made")
+    with dask.annotate(device=0):
+        client.submit(lambda x: x.device.device_id, made).result()
+    found = report(client)
+    (row,) = [row for row in found.transfers if row.way == "peer"]
+    assert row.nbytes == row.measured_nbytes == 16 << 20
+    assert row.rate == pytest.approx(row.nbytes / row.measured_s)
+    (line,) = [line for line in str(found).splitlines() if line.startswith("moved by peer")]
+    assert line == f"moved by peer: 16.0 MiB in 1 copy, {row.rate / 1e9:.3g} GB/s"
+    timeline(client, tmp_path / "all.json")
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    copies = [event for event in events if event["name"] == "copy by peer"]
+    assert len(copies) == 2
+    for copy in copies:
+        assert copy["dur"] == pytest.approx(1e6 * row.measured_s, abs=1.1)
+        assert copy["args"]["GB/s"] == pytest.approx(row.rate / 1e9, abs=0.002)
 
 
 def test_the_counts_survive_a_restart_of_the_workers() -> None:

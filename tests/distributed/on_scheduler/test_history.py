@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import dask
+import pytest
 from distributed import Client, Nanny, Worker, secede
 from distributed.protocol import dumps, loads
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, devices, report
+from dask_devctx.scheduler.announcements import HISTORY, SHARE
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
@@ -97,9 +99,9 @@ def test_another_epoch_begins_at_the_first_row() -> None:
 def test_times_are_by_the_schedulers_clock() -> None:
     history = History(10, offset=lambda: 1000.0)
     history.copied("a", "b", 5, 0.5, "ipc")
-    ((*_, start, stop, way, values),) = history.copies.since(0)[0]
+    ((*_, start, stop, way, values, timed),) = history.copies.since(0)[0]
     assert 999 < stop - time.time() < 1001
-    assert (round(stop - start, 6), way, values) == (0.5, "ipc", 1)
+    assert (round(stop - start, 6), way, values, timed) == (0.5, "ipc", 1, True)
 
 
 # -- on a cluster
@@ -151,7 +153,7 @@ async def test_copies_and_retries(client: Any, scheduler: Any, worker: Worker) -
     (copy,) = [row for row in rows if isinstance(row, Copy) and row.way == "peer"]
     assert (copy.source, copy.target) == (Device(1).uuid, Device(0).uuid)
     assert (copy.nbytes, copy.way) == (80_000, "peer")
-    assert 0 < copy.stop - copy.start < 5
+    assert (copy.timed, copy.rate) == (False, None)  # it is too small
     (retry,) = [row for row in rows if isinstance(row, Incident)]
     assert (retry.what, retry.key, retry.uuid) == ("out-of-memory", "tight-1", Device(1).uuid)
     assert "RuntimeError: CUDA out of memory on purpose" in retry.text
@@ -269,6 +271,29 @@ async def test_a_device_that_fails_is_an_incident(
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)
     assert row.text == "it broke"
     assert history.workers[address].host == "127.0.0.1"
+
+
+@with_plugin(devices=[0, 1])
+async def test_malformed_messages_about_histories_and_shares_are_refused_and_logged(
+    client: Any, scheduler: Any, worker: Worker, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[object] = []
+
+    def lie(**question: object) -> object:
+        asked.append(question)
+        return {**right(), "rows": {"tasks": [["key", 7]]}}
+
+    right, worker.handlers[HISTORY] = worker.handlers[HISTORY], lie
+    history = history_of(scheduler)
+    for _ in range(3):
+        await history.collect()
+    assert len(asked) == 1
+    assert "The history of" in caplog.text
+    assert history.rows().rows == []
+    held = [Device(0).uuid, Device(1).uuid]
+    assert await worker.handlers[SHARE](uuids=7, version=10**30) == held
+    assert f"A message {SHARE} was refused" in caplog.text
+    assert await client.submit(lambda: Device.current().device_id) in (0, 1)
 
 
 @gen_cluster(client=True, nthreads=[], timeout=60)

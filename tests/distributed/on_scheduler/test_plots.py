@@ -35,6 +35,7 @@ def batch(
         again,
         now=100.0,
         offset=0.0,
+        left_out=0,
         tasks=[("a", task) for task in tasks],
         copies=[],
         incidents=[],

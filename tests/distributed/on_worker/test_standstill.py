@@ -12,6 +12,7 @@ import pytest
 from distributed import (
     Client,
     Event,
+    LocalCluster,
     Lock,
     Queue,
     Semaphore,
@@ -21,7 +22,7 @@ from distributed import (
     worker_client,
 )
 
-from dask_devctx import LocalDeviceCluster, report
+from dask_devctx import DevicePlugin, LocalDeviceCluster, report
 from dask_devctx.worker.placement import standstill
 
 LOGGER = "distributed.worker.dask_devctx"
@@ -132,6 +133,25 @@ def test_other_calls(
         lock.release()
         Variable("waits").set(1)
         client.gather([first, *others])
+
+
+def test_tasks_that_dask_holds_back(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker with as few threads as places gets no task that waits for a place."""
+    with (
+        LocalCluster(
+            n_workers=1, threads_per_worker=4, processes=False, dashboard_address=":0"
+        ) as cluster,
+        Client(cluster) as client,
+        caplog.at_level(logging.WARNING, LOGGER),
+    ):
+        client.register_plugin(DevicePlugin())
+        futures = client.map(event_set, ["few threads"] * 4, pure=False, priority=1)
+        fifth = client.submit(lambda: Event("few threads").set())
+        wait_for(lambda: said(caplog))
+        assert "cuda:0, cuda:1, cuda:2, cuda:3" in said(caplog)[0]
+        assert "1 task waits for a place" in said(caplog)[0]
+        Event("few threads").set()
+        client.gather([fifth, *futures])
 
 
 def test_a_slow_job_is_none(client: Client, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,208 @@
+"""Headers of transfers between workers, with the handles of another process's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from distributed.comm import CommClosedError
+
+from dask_devctx import Device, driver
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DriverError
+from dask_devctx.transfer.ipc.headers import MalformedHeaderError, read_header
+from dask_devctx.transfer.ipc.layout import Layout
+from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
+from dask_devctx.transfer.ipc.parcel import _Place
+from dask_devctx.worker.comms import device_types
+from dask_devctx.worker.ipc import incoming, unreadable
+from dask_devctx.worker.ipc.incoming import Arriving, Incoming
+from dask_devctx.worker.ipc.messages import NEXT
+from dask_devctx.worker.ipc.traffic import Traffic
+from dask_devctx.worker.ipc.unreadable import Unreadable, UnreadableValues
+from tests.fuzz.inputs import UUIDS, anything, replaced
+
+HOST, NBYTES = "fuzz", 8192
+# Another process, which exports memory until its input ends.
+_EXPORT = """
+import sys
+from dask_devctx import Device, driver
+from dask_devctx.driver.simulated import SimulatedMachine
+with driver.use(SimulatedMachine(2, host="fuzz").backend()), Device(0) as device:
+    work = device._backend.calls.work
+    print(work.ipc_export(work.allocate(int(sys.argv[1]))).hex(), flush=True)
+    sys.stdin.read()
+"""
+
+
+class Sender:
+    """The memory of another process, and a receiver of transfers from it."""
+
+    handle = b"h" * 64
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self.device = Device(1)
+        self.answers: list[Any] = []
+        self.failed = 0
+        self._opened = OpenedBuffers()
+        worker: Any = SimpleNamespace(rpc=lambda address: SimpleNamespace(**{NEXT: self._next}))
+        pairs: Any = SimpleNamespace(token="token", refuse=self._refuse)
+        self._incoming = Incoming(
+            worker,
+            [Device(0), self.device],
+            self._opened,
+            pairs,
+            UnreadableValues(worker),
+            lambda device: 0,
+            self._run,
+            Traffic(),
+            self._on_failure,
+            lambda: None,
+        )
+
+    def read(self, msg: dict[str, Any]) -> dict[str, Any]:
+        """Read a message with values; raise as the receiver does."""
+        self._loop.run_until_complete(self._incoming.complete("tcp://10.0.0.2:1", msg))
+        return dict(msg["data"])
+
+    def close(self) -> None:
+        self._opened.close()
+        self._loop.close()
+
+    async def _next(self, **asked: Any) -> Any:
+        return self.answers.pop() if self.answers else None
+
+    async def _refuse(self, address: str, reason: str) -> None:
+        assert isinstance(reason, str)
+
+    async def _run(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    def _on_failure(self, device: Device, error: DriverError) -> None:
+        self.failed += 1
+
+
+_senders: list[Sender] = []
+
+
+@contextmanager
+def sender() -> Iterator[None]:
+    """While it is open, another process has memory that can be opened here."""
+    for module in (incoming, unreadable):
+        logging.getLogger(module.__name__).setLevel(logging.ERROR)
+    assert device_types  # it knows how to allocate simulated memory
+    process = subprocess.Popen(
+        [sys.executable, "-c", _EXPORT, str(NBYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    machine = SimulatedMachine(2, host=HOST, total_memory=2**30)
+    try:
+        with driver.use(machine.backend()):
+            made = Sender()
+            made.handle = bytes.fromhex(process.stdout.readline())
+            _senders.append(made)
+            yield
+            made.close()
+            gc.collect()
+            left = [gpu.used_memory for gpu in machine.gpus]
+            assert not sum(left), f"{left} bytes were not given back"
+    finally:
+        _senders.clear()
+        process.stdin.close()
+        process.wait()
+
+
+@functools.cache
+def _pickled() -> bytes:
+    return pickle.dumps([_Place(0)], protocol=5)
+
+
+def fuzz_arrivals(chance: random.Random) -> str:
+    """Let a receiver read values by strange headers, handles and answers."""
+    (to,) = _senders
+    sizes = [chance.choice([0, 1, 300, 4096]) for _ in range(chance.randint(1, 3))]
+    total = Layout(sizes).nbytes
+    piece = chance.choice([max(total, 1), 1024])
+    shown = [
+        chance.choice([1, 1, 1, 2]),
+        to.handle if chance.random() < 0.9 else chance.randbytes(64),
+        chance.choice([0, 0, 512, NBYTES - 1, 2**40]),
+        total,
+    ]
+    about = {
+        "sender": "token",
+        "number": 1,
+        "source": chance.choice([to.device.uuid, UUIDS[0]]),
+        "piece": piece,
+        "parts": [["simulated", nbytes, None] for nbytes in sizes],
+        "shown": shown,
+    }
+    value = {"first": 0, "count": len(sizes), "writeable": []}
+    frames = [_pickled() if chance.random() < 0.9 else chance.randbytes(8)]
+    to.answers = [replaced(chance, shown) for _ in range(8)]
+    try:
+        given = replaced(chance, value, 0.02)
+        arriving = Arriving(given, frames)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return "not unpacked"  # distributed fails its key
+    msg = {"data": {"key": arriving, "host": 1}, incoming.FAMILY: replaced(chance, about, 0.02)}
+    try:
+        data = to.read(msg)
+    except CommClosedError:
+        return "refused"
+    assert not to.failed
+    if isinstance(data["key"], Unreadable):
+        return "unreadable"
+    assert not isinstance(data["key"], Arriving)
+    return "read"
+
+
+def fuzz_headers(chance: random.Random) -> str:
+    """Give a receiver the header of a transfer with some parts replaced."""
+
+    def or_else(value: Any) -> Any:
+        return value if chance.random() < 0.95 else anything(chance)
+
+    sizes = [chance.choice([0, 1, 255, 300, 4096]) for _ in range(chance.randint(0, 3))]
+    total = Layout(sizes).nbytes
+    shown = [1, or_else(b"h" * 64), or_else(chance.choice([0, 0, 512, 2**40])), or_else(total)]
+    given = {
+        "sender": or_else("token"),
+        "number": or_else(1),
+        "source": or_else(UUIDS[0]),
+        "piece": or_else(chance.choice([max(total, 1), 1024])),
+        "parts": or_else([or_else([or_else("simulated"), or_else(n), None]) for n in sizes]),
+        "shown": or_else([or_else(field) for field in shown]),
+    }
+    given = {name: value for name, value in given.items() if chance.random() < 0.98}
+    try:
+        header = read_header(or_else(given))
+    except MalformedHeaderError:
+        return "refused"
+    assert header.piece >= 1
+    layout = Layout(nbytes for _, nbytes, _ in header.parts)
+    assert layout.nbytes < 2**49
+    anywhere: Any = None
+    opened = Opened(anywhere, 4096, 8192)
+    try:
+        place = opened.place(header.shown.offset, min(header.piece, layout.nbytes))
+    except MalformedHeaderError:
+        return "outside"
+    assert place >= 4096
+    assert place + min(header.piece, layout.nbytes) <= 4096 + 8192
+    return "accepted"

@@ -1,0 +1,131 @@
+"""The functions that the tasks call, on simulated devices and on the host alone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from typing import Any
+
+import numpy as np
+from cuda.bindings.driver import CUresult
+
+from dask_devctx import Device, SimulatedArray, driver, task_devices
+from dask_devctx.cuda.scope import open_scopes
+
+
+def values(number: int, length: int) -> np.ndarray:
+    return np.arange(length) + number
+
+
+def sum_of(number: int, length: int) -> int:
+    return length * (length - 1) // 2 + length * number
+
+
+def faults() -> Any:
+    machine = driver.backend().machine
+    assert machine is not None
+    return machine.faults
+
+
+# -- tasks on devices
+
+
+def make(number: int, length: int) -> SimulatedArray:
+    current = Device.current()
+    assert current is not None
+    array = SimulatedArray.asarray(values(number, length))
+    assert array.device is current
+    return array
+
+
+def total(*arrays: SimulatedArray) -> int:
+    here = Device.current()
+    assert here is not None
+    assert all(array.device is here for array in arrays), "an input was not moved"
+    return sum(int(array.sum()) for array in arrays)
+
+
+async def total_later(*arrays: SimulatedArray) -> int:
+    here = Device.current()
+    await asyncio.sleep(0.001)
+    assert Device.current() is here
+    return total(*arrays)
+
+
+def total_on_host(*arrays: SimulatedArray) -> int:
+    assert Device.current() is None
+    return sum(int(array.get().sum()) for array in arrays)
+
+
+def total_across(array: SimulatedArray, count: int) -> int:
+    """Sum an array in ``count`` parts, each on a device of its own."""
+    devices = task_devices()
+    assert len(set(devices)) == count, devices
+    parts = np.array_split(array.get(), count)
+    found = 0
+    for device, part in zip(devices, parts, strict=True):
+        with device:
+            found += int(SimulatedArray.asarray(part).sum())
+    return found
+
+
+def meet(function: str, status: CUresult, at_exit: bool, *arrays: SimulatedArray) -> int:
+    """Sum arrays; a call of the driver fails, half of the times, in this task's thread."""
+    me = threading.get_ident()
+
+    def mine(*args: Any) -> bool:
+        return threading.get_ident() == me and (not at_exit or int(args[0]) == 0)
+
+    if random.random() < 0.5:
+        faults().inject(function, status, when=mine)
+    return total(*[array.copy_to(array.device) for array in arrays])
+
+
+def break_device(after_s: float) -> str:
+    """Leave a kernel that breaks the device; count as done, unless it breaks at once."""
+    faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
+    return "looks good"
+
+
+# -- the same on the host, for dask without this package
+
+
+def make_plain(number: int, length: int) -> np.ndarray:
+    return values(number, length)
+
+
+def total_plain(*arrays: np.ndarray) -> int:
+    return sum(int(array.sum()) for array in arrays)
+
+
+async def total_later_plain(*arrays: np.ndarray) -> int:
+    await asyncio.sleep(0.001)
+    return total_plain(*arrays)
+
+
+def total_across_plain(array: np.ndarray, count: int) -> int:
+    return sum(int(part.sum()) for part in np.array_split(array, count))
+
+
+# -- at the end
+
+
+async def left_in_worker(dask_worker: Any) -> dict[str, int]:
+    """Return the device memory that nobody gave back, and the scopes that are open."""
+    peers = dask_worker.plugins["devctx"].extension.peers
+    gc.collect()
+    for _ in range(100):
+        if not peers.in_use:
+            break
+        await asyncio.sleep(0.05)
+    await peers.way.give_back()
+    machine = driver.backend().machine
+    assert machine is not None
+    return {
+        "values": len(dask_worker.data),
+        "values in bytes": sum(gpu.used_memory for gpu in machine.gpus),
+        "scopes": len(open_scopes()),
+        "bytes on their way": int(peers.in_use),
+    }
