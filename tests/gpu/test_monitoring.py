@@ -1,12 +1,15 @@
 """The report and the timeline of real GPUs, beside NVML's own numbers.
 
-One process has a cluster with both GPUs, and works on one of them while it looks.
+One process has a cluster with both GPUs, and works on one of them while it looks. With the folder
+``DASK_DEVCTX_KEEP`` in the environment, the numbers and the page stay there as files.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +22,6 @@ pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
 def observe(n_workers: int) -> dict[str, Any]:
     import tempfile
     import time
-    from pathlib import Path
 
     import cupy
     import dask
@@ -27,6 +29,7 @@ def observe(n_workers: int) -> dict[str, Any]:
     from distributed import Client
 
     from dask_devctx import LocalDeviceCluster, report, timeline
+    from tests.gpu.page_file import page_file
 
     def work(seconds: float) -> Any:
         x = cupy.random.random((4096, 4096), dtype="float32")
@@ -38,6 +41,14 @@ def observe(n_workers: int) -> dict[str, Any]:
         return x
 
     pynvml.nvmlInit()
+    at = [pynvml.nvmlDeviceGetHandleByIndex(n) for n in range(pynvml.nvmlDeviceGetCount())]
+    others = {
+        pynvml.nvmlDeviceGetUUID(handle): [
+            f"process {one.pid} with {(one.usedGpuMemory or 0) >> 20} MiB"
+            for one in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        ]
+        for handle in at
+    }
     with (
         LocalDeviceCluster(n_workers=n_workers, devices=[0, 1], dashboard_address=":0") as cluster,
         Client(cluster) as client,
@@ -46,10 +57,11 @@ def observe(n_workers: int) -> dict[str, Any]:
             made = client.submit(work, 6.0)
         time.sleep(4)
         devices = sorted(report(client).devices, key=lambda device: device.device_id)
-        used = []
+        used, computing = [], []
         for device in devices:
             handle = pynvml.nvmlDeviceGetHandleByUUID(device.uuid)
             used.append(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            computing.append(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         with dask.annotate(device=0):
             client.submit(lambda x: float(x.sum()), made).result()
         path = Path(tempfile.mkdtemp()) / "timeline.json"
@@ -57,6 +69,9 @@ def observe(n_workers: int) -> dict[str, Any]:
         events = json.loads(path.read_text())["traceEvents"]
         names = {event["name"] for event in events if event["ph"] == "C"}
         return {
+            "page": client.run_on_scheduler(page_file),
+            "others": [others.get(device.uuid, []) for device in devices],
+            "nvml utilization": computing,
             "utilization": [device.utilization for device in devices],
             "occupied_s": [device.occupied_s for device in devices],
             "used": [device.memory_total - device.memory_free for device in devices],
@@ -71,8 +86,15 @@ def observe(n_workers: int) -> dict[str, Any]:
 def test_numbers_are_those_of_nvml(n_workers: int) -> None:
     pytest.importorskip("cupy")
     seen = answer_of("tests.gpu.test_monitoring", str(n_workers))
+    keep = os.environ.get("DASK_DEVCTX_KEEP")
+    page = seen.pop("page")
+    if keep:
+        folder = Path(keep)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"page-{n_workers}.html").write_text(page)
+        (folder / f"numbers-{n_workers}.json").write_text(json.dumps(seen, indent=1))
     idle, busy = seen["utilization"]
-    assert busy > 0.5 > idle
+    assert busy > 0.5
     assert seen["occupied_s"][1] > 2 > seen["occupied_s"][0]
     for ours, nvml in zip(seen["used"], seen["nvml"], strict=True):
         assert abs(ours - nvml) < 2 * 2**30
@@ -81,6 +103,11 @@ def test_numbers_are_those_of_nvml(n_workers: int) -> None:
     ways = {"peer"} if n_workers == 1 else {"ipc", "host"}
     assert any(way in ways and moved == nbytes for way, moved in seen["transfers"])
     assert any("utilization (%)" in name for name in seen["counters"])
+    assert all(f"cuda:{n}" in page for n in (0, 1))
+    assert seen["nvml utilization"][1] > 0.5
+    if seen["nvml utilization"][0] > 0.5:
+        pytest.skip(f"the GPU that is to be idle has other work: {seen['others'][0]}")
+    assert idle < 0.5
 
 
 if __name__ == "__main__":
