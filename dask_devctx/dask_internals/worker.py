@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
@@ -49,9 +50,11 @@ def wrapped_handler(
     op
         The message, such as ``"get_data"``.
     wrap
-        Given the present handler, returns the new one.
+        Given the present handler, returns the new one, a function. dask reads in the signature of
+        the first one what to pass, such as ``serializers``.
     """
-    with replaced(worker.handlers, op, wrap(worker.handlers[op])):
+    before = worker.handlers[op]
+    with replaced(worker.handlers, op, functools.update_wrapper(wrap(before), before)):
         yield
 
 

@@ -323,12 +323,11 @@ def test_what_is_read_elsewhere_is_read_after_the_work_that_makes_it(library, re
     def count(device=0, **options):
         with (
             LocalDeviceCluster(
-                device_memory_limit=0,
                 processes=False,
                 protocol="tcp",
                 dashboard_address=":0",
                 memory_limit="64GiB",
-                plugin=DevicePlugin(devices=[0], **options),
+                plugin=DevicePlugin(devices=[0], device_memory_limit=0, **options),
             ) as cluster,
             Client(cluster) as client,
         ):

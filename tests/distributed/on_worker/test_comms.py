@@ -12,7 +12,7 @@ import dask
 import numpy as np
 import pytest
 from dask.utils import parse_bytes
-from distributed import Worker
+from distributed import Client, Worker
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, device_of
@@ -120,6 +120,22 @@ async def test_arrays_arrive_on_the_workers_device(
     await client.scatter({"x": SimulatedArray.asarray(np.ones(3))}, hash=False)
     assert device_of(worker.data["x"]) is Device(2)
     await client.unregister_worker_plugin("devctx")
+
+
+@gen_cluster(
+    client=True,
+    nthreads=[("127.0.0.1", 4)],
+    client_kwargs={"serializers": ["dask", "msgpack"]},
+    timeout=60,
+)
+async def test_a_client_says_how_data_is_serialized(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    async with Client(scheduler.address, asynchronous=True) as other:  # plugins are pickled
+        await other.register_plugin(DevicePlugin(devices=[1]))
+    future = client.submit(len, [1, 2, 3])
+    assert await future == 3
+    assert await client.gather(future, direct=True) == 3
 
 
 @gen_cluster(
