@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
 from dask_devctx.client.tables import aligned, nbytes_text, shortened
@@ -110,7 +111,8 @@ def text(report: Report) -> str:
         table = aligned(_BY_PREFIX, list(_prefixes(report)))
     else:
         table = aligned(_BY_DEVICE, [line.cells() for line in lines(report)])
-    return "\n".join([table, *(_cut(line) for line in _below(report))])
+    problems = [wrapped for line in _problems(report) for wrapped in wrap(line, COLUMNS)]
+    return "\n".join([table, *(_cut(line) for line in _below(report)), *problems])
 
 
 def _cut(line: str) -> str:
@@ -165,12 +167,14 @@ def _below(report: Report) -> Iterator[str]:
         rate = f", {timed / seconds / 1e9:.3g} GB/s" if seconds > 0 else ""
         several = "copy" if count == 1 else "copies"
         yield f"moved by {way}: {moved} in {count} {several}{rate}{because}"
-    same = Counter((task.worker, task.prefix, task.reason) for task in report.refused)
-    for (worker, prefix, reason), count in same.items():
-        yield f"refused on {worker}: {count} of {prefix}: {reason}"
-    for worker, reason in report.waiting.items():
-        yield f"standstill of {worker}: {reason}"
-        yield f"  remedies: report.waiting[{worker!r}]"
+    spills = sum(device.spills for device in report.devices)
+    if spills:
+        away, back = (
+            nbytes_text(sum(getattr(device, name) for device in report.devices))
+            for name in ("spilled_nbytes", "unspilled_nbytes")
+        )
+        returned = sum(device.unspills for device in report.devices)
+        yield f"spilled to host memory: {away} of {spills} values; came back: {back} of {returned}"
     for worker, reason in report.silent.items():
         yield f"no answer from {worker}: {reason}"
     without = [worker for worker, runs in report.workers.items() if not runs]
@@ -184,6 +188,15 @@ def _below(report: Report) -> Iterator[str]:
     bare = [worker for worker, runs in report.workers.items() if runs and worker not in having]
     if bare:
         yield f"with the plugin and without devices: {', '.join(bare)}"
+
+
+def _problems(report: Report) -> Iterator[str]:
+    """Yield the problems whose remedies are in the text: it is not cut."""
+    same = Counter((task.worker, task.prefix, task.reason) for task in report.refused)
+    for (worker, prefix, reason), count in same.items():
+        yield f"refused on {worker}: {count} of {prefix}: {reason}"
+    for worker, reason in report.waiting.items():
+        yield f"standstill of {worker}: {reason}"
 
 
 # -- in notebooks

@@ -164,8 +164,8 @@ def timeline(client: Client, path: str | os.PathLike[str]) -> Timeline:
     Notes
     -----
     A process of the trace is a worker, and a thread is a device. Copies are slices on both ends,
-    with an arrow. Within a worker, a copy lasts for as long as it takes to start it: the device
-    works on while the worker goes on. Counters show memory, utilisation and the tasks on a device.
+    with an arrow. Within a worker, a copy of 1 MiB or more lasts for as long as the device needs;
+    smaller ones are not timed. Counters show memory, utilisation and the tasks on a device.
 
     Examples
     --------

@@ -119,6 +119,8 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
 # A thread that waits is here; the call that waits is the first frame of another module.
 _WAITING_MODULES = frozenset({"concurrent.futures._base", "queue", "threading"})
+# A thread of a pool waits for its next call here. dask may still list an actor's last call for it.
+_IDLE = "_worker"
 
 
 def calls_waited_in(worker: Worker) -> dict[Hashable, str]:
@@ -143,7 +145,8 @@ def calls_waited_in(worker: Worker) -> dict[Hashable, str]:
         call = _waits_in(frames.get(thread))
         if call is None:
             return {}
-        found[key] = call
+        if call != _IDLE:
+            found[key] = call
     return found
 
 

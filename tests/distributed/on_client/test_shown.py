@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from typing import Any
 from xml.etree import ElementTree
 
@@ -71,6 +73,32 @@ def test_a_worker_says_which_devices_it_took(caplog: pytest.LogCaptureFixture) -
         assert said == f"This worker uses 2 devices: {', '.join(named)}"
         logs = client.get_worker_logs()
     assert any(said in text for lines in logs.values() for _, text in lines)
+
+
+_WARNS = """
+import logging
+from distributed import Client
+from dask_devctx import LocalDeviceCluster
+
+def warn():
+    logging.getLogger("dask_devctx.worker").warning("look here")
+
+if __name__ == "__main__":
+    with LocalDeviceCluster(
+        n_workers=1, processes=False, dashboard_address=":0"
+    ) as cluster, Client(cluster) as client:
+        client.submit(warn).result()
+        print(client.get_worker_logs())
+"""
+
+
+def test_a_workers_warnings_are_shown_and_kept() -> None:
+    """Python shows a warning on stderr only as long as its logger has no handler."""
+    done = subprocess.run(
+        [sys.executable, "-c", _WARNS], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "look here" in done.stdout
+    assert done.stderr.count("look here") == 1
 
 
 @with_plugin(devices=[0, 2])
