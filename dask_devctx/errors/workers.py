@@ -63,7 +63,7 @@ class DevicesInUseError(DevctxError):
                 f"this worker wants devices for itself, and none is free: {held}. Close a cluster "
                 "that holds them and is not needed (cluster.close(), or client.shutdown()), or "
                 "start fewer workers on this machine. Workers that are to use the same devices "
-                "say so: DevicePlugin(shared=True) (devctx.shared: true)"
+                "say so: DevicePlugin(shared=True), --shared (devctx.shared: true)"
             )
         return (
             f"{wants} {len(self.free)} of {total} {_are(len(self.free))} free"
