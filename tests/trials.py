@@ -194,7 +194,8 @@ def faults(client: Client, random_: random.Random) -> None:
     """Let one call of the driver fail a few times while a graph runs."""
     function = random_.choice(sorted(WORKING_CALLS | {"cuCtxSetCurrent", "cuCtxGetCurrent"}))
     status, times = random_.choice(STATUSES), random_.randint(1, 3)
-    client.run(_inject, function, int(status), times)
+    with suppress(DevctxError, OSError):  # the fault may meet the look at the devices after it
+        client.run(_inject, function, int(status), times)
     for future, expected in graph(client, random_, 8, move=False):
         with suppress(DevctxError, MemoryError):  # told: an error of this package's, or the host's
             check(future, expected)

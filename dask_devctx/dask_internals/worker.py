@@ -92,7 +92,7 @@ def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(worker._deque_handler)
-        if logger.handlers == [shown]:
+        if shown is not None and logger.handlers == [shown]:
             logger.removeHandler(shown)
 
 
