@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def observe(n_workers: int) -> dict[str, Any]:
         events = json.loads(path.read_text())["traceEvents"]
         names = {event["name"] for event in events if event["ph"] == "C"}
         return {
-            "page": client.run_on_scheduler(page_file),
+            "page": client.run_on_scheduler(page_file) if find_spec("bokeh") else "",
             "others": [others.get(device.uuid, []) for device in devices],
             "nvml utilization": computing,
             "utilization": [device.utilization for device in devices],
@@ -103,7 +104,8 @@ def test_numbers_are_those_of_nvml(n_workers: int) -> None:
     ways = {"peer"} if n_workers == 1 else {"ipc", "host"}
     assert any(way in ways and moved == nbytes for way, moved in seen["transfers"])
     assert any("utilization (%)" in name for name in seen["counters"])
-    assert all(f"cuda:{n}" in page for n in (0, 1))
+    if page:  # not where Bokeh is missing
+        assert all(f"cuda:{n}" in page for n in (0, 1))
     assert seen["nvml utilization"][1] > 0.5
     if seen["nvml utilization"][0] > 0.5:
         pytest.skip(f"the GPU that is to be idle has other work: {seen['others'][0]}")
