@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(count=2): needs that many real GPUs")
+    config.addinivalue_line("markers", "long: takes so long that CI leaves it to `make test`")
 
 
 def pytest_unconfigure() -> None:

@@ -32,7 +32,12 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize(
     "names",
-    [["scope", "import", "scale"], ["page"], ["tasks", "startup", "transfer"], ["jobs"]],
+    [
+        ["scope", "import", "scale"],
+        pytest.param(["page"], marks=pytest.mark.long),
+        pytest.param(["tasks", "startup", "transfer"], marks=pytest.mark.long),
+        ["jobs"],
+    ],
 )
 def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str]) -> None:
     done = subprocess.run(

@@ -25,6 +25,7 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_soak() -> None:
     shown = run(
         "tests.soak",
@@ -40,6 +41,7 @@ def test_fuzz() -> None:
     assert "10000 inputs of seed 1" in run("tests.fuzz", "--inputs", "10000", "--seed", "1")
 
 
+@pytest.mark.long
 def test_trials() -> None:
     shown = run("tests.trials", "--graphs", "3", "--changes", "4", "--faults", "6", "--claims", "1")
     assert "every result right or a clear error, nothing hung" in shown

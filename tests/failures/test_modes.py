@@ -87,6 +87,7 @@ def lose(which: int) -> None:
     machine.gpus[which].lost = True
 
 
+@pytest.mark.long
 def test_a_gpu_that_falls_off_the_bus_ends_its_worker() -> None:
     with (
         LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,

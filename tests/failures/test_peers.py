@@ -47,6 +47,10 @@ def _total(*values: Any) -> float:
 
 
 # Where the transfer is made long, and in whose process: 0 sends and 1 receives.
+_ENDS = [
+    pytest.param(0, id="sender", marks=pytest.mark.long),
+    pytest.param(1, id="receiver"),
+]
 _STEPS = [
     pytest.param(0, "cuMemAlloc", id="staging memory is allocated"),
     pytest.param(0, "cuMemcpyAsync", id="the value is staged"),
@@ -57,7 +61,7 @@ _STEPS = [
 ]
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["sender", "receiver"])
+@pytest.mark.parametrize("killed", _ENDS)
 @pytest.mark.parametrize(("where", "function"), _STEPS)
 def test_a_worker_is_killed_in_the_middle(where: int, function: str, killed: int) -> None:
     with peers.cluster(3) as (client, workers):
@@ -77,7 +81,7 @@ def test_a_worker_is_killed_in_the_middle(where: int, function: str, killed: int
         _all_is_well(client, workers[1 - killed], workers[2])
 
 
-@pytest.mark.parametrize("failed", [0, 1], ids=["sender", "receiver"])
+@pytest.mark.parametrize("failed", _ENDS)
 @pytest.mark.parametrize(("where", "function"), _STEPS)
 def test_a_device_fails_in_the_middle(where: int, function: str, failed: int) -> None:
     with peers.cluster(3) as (client, workers):

@@ -144,6 +144,7 @@ def test_the_task_errs_whose_kernel_broke_after_it_returned_and_no_other(
     assert [number for number, _ in client.gather(others)] == [*range(100)]
 
 
+@pytest.mark.long
 def test_a_task_that_does_not_end_is_reported_all_the_same(client: Client, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     with dask.annotate(device=0):
@@ -154,6 +155,7 @@ def test_a_task_that_does_not_end_is_reported_all_the_same(client: Client, tmp_p
     assert [number for number, _ in client.gather(others)] == [*range(40)]
 
 
+@pytest.mark.long
 def test_with_retries_it_is_run_so_often_and_nobody_else_errs(
     client: Client, tmp_path: Path
 ) -> None:

@@ -49,7 +49,7 @@ def meets(n: int) -> int:
 
 def pool_of(worker: Worker) -> list[threading.Thread]:
     pool = worker.executors["default"]
-    return [thread for thread in pool._threads if thread.is_alive()]
+    return [thread for thread in pool._threads.copy() if thread.is_alive()]
 
 
 @pytest.mark.parametrize(("options", "expected"), [({}, 3), ({"cpu_threads": 5}, 5)])
