@@ -95,7 +95,7 @@ def program(page: str) -> tuple[str, list[str]]:
     return "\n".join(code), reasons
 
 
-# What a block may need that not every machine has.
+# The needs of blocks that some machines do not have.
 NEEDS = re.compile(r"needs (CuPy|torch|RMM|dask-cuda|SLURM|SSH)\b")
 
 

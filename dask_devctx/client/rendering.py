@@ -169,12 +169,10 @@ def _below(report: Report) -> Iterator[str]:
         yield f"moved by {way}: {moved} in {count} {several}{rate}{because}"
     spills = sum(device.spills for device in report.devices)
     if spills:
-        away, back = (
-            nbytes_text(sum(getattr(device, name) for device in report.devices))
-            for name in ("spilled_nbytes", "unspilled_nbytes")
-        )
-        returned = sum(device.unspills for device in report.devices)
-        yield f"spilled to host memory: {away} of {spills} values; came back: {back} of {returned}"
+        unspills = sum(device.unspills for device in report.devices)
+        away = nbytes_text(sum(device.spilled_nbytes for device in report.devices))
+        back = nbytes_text(sum(device.unspilled_nbytes for device in report.devices))
+        yield f"spilled to host memory: {away} of {spills} values; came back: {back} of {unspills}"
     for worker, reason in report.silent.items():
         yield f"no answer from {worker}: {reason}"
     without = [worker for worker, runs in report.workers.items() if not runs]

@@ -89,7 +89,7 @@ def fuzz_configuration(chance: random.Random) -> str:
             options = DevicePlugin().options
         except ValueError as error:
             right = "must be" in str(error) or "is a fraction" in str(error)
-            return "refused" if right else "refused in other words"
+            return "refused" if right else "refused without the reason"
     assert options.tasks_per_device >= 1
     assert options.oom_retries >= 0
     assert options.devices_per_worker is None or options.devices_per_worker >= 1

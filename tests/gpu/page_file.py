@@ -6,7 +6,7 @@ from typing import Any
 
 
 async def page_file(dask_scheduler: Any) -> str:
-    """Return the page as it is now; for ``client.run_on_scheduler``."""
+    """Return the present page; for ``client.run_on_scheduler``."""
     from bokeh.document import Document
     from bokeh.embed import file_html
     from bokeh.layouts import column
@@ -19,7 +19,7 @@ async def page_file(dask_scheduler: Any) -> str:
     assert history is not None
     await history.collect()
     document = Document()
-    pages._fill(dask_scheduler, document, pages._PLOTS)
+    pages.fill(dask_scheduler, document, pages.PLOTS)
     theme, plots = document.theme, list(document.roots)
     document.clear()
     for plot in plots:

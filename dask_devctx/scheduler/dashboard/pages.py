@@ -24,7 +24,7 @@ from dask_devctx.scheduler.dashboard.utilization import UtilizationPlot
 _INTERVAL_MS: Final = 1000
 _TEMPLATES: Final = str(Path(__file__).parent / "templates")
 
-_PLOTS: Final = ("timeline", "memory", "utilization", "transfers", "failures")
+PLOTS: Final = ("timeline", "memory", "utilization", "transfers", "failures")
 # dask's own pages show one device of each worker, and only where the scheduler has a GPU.
 _REDIRECTS: Final = {
     "/gpu": "/devices",
@@ -35,7 +35,7 @@ _REDIRECTS: Final = {
 
 def shown(scheduler: Scheduler) -> AbstractContextManager[None]:
     """Return a context manager; while it is open, a scheduler's dashboard has the pages."""
-    alone = {f"/individual-device-{name}": name for name in _PLOTS}
+    alone = {f"/individual-device-{name}": name for name in PLOTS}
     pages = {path: partial(_plot_alone, name) for path, name in alone.items()}
     menu = {path: f"Device {name.title()}" for path, name in alone.items()}
     return added_pages(
@@ -47,7 +47,7 @@ def shown(scheduler: Scheduler) -> AbstractContextManager[None]:
 
 
 def _all_plots(scheduler: Scheduler, extra: Mapping[str, Any], document: Document) -> None:
-    _fill(scheduler, document, _PLOTS)
+    fill(scheduler, document, PLOTS)
     document.title = "Dask: Devices"
     document.template = template("devices.html", _TEMPLATES)
     document.template_variables.update(extra)
@@ -56,12 +56,13 @@ def _all_plots(scheduler: Scheduler, extra: Mapping[str, Any], document: Documen
 def _plot_alone(
     name: str, scheduler: Scheduler, extra: Mapping[str, Any], document: Document
 ) -> None:
-    _fill(scheduler, document, [name])
+    fill(scheduler, document, [name])
     document.title = f"Dask: Device {name.title()}"
     document.template = template("plot.html", _TEMPLATES)
 
 
-def _fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None:
+def fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None:
+    """Add some of the plots to a document, and keep them up to date."""
     colours = chosen(document)
     times, lanes, devices = TimeAxis(), LaneAxis(devices=False), LaneAxis(devices=True)
     make: Mapping[str, Callable[[], Any]] = {

@@ -72,17 +72,8 @@ class MonitoredCall:
     """
 
     __slots__ = (
-        *(
-            "_alone",
-            "_device",
-            "_is_method",
-            "_key",
-            "_monitor",
-            "_movable",
-            "_once",
-            "_waits",
-            "_watched",
-        ),
+        *("_alone", "_device", "_is_method", "_key", "_monitor", "_movable", "_once"),
+        *("_waits", "_watched"),
         "unfinished",
     )
 
@@ -114,13 +105,13 @@ class MonitoredCall:
         quarantine = self._monitor.quarantine
         while self.unfinished:
             try:
-                alone = self._needs_the_device_alone()
-                if self._watched or alone or (quarantine.taken and not self._is_method):
-                    for _ in self._turn(alone):
+                self._alone = self._needs_the_device_alone()
+                if self._watched or self._alone or (quarantine.taken and not self._is_method):
+                    for _ in self._turn():
                         quarantine.wait(_POLL_S)
                 if self._watched:
                     self._monitor.drain(self._key, self._device)
-                if alone:
+                if self._alone:
                     self._monitor.retries.clear(self._device)
                 if not self._begin(stay=True):
                     continue
@@ -154,13 +145,13 @@ class MonitoredCall:
         quarantine = self._monitor.quarantine
         while self.unfinished:
             try:
-                alone = self._needs_the_device_alone()
-                if self._watched or alone or (quarantine.taken and not self._is_method):
-                    for _ in self._turn(alone):
+                self._alone = self._needs_the_device_alone()
+                if self._watched or self._alone or (quarantine.taken and not self._is_method):
+                    for _ in self._turn():
                         await asyncio.sleep(_POLL_S)
                 if self._watched:
                     await asyncio.to_thread(self._monitor.drain, self._key, self._device)
-                if alone:
+                if self._alone:
                     await asyncio.to_thread(self._monitor.retries.clear, self._device)
                 if not self._begin(stay=False):
                     continue
@@ -201,12 +192,11 @@ class MonitoredCall:
     def _needs_the_device_alone(self) -> bool:
         """Return whether memory ran out for this task before its last attempt."""
         retries = self._monitor.retries
-        self._alone = bool(retries.tried) and not self._is_method and retries.is_last(self._key)
-        return self._alone
+        return bool(retries.tried) and not self._is_method and retries.is_last(self._key)
 
-    def _turn(self, alone: bool) -> Iterator[None]:
+    def _turn(self) -> Iterator[None]:
         quarantine, refuse = self._monitor.quarantine, self._monitor.blame.refuse_after_failure
-        return quarantine.turn(self._key, self._watched, refuse, self._device, alone=alone)
+        return quarantine.turn(self._key, self._watched, refuse, self._device, alone=self._alone)
 
     def _begin(self, *, stay: bool) -> bool:
         """Count the call, and check its device; ``stay`` leaves the device current.

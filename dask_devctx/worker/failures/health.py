@@ -52,8 +52,7 @@ class Checkup:
         """
         calls = device._backend.calls.work
         with RelaxedCapture(calls):
-            if not self._suspects.look(device, calls, mark=False):
-                calls.probe()
+            self._suspects.look(device, calls, mark=False)
 
     def drain(self, device: Device) -> None:
         """Wait until a device has done all its work.
@@ -63,12 +62,8 @@ class Checkup:
         DriverError
             The device failed, or the driver gives no answer.
         """
-        calls = device._backend.calls
-        with device, RelaxedCapture(calls.work):
-            ended = self._suspects.count(device)
-            calls.synchronize()
-            self._suspects.idle(device, ended)
-            calls.work.probe()
+        with device, RelaxedCapture(device._backend.calls.work):
+            self._wait(device)
 
     def after(self, key: Hashable, device: Device, *, wait: bool) -> None:
         """Check a device inside its scope, after a task.
@@ -92,15 +87,18 @@ class Checkup:
             self._note_left_behind(key, device)
             calls.set_current(device._handle)  # without a context, the probe finds no failure
         with RelaxedCapture(calls.work):
-            probed = False
             if wait:
-                ended = self._suspects.count(device)
-                calls.synchronize()
-                self._suspects.idle(device, ended)
+                self._wait(device)
             else:
-                probed = self._suspects.look(device, calls.work, mark=True)
-            if not probed:
-                calls.work.probe()
+                self._suspects.look(device, calls.work, mark=True)
+
+    def _wait(self, device: Device) -> None:
+        """Wait for a device that is current, clear its suspects and probe it."""
+        calls = device._backend.calls
+        ended = self._suspects.count(device)
+        calls.synchronize()
+        self._suspects.idle(device, ended)
+        calls.work.probe()
 
     def between(self) -> None:
         """Check the devices that are in use, and clear the suspects whose work is done."""
@@ -113,8 +111,7 @@ class Checkup:
         calls = device._backend.calls.work
         try:
             with device, RelaxedCapture(calls):
-                if not self._suspects.look(device, calls, mark=True):
-                    calls.probe()
+                self._suspects.look(device, calls, mark=True)
         except DriverError as error:
             if statuses.failed(error.code):
                 self._on_failure(device, error)

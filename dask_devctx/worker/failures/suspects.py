@@ -112,8 +112,8 @@ class Suspects:
         with self._lock:
             return tuple(device for device, work in self._work.items() if work.left)
 
-    def look(self, device: Device, calls: WorkCalls, *, mark: bool) -> bool:
-        """Query a device's progress without waiting, on a thread where the device is current.
+    def look(self, device: Device, calls: WorkCalls, *, mark: bool) -> None:
+        """Query a device's progress and health without waiting, where the device is current.
 
         Parameters
         ----------
@@ -121,11 +121,6 @@ class Suspects:
             The device, and its driver's calls about work.
         mark
             Whether to mark the work that it has now, for the next query.
-
-        Returns
-        -------
-        bool
-            Whether it probed the device, and found no error.
 
         Raises
         ------
@@ -138,6 +133,11 @@ class Suspects:
         mark are cleared: their work succeeded. Each device has one event, which is recorded again
         after the device reached it.
         """
+        if not self._cleared(device, calls, mark=mark):
+            calls.probe()
+
+    def _cleared(self, device: Device, calls: WorkCalls, *, mark: bool) -> bool:
+        """Clear the tasks up to a mark that was reached; return whether the device was probed."""
         work = self._work.get(device)
         if work is None or (work.marked is None and not mark):
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from dask_devctx.cuda.device import Device
@@ -92,17 +92,13 @@ class Books:
         """Count a value that is on its device."""
         self.settle()
         self.touch(kept)
-        for memory in kept.memories:
-            ledger = self.ledgers.get(memory.device)
-            if ledger is not None:
-                ledger.add(memory, kept)
+        for memory, ledger in self._with_ledgers(kept.memories):
+            ledger.add(memory, kept)
 
     def left(self, kept: Kept) -> None:
         """Count a value that has left its device as one in host memory."""
-        for memory in kept.memories:
-            ledger = self.ledgers.get(memory.device)
-            if ledger is not None:
-                ledger.remove(memory, kept)
+        for memory, ledger in self._with_ledgers(kept.memories):
+            ledger.remove(memory, kept)
         kept.memories = frozenset()
         self.count_away(kept, +1)
 
@@ -127,7 +123,12 @@ class Books:
             home, nbytes, gone = self._ended.popleft()
             if home is not None and home in self.ledgers:
                 self.ledgers[home].spilled -= nbytes
-            for memory in gone:
-                ledger = self.ledgers.get(memory.device)
-                if ledger is not None:
-                    ledger.forget_dead(memory)
+            for memory, ledger in self._with_ledgers(gone):
+                ledger.forget_dead(memory)
+
+    def _with_ledgers(self, found: Iterable[Memory]) -> Iterator[tuple[Memory, Ledger]]:
+        """Yield the allocations on devices with a limit, each with its device's ledger."""
+        for memory in found:
+            ledger = self.ledgers.get(memory.device)
+            if ledger is not None:
+                yield memory, ledger

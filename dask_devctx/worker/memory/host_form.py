@@ -14,7 +14,7 @@ from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import Part, allocate
 from dask_devctx.transfer.ipc.parcel import Parcel, pack, unpack
 from dask_devctx.transfer.page_locked import HostBlock
-from dask_devctx.worker.memory.types import find
+from dask_devctx.worker.memory.types import are_arrays, find
 
 # A part of a value: the library that allocates memory for it, its bytes, and the library's details.
 Description = tuple[str, int, Any]
@@ -103,7 +103,9 @@ class HostForm:
                 lanes.drop(lane)
                 raise
             lanes.give(lane)
-        return cls(parcel.pickled, parcel.buffers, parts, device)
+        form = cls(parcel.pickled, parcel.buffers, parts, device)
+        form.are_arrays = are_arrays(values)
+        return form
 
     def on_device(self, device: Device) -> tuple[tuple[Any, ...], Stamp]:
         """Return the values on a device, and the stamp of the copy; this does not wait for it.

@@ -25,7 +25,6 @@ from dask_devctx.worker.memory.host_form import HostForm
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
 from dask_devctx.worker.memory.pieces import apart
-from dask_devctx.worker.memory.types import are_arrays
 from dask_devctx.worker.threads.executors import near_cpus
 
 if TYPE_CHECKING:
@@ -284,7 +283,6 @@ class Leaving:
             after.append(stamp)
         values = tuple(kept.value for kept in group)
         form = HostForm.copied(values, device, after, self._pool.take)
-        form.are_arrays = are_arrays(values)
         return apart(form, self._pool.take) or [form]
 
     def _tell_that_it_stays(self, kept: Kept, error: Exception) -> None:

@@ -17,7 +17,6 @@ from dask_devctx.worker.memory.leaving import Leaving
 from dask_devctx.worker.memory.pieces import apart
 from dask_devctx.worker.memory.reservations import Reservations
 from dask_devctx.worker.memory.returning import Returning
-from dask_devctx.worker.memory.types import are_arrays
 
 if TYPE_CHECKING:
     from dask_devctx.worker.memory.surroundings import Surroundings
@@ -204,7 +203,6 @@ class DeviceMemory:
         try:
             device, take = next(iter(kept.places)), self.pool.take
             form = HostForm.copied((value,), device, [Stamp.of_devices(kept.places)], take)
-            form.are_arrays = are_arrays([value])
             return (apart(form, take) or [form])[0]
         finally:
             self.unpin([kept])

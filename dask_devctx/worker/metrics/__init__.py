@@ -1,1 +1,1 @@
-"""What a worker tells of its devices: counts, history, Prometheus, NVTX."""
+"""The numbers and ranges of a worker's devices: counts, history, Prometheus, NVTX."""
