@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from benchmarks import field
 from benchmarks.case import CannotRunError, Case, Contender, Missing, Size
@@ -12,39 +14,79 @@ from benchmarks.host import Entry, Host, started
 TITLE = "more than the devices' memory"
 _MODULE = "benchmarks.subjects.memory_hosted"
 _NOOPS = "benchmarks.subjects.tasks_hosted"
-_JOBS = ("make", "sum", "transpose_sum", "standard_deviation")
-_OF_BARE, _OF_DASK_CUDA, _OF_OFF = 1.2, 0.2, 1.02
+_OF_BARE, _OF_OFF = 1.2, 1.02
 _ANSWER_S = 120.0
-# The limit of each device, and an array of about twice that on two devices.
-_LIMIT, _SHAPE, _CHUNK = 8 * 10**9, (64_000, 64_000), (4_000, 4_000)
-_TINY_LIMIT, _TINY_SHAPE, _TINY_CHUNK = 2 * 2**20, (512, 512), (64, 64)
+
+
+class _Limited(NamedTuple):
+    """A limit in bytes for each device, and jobs on arrays of a multiple of that.
+
+    Each job has the method of its host, its shape and that of its chunks. ``of_dask_cuda`` is the
+    most that ours may take of dask-cuda's time.
+    """
+
+    limit: int
+    of_dask_cuda: float
+    jobs: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+
+_ON_ONE = ("make", "sum", "transpose_sum", "standard_deviation")
+# About twice what two devices may hold, and more than four times that.
+_FULL = (
+    _Limited(8 * 10**9, 0.2, dict.fromkeys(_ON_ONE, ("job", (64_000, 64_000), (4_000, 4_000)))),
+    _Limited(
+        10**9,
+        0.3,
+        {
+            "sum": ("turn", (32_000, 32_000), (4_000, 4_000)),
+            "dot": ("turn", (20_000, 20_000), (2_000, 2_000)),
+            "inference": ("turn", (1_000_000, 1_000), (25_000, 1_000)),
+        },
+    ),
+)
+_TINY = (
+    _Limited(2 * 2**20, 0.2, dict.fromkeys(_ON_ONE, ("job", (512, 512), (64, 64)))),
+    _Limited(
+        2**20,
+        0.3,
+        {
+            "sum": ("turn", (512, 512), (64, 64)),
+            "dot": ("turn", (512, 512), (128, 128)),
+            "inference": ("turn", (16_384, 32), (512, 32)),
+        },
+    ),
+)
 
 
 def cases(size: Size) -> Iterator[Case]:
     n_devices = field.n_devices()
-    limit = _TINY_LIMIT if size.tiny else _LIMIT
-    ours = Entry(
-        "LocalDeviceCluster",
-        f"{_MODULE}:ours",
-        (field.library(), n_devices, None, limit),
-        {"role": "ours"},
-    )
+    first, *others = _TINY if size.tiny else _FULL
+    with _clusters(n_devices, first) as (hosts, missing):
+        yield _there_and_back(hosts[0][1], size)
+        yield from _jobs(first, hosts, missing, size)
+    for limited in others:
+        with _clusters(n_devices, limited) as (hosts, missing):
+            yield from _jobs(limited, hosts, missing, size)
+    yield from _empty_tasks(n_devices, size)
+
+
+@contextlib.contextmanager
+def _clusters(
+    n_devices: int, limited: _Limited
+) -> Iterator[tuple[list[tuple[Entry, Host]], list[Missing]]]:
+    """Start ours and its peers with the limit; also return who is missing."""
+    args = (field.library(), n_devices, None, limited.limit)
+    ours = Entry("LocalDeviceCluster", f"{_MODULE}:ours", args, {"role": "ours"})
     peers, missing = field.dask_cuda(_MODULE, n_devices)
-    peers = [replace(peer, args=(*peer.args, limit)) for peer in peers]
+    peers = [replace(peer, args=(*peer.args, limited.limit)) for peer in peers]
     with started([ours, *peers]) as (hosts, failed):
         if not hosts or hosts[0][0] is not ours:
             raise CannotRunError(failed[0].reason)
-        yield _there_and_back(hosts[0][1], size)
-        for job in _JOBS:
-            yield _job(job, hosts, [*missing, *failed], size)
-    yield from _empty_tasks(n_devices, size)
+        yield hosts, [*missing, *failed]
 
 
 def _there_and_back(host: Host, size: Size) -> Case:
     nbytes = 2**20 if size.tiny else 2**30
-
-    def turn(method: str) -> Callable[[int], float]:
-        return lambda count: sum(float(host.call(method, nbytes)) for _ in range(count))
 
     return Case(
         f"an array of {nbytes // 2**20} MiB to host memory and back{field.where()}",
@@ -52,10 +94,12 @@ def _there_and_back(host: Host, size: Size) -> Case:
         single=True,
         rounds=None if size.tiny else 11,
         contenders=[
-            Contender("as values leave and come back", turn("there_and_back"), "ours"),
+            Contender(
+                "as values leave and come back", _turn(host, "there_and_back", nbytes), "ours"
+            ),
             Contender(
                 "bare page-locked copies",
-                turn("bare"),
+                _turn(host, "bare", nbytes),
                 "floor",
                 at_most=None if size.tiny else _OF_BARE,
             ),
@@ -63,27 +107,31 @@ def _there_and_back(host: Host, size: Size) -> Case:
     )
 
 
-def _job(job: str, hosts: list[tuple[Entry, Host]], missing: list[Missing], size: Size) -> Case:
-    shape, chunk = (_TINY_SHAPE, _TINY_CHUNK) if size.tiny else (_SHAPE, _CHUNK)
+def _jobs(
+    limited: _Limited, hosts: list[tuple[Entry, Host]], missing: list[Missing], size: Size
+) -> Iterator[Case]:
+    for job, (method, *shapes) in limited.jobs.items():
+        whole, part = (" × ".join(f"{n:,}" for n in one) for one in shapes)
+        yield Case(
+            f"{job}: {whole} in {part}, {limited.limit // 10**6:,} MB of each device"
+            f"{field.where()}",
+            per="job",
+            single=True,
+            rounds=None if size.tiny else 3,
+            target=None if size.tiny else limited.of_dask_cuda,
+            contenders=[
+                entry.contender(_turn(host, method, job, *shapes)) for entry, host in hosts
+            ],
+            missing=missing,
+        )
 
-    def turn(host: Host) -> Callable[[int], float]:
-        def run(count: int) -> float:
-            turns = [host.call("job", job, shape, chunk, timeout_s=_ANSWER_S) for _ in range(count)]
-            return sum(map(float, turns))
 
-        return run
+def _turn(host: Host, method: str, *args: object) -> Callable[[int], float]:
+    def run(count: int) -> float:
+        turns = [host.call(method, *args, timeout_s=_ANSWER_S) for _ in range(count)]
+        return sum(map(float, turns))
 
-    whole, part = (" × ".join(f"{n:,}" for n in one) for one in (shape, chunk))
-    limit = _TINY_LIMIT if size.tiny else _LIMIT
-    return Case(
-        f"{job}: {whole} in {part}, {limit // 10**6:,} MB of each device{field.where()}",
-        per="job",
-        single=True,
-        rounds=None if size.tiny else 3,
-        target=None if size.tiny else _OF_DASK_CUDA,
-        contenders=[entry.contender(turn(host)) for entry, host in hosts],
-        missing=missing,
-    )
+    return run
 
 
 def _empty_tasks(n_devices: int, size: Size) -> Iterator[Case]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from threading import Event
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -60,8 +63,8 @@ def top(scheduler: str | None, once: bool, as_json: bool, interval: float, **whe
             if once:
                 _print_once(client, as_json, max(interval, _HEARTBEAT_S))
             else:
-                with suppress(KeyboardInterrupt):
-                    _show_live(client, interval)
+                with suppress(KeyboardInterrupt), _interrupted() as interrupted:
+                    _show_live(client, interval, interrupted)
         except (OSError, TimeoutError) as error:
             raise click.ClickException(f"the scheduler went away: {error}") from error
 
@@ -88,16 +91,34 @@ def _print_once(client: Client, as_json: bool, interval: float) -> None:
     Console(width=max(console.width, _COLUMNS), highlight=False).print(_view(client, before, now))
 
 
-def _show_live(client: Client, interval: float) -> None:
+def _show_live(client: Client, interval: float, interrupted: Event) -> None:
     from rich.live import Live
 
     before = moment(client)
     with Live(_view(client, before, before), auto_refresh=False, screen=False) as live:
-        while True:
-            time.sleep(interval)
+        while not interrupted.wait(interval):
             now = moment(client)
             live.update(_view(client, before, now), refresh=True)
             before = now
+
+
+@contextmanager
+def _interrupted() -> Iterator[Event]:
+    """Yield an event that the first Ctrl-C sets; a second one raises KeyboardInterrupt.
+
+    An exception that a signal raises can be lost: in a callback, or in an object's ``__del__``.
+    """
+    interrupted = Event()
+
+    def on_interrupt(*_: object) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    earlier = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, earlier)
 
 
 def _as_data(before: Moment, now: Moment) -> dict[str, Any]:
