@@ -6,6 +6,7 @@ see :func:`dask_devctx.dask_internals.scheduler.has_dashboard`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -17,11 +18,11 @@ from bokeh.application.handlers.function import FunctionHandler
 from bokeh.document import Document
 from bokeh.server.server import BokehTornado
 from distributed import Scheduler
-from distributed.dashboard.components import add_periodic_callback
 from distributed.dashboard.components.scheduler import env
 from distributed.dashboard.core import DaskBokehTornado
 from distributed.dashboard.scheduler import template_variables
 from distributed.diagnostics.progress_stream import color_of
+from distributed.utils import sync
 from jinja2 import ChoiceLoader, FileSystemLoader, Template
 from tornado.ioloop import IOLoop
 from tornado.web import RedirectHandler
@@ -65,7 +66,7 @@ def added_pages(
     settings.pop("allow_websocket_origin", None)  # the dashboard's own has it
     ours = _FurtherPages(
         {
-            path: Application(FunctionHandler(partial(fill, scheduler, extra)))
+            path: Application(FunctionHandler(partial(_filled, scheduler, fill, extra)))
             for path, fill in pages.items()
         },
         theirs,
@@ -112,8 +113,28 @@ def template(name: str, folder: str) -> Template:
 
 
 def update_regularly(document: Document, component: Any, interval_ms: int) -> None:
-    """Call a component's ``update`` as long as somebody looks at its document."""
-    add_periodic_callback(document, component, interval_ms)
+    """Call a component's ``update`` on the event loop, while somebody looks at its document."""
+
+    async def update() -> None:  # Bokeh calls plain functions on other threads, from 3.10 on
+        component.update()
+
+    document.add_periodic_callback(update, interval_ms)
+
+
+def _filled(
+    scheduler: Scheduler, fill: FillDocument, extra: Mapping[str, Any], document: Document
+) -> None:
+    """Fill a document on the scheduler's event loop; from Bokeh 3.10 on, this is another thread."""
+
+    async def filled() -> None:
+        fill(scheduler, extra, document)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        sync(scheduler.loop, filled)
+    else:
+        fill(scheduler, extra, document)
 
 
 class _FurtherPages(DaskBokehTornado):  # type: ignore[misc]
@@ -137,7 +158,7 @@ class _FurtherPages(DaskBokehTornado):  # type: ignore[misc]
             for session in context.sessions:
                 for callback in list(session.document.session_callbacks):
                     session.document.remove_periodic_callback(callback)
-        self.stop()
+        self.stop(wait=False)  # from Bokeh 3.10 on, its own event loop may not wait for it
 
 
 def _applications(scheduler: Scheduler) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -103,6 +105,42 @@ async def test_themes(client: Any, scheduler: Any, worker: Any, theme: str) -> N
     await client.register_plugin(DevicePlugin())
     text = (await page(scheduler, f"individual-device-memory?theme={theme}")).body.decode()
     assert f"color-scheme: {'dark' if theme == 'dark' else 'light'}" in text
+
+
+@with_dashboard
+async def test_a_document_is_filled_on_the_event_loop(
+    client: Any, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 3.10 on, Bokeh makes documents, and calls plain functions, on other threads."""
+    from dask_devctx.scheduler.dashboard.batches import Feed
+
+    threads = set()
+    update = Feed.update
+
+    def seen(feed: Feed) -> None:
+        threads.add(threading.get_ident())
+        update(feed)
+
+    monkeypatch.setattr(Feed, "update", seen)
+    await client.register_plugin(DevicePlugin())
+    application = scheduler.http_application.applications[0].applications["/devices"].application
+    document = await asyncio.to_thread(application.create_document)
+    assert len(document.roots) == 5
+    (regularly,) = document.session_callbacks
+    await (await asyncio.to_thread(regularly.callback))
+    assert threads == {threading.get_ident()}
+
+
+@with_dashboard
+async def test_it_ends_with_the_scheduler(
+    client: Any, scheduler: Any, worker: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    pages = scheduler.http_application.applications[0]
+    with caplog.at_level(logging.ERROR):
+        await scheduler.close()
+    assert pages not in scheduler.http_application.applications
+    assert not [record for record in caplog.records if "Plugin call failed" in record.message]
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], scheduler_kwargs={"dashboard": False})
