@@ -111,7 +111,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         near = self._nearby(fn, args, kwargs)
         loop = asyncio._get_running_loop()
         if loop is not None and self._outcomes.go_to(loop):
-            return _LoopCall(urgency, near, _Outcome(loop=loop), self._outcomes)
+            return _LoopCall(urgency, near, _Outcome(loop=loop), self._outcomes, self._calls)
         return _Call(urgency, near, Future())
 
     def _nearby(
@@ -284,6 +284,7 @@ class _LoopCall(NamedTuple):
     fn: Callable[[], Any]
     future: _Outcome
     outcomes: _Outcomes
+    calls: DeviceQueue
 
     def run(self) -> None:
         if self.future.done():
@@ -294,4 +295,5 @@ class _LoopCall(NamedTuple):
             result = self.fn()
         except BaseException as raised:
             error = raised
+        self.calls.left()  # first: a task that waits for this place starts before the loop wakes
         self.outcomes.put(self.future, result, error)
