@@ -68,8 +68,8 @@ def bad_cupy() -> str:
     import numpy
 
     source = r"""
-    extern "C" __global__ void write(long long where, long long cycles) {
-        long long start = clock64();
+    extern "C" __global__ void write(long long where, unsigned long long cycles) {
+        unsigned long long start = clock64();  // so a clock that jumps back ends the wait
         while (clock64() - start < cycles) {}
         *(volatile int*)where = 1;
     }

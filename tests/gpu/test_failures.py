@@ -26,8 +26,8 @@ pytestmark = pytest.mark.gpu(count=2)
 MIB = 2**20
 
 ILLEGAL = r"""
-extern "C" __global__ void write(long long where, long long wait_cycles) {
-    long long start = clock64();
+extern "C" __global__ void write(long long where, unsigned long long wait_cycles) {
+    unsigned long long start = clock64();  // so a clock that jumps back ends the wait
     while (clock64() - start < wait_cycles) {}
     *(volatile int*)where = 1;
 }

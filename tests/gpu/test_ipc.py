@@ -260,8 +260,10 @@ def kinds() -> Any:
 
 
 _SLOW = r"""
-extern "C" __global__ void slow(double* x, int n, double value, long long cycles) {
-    long long begun = clock64();
+extern "C" __global__ void slow(double* x, int n, double value, unsigned long long cycles) {
+    // Where the GPU takes turns with other processes, another multiprocessor may go on with this,
+    // and its clock may be behind: as an unsigned number, the difference ends the wait.
+    unsigned long long begun = clock64();
     while (clock64() - begun < cycles) {}
     for (int i = 0; i < n; i++) x[i] = value;
 }
