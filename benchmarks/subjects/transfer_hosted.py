@@ -43,7 +43,7 @@ class Transfers:
         wait(array)
         if array.status != "finished":
             array.result()  # raises the task's exception
-        # dask collects messages for up to 5 ms: a faster task before this one would count as a delay
+        # dask holds messages back for up to 5 ms: a faster task before this one would look slower
         time.sleep(_SETTLE_S)
         started = time.perf_counter()
         use = cluster.submit(last, array, device=1)
