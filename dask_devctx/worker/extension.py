@@ -155,6 +155,7 @@ class DeviceExtension:
                     used,
                     self.inputs,
                     staging=options.ipc_staging,
+                    limits=self.limits,
                     use=options.ipc,
                     make_room=self._make_room,
                     on_failure=self.monitor.blame.noticed_between,
@@ -163,6 +164,7 @@ class DeviceExtension:
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
+            self.record.memory["staging"] = self.peers.staging_nbytes
             steps.enter_context(exposed(self.record, self.monitor, self.history, self._transfers))
             drop_replicas = self.monitor.retries.drop_replicas
             self.monitor.retries.drop_replicas = lambda device: (

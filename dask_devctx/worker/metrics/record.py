@@ -92,8 +92,8 @@ class Record:
     without_device
         The number of tasks that ended and ran on no device.
     memory
-        Functions that return a device's bytes of some kind: ``"limit"``, ``"held"``, ``"copies"``
-        or ``"spilled"``.
+        Functions that return a device's bytes of some kind: ``"limit"``, ``"held"``, ``"copies"``,
+        ``"spilled"`` or ``"staging"``.
     retried
         How often memory ran out, by device.
 
@@ -320,6 +320,7 @@ class Record:
                     "spilled_nbytes": memory.get("spilled_nbytes", 0),
                     "unspills": memory.get("unspills", 0),
                     "unspilled_nbytes": memory.get("unspilled_nbytes", 0),
+                    "memory_staging": memory.get("staging"),
                 }
             )
         return rows
