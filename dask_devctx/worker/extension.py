@@ -54,6 +54,7 @@ from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
 from dask_devctx.worker.threads.executors import device_threads
 from dask_devctx.worker.threads.host_coroutine import HostCoroutine
 from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
+from dask_devctx.worker.tracebacks import of_the_user
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -294,8 +295,9 @@ class DeviceExtension:
                 devices = (device,)
             self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
-            # the traceback does not help the user
-            failure = conditions.explained(error.with_traceback(None), annotations)
+            # Of the traceback, only the lines of a policy or of an annotation help the user.
+            error = error.with_traceback(of_the_user(error))
+            failure = conditions.explained(error, annotations)
             if self._share.gave_up(wanted):  # another worker has the device now
                 tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Protocol
@@ -21,6 +22,9 @@ from dask_devctx.errors import (
 from dask_devctx.worker.placement.groups import choose_group
 from dask_devctx.worker.placement.load import Load
 from dask_devctx.worker.placement.policy import Candidate, Policy, start_soonest
+
+# A child of dask's own: a worker shows it.
+logger = logging.getLogger("distributed.worker.dask_devctx")
 
 # The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT = 0.5
@@ -85,6 +89,7 @@ class Placement:
         self._typical_s = 0.0
         self._turn = 0
         self._memory_read_at = float("-inf")
+        self._policy_failed = False
 
     def place(
         self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
@@ -264,7 +269,10 @@ class Placement:
         try:
             chosen = self._policy(candidates)
         except Exception as error:
-            error.add_note(f"The placement policy {name} raised it (DevicePlugin(policy=...))")
+            error.add_note(f"It comes from the placement policy {name}: DevicePlugin(policy=...)")
+            if not self._policy_failed:
+                self._policy_failed = True
+                logger.exception("The placement policy %s failed, and so does the task", name)
             raise
         if not isinstance(chosen, Candidate) or chosen.device not in self._loads:
             raise TypeError(
