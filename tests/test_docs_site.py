@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import codeop
 import importlib
 import inspect
 import json
@@ -118,6 +119,17 @@ def test_a_block_that_does_not_run_has_a_reason(page):
     assert [reason for reason in reasons if not NEEDS.match(reason)] == []
     assert PAGES[page].count("compile only") == len(reasons)
     assert PAGES[page].count("<!-- run:") == len(re.findall("^<!-- run:$", PAGES[page], re.M))
+
+
+def test_get_started_can_be_pasted_at_the_prompt():
+    """A prompt ends a block at an empty line, and refuses a statement at once after a block."""
+    for text in blocks("docs/get-started.md", "python"):
+        entered: list[str] = []
+        for line in [*text.splitlines(), ""]:
+            entered.append(line)
+            if codeop.compile_command("\n".join(entered)) is not None:
+                entered.clear()
+        assert entered == []
 
 
 @pytest.mark.timeout(300)
