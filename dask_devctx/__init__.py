@@ -35,6 +35,7 @@ from dask_devctx.errors import (
     UnsupportedDaskError,
     ValueNotMovableError,
     VisibleDevicesError,
+    WorkerSetupError,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ __all__ = [
     "UnsupportedDaskError",
     "ValueNotMovableError",
     "VisibleDevicesError",
+    "WorkerSetupError",
     "device_of",
     "devices",
     "on_device",

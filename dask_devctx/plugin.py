@@ -71,6 +71,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     """
 
     name = "devctx"
+    # Whether a worker that joins leaves again if the plugin cannot be set up there.
+    is_required = False
     # Set on a worker, while the plugin is set up there.
     extension: DeviceExtension | None = None
     _share: DeviceShare | None = None
@@ -156,9 +158,10 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         ------
         DevctxError, TypeError
             The worker does not have the devices. A worker that joins leaves again if other workers
-            hold the devices. Any other worker continues without devices: tasks that ask for one
-            fail with the same error, and all other tasks run as before. dask keeps the plugin; a
-            note on the error says how to remove it.
+            hold the devices, or if it is one of a ``LocalDeviceCluster``. Any other worker
+            continues without devices: tasks that ask for one fail with the same error, and all
+            other tasks run as before. dask keeps the plugin; a note on the error says how to remove
+            it.
         UnsupportedDaskError
             The worker's dask or distributed lacks a name that this package uses.
         ValueError
@@ -189,7 +192,12 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             await share.settle()
             if self._share is not share:  # the plugin was removed meanwhile
                 return
-        failure = self._set_up(worker, share)
+        try:
+            failure = self._set_up(worker, share)
+        except Exception as error:
+            if not self.is_required:
+                raise
+            failure = error
         if failure is None:
             await share.settle()
             if self._share is share and self.extension is not None:
@@ -197,7 +205,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                     worker, self.worker_devices, turn, limits=self.extension.limits
                 )
         else:
-            await registration.refuse(worker, failure, turn)
+            await registration.refuse(worker, failure, turn, leaves=self.is_required)
             raise failure  # dask tells the client, and keeps the plugin
 
     def _set_up(self, worker: Worker, share: DeviceShare) -> Exception | None:

@@ -105,6 +105,12 @@ CASES = [
         "this worker wants 3 devices for itself and there are 2. Lower devices_per_worker",
     ),
     (
+        errors.WorkerSetupError("3", "ImportError: no libcudart"),
+        {"worker": "3", "reason": "ImportError: no libcudart"},
+        "the worker 3 cannot use its devices, and leaves the cluster: ImportError: no libcudart. "
+        "The worker's log has the traceback",
+    ),
+    (
         errors.DeviceFailedError(
             "cuda:1", "GPU-b", "CUDA_ERROR_ILLEGAL_ADDRESS", 700, ["x on cuda:1"], True
         ),

@@ -68,6 +68,9 @@ class LocalDeviceCluster(WatchedCluster):
         An argument is unknown, or ``plugin`` is given together with its options.
     ValueError
         The workers need more devices than there are. Scaling up raises this too.
+    WorkerSetupError
+        A worker cannot set the plugin up, such as where a module of ``pre_import`` fails. Scaling
+        up raises this too.
 
     Examples
     --------
@@ -122,9 +125,9 @@ class LocalDeviceCluster(WatchedCluster):
                 f": the {len(used)} devices were divided among n_workers={n_workers}. For more "
                 "workers later, pass devices_per_worker to LocalDeviceCluster"
             )
-        if own:
-            plugin = copy.copy(plugin)
-            plugin.options = replace(plugin.options, **own)
+        plugin = copy.copy(plugin)
+        plugin.options = replace(plugin.options, **own)
+        plugin.is_required = True  # no worker of this cluster runs tasks without devices
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)

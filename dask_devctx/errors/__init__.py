@@ -20,6 +20,7 @@ from dask_devctx.errors.workers import (
     DeviceOutOfMemoryError,
     DevicesInUseError,
     LockDirectoryError,
+    WorkerSetupError,
 )
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "UnsupportedDaskError",
     "ValueNotMovableError",
     "VisibleDevicesError",
+    "WorkerSetupError",
 ]
 
 for _name in __all__:  # the public module, for pickles and tracebacks

@@ -77,6 +77,32 @@ def _are(n: int) -> str:
     return "is" if n == 1 else "are"
 
 
+class WorkerSetupError(DevctxError):
+    """A worker of a :class:`~dask_devctx.LocalDeviceCluster` cannot use its devices, and left.
+
+    Parameters
+    ----------
+    worker
+        The name of the worker.
+    reason
+        The class and the text of the error in the worker, whose log has its traceback.
+    """
+
+    worker: str
+    reason: str
+
+    @staticmethod
+    def _convert(fields: dict[str, Any]) -> None:
+        for name, value in fields.items():
+            fields[name] = str(value)
+
+    def __str__(self) -> str:
+        return (
+            f"the worker {self.worker} cannot use its devices, and leaves the cluster: "
+            f"{self.reason}. The worker's log has the traceback"
+        )
+
+
 _NAMED = 8  # the most suspects that the message names
 
 

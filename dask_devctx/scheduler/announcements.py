@@ -6,7 +6,12 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from dask_devctx.cuda.inventory import DeviceInfo, Inventory
-from dask_devctx.errors import DeviceFailedError, DevicesInUseError, LockDirectoryError
+from dask_devctx.errors import (
+    DeviceFailedError,
+    DevicesInUseError,
+    LockDirectoryError,
+    WorkerSetupError,
+)
 from dask_devctx.scheduler.holdings import Holdings
 from dask_devctx.scheduler.rows import KINDS, Row
 
@@ -31,7 +36,7 @@ _TASKS_LIMIT = 10_000
 
 # The errors with which a worker leaves that could not take its devices.
 _REFUSALS: Mapping[str, Callable[..., Exception]] = {
-    kind.__name__: kind for kind in (DevicesInUseError, LockDirectoryError)
+    kind.__name__: kind for kind in (DevicesInUseError, LockDirectoryError, WorkerSetupError)
 }
 
 

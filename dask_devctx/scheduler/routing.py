@@ -144,7 +144,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._warn(about_mistaken(name))
         if 1 in annotations.get(DEVICES, {}).values():
             self._warn(ABOUT_ONE)
-        if ours and not (self._cluster.present.using or self._cluster.unheard):
+        # Where the plugin failed, tasks that ask for a device err with the reason.
+        if ours and not (self._cluster.present.by_worker or self._cluster.unheard):
             self._warn_if_unused(ours[0])
         annotated = set().union(*(annotations[name] for name in ours))
         touched = [ts for key in tasks if (ts := scheduler.tasks.get(key)) is not None]

@@ -19,6 +19,7 @@ from distributed.worker_state_machine import ComputeTaskEvent
 from dask_devctx import DeviceNotFoundError, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
+from dask_devctx.scheduler.suspects import TOPIC
 from dask_devctx.worker.task import DeviceTask
 from tests.distributed.devices import current_context, device_threads, here, with_plugin
 
@@ -174,6 +175,8 @@ async def test_a_device_that_no_worker_has(client: Any, scheduler: Any, worker: 
             repr(error).removeprefix("DeviceNotFoundError")
         )  # as dask logs it
     assert await client.submit(here, "unannotated") is None
+    events = [event for _, event in scheduler.get_events(TOPIC)]
+    assert events == []  # no warning that the plugin is missing
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
     assert await client.submit(here) is None
@@ -186,6 +189,9 @@ async def test_the_other_way_out_is_to_register_devices_that_exist(
     with pytest.raises(TypeError, match="a device is an ordinal") as caught:
         await client.register_plugin(DevicePlugin(devices=[1.5]))
     assert "register it again with devices that exist" in caught.value.__notes__[0]
+    with pytest.raises(ModuleNotFoundError) as caught:
+        await client.register_plugin(DevicePlugin(pre_import="no_such_module"))
+    assert "register it again when the cause is mended" in caught.value.__notes__[0]
     await client.register_plugin(DevicePlugin(devices=[1]))
     assert await client.submit(here) == 1
 

@@ -81,7 +81,9 @@ def message(chance: random.Random) -> dict[str, Any]:
         "address": or_else(chance.choice([OTHER, OTHER, "tcp://10.0.0.3:1"])),
         "seen": or_else(seen),
         "used": or_else([or_else(uuid) for uuid in UUIDS[: chance.randint(0, count)]]),
-        "kind": or_else(chance.choice(["DevicesInUseError", "LockDirectoryError"])),
+        "kind": or_else(
+            chance.choice(["DevicesInUseError", "LockDirectoryError", "WorkerSetupError"])
+        ),
         "arguments": or_else(chance.choice([[1, ["cuda:0"], {}], ["/tmp", "is none"], [2]])),
         chance.choice(["more", text(chance)]): anything(chance),
     }

@@ -16,7 +16,12 @@ from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import is_joining
-from dask_devctx.errors import DevicesInUseError, LockDirectoryError
+from dask_devctx.errors import (
+    DeviceNotFoundError,
+    DevicesInUseError,
+    LockDirectoryError,
+    WorkerSetupError,
+)
 from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -32,9 +37,12 @@ NOT_STARTED = (
 _WAY_OUT = (
     "The worker {!r} continues without devices: tasks that ask for a device fail there with this "
     "error. But dask keeps the plugin, and gives it to workers that join later. Remove it with "
-    'client.unregister_worker_plugin("devctx"), or register it again with devices that exist: '
-    "client.register_plugin(DevicePlugin(devices=[...]))"
+    'client.unregister_worker_plugin("devctx"), or register it again {}'
 )
+_WITH_OTHERS = "with devices that exist: client.register_plugin(DevicePlugin(devices=[...]))"
+_MENDED = "when the cause is mended: client.register_plugin(DevicePlugin(...))"
+# The longest text of an error that goes to the scheduler.
+_TEXT = 2_000
 
 
 def say_devices(devices: Sequence[Device]) -> None:
@@ -131,7 +139,9 @@ async def _withdraw(worker: Worker, turn: Turn) -> None:
             logger.debug("The worker's devices were not withdrawn: %r", error)
 
 
-async def refuse(worker: Worker, error: Exception, turn: Turn | None = None) -> None:
+async def refuse(
+    worker: Worker, error: Exception, turn: Turn | None = None, *, leaves: bool = False
+) -> None:
     """Tell the scheduler that a worker has no devices; a worker that joins may leave again.
 
     Parameters
@@ -143,6 +153,9 @@ async def refuse(worker: Worker, error: Exception, turn: Turn | None = None) -> 
         The reason. For a worker that stays or starts, a note with the remedy is added to it.
     turn
         The worker's turn; a new one by default.
+    leaves
+        Whether a worker that joins leaves with any error, and not only where it could not take its
+        devices.
 
     Notes
     -----
@@ -153,14 +166,19 @@ async def refuse(worker: Worker, error: Exception, turn: Turn | None = None) -> 
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start
         return
-    leaves = is_joining(worker) and isinstance(error, (DevicesInUseError, LockDirectoryError))
+    in_use = isinstance(error, (DevicesInUseError, LockDirectoryError))
+    leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:
-        error.add_note(_WAY_OUT.format(worker.name))
+        remedy = _WITH_OTHERS if isinstance(error, (DeviceNotFoundError, TypeError)) else _MENDED
+        error.add_note(_WAY_OUT.format(worker.name, remedy))
+    told: Exception = error
+    if not in_use:
+        told = WorkerSetupError(str(worker.name), f"{type(error).__name__}: {error}"[:_TEXT])
     async with turn or Turn(worker) as newest:
         try:
             await install_routing(worker)
             if leaves:
-                await _tell(worker, REFUSE, kind=type(error).__name__, arguments=error.args)
+                await _tell(worker, REFUSE, kind=type(told).__name__, arguments=told.args)
             elif newest:
                 await _tell(worker, ANNOUNCE, seen=[], used=[])
         except Exception as untold:

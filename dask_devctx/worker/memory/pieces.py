@@ -20,7 +20,7 @@ from dask_devctx.worker.memory.types import as_view
 # One view that is larger than this part of its allocation leaves with all of it.
 _LARGE: Final = 0.5
 # NumPy may try so often to find an element that two views share.
-_ATTEMPTS: Final = 10_000
+_ATTEMPTS: Final[Any] = 10_000  # some of NumPy's stubs allow two values only
 _MOST: Final = 256
 
 
@@ -77,7 +77,7 @@ class _Contents:
 def _share_elements(views: Any) -> bool:
     try:
         return any(
-            np.shares_memory(one, other, _ATTEMPTS)  # type: ignore[arg-type]
+            np.shares_memory(one, other, _ATTEMPTS)
             for one, other in itertools.combinations(views, 2)
         )
     except np.exceptions.TooHardError:

@@ -279,6 +279,19 @@ def test_devices_in_use_end_it_with_the_reason(scheduler: LocalCluster) -> None:
         lease.release()
 
 
+@installed
+def test_a_module_that_fails_ends_it_with_the_reason(
+    scheduler: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text("raise ImportError('libbroken.so is missing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    address = scheduler.scheduler_address
+    command = ("devctx", "worker", address, "--n-workers", "1", "--pre-import", "broken_module")
+    with dask_command(*command) as workers:
+        assert workers.ends(60) == 1
+    assert "libbroken.so is missing" in workers.said
+
+
 def test_the_page_of_deployment_names_the_command() -> None:
     page = (Path(__file__).parents[3] / "docs" / "deployment.md").read_text("utf-8")
     commands = re.findall(r"dask devctx worker (tcp.*)$", page, re.M)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from dask_devctx import (
     DevicePlugin,
     DevicesInUseError,
     LocalDeviceCluster,
+    WorkerSetupError,
     devices,
 )
 from dask_devctx.client import cluster as cluster_module
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.export import answer
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker import extension
 from dask_devctx.worker.leases.lease import acquire
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
@@ -420,3 +423,46 @@ def test_a_plugin_that_is_registered_later_leaves_each_worker_as_many_devices() 
 
 def _devices_of_worker(dask_worker: Worker) -> list[int]:
     return [device.device_id for device in dask_worker.plugins["devctx"].worker_devices]
+
+
+@pytest.mark.parametrize("processes", [False, True])
+def test_a_worker_that_cannot_be_set_up_fails_the_start(
+    processes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_module.py").write_text("raise ImportError('libbroken.so is missing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(WorkerSetupError, match=r"ImportError: libbroken\.so is missing") as caught:
+        LocalDeviceCluster(
+            n_workers=2,
+            devices=[0, 1],
+            pre_import="broken_module",
+            processes=processes,
+            dashboard_address=":0",
+            silence_logs=50,
+        )
+    assert caught.value.worker in ("0", "1")
+    assert leftovers(before) == set()
+
+
+def test_a_worker_that_joins_later_and_cannot_be_set_up_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster,
+        Client(cluster) as client,
+    ):
+        called = threading.Event()
+
+        def fails(modules: object) -> None:
+            called.set()
+            raise OSError("no such library")
+
+        monkeypatch.setattr(extension, "import_early", fails)
+        cluster.scale(2)
+        assert called.wait(10)
+        deadline = time.monotonic() + 10
+        while len(cluster.scheduler.workers) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert client.submit(_where, pure=False).result(timeout=10) == 0
