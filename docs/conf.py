@@ -71,7 +71,7 @@ def write_llms_txt(app: Any, failed: Exception | None) -> None:
 
 
 def write_examples(app: Any, failed: Exception | None) -> None:
-    """Write ``examples.zip``: the programs need modules beside them, so no file of them runs alone."""
+    """Write ``examples.zip``: no example runs without the modules beside it."""
     if failed is not None or app.builder.name != "html":
         return
     with zipfile.ZipFile(Path(app.outdir, "examples.zip"), "w", zipfile.ZIP_DEFLATED) as archive:
