@@ -74,7 +74,7 @@ def _require_rich() -> None:
     try:
         import rich  # noqa: F401
     except ImportError:
-        remedy = 'pip install "dask-devctx[monitoring]"'
+        remedy = "pip install rich"
         raise click.ClickException(f"this needs the package rich: {remedy}") from None
 
 
