@@ -7,6 +7,7 @@ not depend on a network. Links to other projects are written out.
 from __future__ import annotations
 
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,15 @@ def write_llms_txt(app: Any, failed: Exception | None) -> None:
     Path(app.outdir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def write_examples(app: Any, failed: Exception | None) -> None:
+    """Write ``examples.zip``: no example runs without the modules beside it."""
+    if failed is not None or app.builder.name != "html":
+        return
+    with zipfile.ZipFile(Path(app.outdir, "examples.zip"), "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted((HERE.parent / "examples").glob("*.py")):
+            archive.write(path, f"examples/{path.name}")
+
+
 def pages_in_order(env: Any, page: str) -> list[str]:
     """Return a page and all that its tables of contents name, in their order."""
     found = [page]
@@ -86,3 +96,4 @@ def show_defaults(app: Any, kind: str, name: str, obj: Any, options: Any, *said:
 def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", show_defaults)
     app.connect("build-finished", write_llms_txt)
+    app.connect("build-finished", write_examples)

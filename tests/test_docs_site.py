@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import codeop
 import importlib
+import inspect
 import json
 import os
 import re
@@ -48,14 +50,14 @@ def blocks(page: str, language: str) -> list[str]:
     ]
 
 
-def documented() -> dict[str, str]:
-    """Return the page of each name of the API reference, by its whole name."""
-    found: dict[str, str] = {}
+def documented() -> dict[str, tuple[str, str]]:
+    """Return the page and the kind of each name of the API reference, by its whole name."""
+    found: dict[str, tuple[str, str]] = {}
     for path in sorted((ROOT / "docs" / "api").glob("*.md")):
-        for name in re.findall(r"^\.\. auto\w+:: ([\w.]+)$", path.read_text(), re.MULTILINE):
+        for kind, name in re.findall(r"^\.\. auto(\w+):: ([\w.]+)$", path.read_text(), re.M):
             whole = name if name.startswith("dask_devctx.") else f"dask_devctx.{name}"
             assert whole not in found, f"{whole} is documented twice"
-            found[whole] = path.name
+            found[whole] = path.name, kind
     return found
 
 
@@ -68,6 +70,17 @@ def test_every_public_name_is_in_the_api_reference():
 def test_a_documented_name_exists_and_says_what_it_is(name):
     module, _, attribute = name.rpartition(".")
     assert getattr(importlib.import_module(module), attribute).__doc__
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (_, kind) in documented().items() if kind == "function"]
+)
+def test_a_documented_function_explains_each_parameter(name):
+    """``help()`` and the site show the same text."""
+    module, _, attribute = name.rpartition(".")
+    function = getattr(importlib.import_module(module), attribute)
+    said = inspect.getdoc(function) or ""
+    assert {one for one in inspect.signature(function).parameters if one not in said} == set()
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -106,6 +119,17 @@ def test_a_block_that_does_not_run_has_a_reason(page):
     assert [reason for reason in reasons if not NEEDS.match(reason)] == []
     assert PAGES[page].count("compile only") == len(reasons)
     assert PAGES[page].count("<!-- run:") == len(re.findall("^<!-- run:$", PAGES[page], re.M))
+
+
+def test_get_started_can_be_pasted_at_the_prompt():
+    """A prompt ends a block at an empty line, and refuses a statement at once after a block."""
+    for text in blocks("docs/get-started.md", "python"):
+        entered: list[str] = []
+        for line in [*text.splitlines(), ""]:
+            entered.append(line)
+            if codeop.compile_command("\n".join(entered)) is not None:
+                entered.clear()
+        assert entered == []
 
 
 @pytest.mark.timeout(300)

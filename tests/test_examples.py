@@ -43,7 +43,7 @@ def test_the_gallery_has_every_example_with_a_picture() -> None:
     for name in SMALL:
         path = EXAMPLES / f"{name}.py"
         assert len(path.read_text().splitlines()) < 150
-        assert f"](../examples/{name}.py)" in page
+        assert f"`{name}.py`" in page
     pictures = re.findall(r"\]\((images/[\w.]+)\)", page)
     assert len(pictures) >= len(SMALL)
     assert [one for one in pictures if not (ROOT / "docs" / one).exists()] == []

@@ -27,7 +27,7 @@ _INSTALL: Final = {
     "torch": "pip install torch",
     "numba": "pip install numba-cuda",
     "cudf": "pip install cudf-cu13 (cudf-cu12 for CUDA 12), or conda install -c rapidsai cudf",
-    "nvtx": 'pip install "dask-devctx[nvtx]"',
+    "nvtx": "pip install nvtx",
     "distributed_ucxx": "pip install distributed-ucxx-cu13 (distributed-ucxx-cu12 for CUDA 12)",
 }
 

@@ -54,8 +54,10 @@ def on_device(
     loop: they never see each other's device, and the loop sees none.
 
     Any other result is returned unchanged. An iterator of ``map``, or the context manager of
-    ``@contextmanager``, runs on the device that is current where it is used. Put ``@on_device``
-    below ``@contextmanager``, next to the generator function.
+    ``@contextmanager``, runs on the device that is current where it is used. ``@on_device`` below
+    ``@contextmanager`` runs the generator's own lines on the device, and the body of the ``with``
+    block on its caller's. For a body on the device, write ``with Device(1): yield`` in the
+    generator instead.
 
     Examples
     --------

@@ -28,9 +28,13 @@ def _unknown(value: object) -> None:
     return None
 
 
-# Functions that return a complete copy of a value in host memory, by the value's type. At the call
-# the value's device is current, and its current streams wait for the work that makes the value.
 to_host = Registry("to_host", _unknown)
+to_host.__doc__ = """Copies of values in host memory: register a function for a type of your own.
+
+``to_host.register(T)`` decorates a function that takes a value of the type ``T`` and returns a
+complete copy in host memory. At the call the value's device is current, and its current streams
+wait for the work that makes the value. ``to_device(value, "cpu")`` calls it.
+"""
 
 
 def cannot_be_copied(value: object, device: object) -> TypeError:

@@ -23,44 +23,47 @@ def _nothing(value: object) -> dict[Device, int]:
 
 
 class DeviceOf(Registry):
-    """The type of :data:`device_of`, a function that says where a value lives: see its call."""
+    """Return the device that a value lives on, or None if it is on no device.
+
+    Parameters
+    ----------
+    value
+        Anything. The search includes the contents of containers and of objects of Python
+        classes.
+
+    Returns
+    -------
+    Device or None
+        If the value is spread over several devices, the device with most of its bytes; if two
+        have the same number of bytes, the one with the lower ordinal.
+
+    Notes
+    -----
+    ``device_of.register(T)`` makes a type known. The registered function takes the value, and
+    returns anything that :class:`~dask_devctx.Device` accepts, or None. The whole value then
+    counts as living on that device. Its size is its attribute ``nbytes``; without one, the
+    size of the parts for which the function calls ``device_of``. This imports no library and
+    creates no context.
+
+    Examples
+    --------
+    >>> from dask_devctx.simulated_array import SimulatedArray
+    >>> with Device(1):
+    ...     x = SimulatedArray((2, 2))
+    >>> device_of({"x": x, "y": 1}) is Device(1)
+    True
+    >>> device_of("host") is None
+    True
+    >>> with Device(0):
+    ...     y = SimulatedArray((2, 2))
+    >>> device_of([x, y]) is Device(0)  # as many bytes on each: the lower ordinal
+    True
+    """
 
     def __init__(self) -> None:
         super().__init__("device_of", _unknown)
 
     def __call__(self, value: object) -> Device | None:
-        """Return the device that a value lives on, or None if it is on no device.
-
-        Parameters
-        ----------
-        value
-            Anything. The search includes the contents of containers and of objects of Python
-            classes.
-
-        Returns
-        -------
-        Device or None
-            If the value is spread over several devices, the device with most of its bytes; if two
-            have the same number of bytes, the one with the lower ordinal.
-
-        Notes
-        -----
-        ``device_of.register(T)`` makes a type known. The registered function takes the value, and
-        returns anything that :class:`~dask_devctx.Device` accepts, or None. The whole value then
-        counts as living on that device. Its size is its attribute ``nbytes``; without one, the
-        size of the parts for which the function calls ``device_of``. This imports no library and
-        creates no context.
-
-        Examples
-        --------
-        >>> from dask_devctx.simulated_array import SimulatedArray
-        >>> with Device(1):
-        ...     x = SimulatedArray((2, 2))
-        >>> device_of({"x": x, "y": 1}) is Device(1)
-        True
-        >>> device_of("host") is None
-        True
-        """
         found = nbytes_by_device(value)
         parts = _thread.parts
         if parts is not None:
@@ -72,26 +75,25 @@ class DeviceOf(Registry):
 
 
 class BytesByDevice(Registry):
-    """The type of :data:`nbytes_by_device`, a function that counts bytes: see its call."""
+    """Return the number of bytes that a value has on each device; empty for host data.
+
+    Parameters
+    ----------
+    value
+        Anything; the search is the same as for :data:`device_of`. An object that is in the
+        value twice counts once.
+
+    Notes
+    -----
+    If the search finds an array in the value, all of the value is counted. If it finds none in
+    a thousand objects, the value counts as host data; the log says so once for its type.
+    """
 
     def __init__(self) -> None:
         super().__init__("nbytes_by_device", _nothing)
         self._of_many: dict[type, Callable[[list[Any]], dict[Device, int]]] = {}
 
     def __call__(self, value: object) -> dict[Device, int]:
-        """Return the number of bytes that a value has on each device; empty for host data.
-
-        Parameters
-        ----------
-        value
-            Anything; the search is the same as for :data:`device_of`. An object that is in the
-            value twice counts once.
-
-        Notes
-        -----
-        If the search finds an array in the value, all of the value is counted. If it finds none in
-        a thousand objects, the value counts as host data; the log says so once for its type.
-        """
         if walk.is_plain(value):
             return {}
         if walk.find(type(value)) is walk.LEAF:

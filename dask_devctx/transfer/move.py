@@ -226,7 +226,84 @@ class HostMove(Move):
 
 
 class ToDevice(Registry):
-    """The type of :data:`to_device`, a function that moves a value to a device: see its call."""
+    """Return a value on a device: a copy if it lives on another device, otherwise itself.
+
+    Parameters
+    ----------
+    value
+        Anything. Data in host memory stays there. The search includes the contents of
+        containers and of objects of Python classes. A container in which nothing moves is
+        returned itself; any other is copied, and keeps the contents that do not move. An object
+        that is referenced twice is copied once. The value itself is never changed.
+    device
+        Anything that :class:`~dask_devctx.Device` accepts, or ``"cpu"`` for the host. There a
+        CuPy array becomes a NumPy array, and a torch tensor becomes a tensor on the CPU.
+    after
+        Stamps of the work that makes the value, by ``dask_devctx.transfer.stamp``. Without one, the
+        copy waits for all work that the value's device has been given so far.
+    copy
+        Also copy arrays that are on the device already: the caller is going to write to them.
+        ``to_device(x, Device.current(), copy=True)`` is a task's own copy of an input.
+    guard_source
+        Make this thread's current streams of the source wait for the copy, so that the source
+        may be written to as soon as this returns. False if nothing writes to it, as with the
+        inputs of dask's tasks: then the source's device does not slow down.
+
+    Returns
+    -------
+    object
+        The value, for use on this thread's current streams of the device. Another thread first
+        makes its streams wait for a stamp of it.
+
+    Raises
+    ------
+    DeviceNotFoundError
+        There is no such device.
+    ValueNotMovableError
+        The value holds an array that has to move, and the value cannot be copied around it.
+    DriverError
+        The driver refuses.
+    MemoryError
+        The device does not have enough memory left. Each library raises its own class: torch's
+        is a ``RuntimeError``.
+
+    Notes
+    -----
+    This does not wait for any device, except that a copy to the host is complete on return. The
+    copy comes after the work that makes the value, and before any later work in this thread's
+    current streams. The source is kept alive until the copy has read it. The current device
+    stays current.
+
+    Two functions make a type known: one for ``device_of``, and one for ``to_device``. The
+    function of ``to_device.register(T)`` is called for a value on another device. At the call,
+    ``device`` is current, the streams wait, and everything in the value is kept alive. The
+    function may call ``to_device`` for the value's parts. A third function, of
+    ``to_host.register(T)``, copies a value to the host.
+
+    Examples
+    --------
+    >>> from dask_devctx.simulated_array import SimulatedArray
+    >>> from dask_devctx.transfer import device_of, to_device
+    >>> class Grid:
+    ...     def __init__(self, cells):
+    ...         self.cells = cells
+    >>> @device_of.register(Grid)
+    ... def _(grid):
+    ...     return device_of(grid.cells)
+    >>> @to_device.register(Grid)
+    ... def _(grid, device):
+    ...     return Grid(to_device(grid.cells, device))
+
+    >>> grid = Grid(SimulatedArray((2, 2)))
+    >>> there = to_device(["a grid", grid], 1)[1]
+    >>> device_of(there) is Device(1), device_of(grid) is Device(0)
+    (True, True)
+    >>> to_device(there, 1) is there
+    True
+    >>> to_device(grid.cells, "cpu")
+    array([[0., 0.],
+           [0., 0.]])
+    """
 
     def __init__(self) -> None:
         super().__init__("to_device", _stay)
@@ -247,83 +324,6 @@ class ToDevice(Registry):
         copy: bool = False,
         guard_source: bool = True,
     ) -> T:
-        """Return a value on a device: a copy if it lives on another device, otherwise itself.
-
-        Parameters
-        ----------
-        value
-            Anything. Data in host memory stays there. The search includes the contents of
-            containers and of objects of Python classes. A container in which nothing moves is
-            returned itself; any other is copied, and keeps the contents that do not move. An object
-            that is referenced twice is copied once. The value itself is never changed.
-        device
-            Anything that :class:`~dask_devctx.Device` accepts, or ``"cpu"`` for the host. There a
-            CuPy array becomes a NumPy array, and a torch tensor becomes a tensor on the CPU.
-        after
-            Stamps of the work that makes the value; see :func:`stamp`. If there is none for the
-            value's device, the copy waits for all work that this device has been given so far.
-        copy
-            Also copy arrays that are on the device already: the caller is going to write to them.
-        guard_source
-            Make this thread's current streams of the source wait for the copy, so that the source
-            may be written to as soon as this returns. False if nothing writes to it, as with the
-            inputs of dask's tasks: then the source's device does not slow down.
-
-        Returns
-        -------
-        object
-            The value, for use on this thread's current streams of the device. Another thread first
-            makes its streams wait for a stamp of it.
-
-        Raises
-        ------
-        DeviceNotFoundError
-            There is no such device.
-        ValueNotMovableError
-            The value holds an array that has to move, and the value cannot be copied around it.
-        DriverError
-            The driver refuses.
-        MemoryError
-            The device does not have enough memory left. Each library raises its own class: torch's
-            is a ``RuntimeError``.
-
-        Notes
-        -----
-        This does not wait for any device, except that a copy to the host is complete on return. The
-        copy comes after the work that makes the value, and before any later work in this thread's
-        current streams. The source is kept alive until the copy has read it. The current device
-        stays current.
-
-        Two functions make a type known: one for ``device_of``, and one for ``to_device``. The
-        function of ``to_device.register(T)`` is called for a value on another device. At the call,
-        ``device`` is current, the streams wait, and everything in the value is kept alive. The
-        function may call ``to_device`` for the value's parts. A third function, of
-        ``to_host.register(T)``, copies a value to the host.
-
-        Examples
-        --------
-        >>> from dask_devctx.simulated_array import SimulatedArray
-        >>> from dask_devctx.transfer import device_of, to_device
-        >>> class Grid:
-        ...     def __init__(self, cells):
-        ...         self.cells = cells
-        >>> @device_of.register(Grid)
-        ... def _(grid):
-        ...     return device_of(grid.cells)
-        >>> @to_device.register(Grid)
-        ... def _(grid, device):
-        ...     return Grid(to_device(grid.cells, device))
-
-        >>> grid = Grid(SimulatedArray((2, 2)))
-        >>> there = to_device(["a grid", grid], 1)[1]
-        >>> device_of(there) is Device(1), device_of(grid) is Device(0)
-        (True, True)
-        >>> to_device(there, 1) is there
-        True
-        >>> to_device(grid.cells, "cpu")
-        array([[0., 0.],
-               [0., 0.]])
-        """
         if walk.is_plain(value):
             return value
         move = _thread.move

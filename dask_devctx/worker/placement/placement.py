@@ -151,8 +151,7 @@ class Placement:
             The request names a device twice.
         """
         if request.names:
-            group = tuple(self._asked_for(name) for name in request.names)
-            refuse_twice(group)
+            group = self._named_group(request.names)
         else:
             group = self._any_group(key, request, inputs)
         self._check_limits(request, group)
@@ -186,7 +185,7 @@ class Placement:
         if request.number is None:
             return self.devices
         if request.number > len(self.devices):
-            raise NotEnoughDevicesError(request.number, [str(one.info) for one in self.devices])
+            raise self._not_enough(request.number)
         before = self._groups.get(key, ())
         if len(before) == request.number:
             return before
@@ -306,16 +305,27 @@ class Placement:
                     nbytes[device] += total - places.get(device, 0)
         return moves, nbytes
 
+    def _named_group(self, names: Sequence[object]) -> tuple[Device, ...]:
+        if len(names) == 1:
+            return (self._asked_for(names[0]),)
+        group = tuple(map(_device, names))
+        refuse_twice(group)
+        if not self._loads.keys() >= set(group):  # other workers may have the rest
+            raise self._not_enough(len(group), group)
+        return group
+
+    def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> NotEnoughDevicesError:
+        mine, asked = ([str(one.info) for one in devices] for devices in (self.devices, named))
+        on_machine = len(discovery.inventory(driver.backend()).devices)
+        return NotEnoughDevicesError(wanted, mine, asked, on_machine)
+
     def _asked_for(self, wanted: object) -> Device:
         name = wanted.__class__, wanted
         if name[0] in (int, str):  # such a name always means the same device: look it up here
             device = self._named.get(name)
             if device is not None:
                 return device
-        try:
-            device = Device(wanted)
-        except TypeError:
-            raise not_an_annotation(wanted) from None
+        device = _device(wanted)
         if device not in self._loads:
             raise DeviceNotFoundError(
                 wanted,
@@ -327,3 +337,10 @@ class Placement:
         if name[0] in (int, str):
             self._named[name] = device
         return device
+
+
+def _device(wanted: object) -> Device:
+    try:
+        return Device(wanted)
+    except TypeError:
+        raise not_an_annotation(wanted) from None

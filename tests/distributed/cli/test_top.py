@@ -140,7 +140,7 @@ def test_without_rich_the_error_names_it(client: Client, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "rich", None)
     result = run("top", address_of(client), "--once")
     assert result.exit_code == 1
-    assert 'pip install "dask-devctx[monitoring]"' in result.stderr
+    assert "needs the package rich: pip install rich" in result.stderr
 
 
 # -- info

@@ -12,6 +12,7 @@ from typing import Any
 import dask
 import dask.array as da
 import numpy as np
+import psutil
 import pytest
 from distributed import Client, wait
 
@@ -26,7 +27,13 @@ N = CHUNKS * CHUNK  # 4.02 GiB
 ROWS, COLUMNS = np.random.default_rng(0).integers(0, 2**30, (2, N))
 ORDER = np.random.default_rng(1).permutation(N)
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        psutil.virtual_memory().available < 12 * GIB,
+        reason="simulated devices are host memory, and less than 12 GiB of it are available",
+    ),
+]
 
 
 def block(block_info: Any = None) -> SimulatedArray:

@@ -101,6 +101,7 @@ def check_jobs(client: Client, *, shuffles: bool = True) -> da.Array:
     return x
 
 
+@pytest.mark.long
 def test_an_array_of_four_times_the_memory() -> None:
     with threads() as client:
         x = check_jobs(client)
