@@ -36,6 +36,11 @@ CASES = [
         "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
     ),
     (
+        errors.DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "", 300_000_000),
+        {"nbytes": 300_000_000},
+        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2) (286.1 MiB asked for)",
+    ),
+    (
         errors.DeviceMismatchError("an array", "cuda:1", "cuda:0"),
         {"value": "an array", "device": "cuda:1", "current": "cuda:0"},
         "an array lives on cuda:1 and cannot be used on cuda:0. Copy it there with "
@@ -63,10 +68,24 @@ CASES = [
         "enough with devices_per_worker=3",
     ),
     (
+        errors.NotEnoughDevicesError(2, ["cuda:0"], ["cuda:0", "cuda:1"], 4),
+        {"named": ("cuda:0", "cuda:1"), "on_machine": 4},
+        "the task asks for 2 devices at once (cuda:0, cuda:1), and no worker that it may run on "
+        "has all of them: this one has 1 (cuda:0). The devices of a task belong to one worker. "
+        "Start one worker for all devices of a machine with LocalDeviceCluster(n_workers=1)",
+    ),
+    (
+        errors.NotEnoughDevicesError(9, ["cuda:0"], on_machine=4),
+        {"named": (), "on_machine": 4},
+        "the task asks for 9 devices at once, and no worker that it may run on has so many: this "
+        "one has 1 (cuda:0), and its machine has 4. Ask for at most 4, or for all devices of a "
+        'worker with devices="all"',
+    ),
+    (
         errors.DeviceReservationError(20 * 2**30, {"cuda:0": 16 * 2**30}),
         {"nbytes": 20 * 2**30, "limits": {"cuda:0": 16 * 2**30}},
-        "the task reserves 20.00 GiB of device memory (device_memory), and can never have more "
-        "than 16.00 GiB on cuda:0. Reserve less, make the task's parts smaller, or raise "
+        "the task reserves 20.0 GiB of device memory (device_memory), and can never have more "
+        "than 16.0 GiB on cuda:0. Reserve less, make the task's parts smaller, or raise "
         "device_memory_limit if the devices have more",
     ),
     (
@@ -165,21 +184,27 @@ CASES = [
     ),
     (
         errors.DeviceOutOfMemoryError(
-            "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None)], 2**30, 2
+            "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None), (9, 0)], 2**30, 2
         ),
         {
             "requested_nbytes": 2**31,
             "free_nbytes": 2**30,
             "total_nbytes": 2**34,
-            "holders": ((7, 2**33), (8, None)),
+            "holders": ((7, 2**33), (8, None), (9, 0)),
             "replicas_nbytes": 2**30,
             "attempts": 2,
         },
-        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.00 GiB asked for; "
-        "1.00 GiB of 16.00 GiB are free now; held by process 7 8.00 GiB, process 8 an unknown "
-        "amount; 1.00 GiB of copies were dropped). Make the task's parts smaller, run fewer tasks "
-        "per device, or keep fewer results on it: a lower threads_per_worker (dask worker "
-        "--nthreads) makes fewer results before they are used",
+        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.0 GiB asked for; "
+        "1.0 GiB of 16.0 GiB are free now; held by process 7 8.0 GiB, process 8 an unknown "
+        "amount; 1.0 GiB of copies were dropped). Make the task's parts smaller, run fewer tasks "
+        "on a device at a time (tasks_per_device), or keep fewer results there",
+    ),
+    (
+        errors.DeviceOutOfMemoryError("cuda:1", "GPU-b", 300_000_000, 2**26, 2**26),
+        {"requested_nbytes": 300_000_000},
+        "cuda:1 (GPU-b) has not enough memory; the task was tried once (286.1 MiB asked for; "
+        "64.0 MiB of 64.0 MiB are free now). The task asks for more than the device has: make the "
+        "task's parts smaller",
     ),
     (
         errors.DriverUnavailableError("there is no driver", "Install it"),

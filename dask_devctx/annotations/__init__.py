@@ -12,7 +12,14 @@ from typing import Any, Final, Literal
 
 from dask_devctx.annotations import answers
 from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, NAMES, SHARE
-from dask_devctx.annotations.request import Request, carried_by, read
+from dask_devctx.annotations.request import (
+    Request,
+    carried_by,
+    contradicted,
+    differ,
+    of_function,
+    read,
+)
 from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 
 Unannotated = Literal["assign", "leave"]
@@ -60,7 +67,7 @@ def requested_device(
         The rule for a task that names no device: ``"assign"`` gives it any device, ``"leave"``
         gives it none.
     task
-        The task itself. Its function may carry devices; an annotation takes precedence.
+        The task itself. Its function may carry devices; an annotation that names others is refused.
 
     Returns
     -------
@@ -82,6 +89,8 @@ def requested_device(
         wanted = annotations[DEVICE]
         if answers.is_function(wanted):
             wanted = answers.answer_of(DEVICE, wanted, key)
+        if (carried := carried_device(task)) is not None:
+            wanted = _agreed(wanted, carried)
     else:
         if annotations:
             answers.warn_of_mistaken(annotations)
@@ -99,6 +108,21 @@ def requested_device(
             return None
         if wanted in CURRENT:  # a task's current device is the device that it gets
             return AUTO
+    return wanted
+
+
+def _agreed(wanted: object, carried: Any) -> object:
+    """Return what an annotation ``device`` and the device of the task's function mean together."""
+    if isinstance(wanted, Exception) or wanted is None:
+        return wanted
+    if isinstance(wanted, str):
+        if wanted == NO_DEVICE:
+            return wanted
+        if wanted == AUTO or wanted in CURRENT:
+            return carried_by(carried) if isinstance(carried, list | tuple) else carried
+    held = of_function(carried)
+    if held and differ((wanted,), held):
+        raise contradicted(DEVICE, wanted, carried)
     return wanted
 
 

@@ -11,6 +11,7 @@ from dask.utils import parse_bytes
 
 from dask_devctx.annotations.answers import answer_of, is_function
 from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, SHARE
+from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import AUTO, CURRENT, NO_DEVICE
 
 ALL: Final = "all"
@@ -46,6 +47,38 @@ class Request(NamedTuple):
         share = "" if self.share is None else f", {SHARE}={self.share:g}"
         memory = "" if self.nbytes is None else f", {MEMORY}={self.nbytes}"
         return devices + share + memory
+
+
+def of_function(carried: object) -> tuple[Any, ...]:
+    """Return the devices that a function carries by their names; empty if it carries any or none.
+
+    Parameters
+    ----------
+    carried
+        The argument of ``on_device``, or None.
+    """
+    if isinstance(carried, list | tuple):
+        return tuple(carried)
+    if carried is None or (isinstance(carried, str) and carried in CURRENT):
+        return ()
+    return (carried,)
+
+
+def differ(names: Sequence[object], others: Sequence[object]) -> bool:
+    """Return whether names surely mean other devices than these; a UUID may be any ordinal's."""
+    if len(names) != len(others):
+        return True
+    pairs = [(naming.read(a), naming.read(b)) for a, b in zip(names, others, strict=True)]
+    return any(a != b for a, b in pairs if a.kind == b.kind == "ordinal")
+
+
+def contradicted(name: str, said: object, carried: object) -> ValueError:
+    """Return the error for an annotation that names other devices than the task's function."""
+    shown = list(said) if isinstance(said, tuple) else said
+    return ValueError(
+        f"the annotation {name}={shown!r} and the task's function on_device({carried!r}) name "
+        "different devices. Leave one of them out"
+    )
 
 
 def carried_by(which: Sequence[object]) -> Request:
@@ -91,10 +124,12 @@ def read(annotations: Mapping[str, Any], key: Hashable, carried: object = None) 
         none = one is None or (isinstance(one, str) and one == NO_DEVICE)
         if not (none or (isinstance(one, str) and (one == AUTO or one in CURRENT))):
             names = (one,)
-    elif isinstance(carried, list | tuple):
-        names, count, _, _ = carried_by(carried)
-    elif carried is not None and not (isinstance(carried, str) and carried in CURRENT):
-        names = (carried,)
+    held = () if none else of_function(carried)
+    if held and not names and (DEVICES not in annotations or count == len(held)):
+        names, count = held, len(held)
+    elif held and count is not None and differ(names, held):
+        name = DEVICES if DEVICES in annotations else DEVICE
+        raise contradicted(name, several if DEVICES in annotations else one, carried)
     if none:
         if share is not None or memory is not None:
             raise ValueError(
@@ -119,7 +154,11 @@ def _several(given: object) -> tuple[tuple[Any, ...], int | None]:
     if isinstance(given, str):
         if given == ALL:
             return (), None
-        raise _not_several(given, f". To name one device, write dask.annotate({DEVICE}={given!r})")
+        one = naming.read(given).kind != "unknown"
+        remedy = f". To name one device, write dask.annotate({DEVICE}={given!r})" if one else ""
+        if listed := naming.listed(given):
+            remedy = f". Write dask.annotate({DEVICES}={listed})"
+        raise _not_several(given, remedy)
     if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray | memoryview):
         names = tuple(given)
         if not names:

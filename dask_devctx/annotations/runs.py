@@ -19,6 +19,9 @@ REFUSED: Final = "devctx-refused"
 # Marks a task that names a device whose last worker left for good. The value is this worker's
 # address, for the error.
 GONE: Final = "devctx-gone"
+# Marks a task that names a device that no worker of the cluster uses. The value has the devices
+# that workers use, for the error.
+PRESENT: Final = "devctx-present"
 
 
 def may_rerun(annotations: Mapping[str, Any] | None) -> bool:

@@ -15,10 +15,11 @@ from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.cli.top import top
 from dask_devctx.cli.whole_cluster import WorkerView, by_machine, uses_text, views
 from dask_devctx.cli.worker import worker
-from dask_devctx.client.tables import aligned, nbytes_text
+from dask_devctx.client.tables import aligned
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.inspection import Machine, inspect_machine
+from dask_devctx.errors.base import nbytes_text
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,7 +9,8 @@ import click
 
 from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.configuration import cluster_configuration
-from dask_devctx.client.tables import aligned, nbytes_text
+from dask_devctx.client.tables import aligned
+from dask_devctx.errors.base import nbytes_text
 
 _BYTES = ("memory_limit", "device_memory_limit", "rmm_pool_size", "rmm_maximum_pool_size")
 

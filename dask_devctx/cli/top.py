@@ -17,7 +17,8 @@ from distributed import Client
 
 from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.live import LiveDevice, Moment, between, moment, rates
-from dask_devctx.client.tables import nbytes_text, shortened
+from dask_devctx.client.tables import shortened
+from dask_devctx.errors.base import nbytes_text
 
 if TYPE_CHECKING:
     from rich.console import Group

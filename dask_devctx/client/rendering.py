@@ -9,7 +9,8 @@ from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
-from dask_devctx.client.tables import aligned, nbytes_text, shortened
+from dask_devctx.client.tables import aligned, shortened
+from dask_devctx.errors.base import nbytes_text
 
 if TYPE_CHECKING:
     from dask_devctx.client.report import Report, ReportedDevice, ReportedTask

@@ -38,18 +38,6 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def nbytes_text(nbytes: int | None) -> str:
-    """Return a number of bytes with a binary unit, such as ``"16.0 GiB"``; "?" for None."""
-    if nbytes is None:
-        return "?"
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
 def shortened(text: str, columns: int) -> str:
     """Return a text of at most so many columns, with "…" in the place of its middle.
 

@@ -82,6 +82,24 @@ def read(which: object) -> Name:
         raise _not_a_name(which) from None
 
 
+def listed(text: str) -> list[int | str]:
+    """Return the names in a text such as ``"0,1"``, which is no name itself; empty for any other.
+
+    Examples
+    --------
+    >>> listed("0,1")
+    [0, 1]
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) < 2 or not all(_names_one(part) for part in parts):
+        return []
+    return [int(part) if part.isdecimal() else part for part in parts]
+
+
+def _names_one(part: str) -> bool:
+    return bool(part) and "," not in part and read(part).kind != "unknown"
+
+
 def refuse_no_name(which: object) -> None:
     """Refuse a text that names no device on any machine, and an object of another type.
 
@@ -187,6 +205,8 @@ def _read_text(text: str) -> Name:
     if match := _PCI_BUS_ID.fullmatch(text):
         return Name("pci", f"{int(match[1] or '0', 16):04x}:{match[2].lower()}")
     hint = f"A device is {ACCEPTED}"
+    if several := listed(text):
+        hint = f"Several devices are a list: devices={several}, on_device({several}). {hint}"
     if text in (AUTO, NO_DEVICE):
         hint = f"{text!r} is for annotations alone: dask.annotate(device={text!r}). {hint}"
     if _HOST.fullmatch(text):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dask_devctx.driver.statuses import OUT_OF_MEMORY
-from dask_devctx.errors import DriverError
+from dask_devctx.errors import DeviceMemoryError, DriverError
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,8 @@ _WORDS = re.compile(
 _RMM_WORDS = re.compile(r"std::bad_alloc|out_of_memory")
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_TORCH_SIZE = re.compile(r"Tried to allocate ([\d.]+) ([KMGT]?)i?B", re.IGNORECASE)
+# torch, and JAX.
+_TRIED_SIZE = re.compile(r"Tr(?:ied|ying) to allocate ([\d.]+) ?([KMGT]?)i?B", re.IGNORECASE)
 _CUPY_SIZE = re.compile(r"Out of memory allocating ([\d,]+) bytes")
 _RMM_SIZE = re.compile(r"(?:allocate|size)\D{0,3}([\d]+) ?(?:bytes|B)", re.IGNORECASE)
 
@@ -52,10 +53,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def requested_nbytes(error: BaseException) -> int | None:
     """Return how many bytes the failed call asked for, or None if the exception does not say it."""
     for one in _chain(error):
+        if isinstance(one, DeviceMemoryError) and one.nbytes is not None:
+            return one.nbytes
         text = str(one)
         if match := _CUPY_SIZE.search(text):
             return int(match[1].replace(",", ""))
-        if match := _TORCH_SIZE.search(text):
+        if match := _TRIED_SIZE.search(text):
             return round(float(match[1]) * _UNITS[match[2].upper()])
         if type(one) is MemoryError and (match := _RMM_SIZE.search(text)):
             return int(match[1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
+from dask_devctx.errors import DeviceMemoryError
 
 # CUDA's handles of the streams that always exist.
 LEGACY_STREAM = 1
@@ -112,7 +113,11 @@ class WorkCalls:
         return int(free), int(total)
 
     def allocate(self, nbytes: int) -> int:
-        return int(self._value(self.driver.cuMemAlloc, nbytes))
+        try:
+            return int(self._value(self.driver.cuMemAlloc, nbytes))
+        except DeviceMemoryError as error:
+            said = error.function, error.status, error.code, error.description
+            raise DeviceMemoryError(*said, nbytes) from None
 
     def free(self, pointer: int) -> None:
         self._value(self.driver.cuMemFree, pointer)

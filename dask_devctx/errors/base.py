@@ -10,6 +10,18 @@ def counted(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
+def nbytes_text(nbytes: int | None) -> str:
+    """Return a number of bytes with a binary unit, such as ``"16.0 GiB"``; "?" for None."""
+    if nbytes is None:
+        return "?"
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
 @dataclass_transform(eq_default=False)
 class DevctxError(Exception):
     """Base class of every error that this package raises.

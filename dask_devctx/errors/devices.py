@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dask_devctx.errors.base import DevctxError
+from dask_devctx.errors.base import DevctxError, nbytes_text
 
 
 class DriverError(DevctxError):
@@ -34,7 +34,19 @@ class DriverError(DevctxError):
 
 
 class DeviceMemoryError(DriverError, MemoryError):
-    """The device has too little memory left for the request; its context is healthy."""
+    """The device has too little memory left for the request; its context is healthy.
+
+    Parameters
+    ----------
+    nbytes
+        The bytes that were asked for; None where it is unknown.
+    """
+
+    nbytes: int | None = None
+
+    def __str__(self) -> str:
+        asked = "" if self.nbytes is None else f" ({nbytes_text(self.nbytes)} asked for)"
+        return f"{super().__str__()}{asked}"
 
 
 class DriverUnavailableError(DevctxError):

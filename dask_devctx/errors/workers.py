@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_devctx.errors.base import DevctxError, counted
+from dask_devctx.errors.base import DevctxError, counted, nbytes_text
 
 
 class LockDirectoryError(DevctxError):
@@ -249,17 +250,20 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         fields["stayed_nbytes"] = dict(fields["stayed_nbytes"])
 
     def __str__(self) -> str:
-        asked = f"{_gib(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
+        asked = f"{nbytes_text(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
         free = (
-            f"{_gib(self.free_nbytes)} of {_gib(self.total_nbytes)} are free now"
+            f"{nbytes_text(self.free_nbytes)} of {nbytes_text(self.total_nbytes)} are free now"
             if self.free_nbytes is not None and self.total_nbytes is not None
             else ""
         )
         held = ", ".join(
-            f"process {pid} {'an unknown amount' if nbytes is None else _gib(nbytes)}"
+            f"process {pid} {'an unknown amount' if nbytes is None else nbytes_text(nbytes)}"
             for pid, nbytes in self.holders
+            if nbytes != 0
         )
-        stayed = ", ".join(f"{_gib(nbytes)} {why}" for why, nbytes in self.stayed_nbytes.items())
+        stayed = ", ".join(
+            f"{nbytes_text(nbytes)} {why}" for why, nbytes in self.stayed_nbytes.items()
+        )
         facts = "; ".join(
             filter(
                 None,
@@ -267,10 +271,10 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
                     asked,
                     free,
                     f"held by {held}" if held else "",
-                    f"{_gib(self.replicas_nbytes)} of copies were dropped"
+                    f"{nbytes_text(self.replicas_nbytes)} of copies were dropped"
                     if self.replicas_nbytes
                     else "",
-                    f"values that dask keeps there may take {_gib(self.limit_nbytes)}"
+                    f"values that dask keeps there may take {nbytes_text(self.limit_nbytes)}"
                     if self.limit_nbytes
                     else "",
                     f"not moved to host memory: {stayed}" if stayed else "",
@@ -280,15 +284,13 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         times = "once" if self.attempts == 1 else f"{self.attempts} times"
         return (
             f"{self.device} ({self.uuid}) has not enough memory; the task was tried {times}"
-            f"{f' ({facts})' if facts else ''}. Make the task's parts smaller, run fewer tasks per "
-            "device, or keep fewer results on it: a lower threads_per_worker (dask worker "
-            "--nthreads) makes fewer results before they are used"
+            f"{f' ({facts})' if facts else ''}. {self._remedy()}"
         )
 
-
-def _gib(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "?"
-    if 0 < nbytes < 2**30 / 100:
-        return f"{nbytes / 2**20:.2f} MiB"
-    return f"{nbytes / 2**30:.2f} GiB"
+    def _remedy(self) -> str:
+        if self.requested_nbytes and self.requested_nbytes > (self.total_nbytes or math.inf):
+            return "The task asks for more than the device has: make the task's parts smaller"
+        return (
+            "Make the task's parts smaller, run fewer tasks on a device at a time "
+            "(tasks_per_device), or keep fewer results there"
+        )

@@ -19,6 +19,8 @@ _WHOLE_UUID = 36
 # kept, for this long.
 _EARLY_LIMIT = 1000
 _EARLY_S = 300.0
+# So many devices are named in the error of a task for another device.
+_SHOWN = 32
 # The devices of so many workers that left for good are remembered, for the errors of tasks.
 _GONE_LIMIT = 20
 
@@ -225,6 +227,15 @@ class Cluster:
     def had(self, name: Name | Several) -> str | None:
         """Return the address of the last worker with a device, if it left for good."""
         return next((a for a, held in reversed(self.gone.items()) if held.have(name)), None)
+
+    def shown(self) -> list[str]:
+        """Return a description of each device that workers use; of the first of very many."""
+        used = {
+            (n, info.uuid): str(info)
+            for held in self.present.by_worker.values()
+            for n, info in held._used()
+        }
+        return [text for _, text in sorted(used.items())][:_SHOWN]
 
     def announce_early(self, address: str, holdings: Holdings, now: float) -> None:
         """Remember the devices of a worker that has not joined yet."""

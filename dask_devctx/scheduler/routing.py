@@ -14,7 +14,7 @@ from dask_devctx import config
 from dask_devctx.annotations import DEVICES, NAMES, carried_device, requested_device
 from dask_devctx.annotations.answers import answer
 from dask_devctx.annotations.names import ABOUT_ONE, about_mistaken, about_no_plugin, mistaken
-from dask_devctx.annotations.runs import GONE
+from dask_devctx.annotations.runs import GONE, PRESENT
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
@@ -292,6 +292,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 self._wishes.note(ts, wanted)
                 if (last := self._wishes.last_worker(ts.key)) is not None:
                     internals.annotate(ts, GONE, last)
+                elif self._wishes.is_for_nobody(ts.key):
+                    internals.annotate(ts, PRESENT, self._cluster.shown())
 
     def _move(self, tasks: Iterable[Any]) -> None:
         """Let dask look again for a worker for tasks that wait."""

@@ -206,6 +206,13 @@ class Wishes:
             return None
         return self._cluster.had(group.demand.name)
 
+    def is_for_nobody(self, key: Hashable) -> bool:
+        """Return whether a task goes to a worker that fails it, since no worker has its device."""
+        group = self._groups.get(key)
+        if group is None or group.demand.holders or not self._cluster.present.using:
+            return False
+        return group.restrictions.isdisjoint(_NOBODY)
+
     # -- workers
 
     def review(

@@ -381,6 +381,7 @@ def test_accepted(client: Client, wanted: Callable[[], Any], expected: set[Any])
         (lambda key: Odd(), TypeError, "of type Odd"),
         (_boom, RuntimeError, "the annotation's function fails"),
         (99, DeviceNotFoundError, "no device 99"),
+        ("0,1", DeviceNotFoundError, r"devices=\[0, 1\]"),
         ("banana", DeviceNotFoundError, "A device is an ordinal"),
         ("GPU-00000000-0000-0000-0000-000000000000", DeviceNotFoundError, "has this UUID"),
     ],

@@ -20,7 +20,7 @@ from dask_devctx import (
 )
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DriverError
+from dask_devctx.errors import DeviceMemoryError, DriverError
 from dask_devctx.simulated_array import SimulatedArray
 
 GIB = 2**30
@@ -88,10 +88,14 @@ def test_an_exception_that_is_its_own_cause_ends_the_search() -> None:
     assert not is_out_of_memory(one)
 
 
-def test_requested_nbytes() -> None:
+def test_requested_nbytes(machine: SimulatedMachine) -> None:
     assert requested_nbytes(CUPY) == 2**40
     assert requested_nbytes(TORCH) == 2**40
+    assert requested_nbytes(SAY_SO[-2]) == 8 * GIB  # JAX
     assert requested_nbytes(DO_NOT[0]) is None
+    with Device(0), pytest.raises(DeviceMemoryError) as caught:
+        SimulatedArray(2**60, np.uint8)
+    assert requested_nbytes(caught.value) == 2**60
 
 
 def test_the_error_says_who_holds_the_memory_and_pickles() -> None:
@@ -101,7 +105,7 @@ def test_the_error_says_who_holds_the_memory_and_pickles() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert vars(again) == vars(error)
     assert isinstance(again, MemoryError)
-    for part in ("1024.00 GiB asked", "1.00 GiB of 16.00", "process 7 15.00", "process 8 an unk"):
+    for part in ("1024.0 GiB asked", "1.0 GiB of 16.0", "process 7 15.0", "process 8 an unk"):
         assert part in str(again)
 
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dask_devctx.annotations.runs import GONE, RERUN, had_all_runs, may_rerun, refusal, watched_run
+from dask_devctx.annotations.runs import (
+    GONE,
+    PRESENT,
+    RERUN,
+    had_all_runs,
+    may_rerun,
+    refusal,
+    watched_run,
+)
+from dask_devctx.cuda import naming
 from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
 
 
@@ -43,10 +52,17 @@ def read(annotations: Mapping[str, Any] | None) -> tuple[int, str]:
 
 
 def explained(error: Exception, annotations: Mapping[str, Any] | None) -> Exception:
-    """Return the error of a task that got no device; it says if the device's worker has left."""
-    worker = annotations.get(GONE) if annotations else None
-    if worker is None or not isinstance(error, DeviceNotFoundError):
+    """Return the error of a task that got no device, with what the scheduler knows of it."""
+    if not annotations or not isinstance(error, DeviceNotFoundError):
         return error
+    worker, present = annotations.get(GONE), annotations.get(PRESENT)
+    if worker is None:
+        if present is None:
+            return error
+        hint = error.hint
+        if naming.read(error.requested).kind == "ordinal":
+            hint = "No worker of this cluster uses it"
+        return DeviceNotFoundError(error.requested, present, error.visible_devices, hint)
     return DeviceNotFoundError(
         error.requested,
         error.available,

@@ -20,7 +20,7 @@ from dask_devctx.errors import (
 )
 from dask_devctx.worker.placement.groups import choose_group
 from dask_devctx.worker.placement.load import Load
-from dask_devctx.worker.placement.policy import Candidate, Policy, start_soonest
+from dask_devctx.worker.placement.policy import Candidate, Choice, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT = 0.5
@@ -77,6 +77,7 @@ class Placement:
         self._limits = limits or {}
         self._tasks_per_device = tasks_per_device
         self._policy = policy
+        self._choose = Choice(policy)
         self._loads = {device: Load(device) for device in devices}
         self.placed: dict[Hashable, Device] = {}
         self._groups: dict[Hashable, tuple[Device, ...]] = {}
@@ -146,8 +147,7 @@ class Placement:
             The request names a device twice.
         """
         if request.names:
-            group = tuple(self._asked_for(name) for name in request.names)
-            refuse_twice(group)
+            group = self._named_group(request.names)
         else:
             group = self._any_group(key, request, inputs)
         self._check_limits(request, group)
@@ -181,7 +181,7 @@ class Placement:
         if request.number is None:
             return self.devices
         if request.number > len(self.devices):
-            raise NotEnoughDevicesError(request.number, [str(one.info) for one in self.devices])
+            raise self._not_enough(request.number)
         before = self._groups.get(key, ())
         if len(before) == request.number:
             return before
@@ -191,7 +191,7 @@ class Placement:
             self._check_limits(request, self.devices)
         candidates = [one for one in self._candidates(inputs) if one.device in usable]
         if request.number == 1:
-            return (self._chosen(candidates),)
+            return (self._choose(candidates),)
         places = [(one.nbytes, frozenset(one.copies)) for one in inputs]
         return choose_group(candidates, request.number, places, link_rank)
 
@@ -239,7 +239,7 @@ class Placement:
     def _assign(self, inputs: Iterable[Located]) -> Device:
         if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
-        return self._chosen(self._candidates(inputs))
+        return self._choose(self._candidates(inputs))
 
     def _candidates(self, inputs: Iterable[Located]) -> list[Candidate]:
         self._read_memory()
@@ -258,20 +258,6 @@ class Placement:
             )
             for device, load in self._loads.items()
         ]
-
-    def _chosen(self, candidates: Sequence[Candidate]) -> Device:
-        name = getattr(self._policy, "__qualname__", repr(self._policy))
-        try:
-            chosen = self._policy(candidates)
-        except Exception as error:
-            error.add_note(f"The placement policy {name} raised it (DevicePlugin(policy=...))")
-            raise
-        if not isinstance(chosen, Candidate) or chosen.device not in self._loads:
-            raise TypeError(
-                f"the placement policy {name} must return one of the candidates that it is given, "
-                f"got {chosen!r}"
-            )
-        return chosen.device
 
     def _read_memory(self) -> None:
         now = monotonic()
@@ -298,16 +284,27 @@ class Placement:
                     nbytes[device] += total - places.get(device, 0)
         return moves, nbytes
 
+    def _named_group(self, names: Sequence[object]) -> tuple[Device, ...]:
+        if len(names) == 1:
+            return (self._asked_for(names[0]),)
+        group = tuple(map(_device, names))
+        refuse_twice(group)
+        if not self._loads.keys() >= set(group):  # other workers may have the rest
+            raise self._not_enough(len(group), group)
+        return group
+
+    def _not_enough(self, wanted: int, named: Sequence[Device] = ()) -> NotEnoughDevicesError:
+        mine, asked = ([str(one.info) for one in devices] for devices in (self.devices, named))
+        on_machine = len(discovery.inventory(driver.backend()).devices)
+        return NotEnoughDevicesError(wanted, mine, asked, on_machine)
+
     def _asked_for(self, wanted: object) -> Device:
         name = wanted.__class__, wanted
         if name[0] in (int, str):  # such a name always means the same device: look it up here
             device = self._named.get(name)
             if device is not None:
                 return device
-        try:
-            device = Device(wanted)
-        except TypeError:
-            raise not_an_annotation(wanted) from None
+        device = _device(wanted)
         if device not in self._loads:
             raise DeviceNotFoundError(
                 wanted,
@@ -319,3 +316,10 @@ class Placement:
         if name[0] in (int, str):
             self._named[name] = device
         return device
+
+
+def _device(wanted: object) -> Device:
+    try:
+        return Device(wanted)
+    except TypeError:
+        raise not_an_annotation(wanted) from None

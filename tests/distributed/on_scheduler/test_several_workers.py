@@ -13,6 +13,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_devctx import (
     Device,
+    DeviceNotFoundError,
     DevicePlugin,
     DeviceReservationError,
     NotEnoughDevicesError,
@@ -59,6 +60,24 @@ async def test_where_no_worker_has_enough(client: Any, scheduler: Any, a: Any, b
     with dask.annotate(devices=3), pytest.raises(NotEnoughDevicesError, match="n_workers=1"):
         await client.submit(worker_and_devices)
     assert time.monotonic() - start < 5
+    # Each has some of them.
+    asked = r"at once \(cuda:2 .*, cuda:3 .*\), .* has all of them.*n_workers=1\)$"
+    with dask.annotate(devices=[2, 3]), pytest.raises(NotEnoughDevicesError, match=asked):
+        await client.submit(worker_and_devices, key="named")
+    with dask.annotate(devices=[2, 7]), pytest.raises(DeviceNotFoundError, match="no device 7"):
+        await client.submit(worker_and_devices, key="missing")
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 2, timeout=60)
+async def test_a_device_that_no_worker_uses(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+    """The error names the devices of all workers, and no other."""
+    await with_devices(a, 0)
+    await with_devices(b, 1)
+    for missing in (3, 7):
+        with dask.annotate(device=missing), pytest.raises(DeviceNotFoundError) as caught:
+            await client.submit(worker_and_devices, key=f"on-{missing}")
+        assert caught.value.available == (str(Device(0).info), str(Device(1).info))
+        assert str(caught.value).endswith("No worker of this cluster uses it")
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 2, timeout=60)
