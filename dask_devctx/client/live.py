@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from distributed import Client
 
 from dask_devctx.scheduler.counts import METRIC, TRAFFIC
-from dask_devctx.scheduler.rows import DeviceCounts, Transfer
+from dask_devctx.scheduler.rows import DeviceCounts, Transfer, known
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,8 @@ class LiveDevice:
     nbytes_per_s: float = 0.0
 
 
-# Workers may have another version.
-_KNOWN: Final = frozenset(one.name for one in fields(DeviceCounts))
 # The kinds of memory that each worker counts for itself; the others are of the whole device.
-_OF_A_WORKER: Final = ("held", "copies", "spilled")
+_OF_A_WORKER: Final = ("held", "copies", "staging", "spilled")
 _OF_THE_DEVICE: Final = ("free", "total", "limit", "others")
 
 
@@ -97,11 +95,10 @@ async def _moment(client: Client) -> Moment:
     for address, worker in found["workers"].items():
         metrics = worker["metrics"]
         for row in metrics.get(METRIC, ()):
-            known = {name: value for name, value in row.items() if name in _KNOWN}
-            devices[address, row["uuid"]] = DeviceCounts(**known)
+            devices[address, row["uuid"]] = DeviceCounts(**known(DeviceCounts, row))
         for name in TRAFFIC:
             for row in metrics.get(name, ()):
-                moved = Transfer(**{"way": "peer", **row})
+                moved = Transfer(**{"way": "peer", **known(Transfer, row)})
                 transfers[moved.source, moved.destination, moved.way] += moved.nbytes
     return Moment(time.monotonic(), workers, devices, transfers)
 

@@ -12,7 +12,7 @@ from dask_devctx.client import rendering
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.counts import Counts, PastCounts
 from dask_devctx.scheduler.routing import DeviceRouting
-from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer
+from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer, known
 
 By = Literal["device", "prefix"]
 
@@ -196,9 +196,14 @@ async def _report(client: Client, by: By) -> Report:
             who = {"worker": worker, "worker_name": answer["name"]}
             more = answer.get("more", {})
             tasks += [_task(r, worker, more.get(n, ())) for n, r in enumerate(answer["runs"])]
-            devices += [ReportedDevice(**row, **who) for row in answer["devices"]]
-            transfers += [ReportedTransfer(worker=worker, **row) for row in answer["transfers"]]
-            refused += [ReportedRefusal(*(*task, worker)) for task in answer["refused"]]
+            devices += [
+                ReportedDevice(**known(DeviceCounts, row), **who) for row in answer["devices"]
+            ]
+            transfers += [
+                ReportedTransfer(**known(Transfer, row), worker=worker)
+                for row in answer["transfers"]
+            ]
+            refused += [ReportedRefusal(*(*task[:3], worker)) for task in answer["refused"]]
             hosted += answer["without_device"]
             if text := answer.get("waiting"):
                 waiting[worker] = text
@@ -206,8 +211,8 @@ async def _report(client: Client, by: By) -> Report:
     devices = _with_past(devices, past)
     for (source, destination, way), (nbytes, copies, saved, seconds, *measured) in moved.items():
         counts = int(nbytes), int(copies), int(saved), seconds
-        known = int(measured[0]), measured[1]
-        transfers.append(ReportedTransfer(source, destination, way, *counts, None, *known))
+        timed = int(measured[0]), measured[1]
+        transfers.append(ReportedTransfer(source, destination, way, *counts, None, *timed))
     tasks.sort(key=lambda task: task.start or 0.0)
     on_devices = [task for task in tasks if task.uuid is not None]
     on_none = [task for task in tasks if task.uuid is None]

@@ -32,7 +32,7 @@ _FIRST: Final = {_TASKS: 0, _SENDS: 400, _RECEIVES: 700}
 _NO_DEVICE: Final = -1
 # A slice of no duration has no place for an arrow.
 _SHORTEST_US: Final = 1.0
-_MEMORY: Final = ("held", "copies", "spilled", "others", "free")
+_MEMORY: Final = ("held", "copies", "staging", "spilled", "others", "free")
 
 
 @dataclass

@@ -56,7 +56,7 @@ _DEVICE: Final[dict[str, Any]] = {
     "uuid": str,
     "device_id": int,
     "name": str | None,
-    **{one.name: _NUMBER for one in fields(PastCounts)},
+    **{one.name: _NUMBER | None for one in fields(PastCounts)},  # an older worker has fewer
 }
 _TRANSFER: Final[dict[str, Any]] = {
     "source": str,
@@ -159,7 +159,7 @@ class Counts:
         metrics = {} if state is None else state.metrics
         self._keep_transfers(metrics)
         for row in _rows(metrics, METRIC, _DEVICE):
-            told = PastCounts(**{one.name: row[one.name] for one in fields(PastCounts)})
+            told = PastCounts(**{one.name: row.get(one.name) or 0 for one in fields(PastCounts)})
             counted = seen.pop(row["uuid"], PastCounts())
             for one in fields(PastCounts):
                 most = max(getattr(told, one.name), getattr(counted, one.name))

@@ -6,8 +6,8 @@ epoch by the scheduler's clock.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 
@@ -156,6 +156,8 @@ class Sample:
         The share of the last moment, by NVML, in which the device computed; from 0 to 1, or None.
     bandwidth
         The share of the last moment, by NVML, in which the device's memory was read or written.
+    memory_staging
+        The bytes of staging memory for other workers; None if they are not counted.
     """
 
     uuid: str
@@ -172,6 +174,7 @@ class Sample:
     memory_others: int | None = None
     utilization: float | None = None
     bandwidth: float | None = None
+    memory_staging: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +229,8 @@ class DeviceCounts:
         How many values were moved from the device to the host, and their bytes.
     unspills, unspilled_nbytes
         How many values came back from the host to the device, and their bytes.
+    memory_staging
+        As in :class:`Sample`.
     """
 
     device_id: int
@@ -254,6 +259,7 @@ class DeviceCounts:
     spilled_nbytes: int = 0
     unspills: int = 0
     unspilled_nbytes: int = 0
+    memory_staging: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +301,11 @@ class Transfer:
     def rate(self) -> float | None:
         """The bytes in a second of the transfers whose time is known; None if there are none."""
         return self.measured_nbytes / self.measured_s if self.measured_s > 0 else None
+
+
+def known(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a worker's row that are fields of its kind; newer ones are left out."""
+    return {one.name: row[one.name] for one in fields(kind) if one.name in row}
 
 
 # The end of a copy that is the worker's host memory.

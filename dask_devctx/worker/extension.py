@@ -54,6 +54,7 @@ from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
 from dask_devctx.worker.threads.executors import device_threads
 from dask_devctx.worker.threads.host_coroutine import HostCoroutine
 from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
+from dask_devctx.worker.tracebacks import of_the_user
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -155,6 +156,7 @@ class DeviceExtension:
                     used,
                     self.inputs,
                     staging=options.ipc_staging,
+                    limits=self.limits,
                     use=options.ipc,
                     make_room=self._make_room,
                     on_failure=self.monitor.blame.noticed_between,
@@ -163,6 +165,7 @@ class DeviceExtension:
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
+            self.record.memory["staging"] = self.peers.staging_nbytes
             steps.enter_context(exposed(self.record, self.monitor, self.history, self._transfers))
             drop_replicas = self.monitor.retries.drop_replicas
             self.monitor.retries.drop_replicas = lambda device: (
@@ -292,8 +295,9 @@ class DeviceExtension:
                 devices = (device,)
             self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
-            # the traceback does not help the user
-            failure = conditions.explained(error.with_traceback(None), annotations)
+            # Of the traceback, only the lines of a policy or of an annotation help the user.
+            error = error.with_traceback(of_the_user(error))
+            failure = conditions.explained(error, annotations)
             if self._share.gave_up(wanted):  # another worker has the device now
                 tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
                 return

@@ -58,11 +58,17 @@ def of_the_task(error: BaseException) -> TracebackType | None:
     An error of this package that no code of the task is part of has no such part: its message says
     all that a user needs. Any other exception keeps its whole traceback then.
     """
+    step = of_the_user(error)
+    if step is None and not isinstance(error, (DevctxError, Reschedule)):
+        return error.__traceback__
+    return step
+
+
+def of_the_user(error: BaseException) -> TracebackType | None:
+    """Return the part of an error's traceback that begins with a user's code; None without any."""
     step = error.__traceback__
     while step is not None and _is_on_the_way(step):
         step = step.tb_next
-    if step is None and not isinstance(error, (DevctxError, Reschedule)):
-        return error.__traceback__
     return step
 
 

@@ -127,7 +127,7 @@ async def test_registering_anew(client: Any, scheduler: Any, worker: Any) -> Non
     with dask.annotate(device=1):
         error = await client.submit(here, "elsewhere").exception()
     assert "available: cuda:2 (" in str(error)
-    assert "which this worker does not use" in str(error)
+    assert "No worker of this cluster uses it" in str(error)
     await client.register_plugin(DevicePlugin(tasks_per_device=3))
     assert set(worker.executors) == executors
     assert await client.gather([client.submit(here, i, pure=False) for i in range(4)])

@@ -32,11 +32,12 @@ class MemoryPlot(LevelsPlot):
         Level("limit_at", LIMIT, "limit"),
     )
     background = "free"
-    columns = "held copies rest others free total limit spilled"
+    columns = "held copies rest staging others free total limit spilled"
     hovers: ClassVar[Mapping[str, str]] = {
         "held by dask": "@held{B}",
         "copies of other devices' values": "@copies{B}",
         "other use by tasks and libraries": "@rest{B}",
+        "of it, staging for other workers": "@staging{B}",
         "other processes": "@others{B}",
         "free": "@free{B}",
         "in all": "@total{B}",
@@ -105,6 +106,7 @@ def _kinds(sample: Sample) -> dict[str, float]:
         "held": held,
         "copies": copies,
         "rest": max(total - free - held - copies - others, 0),
+        "staging": sample.memory_staging or 0,
         "others": others,
         "free": free,
         "total": total,

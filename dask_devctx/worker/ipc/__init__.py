@@ -7,8 +7,9 @@ memory again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from distributed import Worker
@@ -45,6 +46,8 @@ class PeerTransfers:
         Knows the work that makes each value; None if no work is known.
     staging
         How much of each device's memory may be used for staging: a fraction, or bytes.
+    limits
+        The limit of each device's memory; a fraction is one of this limit.
     use
         False for never, True for always, or ``"auto"`` for always except with a UCX comm, which
         makes such transfers itself.
@@ -74,6 +77,7 @@ class PeerTransfers:
         inputs: Inputs | None,
         *,
         staging: float,
+        limits: Mapping[Device, int] = MappingProxyType({}),
         use: object = "auto",
         make_room: Callable[[Device], object] = lambda device: None,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
@@ -91,6 +95,7 @@ class PeerTransfers:
                 devices,
                 inputs,
                 staging=staging,
+                limits=limits,
                 make_room=make_room,
                 on_failure=on_failure,
                 memory=memory,

@@ -80,6 +80,8 @@ class IpcWay:
         Knows the work that makes each value; None if no work is known.
     staging
         How much of each device's memory may be used for staging: a fraction, or bytes.
+    limits
+        The limit of each device's memory; a fraction is one of this limit.
     make_room
         Called with a device that has no memory left.
     on_failure
@@ -99,6 +101,7 @@ class IpcWay:
         inputs: Inputs | None,
         *,
         staging: float,
+        limits: Mapping[Device, int],
         make_room: Callable[[Device], object],
         on_failure: Callable[[Device, DriverError], object],
         memory: Callable[[], DeviceMemory | None],
@@ -109,7 +112,10 @@ class IpcWay:
         self._opened = OpenedBuffers()
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="devctx-ipc")
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self.stagings = {device: Staging(device, _limit(device, staging)) for device in devices}
+        self.stagings = {
+            device: Staging(device, _limit(device, staging, limits.get(device)))
+            for device in devices
+        }
         first = devices[0]
         self._pairs = Pairs(
             worker, self.stagings[first], first, self._opened, self._run, traffic.reasons
@@ -271,7 +277,8 @@ class IpcWay:
         return bool(await self._run(self._opened.close, token, numbers))
 
 
-def _limit(device: Device, staging: float) -> int:
+def _limit(device: Device, staging: float, limit: int | None) -> int:
     if staging > 1:
         return int(staging)
-    return int(device.memory_info.total * staging)
+    total = device.memory_info.total
+    return int(min(total, limit or total) * staging)

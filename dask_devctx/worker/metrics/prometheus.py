@@ -19,7 +19,7 @@ from dask_devctx.worker.metrics.record import Record
 
 PREFIX: Final = "dask_devctx"
 # The kinds of memory, by the key of a device's row.
-_MEMORY: Final = ("free", "total", "limit", "held", "copies", "spilled", "others")
+_MEMORY: Final = ("free", "total", "limit", "held", "copies", "staging", "spilled", "others")
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
                 nbytes = row[f"memory_{kind}"]
                 if nbytes is None:
                     continue
-                if kind in ("held", "copies", "spilled"):  # each worker has its own
+                if kind in ("held", "copies", "staging", "spilled"):  # each worker has its own
                     sums["memory_bytes"][uuid, kind] += nbytes
                 else:
                     state["memory_bytes"][uuid, kind] = nbytes

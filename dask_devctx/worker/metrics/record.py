@@ -17,6 +17,7 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.tasks import add_metadata
 from dask_devctx.dask_internals.worker import metric
+from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.counts import DEVICE, METRIC
 from dask_devctx.scheduler.rows import Sample, TaskRun
 from dask_devctx.worker.metrics.history import History
@@ -92,8 +93,8 @@ class Record:
     without_device
         The number of tasks that ended and ran on no device.
     memory
-        Functions that return a device's bytes of some kind: ``"limit"``, ``"held"``, ``"copies"``
-        or ``"spilled"``.
+        Functions that return a device's bytes of some kind: ``"limit"``, ``"held"``, ``"copies"``,
+        ``"spilled"`` or ``"staging"``.
     retried
         How often memory ran out, by device.
 
@@ -152,7 +153,8 @@ class Record:
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device and fails with this error."""
-        reason = f"{type(error).__name__}: {error}"
+        notes = () if isinstance(error, DevctxError) else getattr(error, "__notes__", ())
+        reason = ". ".join([f"{type(error).__name__}: {error}", *notes])
         self.refusals.append((ts.key, ts.prefix, reason))
         self._history.happened("refused", key=ts.key, text=reason)
 
@@ -320,6 +322,7 @@ class Record:
                     "spilled_nbytes": memory.get("spilled_nbytes", 0),
                     "unspills": memory.get("unspills", 0),
                     "unspilled_nbytes": memory.get("unspilled_nbytes", 0),
+                    "memory_staging": memory.get("staging"),
                 }
             )
         return rows

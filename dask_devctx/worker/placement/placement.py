@@ -20,7 +20,7 @@ from dask_devctx.errors import (
 )
 from dask_devctx.worker.placement.groups import choose_group
 from dask_devctx.worker.placement.load import Load
-from dask_devctx.worker.placement.policy import Candidate, Policy, start_soonest
+from dask_devctx.worker.placement.policy import Candidate, Choice, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT = 0.5
@@ -77,6 +77,7 @@ class Placement:
         self._limits = limits or {}
         self._tasks_per_device = tasks_per_device
         self._policy = policy
+        self._choose = Choice(policy)
         self._loads = {device: Load(device) for device in devices}
         self.placed: dict[Hashable, Device] = {}
         self._groups: dict[Hashable, tuple[Device, ...]] = {}
@@ -190,7 +191,7 @@ class Placement:
             self._check_limits(request, self.devices)
         candidates = [one for one in self._candidates(inputs) if one.device in usable]
         if request.number == 1:
-            return (self._chosen(candidates),)
+            return (self._choose(candidates),)
         places = [(one.nbytes, frozenset(one.copies)) for one in inputs]
         return choose_group(candidates, request.number, places, link_rank)
 
@@ -238,7 +239,7 @@ class Placement:
     def _assign(self, inputs: Iterable[Located]) -> Device:
         if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
-        return self._chosen(self._candidates(inputs))
+        return self._choose(self._candidates(inputs))
 
     def _candidates(self, inputs: Iterable[Located]) -> list[Candidate]:
         self._read_memory()
@@ -257,20 +258,6 @@ class Placement:
             )
             for device, load in self._loads.items()
         ]
-
-    def _chosen(self, candidates: Sequence[Candidate]) -> Device:
-        name = getattr(self._policy, "__qualname__", repr(self._policy))
-        try:
-            chosen = self._policy(candidates)
-        except Exception as error:
-            error.add_note(f"The placement policy {name} raised it (DevicePlugin(policy=...))")
-            raise
-        if not isinstance(chosen, Candidate) or chosen.device not in self._loads:
-            raise TypeError(
-                f"the placement policy {name} must return one of the candidates that it is given, "
-                f"got {chosen!r}"
-            )
-        return chosen.device
 
     def _read_memory(self) -> None:
         now = monotonic()

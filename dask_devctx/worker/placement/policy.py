@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from dask_devctx.cuda.device import Device
+
+# A child of dask's own: a worker shows it.
+logger = logging.getLogger("distributed.worker.dask_devctx")
 
 # The speed of a link between two GPUs, in bytes per second. PCIe 5 with 16 lanes is assumed; NVLink
 # is faster.
@@ -87,3 +91,36 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
         return full, busy_s + moving_s[which] + reluctance_s, queued, -since
 
     return candidates[min(range(len(candidates)), key=cost)]
+
+
+class Choice:
+    """Returns the device that a policy chooses; names the policy in its errors.
+
+    Parameters
+    ----------
+    policy
+        The policy. The worker's log has the traceback of its first error.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._name = getattr(policy, "__qualname__", repr(policy))
+        self._has_failed = False
+
+    def __call__(self, candidates: Sequence[Candidate]) -> Device:
+        try:
+            chosen = self._policy(candidates)
+        except Exception as error:
+            name = self._name
+            error.add_note(f"It comes from the placement policy {name}: DevicePlugin(policy=...)")
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("The placement policy %s failed, and so does the task", name)
+            raise
+        given = {candidate.device for candidate in candidates}
+        if not isinstance(chosen, Candidate) or chosen.device not in given:
+            raise TypeError(
+                f"the placement policy {self._name} must return one of the candidates that it is "
+                f"given, got {chosen!r}"
+            )
+        return chosen.device

@@ -277,6 +277,13 @@ def test_what_is_larger_than_the_staging_memory_passes_in_pieces() -> None:
         assert max(held.values()) < 80 * 2**20
 
 
+def test_staging_memory_is_a_part_of_the_limit_and_is_reported() -> None:
+    with peers.cluster(2, device_memory_limit="60 MB") as (client, workers):
+        assert peers.send(client, _large, _checked, workers, 60) == (True, True)
+        found = {device.worker: device.memory_staging for device in report(client).devices}
+        assert 0 < found[workers[0]] <= 0.04 * 60e6
+
+
 def _large() -> Any:
     values = np.arange(1_000_000.0)
     return [SimulatedArray.asarray(values), SimulatedArray.asarray(values[::-1].copy())]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ from distributed import Client, wait
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_devctx import Device, DeviceNotFoundError, LocalDeviceCluster, devices
+from dask_devctx import Device, DeviceNotFoundError, LocalDeviceCluster, devices, report
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import (
@@ -185,6 +187,34 @@ def _last(candidates: Sequence[Candidate]) -> Candidate:
 @with_plugin(policy=_last)
 async def test_a_policy_travels_to_the_worker(client: Any, scheduler: Any, worker: Any) -> None:
     assert await client.gather(client.map(here, range(5))) == [3] * 5
+
+
+def _misspelled(candidates: Sequence[Candidate]) -> Candidate:
+    return min(candidates, key=lambda one: one.queud)  # type: ignore[attr-defined]
+
+
+@with_plugin(policy=_misspelled)
+async def test_the_line_of_a_policy_that_raises_is_shown(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    log = logging.getLogger("distributed.worker.dask_devctx")
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        futures = client.map(here, range(2))
+        error = await futures[0].exception()
+        await futures[1].exception()
+    finally:
+        log.removeHandler(handler)
+    assert isinstance(error, AttributeError)
+    frames = traceback.extract_tb(await futures[0].traceback())
+    assert frames[0].name == "_misspelled"
+    assert "one.queud" in str(frames[-1].line)
+    found = [record for record in records if record.exc_info]
+    assert ["_misspelled" in record.getMessage() for record in found] == [True]  # once
+    assert "placement policy _misspelled" in str(await report(client)).replace("\n", " ")
 
 
 @pytest.mark.parametrize("wanted", [1.5, True, [1], {"a": 1}, b"1", object()])

@@ -1,0 +1,66 @@
+"""The rows of counts, between workers, a scheduler and a client of several versions."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from distributed import Worker
+
+from dask_devctx import DevicePlugin, report
+from dask_devctx.scheduler.counts import METRIC, Counts, PastCounts
+from dask_devctx.scheduler.rows import DeviceCounts
+from tests.distributed.devices import with_plugin
+from tests.fuzz.inputs import UUIDS
+from tests.fuzz.messages import METRICS
+
+ADDRESS = "tcp://10.0.0.1:1"
+
+
+@with_plugin()
+async def test_a_workers_row_has_every_field(client: Any, scheduler: Any, worker: Worker) -> None:
+    record = worker.plugins[DevicePlugin.name].extension.record
+    expected = {one.name for one in fields(DeviceCounts)}
+    assert [row.keys() for row in record.rows()] == [expected] * 4
+
+
+@with_plugin()
+async def test_rows_of_a_newer_worker_are_reported(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    extension = worker.plugins[DevicePlugin.name].extension
+    found = extension.report()
+    transfer = {"source": UUIDS[0], "destination": UUIDS[1], "way": "ipc", "nbytes": 8}
+    transfer |= {"copies": 1, "saved": 0, "seconds": 0.1, "newer": 1}
+    newer = {
+        **found,
+        "devices": [{**row, "newer": 1} for row in found["devices"]],
+        "transfers": [transfer],
+        "refused": [("key", "prefix", "reason", "newer")],
+    }
+    extension.report = lambda: newer
+    found = await report(client)
+    assert [device.device_id for device in found.devices] == [0, 1, 2, 3]
+    assert [row.nbytes for row in found.transfers] == [8]
+    assert [row.worker for row in found.refused] == [worker.address]
+
+
+def left_with(row: dict[str, Any]) -> Counts:
+    counts = Counts(SimpleNamespace(workers={ADDRESS: SimpleNamespace(metrics={METRIC: [row]})}))
+    counts.left(ADDRESS)
+    return counts
+
+
+def test_counts_of_an_older_worker_that_left_are_kept() -> None:
+    (row,) = METRICS[METRIC]
+    for missing in ("out_of_memory", "memory_s"):
+        older = {name: value for name, value in row.items() if name != missing}
+        assert left_with(older).past[UUIDS[0]].counts.done == 1
+
+
+def test_the_fuzzed_row_is_one_that_is_read() -> None:
+    (row,) = METRICS[METRIC]
+    assert {one.name for one in fields(PastCounts)} <= row.keys()
+    (past,) = left_with(row).past.values()
+    assert past.counts == PastCounts(**{one.name: row[one.name] for one in fields(PastCounts)})
