@@ -6,6 +6,7 @@ not depend on a network. Links to other projects are written out.
 
 from __future__ import annotations
 
+import re
 import tomllib
 import zipfile
 from pathlib import Path
@@ -93,7 +94,23 @@ def show_defaults(app: Any, kind: str, name: str, obj: Any, options: Any, *said:
     return (signature or "").replace("<no_default>", "...") or None, returns
 
 
+# The pages by their titles, by which docstrings and the help of commands name them.
+TITLES = {
+    page.read_text().split("\n")[0].removeprefix("# "): page.stem for page in HERE.glob("*.md")
+}
+
+
+def link_pages(app: Any, kind: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Make links of the pages that a docstring names."""
+    lines[:] = re.sub(
+        r'"([^"]+)"\s+in\s+the\s+documentation',
+        lambda named: f":doc:`{named[1]} </{TITLES[named[1]]}>`",
+        "\n".join(lines),
+    ).split("\n")
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", link_pages)
     app.connect("autodoc-process-signature", show_defaults)
     app.connect("build-finished", write_llms_txt)
     app.connect("build-finished", write_examples)

@@ -13,8 +13,10 @@ import dask_devctx
 from dask_devctx import Context, Device, PrimaryContext
 
 ROOT = Path(__file__).parent.parent
-PAGES = {name: (ROOT / "docs" / name).read_text() for name in ("context.md", "recipes.md")}
-TEXT = PAGES["context.md"]
+PAGES = {
+    name: (ROOT / "docs" / name).read_text() for name in ("scopes.md", "context.md", "recipes.md")
+}
+TEXT = PAGES["scopes.md"]
 SECTIONS = re.split(r"^## ", TEXT, flags=re.MULTILINE)
 # The sections with a table, by the least number of points that their source makes.
 POINTS = {

@@ -187,7 +187,7 @@ LINES = sorted(
         line
         for page in PAGES
         for text in blocks(page, "console") + blocks(page, "bash")
-        for line in re.findall(r"^(?:\$ |srun )?(dask .+)$", text, re.MULTILINE)
+        for line in re.findall(r"^(?:\$ |srun )?(dask .+?)(?: &)?$", text, re.MULTILINE)
     }
 )
 

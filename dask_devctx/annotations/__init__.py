@@ -92,8 +92,6 @@ def requested_device(
         if (carried := carried_device(task)) is not None:
             wanted = _agreed(wanted, carried)
     else:
-        if annotations:
-            answers.warn_of_mistaken(annotations)
         wanted = carried_device(task)
         if wanted is None:
             return AUTO if unannotated == "assign" else None

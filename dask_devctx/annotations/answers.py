@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeGuard
 
 from distributed.protocol import pickle
 
-from dask_devctx.annotations.names import NAMES, about_mistaken, mistaken
-
-logger = logging.getLogger("dask_devctx.annotations")
+from dask_devctx.annotations.names import NAMES
 
 
 def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
@@ -91,14 +87,3 @@ def _unsendable(name: str, value: object) -> Exception:
     for note in getattr(value, "__notes__", ()):
         error.add_note(note)
     return error
-
-
-def warn_of_mistaken(annotations: Mapping[str, Any]) -> None:
-    """Log a warning, once in each process, about each annotation that means nothing."""
-    for name in mistaken(annotations):
-        _warn(name)
-
-
-@functools.cache
-def _warn(name: str) -> None:
-    logger.warning("%s", about_mistaken(name))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any, Final
+
+from dask_devctx.annotations.runs import RERUN
+from dask_devctx.errors.nearest import nearest
 
 DEVICE: Final = "device"
 DEVICES: Final = "devices"
@@ -12,45 +16,80 @@ MEMORY: Final = "device_memory"
 
 NAMES: Final = frozenset({DEVICE, DEVICES, SHARE, MEMORY})
 
-_NAME_ONE: Final = f"To name a device, write dask.annotate({DEVICE}=1)"
-_TAKE_SEVERAL: Final = (
-    f"To take several devices at once, write dask.annotate({DEVICES}=2), and to name one, "
-    f"dask.annotate({DEVICE}=1)"
-)
-_TAKE_A_PART: Final = f"To take a part of a device, write dask.annotate({SHARE}=0.5)"
-_RESERVE: Final = f'To reserve memory of a device, write dask.annotate({MEMORY}="4 GiB")'
 # Annotations that seem to be ours, but mean nothing to this package and dask, with the right one.
 _MISTAKEN: Final = {
-    "Device": _NAME_ONE,
-    "Devices": _TAKE_SEVERAL,
-    "cuda": _NAME_ONE,
-    "device_fraction": _TAKE_A_PART,
-    "device_mem": _RESERVE,
-    "gpu": _NAME_ONE,
-    "gpu_memory": _RESERVE,
-    "gpus": _TAKE_SEVERAL,
-    "num_devices": _TAKE_SEVERAL,
-    "num_gpus": _TAKE_SEVERAL,
+    "Device": DEVICE,
+    "Devices": DEVICES,
+    "cuda": DEVICE,
+    "device_fraction": SHARE,
+    "device_mem": MEMORY,
+    "gpu": DEVICE,
+    "gpu_memory": MEMORY,
+    "gpus": DEVICES,
+    "num_devices": DEVICES,
+    "num_gpus": DEVICES,
+    "share": SHARE,
 }
-_NOTHING: Final[tuple[str, ...]] = ()
+_PURPOSES: Final = {
+    DEVICE: ("name a device", "1"),
+    DEVICES: ("take several devices at once", "2"),
+    SHARE: ("take a part of a device", "0.5"),
+    MEMORY: ("reserve memory of a device", '"4 GiB"'),
+    RERUN: ("let a task run once only", "False"),
+}
+# Names as like ours as "devcie" and "device_memry". A service and a return are less so.
+_ALIKE: Final = 0.82
+# An annotation that marks tasks whose client has told its user about these annotations.
+TOLD: Final = "devctx-told"
 
 
-def mistaken(annotations: Mapping[str, Any]) -> Iterable[str]:
-    """Return the names of annotations that seem to be ours, but mean nothing."""
-    return sorted(_MISTAKEN.keys() & annotations.keys()) or _NOTHING
+@functools.cache
+def _meant(name: str) -> str:
+    """Return the annotation that another name seems to mean; "" if it means none."""
+    if name in _PURPOSES:
+        return ""
+    near = _MISTAKEN.get(name) or nearest(name, _PURPOSES, _ALIKE)
+    return near if name in _MISTAKEN or near[:1] == name[:1] else ""
 
 
-def about_mistaken(name: str) -> str:
-    """Return the warning about such an annotation."""
+def mistaken(annotations: Mapping[str, Any]) -> dict[str, str]:
+    """Return a warning for each annotation that seems to be ours, but means nothing, by its name.
+
+    Parameters
+    ----------
+    annotations
+        Annotations and their values.
+    """
+    found = {
+        name: about_mistaken(name, value) for name, value in annotations.items() if _meant(name)
+    }
+    one = annotations.get(DEVICES)
+    if type(one) is int and one == 1:
+        found[DEVICES] = ABOUT_ONE
+    return found
+
+
+def about_mistaken(name: str, value: object) -> str:
+    """Return the warning about an annotation that means nothing."""
+    meant = _meant(name)
+    remedies = [_remedy(meant, value)]
+    if meant == DEVICES and not (type(value) is int and value > 1):
+        remedies = [_remedy(DEVICES, None), _remedy(DEVICE, value)]
     return (
         f"the annotation {name!r} means nothing to dask-devctx and dask, and has no effect on the "
-        f"device of its tasks. {_MISTAKEN[name]}"
+        f"device of its tasks. {'. '.join(remedies)}"
     )
+
+
+def _remedy(name: str, value: object) -> str:
+    purpose, example = _PURPOSES[name]
+    fits = type(value) in (int, float, str, bool)
+    return f"To {purpose}, write dask.annotate({name}={repr(value) if fits else example})"
 
 
 ABOUT_ONE: Final = (
     f"the annotation {DEVICES}=1 asks for one device, any of them, as a task does that says "
-    f"nothing. {_NAME_ONE}"
+    f"nothing. {_remedy(DEVICE, 1)}"
 )
 
 

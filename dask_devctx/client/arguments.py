@@ -59,7 +59,8 @@ DASK_CUDAS: Final[Mapping[str, Argument]] = {
         "devices out"
     ),
     "threads_per_worker": _works(
-        "how many tasks dask gives a worker at a time. `tasks_per_device=` is how many run on a GPU"
+        "**not tasks per GPU**, but how many tasks dask gives a worker at a time. "
+        "`tasks_per_device=` is how many run on a GPU"
     ),
     "memory_limit": _works("host memory of each worker"),
     "device_memory_limit": _works('the same, and `"auto"` means 0.8 of each GPU, as `"default"`'),
@@ -67,7 +68,7 @@ DASK_CUDAS: Final[Mapping[str, Argument]] = {
     "cudf_spill_stats": _works("the same"),
     "local_directory": _works("the same"),
     "shared_filesystem": _not_needed("values are not shared by files"),
-    "protocol": _works('the same; `"ucx"` and `"ucxx"` need the package `distributed-ucxx`'),
+    "protocol": _works('the same; `"ucx"` and `"ucxx"` need the package `distributed-ucxx-cu13`'),
     "enable_tcp_over_ucx": _works('the same: it implies `protocol="ucx"`'),
     "enable_infiniband": _not_needed(f"{_ONE_MACHINE}. With UCX, it is passed on"),
     "enable_nvlink": _not_needed(

@@ -50,7 +50,7 @@ class LocalDeviceCluster(WatchedCluster):
         The plugin itself, instead of its options.
     **kwargs
         Further arguments of ``LocalCluster`` and of its workers, and those of dask-cuda's
-        ``LocalCUDACluster``: see docs/from-dask-cuda.md.
+        ``LocalCUDACluster``: see "Move from dask-cuda" in the documentation.
 
     Raises
     ------

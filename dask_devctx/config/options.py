@@ -55,10 +55,11 @@ class Options:
         cluster share a machine's devices out evenly, also when one joins later.
     shared
         Whether workers may use the same devices. By default, no two processes of one machine and
-        user do: see docs/deployment.md. With True, ``devices_per_worker`` has no effect.
+        user do: see "Deployment" in the documentation. With True, ``devices_per_worker`` has no
+        effect.
     tasks_per_device
         How many tasks run on a device at a time. Tasks that wait for each other must all have a
-        place: see docs/deployment.md.
+        place: see "Deployment" in the documentation.
     cpu_threads
         How many tasks without a device (``device=None``) run at a time. None: as many as the worker
         has CPUs, and up to ``nthreads`` while these tasks wait instead of compute.
@@ -71,7 +72,8 @@ class Options:
         How much of each device's memory such copies may take, as a fraction.
     policy
         Chooses the device of a task that names none, given one :class:`~dask_devctx.Candidate` per
-        device: see docs/placement.md. By default the task goes where it starts soonest.
+        device: see "Which device a task gets" in the documentation. By default the task goes where
+        it starts soonest.
     synchronize
         Wait for the device before a task counts as done. This is slower. A failure then has fewer
         suspects, which run again.
@@ -89,7 +91,7 @@ class Options:
     device_memory_limit
         How much of each device's memory the values that dask keeps may take: ``"auto"`` for 0.8 of
         it, a fraction, bytes such as ``"12 GiB"``, 0 or None for no limit. Beyond it, values go to
-        host memory, and come back before their tasks: see docs/memory.md.
+        host memory, and come back before their tasks: see "Device memory" in the documentation.
     pool
         ``"cupy-async"``: CuPy allocates from CUDA's own asynchronous pools. None: CuPy's own pool,
         or RMM with ``rmm_allocator_external_lib_list``.

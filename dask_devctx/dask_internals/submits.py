@@ -1,13 +1,19 @@
-"""A client's calls of ``submit``: what was asked for, and whether dask had the key already."""
+"""A client's calls that submit tasks: what was asked for, and whether dask had the key already."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from typing import Any
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
 
 from distributed import Client
+
+_NOT_THE_USERS: Final = frozenset({"contextlib", "dask", "dask_devctx", "distributed", "functools"})
+
+# The client, the name of its method, and the method's arguments.
+Around = Callable[[Client, str, tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[Any]]
 
 
 @contextmanager
@@ -21,12 +27,56 @@ def after_each_submit(notice: Callable[[Client, Hashable], None]) -> Iterator[No
         notice(self, future.key)
         return future
 
-    Client.submit = submit
+    with _in_place("submit", submit):
+        yield
+
+
+@contextmanager
+def around_each_call(around: Around) -> Iterator[None]:
+    """While it is open, each call that submits tasks is made in a context of a function."""
+    with (
+        _in_place("submit", _made_in(around, "submit")),
+        _in_place("map", _made_in(around, "map")),
+        _in_place("compute", _made_in(around, "compute")),
+        _in_place("persist", _made_in(around, "persist")),
+        _in_place("get", _made_in(around, "get")),
+    ):
+        yield
+
+
+def _made_in(around: Around, name: str) -> Callable[..., Any]:
+    before = getattr(Client, name)
+
+    @functools.wraps(before)
+    def call(self: Client, *args: Any, **kwargs: Any) -> Any:
+        with around(self, name, args, kwargs):
+            return before(self, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _in_place(name: str, method: Callable[..., Any]) -> Iterator[None]:
+    before = getattr(Client, name)
+    setattr(Client, name, method)
     try:
         yield
     finally:
-        if Client.submit is submit:
-            Client.submit = before
+        if getattr(Client, name) is method:
+            setattr(Client, name, before)
+
+
+def users_level() -> int:
+    """Return the ``stacklevel`` with which a warning of the caller points at the user's line."""
+    level = 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_not_the_users(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_not_the_users(module: str) -> bool:
+    return module.partition(".")[0] in _NOT_THE_USERS
 
 
 def is_held_elsewhere(client: Client, key: Hashable) -> bool:

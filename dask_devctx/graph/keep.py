@@ -19,8 +19,9 @@ import dask
 
 from dask_devctx.dask_internals import check
 from dask_devctx.dask_internals.graphs import before_each_frame
-from dask_devctx.dask_internals.submits import after_each_submit
+from dask_devctx.dask_internals.submits import after_each_submit, around_each_call
 from dask_devctx.graph import optimize
+from dask_devctx.graph.mistaken import told_of_mistakes
 from dask_devctx.graph.resubmitted import warn_of_other_device
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -105,6 +106,7 @@ def keep_annotations() -> Kept:
             _State.frames_warn = _State.frames.enter_context(before_each_frame(_warn_of_loss))
         if not _State.users:
             _State.frames.enter_context(after_each_submit(warn_of_other_device))
+            _State.frames.enter_context(around_each_call(told_of_mistakes))
         _set_optimizers()
         _State.users += 1
         kept._open = True

@@ -11,9 +11,9 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx import config
-from dask_devctx.annotations import DEVICES, NAMES, carried_device, requested_device
+from dask_devctx.annotations import NAMES, carried_device, requested_device
 from dask_devctx.annotations.answers import answer
-from dask_devctx.annotations.names import ABOUT_ONE, about_mistaken, about_no_plugin, mistaken
+from dask_devctx.annotations.names import TOLD, about_no_plugin, mistaken
 from dask_devctx.annotations.runs import GONE, PRESENT
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
@@ -140,10 +140,10 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
         ours = sorted(NAMES & annotations.keys())
-        for name in mistaken(annotations):
-            self._warn(about_mistaken(name))
-        if 1 in annotations.get(DEVICES, {}).values():
-            self._warn(ABOUT_ONE)
+        told = set().union(*annotations.get(TOLD, {}).values())
+        given = {name: next(iter(by_key.values()), None) for name, by_key in annotations.items()}
+        for name, text in mistaken(given).items():
+            self._warn(text, also_clients=name not in told)
         # Where the plugin failed, tasks that ask for a device err with the reason.
         if ours and not (self._cluster.present.by_worker or self._cluster.unheard):
             self._warn_if_unused(ours[0])
@@ -158,14 +158,15 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         if self._cluster.workers and not self._cluster.left.by_worker:
             self._warn(about_no_plugin(name))
 
-    def _warn(self, text: str) -> None:
-        """Warn once, in the scheduler's log and in the clients."""
+    def _warn(self, text: str, *, also_clients: bool = True) -> None:
+        """Warn once: by an event, and in the clients if theirs has not told its user itself."""
         if text not in self._warned:
             self._warned.add(text)
-            logger.warning("%s", text)
+            logger.info("%s", text)
             event = {"action": "annotation-mistaken", "message": text}
             self.scheduler.log_event(TOPIC, event)
-            internals.warn_clients(self.scheduler, text)
+            if also_clients:
+                internals.warn_clients(self.scheduler, text)
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)

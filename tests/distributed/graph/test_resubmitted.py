@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import dask
@@ -11,7 +12,7 @@ from distributed import Client
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import on_device
-from dask_devctx.dask_internals.submits import after_each_submit
+from dask_devctx.dask_internals.submits import after_each_submit, around_each_call
 from tests.distributed.devices import here, with_plugin
 
 
@@ -24,14 +25,26 @@ async def test_a_second_device_for_the_same_task_warns(
         same = client.submit(here, 1)
     with (
         dask.annotate(device=1),
-        pytest.warns(UserWarning, match="device=0 .*device=1 .*pure=False"),
+        pytest.warns(UserWarning, match="device=0 .*device=1: .*pure=False"),
     ):
         second = client.submit(here, 1)
     assert await client.gather([first, same, second]) == [0, 0, 0]
     with warnings.catch_warnings(), dask.annotate(device=1):
         warnings.simplefilter("error")
         assert await client.submit(here, 1, pure=False) == 1
-        assert await client.submit(on_device(2)(here), 1) == 2  # another key
+    assert await client.submit(on_device(2)(here), 1) == 2  # another key
+
+
+@with_plugin(16)
+async def test_other_annotations_for_the_same_task_warn(
+    client: Client, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(devices=2):
+        first = client.submit(here, 1)
+    other = pytest.warns(UserWarning, match="=2 .* so dask ignores device_share=0.5, devices=3:")
+    with dask.annotate(devices=3, device_share=0.5), other as caught:
+        assert await client.submit(here, 1) == await first
+    assert [one.filename for one in caught] == [__file__]
 
 
 @with_plugin(16)
@@ -47,7 +60,10 @@ async def test_a_task_that_was_released_is_another(
 
 
 def test_clients_are_as_before_at_the_end() -> None:
-    before = Client.submit
+    names = "submit", "map", "compute", "persist", "get"
+    before = [getattr(Client, name) for name in names]
     with after_each_submit(lambda client, key: None):
-        assert Client.submit is not before
-    assert Client.submit is before
+        assert Client.submit is not before[0]
+        with around_each_call(lambda *call: nullcontext()):
+            assert not {getattr(Client, name) for name in names} & {*before}
+    assert [getattr(Client, name) for name in names] == before

@@ -54,7 +54,7 @@ def check_transposed(x: da.Array) -> None:
 def check_all(client: Client) -> None:
     x = array().persist()
     wait(x)
-    assert counts(client)["memory_spilled"] > 1.5 * GIB
+    assert counts(client)["spills"] >= CHUNKS**2 // 3  # two devices have room for fewer than 30
     assert read(x.sum().compute()) == N * int(ROWS.sum() + COLUMNS.sum())
     check_transposed(x)
     columns = x.rechunk((N, CHUNK // 4), method="tasks")
@@ -76,7 +76,11 @@ def test_with_two_tasks_at_a_time() -> None:
 
 @pytest.mark.long
 def test_through_the_disk(tmp_path: Path) -> None:
-    with threads(1 * GIB, memory_limit="1 GiB", local_directory=str(tmp_path)) as client:
+    with (
+        dask.config.set({"distributed.worker.memory.spill": False}),  # simulated devices would
+        dask.config.set({"distributed.worker.memory.pause": False}),  # count as host memory
+        threads(1 * GIB, memory_limit="1 GiB", local_directory=str(tmp_path)) as client,
+    ):
         most = [0]
 
         def look() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from dask_devctx import (
     DevicePlugin,
     LocalDeviceCluster,
 )
+from dask_devctx.annotations.names import mistaken
 from dask_devctx.worker.leases import registration
 
 
@@ -465,20 +468,55 @@ def test_without_the_schedulers_plugin_the_worker_asks() -> None:
         assert "in the annotation 'device'" in error.__notes__[0]
 
 
-@pytest.mark.parametrize("name", ["gpu", "gpus", "cuda", "num_gpus", "Device"])
+@pytest.mark.parametrize("name", ["gpu", "gpus", "cuda", "num_gpus", "Device", "devcie"])
 def test_annotations_that_seem_to_name_a_device_are_told_of_once(
     client: Client, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     with pytest.warns(UserWarning, match=name) as caught:
         submit_annotated(client, caplog, name)
-    assert len(caught) == 1
+    (warning,) = caught
+    assert warning.filename == __file__  # the user's line
     events = [event for _, event in client.get_events("devctx")]
     (message,) = (e["message"] for e in events if e.get("action") == "annotation-mistaken")
+    assert str(warning.message) == message
     assert f"the annotation {name!r} means nothing" in message
     assert "dask.annotate(device=1)" in message
-    said = [record.name for record in caplog.records if record.getMessage() == message]
-    # once by the scheduler, and once by the worker's process
-    assert sorted(said) == ["dask_devctx.annotations", "dask_devctx.scheduler.routing"]
+    assert message not in caplog.text  # the warning is enough
+
+
+def test_a_mistaken_annotation_of_a_layer_is_told_of_by_the_scheduler(client: Client) -> None:
+    with dask.annotate(device_memry="1 GB"):
+        lazy = dask.delayed(sum)([1, 2])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert lazy.compute() == 3
+        time.sleep(0.1)  # the client hears of the warning
+    (text,) = (str(one.message) for one in caught)
+    assert re.search("'device_memry' means .*device_memory='1 GB'", text)
+
+
+def test_other_annotations_are_not_ours() -> None:
+    others = ("priority", "workers", "retries", "resources", "executor", "span", "service")
+    mine = ("rerun", "device", "device_share", "devctx-watched", "owner", "advice", "return")
+    assert not mistaken(dict.fromkeys((*others, *mine), 3))
+    typos = {"devicee": "device=3", "devcies": "devices=3", "device_memry": "device_memory=3"}
+    typos |= {"share": "device_share=3", "gpu": "device=3", "gpus": "devices=3", "reruns": "rerun"}
+    found = mistaken(dict.fromkeys(typos, 3))
+    assert found.keys() == typos.keys()
+    assert all(f"dask.annotate({right}" in found[name] for name, right in typos.items())
+    assert "dask.annotate(device=0)" in mistaken({"gpu": 0})["gpu"]
+
+
+def test_an_annotation_that_is_handed_to_the_function_is_told_of(client: Client) -> None:
+    with pytest.warns(UserWarning, match=r"where takes no .* dask.annotate\(device=0\)") as caught:
+        future = client.submit(where, device=0)
+    assert [one.filename for one in caught] == [__file__]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
+        future.result(timeout=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        takes = client.map(lambda x, device: device, [1], device=7)
+        assert client.gather(takes) == [7]
 
 
 def submit_annotated(client: Client, caplog: pytest.LogCaptureFixture, name: str) -> None:
