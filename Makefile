@@ -7,7 +7,10 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: demo gallery test soak trials blame upstream fuzz audit lint docs dist-check format clean
+.PHONY: ready demo gallery test soak trials blame upstream fuzz audit lint docs dist-check format clean
+
+# The virtual environment alone.
+ready: $(VENV)/ready
 
 # Images on every GPU, or on four simulated ones.
 demo: $(VENV)/ready

@@ -54,7 +54,7 @@ def check_transposed(x: da.Array) -> None:
 def check_all(client: Client) -> None:
     x = array().persist()
     wait(x)
-    assert counts(client)["memory_spilled"] > 1.5 * GIB
+    assert counts(client)["spills"] >= CHUNKS**2 // 3  # two devices have room for fewer than 30
     assert read(x.sum().compute()) == N * int(ROWS.sum() + COLUMNS.sum())
     check_transposed(x)
     columns = x.rechunk((N, CHUNK // 4), method="tasks")
