@@ -167,7 +167,7 @@ class LocalDeviceCluster(WatchedCluster):
     def __repr__(self) -> str:
         names = ", ".join(name.partition(" ")[0] for name in self._uses)
         per_worker = None if self._shared else self._plugin.options.devices_per_worker
-        taken = len(self.worker_spec) * (per_worker or self._n_devices)
+        taken = len(self.plan) * (per_worker or self._n_devices)
         some = f"{taken} of " if taken < self._n_devices else ""
         return f"{super().__repr__()[:-1]}, devices={some}{names})"
 
