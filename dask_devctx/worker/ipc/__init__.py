@@ -88,7 +88,9 @@ class PeerTransfers:
         self.unreadable = UnreadableValues(worker, has_failed)
         self.traffic = Traffic()
         by_ucx = worker.address.partition("://")[0].startswith("ucx")
-        self.way: IpcWay | DasksWay = DasksWay()
+        # A UCX comm sends the values from device to device.
+        counted = () if by_ucx else devices
+        self.way: IpcWay | DasksWay = DasksWay(counted, inputs, self.traffic)
         if devices and use is not False and not (use == "auto" and by_ucx):
             self.way = IpcWay(
                 worker,

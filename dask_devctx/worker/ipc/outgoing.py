@@ -11,18 +11,19 @@ from typing import Any, Final
 
 from distributed import Worker
 from distributed.comm import CommClosedError
-from distributed.protocol.serialize import Serialize, Serialized
+from distributed.protocol.serialize import Serialized
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
-from dask_devctx.transfer import Stamp, nbytes_by_device
+from dask_devctx.transfer import Stamp
 from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.transfer.ipc.staging import Staging
 from dask_devctx.worker.comms.device_types import find
 from dask_devctx.worker.inputs.inputs import Inputs
+from dask_devctx.worker.ipc.places import known_work, on_devices
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.memory.kept import Kept
 
@@ -98,12 +99,12 @@ class Outgoing:
         None where nothing in it is on a device, or the receiver does not say by its token that it
         can read it.
         """
-        places = self._on_devices(msg["data"])
+        places = on_devices(msg["data"], self._stagings, self._inputs, staged=True)
         if not places:
             return None
         if who is None or not token or self._receivers.get(who) != token:
             if who is not None:
-                self._count_host(places, who)
+                self._traffic.through_host(places, who)
             return None
         try:
             begun = await self._begin(msg["data"], places)
@@ -115,7 +116,7 @@ class Outgoing:
             logger.warning("values go to %s through the host this time", who, exc_info=True)
             begun = None
         if begun is None:
-            self._count_host(places, who)
+            self._traffic.through_host(places, who)
             return None
         number, sending, parcels = begun
         self._sendings[number] = sending
@@ -149,31 +150,6 @@ class Outgoing:
         return sending.description(index)
 
     # -- the steps
-
-    def _on_devices(self, data: dict[Hashable, Any]) -> dict[Hashable, dict[Device, int]]:
-        """Return the values that are on devices, each with its bytes by device."""
-        found = {}
-        for key, wrapped in data.items():
-            if not isinstance(wrapped, Serialize):
-                continue
-            value = wrapped.data
-            if value.__class__ is Kept:  # in host memory, and staged from there
-                form, _ = value.host_form()
-                home = form.home if form.home in self._stagings else next(iter(self._stagings))
-                found[key] = {home: form.nbytes}
-                continue
-            after = self._known_work(key)
-            if after is not None and not after.devices and find(type(value)) is None:
-                continue
-            try:
-                places = nbytes_by_device(value)
-            except Exception:  # of a user's type; dask sends the value
-                continue
-            if not places and find(type(value)) is not None:
-                places = {next(iter(self._stagings)): 0}
-            if places:
-                found[key] = places
-        return found
 
     async def _begin(
         self, data: dict[Hashable, Any], places: dict[Hashable, dict[Device, int]]
@@ -234,16 +210,11 @@ class Outgoing:
             raise
         return (next(self._numbers), sending, parcels) if staged else None
 
-    def _known_work(self, key: Hashable) -> Stamp | None:
-        """Return the stamp of the work that makes a value, if it is known."""
-        lifetime = None if self._inputs is None else self._inputs.lifetimes.get(key)
-        return None if lifetime is None else lifetime.after
-
     def _work_of(self, places: dict[Hashable, dict[Device, int]]) -> list[Stamp]:
         stamps: list[Stamp] = []
         unknown: set[Device] = set()
         for key, devices in places.items():
-            after = self._known_work(key)
+            after = known_work(self._inputs, key)
             if after is not None and all(device in after.devices for device in devices):
                 stamps.append(after)
             else:
@@ -306,11 +277,6 @@ class Outgoing:
             sending.close()
         else:
             self._worker.loop.call_later(_GRACE_S, sending.close)
-
-    def _count_host(self, places: dict[Hashable, dict[Device, int]], who: str) -> None:
-        for each in places.values():
-            for device, nbytes in each.items():
-                self._traffic.count(device.uuid, who, "host", nbytes, 0.0)
 
 
 def has_failed(device: Device, error: DriverError) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
+
+from dask_devctx.cuda.device import Device
 
 
 class Traffic:
@@ -32,6 +34,16 @@ class Traffic:
         row[2] += seconds
         if self.on_copy is not None:
             self.on_copy(source, destination, nbytes, seconds, way, copies)
+
+    def through_host(
+        self, places: Mapping[Hashable, Mapping[Device, int]], who: str, reason: str | None = None
+    ) -> None:
+        """Count values that go to a worker through the host, each with its bytes by device."""
+        if reason is not None:
+            self.reasons[who] = reason
+        for each in places.values():
+            for device, nbytes in each.items():
+                self.count(device.uuid, who, "host", nbytes, 0.0)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each source, destination and way, as plain data."""

@@ -25,6 +25,7 @@ from dask_devctx.worker.ipc.connections import Connections, Message
 from dask_devctx.worker.ipc.incoming import Incoming
 from dask_devctx.worker.ipc.outgoing import Outgoing
 from dask_devctx.worker.ipc.pairs import Pairs
+from dask_devctx.worker.ipc.places import on_devices
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.ipc.unreadable import UnreadableValues
 
@@ -38,16 +39,28 @@ _IDLE_S: Final = 60.0
 _LOOK_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CONNECT_TIMEOUT_S: Final = 2.0
+_SWITCHED_OFF: Final = "the option ipc is False"
 # dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
 # question takes milliseconds; between devices, 50 MB take a fifth of one.
 _MESSAGE_NBYTES: Final = 10**9
 
 
 class DasksWay:
-    """Nothing is staged: dask sends all values. The methods are those of :class:`IpcWay`."""
+    """Nothing is staged: dask sends all values. The methods are those of :class:`IpcWay`.
+
+    Parameters
+    ----------
+    devices, inputs, traffic
+        As for :class:`IpcWay`. Without devices, nothing is counted.
+    """
 
     in_use = 0
     stagings: Mapping[Device, Staging] = MappingProxyType({})
+
+    def __init__(self, devices: Sequence[Device], inputs: Inputs | None, traffic: Traffic) -> None:
+        self._devices = devices
+        self._inputs = inputs
+        self._traffic = traffic
 
     async def settle(self, address: str) -> str | None:
         return None
@@ -55,7 +68,9 @@ class DasksWay:
     async def complete(self, address: str, msg: Message) -> None: ...
 
     async def prepare(self, who: str | None, token: str, msg: Message) -> None:
-        return None
+        if who is not None and self._devices:
+            places = on_devices(msg["data"], self._devices, self._inputs, staged=False)
+            self._traffic.through_host(places, who, _SWITCHED_OFF)
 
     def lost(self, address: str) -> None: ...
 

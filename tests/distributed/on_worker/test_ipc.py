@@ -339,6 +339,10 @@ def test_it_can_be_switched_off() -> None:
     with peers.configured(ipc=False), peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
         assert client.run(_handlers) == {worker: [] for worker in workers}
+        (row,) = report(client).transfers
+        assert (row.way, row.destination, row.nbytes) == ("host", workers[1], 8000)
+        assert row.reason == "the option ipc is False"
+        assert "moved by host" in str(report(client))
 
 
 def test_a_worker_of_several_devices_receives_on_the_devices_it_has() -> None:
