@@ -205,8 +205,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                     worker, self.worker_devices, turn, limits=self.extension.limits
                 )
         else:
-            await registration.refuse(worker, failure, turn, leaves=self.is_required)
-            raise failure  # dask tells the client, and keeps the plugin
+            if not await registration.refuse(worker, failure, turn, leaves=self.is_required):
+                raise failure  # dask tells the client, and keeps the plugin
 
     def _set_up(self, worker: Worker, share: DeviceShare) -> Exception | None:
         try:

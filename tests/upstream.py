@@ -28,6 +28,7 @@ REASONS = {
     "test_worker_client_rejoins": "a task rejoins the threads of its device",
     "test_memory_no_zict": "a mapping of this package holds values that may leave their devices",
     "test_memory_limit_none": "a mapping of this package holds values that may leave their devices",
+    "test_logs": "lines of this package are among the latest of a worker's log",
     "test_repr": "six workers want four devices",
     "test_Client_twice": "a second cluster on the same machine needs devices of its own",
 }

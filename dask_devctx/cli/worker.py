@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 import click
@@ -15,12 +16,14 @@ import dask
 from distributed.cli.dask_worker import main as dask_worker
 from distributed.system import MEMORY_LIMIT
 
+from dask_devctx import driver
 from dask_devctx.cli.connection import scheduler_address
 from dask_devctx.cli.usable import usable_devices
 from dask_devctx.client.arguments import DASK_CUDAS, UCX, set_up_ucx
 from dask_devctx.client.cluster import default_n_workers, even_share, look_ahead
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import Options
+from dask_devctx.cuda import discovery
 from dask_devctx.errors import DevctxError
 from dask_devctx.errors.base import counted
 
@@ -47,6 +50,11 @@ Examples:
 _OURS_TOO: Final = {"n_workers", "nthreads"}
 # An option that is a function has no text.
 _IN_PYTHON_ONLY: Final = {"policy"}
+# Options of dask-cuda's command that change nothing here.
+_NOT_NEEDED: Final = {
+    "shared_filesystem": "--shared-filesystem/--no-shared-filesystem",
+    "jit_unspill": "--enable-jit-unspill/--disable-jit-unspill",
+}
 _SPELLINGS: Final = {
     "enable_cudf_spill": ["--enable-cudf-spill/--disable-cudf-spill"],
     "rmm_allocator_external_lib_list": [
@@ -81,8 +89,14 @@ def _run(**given: Any) -> None:
     import_module("dask_devctx.cli.preload")  # this process shows errors as the workers' do
     own = {name: given.pop(name) for name in option_names()}
     ucx = {name: given.pop(name) for name in UCX}
+    for name in _NOT_NEEDED:
+        if given.pop(name):
+            click.echo(f"{name} is not needed: {DASK_CUDAS[name].text}", err=True)
     method, n_workers = given.pop("multiprocessing_method"), given.pop("n_workers")
     address = scheduler_address(given["scheduler"], given["scheduler_file"])
+    if address is None and not Path(given["scheduler_file"]).exists():
+        file = given["scheduler_file"]
+        click.echo(f"Waiting for {file}, which dask scheduler --scheduler-file writes", err=True)
     given["protocol"] = _protocol(given["protocol"], address, ucx)
     settings = {f"devctx.{key_of(name)}": value for name, value in _read(own).items()}
     if method:
@@ -102,6 +116,9 @@ def _run(**given: Any) -> None:
 def _shape(n_workers: int | None, *, nanny: bool) -> tuple[Options, int, int]:
     """Return the options, the number of workers, and how many devices each of them has."""
     options, used = usable_devices()
+    found = discovery.inventory(driver.backend())
+    if found.source == "nvml":  # such as a wrong entry of CUDA_VISIBLE_DEVICES
+        click.echo("\n".join(found.problems), err=True, nl=bool(found.problems))
     if n_workers is None:
         n_workers = default_n_workers(used, options, processes=nanny)
     if options.shared:
@@ -197,6 +214,10 @@ def _parameters() -> Iterator[click.Parameter]:
             [f"--{key}/--{key.replace('enable', 'disable')}", name],
             default=None,
             help=f"With --protocol ucx: whether UCX uses {transport}.",
+        )
+    for name, spelling in _NOT_NEEDED.items():
+        yield click.Option(
+            [spelling, name], default=None, help=f"Not needed: {DASK_CUDAS[name].text}."
         )
     for param in dask_worker.params:
         if isinstance(param, click.Option) and param.name not in _OURS_TOO:

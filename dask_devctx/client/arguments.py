@@ -20,6 +20,7 @@ from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.config.packages import require
 from dask_devctx.config.signatures import refuse_unknown
 from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DeviceNotFoundError
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,14 @@ DASK_CUDAS: Final[Mapping[str, Argument]] = {
     "data": _works("the same"),
 }
 
+# Names that are like none of ours, and mean something here.
+_DEVICES: Final = "devices=[0, 1] names the devices, and n_workers= is the number of workers"
+_SPILLING: Final = 'device_memory_limit="12 GiB" moves values of a full device to host memory'
+_MEANT: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("gpu", "gpus", "n_gpus", "num_gpus", "ngpus", "num_devices"), _DEVICES),
+    **dict.fromkeys(("spill", "spilling", "device_spill", "gpu_memory_limit"), _SPILLING),
+}
+
 # The arguments for UCX, and their keys in its configuration.
 UCX: Final = {
     "enable_tcp_over_ucx": "tcp",
@@ -156,6 +165,14 @@ def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
             f"devices=[{which!r}], and a single task's device is an annotation: "
             f"with dask.annotate(device={which!r})"
         )
+    for name in _MEANT.keys() & given.keys():
+        raise TypeError(f"{owner.__name__} has no option {name!r}: {_MEANT[name]}")
+    worker_class = given.get("worker_class")
+    if worker_class is not None and not callable(worker_class):
+        raise TypeError(
+            f"worker_class is a class of nannies or of workers, got {worker_class!r}. Leave it out "
+            "for dask's own: the workers use their devices without a class such as CUDAWorker"
+        )
     refuse_unknown(given, [*OPTION_NAMES, *_known(given, owner), *DASK_CUDAS], owner.__name__)
 
 
@@ -183,12 +200,23 @@ def _name_devices(kept: dict[str, Any]) -> None:
         raise TypeError("give either CUDA_VISIBLE_DEVICES or devices, got both")
     entries = value.split(",") if isinstance(value, str) else list(value)
     entries = [str(entry).strip() for entry in entries]
-    kept["devices"] = [visible_device(entry).uuid for entry in entries]
+    kept["devices"] = [_given_device(entry, ",".join(entries)).uuid for entry in entries]
     if kept.get("n_workers") is None:
         kept["n_workers"] = len(kept["devices"])
     if has_nannies(kept):
         own = {"CUDA_VISIBLE_DEVICES": ",".join(entries)}
         kept["env"] = {**(kept.get("env") or {}), **own}
+
+
+def _given_device(entry: str, value: str) -> Device:
+    try:
+        return visible_device(entry)
+    except DeviceNotFoundError as error:
+        hint = (
+            "The argument names devices that are there. In the environment, the driver would "
+            "ignore this entry and all after it"
+        )
+        raise DeviceNotFoundError(entry, error.available, value, hint) from None
 
 
 def visible_device(entry: str) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,9 +25,12 @@ from dask_devctx.cuda.export import can_export
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
+from dask_devctx.dask_internals.submits import users_level
 from dask_devctx.errors.base import counted
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
+
+logger = logging.getLogger(__name__)
 
 
 @documents_options
@@ -110,14 +114,24 @@ class LocalDeviceCluster(WatchedCluster):
             used = named_devices(plugin.options.devices)
             if plugin.options.devices is not None:  # a worker may see them in another order
                 own["devices"] = [device.uuid for device in used]
+                _warn_of_twice(plugin.options.devices, used)
         elif any(value is not None for value in given.values()):
             raise TypeError(f"give either a plugin or its options, got both: {', '.join(given)}")
         else:
             used = named_devices(plugin.options.devices)
         require_packages(plugin.options)
+        if plugin.options.tasks_per_device == 1 and (threads_per_worker or 1) > 1:
+            logger.warning(
+                "threads_per_worker=%s is how many tasks dask gives a worker at a time, and each "
+                "device runs one of them; for %s tasks at a time on each device: "
+                "tasks_per_device=%s",
+                *[threads_per_worker] * 3,
+            )
         if n_workers is None:
             processes = kwargs.get("processes") is not False
             n_workers = default_n_workers(used, plugin.options, processes=processes)
+            if not plugin.options.shared:
+                _warn_of_idle(n_workers, plugin.options.devices_per_worker, len(used))
         options = plugin.options
         if options.devices_per_worker is None and n_workers > 1 and not options.shared:
             own["devices_per_worker"] = even_share(len(used), n_workers)
@@ -152,7 +166,10 @@ class LocalDeviceCluster(WatchedCluster):
 
     def __repr__(self) -> str:
         names = ", ".join(name.partition(" ")[0] for name in self._uses)
-        return f"{super().__repr__()[:-1]}, devices={names})"
+        per_worker = None if self._shared else self._plugin.options.devices_per_worker
+        taken = len(self.plan) * (per_worker or self._n_devices)
+        some = f"{taken} of " if taken < self._n_devices else ""
+        return f"{super().__repr__()[:-1]}, devices={some}{names})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         found: str = super()._repr_html_(cluster_status=cluster_status)
@@ -195,10 +212,13 @@ class LocalDeviceCluster(WatchedCluster):
             return
         per_worker = per_worker or 1  # at least
         if n_workers * per_worker > self._n_devices:
+            have = "this machine has" if options.devices is None else "devices= names"
+            remedy = f"Start at most {counted(self._n_devices, 'worker')}"
+            if per_worker > 1:
+                remedy = f"Start fewer workers, or lower devices_per_worker{self._share_said}"
             raise ValueError(
                 f"{counted(n_workers, 'worker')} with {counted(per_worker, 'device')} each would "
-                f"need {n_workers * per_worker}, and this machine has {self._n_devices}. Start "
-                f"fewer workers, or lower devices_per_worker{self._share_said}"
+                f"need {n_workers * per_worker}, and {have} {self._n_devices}. {remedy}"
             )
 
     # -- the hooks of WatchedCluster
@@ -248,6 +268,15 @@ def default_n_workers(used: Sequence[Device], options: Options, *, processes: bo
     return len(used) if options.ipc is not False and can_export(used) else 1
 
 
+def _warn_of_twice(named: Sequence[object], used: Sequence[Device]) -> None:
+    if len(used) < len(named):
+        warnings.warn(
+            f"devices={list(named)!r} names a device twice, and the cluster uses each once: "
+            f"{', '.join(map(str, used))}. For more tasks at a time on a device: tasks_per_device",
+            stacklevel=users_level(),
+        )
+
+
 def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration for the workers' processes that has their devices, too."""
     devices = {"devices": options.devices, "devices-per-worker": options.devices_per_worker}
@@ -263,11 +292,17 @@ def look_ahead(n_devices: int, options: Options) -> int:
 
 def even_share(n_devices: int, n_workers: int) -> int:
     """Return how many devices each worker gets; warn of devices that are left over."""
-    share, left_over = divmod(n_devices, n_workers)
-    if share and left_over:
+    share = n_devices // n_workers
+    _warn_of_idle(n_workers, share, n_devices)
+    return max(share, 1)
+
+
+def _warn_of_idle(n_workers: int, share: int | None, n_devices: int) -> None:
+    """Warn of devices that no worker uses, where each uses a share of them; None is all."""
+    left_over = 0 if share is None else n_devices - n_workers * share
+    if share and left_over > 0:
         warnings.warn(
             f"{counted(n_workers, 'worker')} will use {share * n_workers} of the {n_devices} "
             f"devices, {share} each: {counted(left_over, 'device')} will be idle",
-            stacklevel=3,
+            stacklevel=users_level(),
         )
-    return max(share, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from multiprocessing import process
 from pathlib import Path
 from types import FrameType
 
@@ -16,7 +17,8 @@ def refuse_unguarded_main() -> None:
     Raises
     ------
     RuntimeError
-        The start is not under ``if __name__ == "__main__":``.
+        The start is not under ``if __name__ == "__main__":``, or the main program comes from no
+        file, such as from standard input.
     """
     if dask.config.get("distributed.worker.multiprocessing-method", "spawn") == "fork":
         return  # such a process imports nothing
@@ -25,6 +27,12 @@ def refuse_unguarded_main() -> None:
     spec = getattr(main, "__spec__", None)
     if path is None or (spec is not None and spec.name.endswith("__main__")):
         return  # a console, a notebook, or a package: not imported again
+    if not _is_file(path):
+        raise RuntimeError(
+            f"the main program comes from {path}, which is no file. Each worker is a process that "
+            "imports the main program, and could not. Save it in a file, with the start under: if "
+            '__name__ == "__main__":, or give processes=False for workers in this process'
+        )
     line = _line_of(path)
     if line is not None and _is_unguarded(Path(path), line):
         raise RuntimeError(
@@ -34,12 +42,18 @@ def refuse_unguarded_main() -> None:
         )
 
 
+def _is_file(path: str) -> bool:
+    """Return whether a new process finds the main program, as multiprocessing looks for it."""
+    return (Path(process.ORIGINAL_DIR or "") / path).is_file()  # type: ignore[attr-defined]
+
+
 def _line_of(path: str) -> int | None:
     """Return the line that the main script executes now; None if another program runs."""
+    main = Path(path).absolute()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "<module>" and code.co_filename == path:
+        if code.co_name == "<module>" and Path(code.co_filename).absolute() == main:
             return frame.f_lineno
         frame = frame.f_back
     return None

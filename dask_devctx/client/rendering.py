@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 COLUMNS: Final = 100
 _WORKER: Final = 16
+# So many kinds of errors of refused tasks have a line.
+_KINDS: Final = 5
 
 _BY_DEVICE: Final = (
     *("device", "worker", "runs", "waits", "done", "failed", "busy s", "use"),
@@ -149,6 +151,22 @@ def _seconds(run: ReportedTask) -> float:
     return run.stop - run.start if run.start and run.stop else 0.0
 
 
+def _refused(report: Report) -> Iterator[str]:
+    """Yield a line for each kind of error of the tasks that got no device; the latest error."""
+    kinds: dict[str, tuple[Counter[str], str]] = {}
+    for task in report.refused:
+        kind = task.reason.partition(":")[0]
+        prefixes, _ = kinds.pop(kind, (Counter(), ""))
+        prefixes[task.prefix] += 1
+        kinds[kind] = prefixes, task.reason
+    for prefixes, reason in list(kinds.values())[-_KINDS:]:
+        named = ", ".join(shortened(prefix, 24) for prefix, _ in prefixes.most_common(2))
+        more = ", …" if len(prefixes) > 2 else ""
+        yield f"refused: {prefixes.total()} of {named}{more}: {' '.join(reason.split())}"
+    if len(kinds) > _KINDS:
+        yield f"refused for {len(kinds) - _KINDS} more reasons: report(client).refused"
+
+
 def _below(report: Report) -> Iterator[str]:
     """Yield a line for each way of transfers, for tasks without a device, and for problems."""
     if report.hosted:
@@ -174,6 +192,7 @@ def _below(report: Report) -> Iterator[str]:
         away = nbytes_text(sum(device.spilled_nbytes for device in report.devices))
         back = nbytes_text(sum(device.unspilled_nbytes for device in report.devices))
         yield f"spilled to host memory: {away} of {spills} values; came back: {back} of {unspills}"
+    yield from _refused(report)
     for worker, reason in report.silent.items():
         yield f"no answer from {worker}: {reason}"
     without = [worker for worker, runs in report.workers.items() if not runs]
@@ -191,9 +210,6 @@ def _below(report: Report) -> Iterator[str]:
 
 def _problems(report: Report) -> Iterator[str]:
     """Yield the problems whose remedies are in the text: it is not cut."""
-    same = Counter((task.worker, task.prefix, task.reason) for task in report.refused)
-    for (worker, prefix, reason), count in same.items():
-        yield f"refused on {worker}: {count} of {prefix}: {reason}"
     for worker, reason in report.waiting.items():
         yield f"standstill of {worker}: {reason}"
 

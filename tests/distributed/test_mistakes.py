@@ -47,10 +47,45 @@ def test_a_script_with_the_guard_starts(tmp_path):
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
 
-def test_a_notebook_cell_that_runs_twice():
+@pytest.mark.parametrize("guard", [f"{GUARD}\n    ", ""], ids=["guard", "no guard"])
+def test_a_program_from_standard_input(guard: str) -> None:
+    """The workers' processes cannot import it, with a guard either."""
+    text = f"from dask_devctx import LocalDeviceCluster\n{guard}{START}\n"
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-"], input=text, env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("RuntimeError: the main program comes from <stdin>, which is no file")
+    assert "Save it in a file" in last
+    assert "distributed.nanny" not in done.stderr  # no process was started
+
+
+def test_a_script_that_ran_as_another_path_is_found(tmp_path: Path) -> None:
+    """As IPython runs it: its code has the path as it was typed."""
+    (tmp_path / "job.py").write_text(f"from dask_devctx import LocalDeviceCluster\n{START}\n")
+    program = (
+        "import sys; main = sys.modules['__main__']; main.__file__ = sys.argv[1]\n"
+        "exec(compile(open('job.py').read(), 'job.py', 'exec'), vars(main))\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program, str(tmp_path / "job.py")]
+    done = subprocess.run(
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
+    assert "job.py, line 2, starts a cluster" in done.stderr.strip().splitlines()[-1]
+    assert "distributed.nanny" not in done.stderr
+
+
+def test_a_notebook_cell_that_runs_twice(capfd):
     one = {"n_workers": 1, "devices": [0], "dashboard_address": ":0"}
     with LocalDeviceCluster(**one), pytest.raises(DevicesInUseError) as caught:
-        LocalDeviceCluster(**one, silence_logs=50)
+        LocalDeviceCluster(**one)
+    logged = capfd.readouterr().err
+    assert logged.count("This worker leaves the cluster") == 1
+    assert logged.count("is held by") == 1
+    assert "Traceback" not in logged
     assert "is held by" in str(caught.value)
     assert "cluster.close(), or client.shutdown()" in str(caught.value)
 

@@ -141,7 +141,7 @@ async def _withdraw(worker: Worker, turn: Turn) -> None:
 
 async def refuse(
     worker: Worker, error: Exception, turn: Turn | None = None, *, leaves: bool = False
-) -> None:
+) -> bool:
     """Tell the scheduler that a worker has no devices; a worker that joins may leave again.
 
     Parameters
@@ -157,6 +157,11 @@ async def refuse(
         Whether a worker that joins leaves with any error, and not only where it could not take its
         devices.
 
+    Returns
+    -------
+    bool
+        Whether the worker leaves: its log and the scheduler have the error then.
+
     Notes
     -----
     If a plugin's setup fails, dask logs the error and lets the worker join. This suits a worker on
@@ -165,7 +170,7 @@ async def refuse(
     """
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start
-        return
+        return False
     in_use = isinstance(error, (DevicesInUseError, LockDirectoryError))
     leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:
@@ -186,6 +191,7 @@ async def refuse(
     if leaves:
         logger.error("This worker leaves the cluster because it cannot take its devices: %s", error)
         worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
+    return leaves
 
 
 class Turn:

@@ -7,6 +7,7 @@ import logging
 from distributed import Worker
 
 from dask_devctx.config.options import LOOK_AHEAD
+from dask_devctx.errors.base import counted
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +29,12 @@ class Advice:
         nthreads = worker.state.nthreads
         if nthreads < 2 * running:
             self._text = (
-                f"This worker has nthreads={nthreads}, and its devices run {running} tasks at a "
-                "time: dask will not give it enough tasks to keep them busy, and a queue for one "
-                "device can keep the other devices waiting. Start the worker with nthreads="
-                f"{LOOK_AHEAD * running}, as LocalDeviceCluster does: the devices' own threads run "
-                "the tasks, and nthreads only limits how many tasks the worker gets ahead"
+                f"This worker has nthreads={nthreads}, and its devices run "
+                f"{counted(running, 'task')} at a time: dask will not give it enough tasks to keep "
+                "them busy, and a queue for one device can keep the other devices waiting. Start "
+                f"the worker with nthreads={LOOK_AHEAD * running}, as LocalDeviceCluster does: the "
+                "devices' own threads run the tasks, and nthreads only limits how many tasks the "
+                "worker gets ahead"
             )
 
     def give(self) -> None:

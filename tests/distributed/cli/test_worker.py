@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,10 +21,11 @@ from distributed import Client, LocalCluster
 from distributed.cli.dask_worker import main as dask_worker
 from distributed.system import MEMORY_LIMIT
 
-from dask_devctx import Device, config
+from dask_devctx import Device, config, driver
 from dask_devctx.cli import devctx
 from dask_devctx.cli.worker import option_names, worker
 from dask_devctx.config.options import OPTION_NAMES
+from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.commands import dask_command
 
 installed = pytest.mark.skipif(
@@ -80,6 +83,8 @@ THEIRS = [
     "enable-rdmacm",
     "disable-rdmacm",
     "worker-class",
+    "shared-filesystem",
+    "enable-jit-unspill",
     "pre-import",
     "multiprocessing-method",
 ]
@@ -298,3 +303,36 @@ def test_the_page_of_deployment_names_the_command() -> None:
     assert commands
     for arguments in commands:
         worker.make_context("worker", shlex.split(arguments))
+
+
+@pytest.mark.parametrize("flag", ["--shared-filesystem", "--enable-jit-unspill"])
+def test_options_that_are_not_needed_are_told(flag: str, started: list[dict[str, Any]]) -> None:
+    result = run(ADDRESS, flag)
+    assert result.exit_code == 0
+    assert " is not needed: " in result.output
+    assert started[0]["scheduler"] == ADDRESS
+
+
+def test_a_file_of_the_scheduler_that_is_not_there_yet_is_told(
+    tmp_path: Path, started: list[dict[str, Any]]
+) -> None:
+    path = tmp_path / "scheduler.json"
+    said = f"Waiting for {path}, which dask scheduler --scheduler-file writes"
+    assert said in run("--scheduler-file", str(path)).output
+    path.touch()
+    assert said not in run("--scheduler-file", str(path)).output
+
+
+def test_a_wrong_entry_of_the_variable_is_told(
+    monkeypatch: pytest.MonkeyPatch, started: list[dict[str, Any]]
+) -> None:
+    assert "hides itself" not in run(ADDRESS).output
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9")
+    with driver.use(SimulatedMachine(4).backend()):
+        assert "the entry '9' hides itself and all after it" in run(ADDRESS).output
+
+
+def test_the_module_is_the_command_too() -> None:
+    command = [sys.executable, "-m", "dask_devctx.cli", "worker", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "Usage: python -m dask_devctx.cli worker" in done.stdout

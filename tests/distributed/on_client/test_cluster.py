@@ -122,6 +122,32 @@ def test_what_is_left_over_is_told() -> None:
         assert ordinals(cluster) == [[0], [1], [2]]
 
 
+def test_what_is_left_over_by_the_devices_of_each_worker_is_told() -> None:
+    said = "1 worker will use 3 of the 4 devices, 3 each: 1 device will be idle"
+    with (
+        pytest.warns(UserWarning, match=said) as caught,
+        LocalDeviceCluster(devices_per_worker=3, dashboard_address=":0") as cluster,
+    ):
+        assert repr(cluster).endswith(", devices=3 of cuda:0, cuda:1, cuda:2, cuda:3)")
+    assert [one.filename for one in caught] == [__file__]
+
+
+def test_a_device_that_is_named_twice_is_told() -> None:
+    with (
+        pytest.warns(UserWarning, match=r"devices=\[0, 'cuda:0'\] names a device twice"),
+        LocalDeviceCluster(devices=[0, "cuda:0"], **QUIET) as cluster,
+    ):
+        assert ordinals(cluster) == [[0]]
+
+
+def test_threads_are_not_tasks_at_a_time_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
+    for given in ({"threads_per_worker": 1}, {"threads_per_worker": 4, "tasks_per_device": 2}):
+        with caplog.at_level("WARNING"), LocalDeviceCluster(n_workers=1, **given, **QUIET):
+            assert "at a time on each device" not in caplog.text
+    with caplog.at_level("WARNING"), LocalDeviceCluster(threads_per_worker=4, **QUIET):
+        assert "for 4 tasks at a time on each device: tasks_per_device=4" in caplog.text
+
+
 def test_threads_follow_the_devices_of_a_worker() -> None:
     with LocalDeviceCluster(**QUIET) as cluster:
         (one,) = threads(cluster)
@@ -149,8 +175,9 @@ def test_the_configuration_splits_too() -> None:
         (
             {"n_workers": 5},
             ValueError,
-            "5 workers with 1 device each would need 5, and this machine has 4",
+            "5 workers with 1 device each would need 5, and this machine has 4. Start at most 4 w",
         ),
+        ({"n_workers": 3, "devices": [0, 1]}, ValueError, r"need 3, and devices= names 2\. Start"),
         ({"n_workers": 2, "devices_per_worker": 3}, ValueError, "need 6, and this machine has 4"),
         ({"devices_per_worker": 0}, ValueError, "devices_per_worker must be a whole number"),
         ({"plugin": DevicePlugin(), "devices": [0]}, TypeError, "either a plugin"),

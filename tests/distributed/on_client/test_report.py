@@ -23,7 +23,7 @@ from dask_devctx import (
     report,
     timeline,
 )
-from dask_devctx.client.report import Report
+from dask_devctx.client.report import Report, ReportedRefusal
 
 
 @pytest.fixture
@@ -433,7 +433,20 @@ def test_refused_tasks_are_counted(client: Client, cluster: LocalDeviceCluster) 
     )
     assert list(found) == []
     assert {(device.done, device.failed) for device in found.devices} == {(0, 0)}
-    text = [line for line in str(found).splitlines() if line.startswith("refused on ")]
-    counts = [int(line.split(": ")[1].split()[0]) for line in text if " of nap: " in line]
-    assert sum(counts) == 3
-    assert any(" of fail: TypeError: the annotation 'device' is" in line for line in text)
+    text = [line for line in str(found).splitlines() if line.startswith("refused: ")]
+    assert len(text) == 2
+    assert text[0].startswith("refused: 3 of nap: DeviceNotFoundError: no device 9;")
+    assert text[1].startswith("refused: 1 of fail: TypeError: the annotation 'device' is")
+    assert max(map(len, text)) == 100
+
+
+def test_refused_tasks_have_a_line_for_each_of_the_latest_reasons() -> None:
+    refused = [
+        ReportedRefusal(f"{kind}-{n}", kind, f"{kind}Error: many\n words {n}", "tcp://a")
+        for n in range(9)
+        for kind in "abcdefg"
+    ]
+    lines = [line for line in str(Report((), (), refused)).splitlines() if "refused" in line]
+    assert len(lines) == 6
+    assert lines[0] == "refused: 9 of c: cError: many words 8"
+    assert lines[-1] == "refused for 2 more reasons: report(client).refused"
