@@ -244,3 +244,21 @@ def test_a_cause_that_cannot_be_sent_does_not_take_the_error_with_it(client: Cli
     assert isinstance(error, DeviceOutOfMemoryError)
     assert error.requested_nbytes == 2 * GIB
     assert "CUDA out of memory" in str(error.__cause__)
+
+
+class Greedy:
+    def take(self, nbytes: int) -> None:
+        raise DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory")
+
+    async def take_later(self, nbytes: int) -> None:
+        self.take(nbytes)
+
+
+def test_in_a_method_of_an_actor(client: Client) -> None:
+    greedy = client.submit(Greedy, actor=True).result()
+    for method in (greedy.take, greedy.take_later):
+        with pytest.raises(DeviceOutOfMemoryError, match="free") as raised:
+            method(2**40).result()
+        assert raised.value.attempts == 1
+        assert "is not tried again" in raised.value.__notes__[0]
+        assert isinstance(raised.value.__cause__, DeviceMemoryError)

@@ -304,7 +304,9 @@ class MonitoredCall:
         if self._is_method:
             if failure is not None and isinstance(error, Reschedule):
                 return failure.error_of_one_that_runs_once(self._once)
-            return error
+            if failure is not None or not isinstance(error, Exception):
+                return error
+            return monitor.retries.of_a_method(key, device, error)
         if failure is not None or not isinstance(error, Exception):
             return error
         return monitor.retries.make_room(key, self._movable, device, error)

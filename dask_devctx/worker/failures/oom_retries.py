@@ -111,20 +111,7 @@ class Retries:
             _forget_the_oldest(self.tried)
         if attempts > self._most:
             self.forget(key)
-            free, total = _memory_info(device)
-            failure = DeviceOutOfMemoryError(
-                str(device),
-                device.uuid,
-                requested,
-                free,
-                total,
-                discovery.processes(device._backend, device.info),
-                replicas,
-                attempts,
-                *self.stock(key, device),
-            )
-            failure.__cause__ = portable(error)
-            return failure
+            return self._failure(key, device, error, requested, replicas, attempts)
         best = self._most_free(device) if movable else device
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
         if best is device:
@@ -136,6 +123,42 @@ class Retries:
             _forget_the_oldest(self._next_device)
         elsewhere: Exception = Reschedule()
         return elsewhere
+
+    def of_a_method(self, key: Hashable, device: Device, error: Exception) -> Exception:
+        """Return the exception of an actor's method, which is not tried again."""
+        if not is_out_of_memory(error):
+            return error
+        self.counted[device] += 1
+        requested = requested_nbytes(error)
+        failure = self._failure(key, device, error, requested, self.free(device, error), 1)
+        failure.add_note(
+            "A method of an actor is not tried again: it may have changed the actor's state"
+        )
+        return failure
+
+    def _failure(
+        self,
+        key: Hashable,
+        device: Device,
+        error: Exception,
+        requested: int | None,
+        replicas: int,
+        attempts: int,
+    ) -> DeviceOutOfMemoryError:
+        free, total = _memory_info(device)
+        failure = DeviceOutOfMemoryError(
+            str(device),
+            device.uuid,
+            requested,
+            free,
+            total,
+            discovery.processes(device._backend, device.info),
+            replicas,
+            attempts,
+            *self.stock(key, device),
+        )
+        failure.__cause__ = portable(error)
+        return failure
 
     def free(self, device: Device, error: Exception | None = None) -> int:
         """Free all memory of a device that is not in use; return the bytes of dropped copies."""
