@@ -1,4 +1,4 @@
-"""Run all examples and show a table: ``python -m examples``, in a checkout.
+"""Run all examples and show a table: ``python -m examples``, beside this folder.
 
 ``python -m examples NAME`` shows all that one of them says. On a machine without GPUs, they run on
 four simulated devices. Pictures go to the folder of ``--out``. An example that lacks a package says

@@ -7,14 +7,8 @@ from importlib.util import find_spec
 
 from dask_devctx import DriverUnavailableError, devices, driver
 
-# The extra of dask-devctx that brings a package.
-EXTRAS = {
-    "cupy": "gpu",
-    "matplotlib": "demo",
-    "numpy": "simulated",
-    "scipy": "demo",
-    "skimage": "demo",
-}
+# Packages whose name at installation is another one.
+INSTALL = {"cupy": "'cupy-cuda13x[ctk]'", "skimage": "scikit-image"}
 
 
 def needs(*packages: str, on_gpus: str = "cupy") -> None:
@@ -38,8 +32,7 @@ def needs(*packages: str, on_gpus: str = "cupy") -> None:
     library = "numpy" if driver.backend().simulated else on_gpus
     for package in (*packages, library):
         if find_spec(package) is None:
-            extra = EXTRAS.get(package)
-            remedy = f"'.[{extra}]' in a checkout" if extra else package
+            remedy = INSTALL.get(package, package)
             refuse(f"this example needs the package {package}: pip install {remedy}")
 
 

@@ -6,7 +6,7 @@ the filter. For two images, the windows are pinned to different devices, so that
 gets an input from another device. CuPy computes on GPUs, NumPy and SciPy on simulated devices. The
 measurements are compared with a run without dask.
 
-It needs ``pip install ".[demo]"``. Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
+It needs scikit-image and SciPy. Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
 """
 
 from __future__ import annotations

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,10 +29,10 @@ SMALL = {
 }
 
 
-def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=ROOT,
+        cwd=cwd,
         env=os.environ | {"DASK_DEVCTX__SIMULATED_DEVICES": "2"} | variables,
         capture_output=True,
         text=True,
@@ -47,6 +50,16 @@ def test_the_gallery_has_every_example_with_a_picture() -> None:
     pictures = re.findall(r"\]\((images/[\w.]+)\)", page)
     assert len(pictures) >= len(SMALL)
     assert [one for one in pictures if not (ROOT / "docs" / one).exists()] == []
+
+
+def test_the_archive_of_the_site_runs(tmp_path: Path) -> None:
+    site = SimpleNamespace(outdir=tmp_path, builder=SimpleNamespace(name="html"))
+    runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_examples"](site, None)
+    with zipfile.ZipFile(tmp_path / "examples.zip") as archive:
+        archive.extractall(tmp_path)
+    done = python("-m", "examples", "scope_only", cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((tmp_path / "pictures").glob("*.png"))
 
 
 @pytest.mark.parametrize("name", SMALL)

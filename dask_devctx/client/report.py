@@ -95,8 +95,8 @@ class Report(list[ReportedTask]):
     silent
         The reason why a worker did not answer, by its address. The other attributes lack it.
     waiting
-        The tasks that hold all places of a device while they wait for others, and the remedies, as
-        a text by the worker's address.
+        The tasks that hold all places of a device while they wait for others, or the actors for
+        whose end tasks wait, and the remedies, as a text by the worker's address.
     by
         ``"device"`` or ``"prefix"``: the lines of its text.
     """

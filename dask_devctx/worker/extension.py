@@ -189,6 +189,7 @@ class DeviceExtension:
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
             self.claims.pools = self.pools
+            self.record.waiting = self.claims.admission.waiting_for
             self._standstill = steps.enter_context(
                 noticing_standstill(worker, self.claims.admission, self.history)
             )

@@ -26,7 +26,7 @@ from dask_devctx.cuda.on_device import DeviceFunction
 from dask_devctx.cuda.several import known_as_the_tasks, note_devices
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.dask_internals.threads import Submits
-from dask_devctx.errors import DeviceFailedError
+from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
 from dask_devctx.worker.failures.calls import MonitoredCall
 from dask_devctx.worker.failures.others import Others
 from dask_devctx.worker.memory.kept import Kept
@@ -175,7 +175,7 @@ class DeviceTask(TaskStandIn):
                             self._memory_s = perf_counter() - self._began_at
                         again = True
                         result = self._run(device, data)
-            except DeviceFailedError as error:
+            except (DeviceFailedError, DeviceOutOfMemoryError) as error:
                 self._name_place(error)
                 raise
             return suspending.within(device, result)
@@ -190,12 +190,12 @@ class DeviceTask(TaskStandIn):
                             self._memory_s = perf_counter() - self._began_at
                         again = True
                         result = await suspending.within(device, self._run_in_range(device, data))
-            except DeviceFailedError as error:
+            except (DeviceFailedError, DeviceOutOfMemoryError) as error:
                 self._name_place(error)
                 raise
             return result
 
-    def _name_place(self, error: DeviceFailedError) -> None:
+    def _name_place(self, error: Exception) -> None:
         place = place_of(getattr(self.task, "func", None))
         if place:
             error.add_note(f"This task calls {place}")

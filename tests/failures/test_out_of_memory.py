@@ -196,6 +196,7 @@ def test_not_at_all(client: Client) -> None:
     error = client.submit(run_out_of_memory, 1).exception(timeout=20)
     assert isinstance(error, DeviceOutOfMemoryError)
     assert error.attempts == len(runs) == 1
+    assert error.__notes__[0].startswith(f"This task calls run_out_of_memory in {__file__}, line")
 
 
 def test_coroutines_too(client: Client) -> None:
@@ -207,6 +208,7 @@ def test_coroutines_too(client: Client) -> None:
     runs.clear()
     error = client.submit(run, 5).exception(timeout=20)
     assert isinstance(error, DeviceOutOfMemoryError)
+    assert "calls test_coroutines_too.<locals>.run in" in error.__notes__[0]
 
 
 def test_counted(client: Client) -> None:

@@ -97,6 +97,8 @@ class Record:
         ``"spilled"`` or ``"staging"``.
     retried
         How often memory ran out, by device.
+    waiting
+        Returns how many tasks wait for a place on a device.
 
     Notes
     -----
@@ -118,6 +120,7 @@ class Record:
         self.without_device = 0
         self.memory: dict[str, Callable[[Device], int | None]] = {}
         self.retried: Mapping[Device, int] = {}
+        self.waiting: Callable[[Device], int] = lambda device: 0
         self._worker = worker
         self._history = history
         self._tallies = _going_on(worker, devices)
@@ -286,7 +289,7 @@ class Record:
         backend, now = driver.backend(), monotonic()
         rows = []
         for device, tally in self._tallies.items():
-            running = min(tally.under_way, self._tasks_per_device)
+            queued = min(self.waiting(device), tally.under_way)
             free, total = discovery.memory_info(backend, device.info) or (None, None)
             utilization, bandwidth = discovery.utilization(backend, device.info) or (None, None)
             if now - tally.asked_at > _PROCESSES_AGE_S:
@@ -299,8 +302,8 @@ class Record:
                     "device_id": device.device_id,
                     "uuid": device.uuid,
                     "name": device.name,
-                    "queued": tally.under_way - running,
-                    "running": running,
+                    "queued": queued,
+                    "running": tally.under_way - queued,
                     "done": tally.done,
                     "failed": tally.failed,
                     "busy_s": tally.busy_s,

@@ -227,6 +227,13 @@ class Admission:
         with self.lock:
             return tuple(self._waiting)
 
+    def waiting_for(self, device: Device) -> int:
+        """Return how many tasks wait for a place on a device."""
+        with self.lock:
+            queue = self.occupancy.queues.get(device)
+            claims = sum(device in claim.devices for claim in self._waiting)
+            return claims + (0 if queue is None else queue.waiting())
+
     def holding(self, device: Device) -> tuple[Claim, ...]:
         """Return the claims that hold a part of a device."""
         with self.lock:

@@ -6,6 +6,7 @@ Such a job never ends. It is noticed by a look once a second, which costs the ta
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
@@ -34,9 +35,14 @@ _REMEDY: Final = (
     "inside `with distributed.worker_client()`. Or raise tasks_per_device, or start more workers"
 )
 
+_ACTORS_REMEDY: Final = (
+    "Release the actor when it is not needed (del its future), give it a smaller device_share, or "
+    "let the tasks run on other devices"
+)
+
 
 class Standstill:
-    """Notices tasks that hold all places of a device while they wait for others.
+    """Notices tasks that hold all places of a device while they wait for others, and actors.
 
     Parameters
     ----------
@@ -60,21 +66,29 @@ class Standstill:
     """
 
     def __init__(self, worker: Worker, admission: Admission, history: History) -> None:
-        self.text = ""
         self._worker = worker
         self._admission = admission
         self._history = history
-        self._calls: Mapping[Hashable, str] = {}
-        self._since = 0.0
+        self._calls = _Notice()
+        self._actors = _Notice()
+
+    @property
+    def text(self) -> str:
+        return " ".join(filter(None, (self._calls.text, self._actors.text)))
 
     def look(self) -> None:
-        """Say it once if the worker stands still."""
+        """Say it once if the worker stands still, or if tasks wait for the end of an actor."""
         full, waiting = self._full()
         calls = calls_waited_in(self._worker) if waiting else {}
-        if not calls or calls != self._calls:
-            self._calls, self._since, self.text = calls, monotonic(), ""
-        elif not self.text and monotonic() - self._since >= _PATIENCE_S:
-            self._say(full, waiting)
+        if self._calls.is_due(calls):
+            self._calls.text = _about_calls(calls, full, waiting)
+            self._say(self._calls.text, full[0], next(iter(calls)))
+        blocked = _actors_that_block(self._admission)
+        if self._actors.is_due(blocked):
+            first = next(iter(blocked))
+            numbers = {device: self._admission.waiting_for(device) for device in blocked}
+            self._actors.text = _about_actors(blocked, numbers)
+            self._say(self._actors.text, first, blocked[first][0])
 
     def _full(self) -> tuple[list[Device], int]:
         """Return the devices without a free place, and how many tasks wait for one there."""
@@ -92,18 +106,68 @@ class Standstill:
             return taken, tasks.ready(self._worker)
         return full, sum(waiting[device] for device in full)
 
-    def _say(self, full: Sequence[Device], waiting: int) -> None:
-        names = [f"{key!r} in {call}" for key, call in self._calls.items()]
-        more = len(names) - _SHOWN
-        shown = ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
-        self.text = (
-            f"All places of {', '.join(map(str, full))} are taken by tasks that wait: {shown}. "
-            f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'} for a place there. "
-            f"If the first wait for the others, none of them ever ends. {_REMEDY}"
-        )
-        logger.warning("%s", self.text)
-        self._worker.log_event("devctx", {"level": "warning", "message": self.text})
-        self._history.happened("standstill", full[0].uuid, next(iter(self._calls)), self.text)
+    def _say(self, text: str, device: Device, key: Hashable) -> None:
+        logger.warning("%s", text)
+        self._worker.log_event("devctx", {"level": "warning", "message": text})
+        self._history.happened("standstill", device.uuid, key, text)
+
+
+def _actors_that_block(admission: Admission) -> dict[Device, tuple[Hashable, ...]]:
+    """Return the actors for whose end tasks wait, by device."""
+    found, now = {}, monotonic()
+    with admission.lock:
+        occupancy, claims = admission.occupancy, admission.waiting()
+        for device, holding in occupancy.holding.items():
+            actors = tuple(claim.key for claim in holding if claim.for_life)
+            queue = occupancy.queues.get(device)
+            if not actors:
+                continue
+            plain = queue is not None and queue.waiting()
+            if (plain and occupancy.free_at(device, occupancy.place, 0, now) == math.inf) or any(
+                device in claim.devices and occupancy.expected_start(claim, now) == math.inf
+                for claim in claims
+            ):
+                found[device] = actors
+    return found
+
+
+class _Notice:
+    """The text about a state that lasts; "" until it was said."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._state: object = None
+        self._since = 0.0
+
+    def is_due(self, state: object) -> bool:
+        """Return whether the state has lasted for long and was not said."""
+        if not state or state != self._state:
+            self._state, self._since, self.text = state, monotonic(), ""
+            return False
+        return not self.text and monotonic() - self._since >= _PATIENCE_S
+
+
+def _about_calls(calls: Mapping[Hashable, str], full: Sequence[Device], waiting: int) -> str:
+    names = [f"{key!r} in {call}" for key, call in calls.items()]
+    more = len(names) - _SHOWN
+    shown = ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+    return (
+        f"All places of {', '.join(map(str, full))} are taken by tasks that wait: {shown}. "
+        f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'} for a place there. "
+        f"If the first wait for the others, none of them ever ends. {_REMEDY}"
+    )
+
+
+def _about_actors(
+    actors: Mapping[Device, Sequence[Hashable]], waiting: Mapping[Device, int]
+) -> str:
+    held = [
+        f"{device} is held by {', '.join(map(repr, keys[:_SHOWN]))} as long as "
+        f"{'this actor lives' if len(keys) == 1 else 'these actors live'}, and "
+        f"{counted(waiting[device], 'task')} {'waits' if waiting[device] == 1 else 'wait'} for it"
+        for device, keys in actors.items()
+    ]
+    return f"{'; '.join(held)}. {_ACTORS_REMEDY}"
 
 
 @contextmanager

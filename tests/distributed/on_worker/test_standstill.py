@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import dask
 import pytest
 from distributed import (
     Client,
@@ -152,6 +153,30 @@ def test_tasks_that_dask_holds_back(caplog: pytest.LogCaptureFixture) -> None:
         assert "1 task waits for a place" in said(caplog)[0]
         Event("few threads").set()
         client.gather([fifth, *futures])
+
+
+class Holder:
+    pass
+
+
+def test_a_task_that_waits_for_the_end_of_an_actor(
+    client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, LOGGER):
+        with dask.annotate(device_share=1):
+            holder = client.submit(Holder, actor=True, key="the-holder")
+        holder.result()
+        waits = client.submit(lambda: 1, key="waits")
+        wait_for(lambda: report(client).waiting)
+        (text,) = report(client).waiting.values()
+        for part in ("cuda:1 is held by 'the-holder'", "1 task waits for it", "device_share"):
+            assert part in text
+        (device,) = report(client).devices
+        assert (device.running, device.queued) == (0, 1)
+        assert [r.getMessage() for r in caplog.records if "is held by" in r.getMessage()] == [text]
+        del holder
+        assert waits.result(timeout=10) == 1
+        wait_for(lambda: not report(client).waiting)
 
 
 def test_a_slow_job_is_none(client: Client, caplog: pytest.LogCaptureFixture) -> None:
