@@ -44,12 +44,13 @@ class Device(Scope):
         (``"GPU-…"``, ``"MIG-…"``, or a whole UUID without ``GPU-``), its PCI bus id, another
         ``Device``, or a device object of torch, CuPy, Numba, JAX or cuda.core. None, ``"cuda"``
         and torch's device without an index mean the current device, or the first device if none is
-        current.
+        current. (The annotation ``device=None`` is another matter: a task without a device.)
 
     Raises
     ------
     DeviceNotFoundError
-        There is no such device, or several devices have the prefix.
+        There is no such device, or several devices have the prefix. For a text that names no device
+        on any machine, the error is a ``ValueError``, too.
     TypeError
         ``which`` does not name a device: a bool or a float, for example.
     DriverUnavailableError

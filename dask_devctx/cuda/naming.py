@@ -35,6 +35,15 @@ _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f][0-9a-f-]*", re.IGNORECASE)
 _BARE_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 
+class NoNameError(DeviceNotFoundError, ValueError):
+    """A text names no device on any machine: ``Device`` and ``on_device`` raise the same."""
+
+    def __str__(self) -> str:
+        if self.available:
+            return super().__str__()
+        return f"{self.requested!r} names no device. {self.hint}"
+
+
 class Name(NamedTuple):
     """A device's name after reading; it does not depend on the machine.
 
@@ -105,12 +114,14 @@ def refuse_no_name(which: object) -> None:
 
     Raises
     ------
-    TypeError, ValueError
-        ``which`` does not name a device.
+    NoNameError
+        It is a text that names no device.
+    TypeError
+        It is an object of another type.
     """
     name = read(which)
     if name.kind == "unknown":
-        raise ValueError(f"{which!r} names no device. {name.value}")
+        raise NoNameError(which, hint=str(name.value))
 
 
 def find(which: object, inventory: Inventory) -> DeviceInfo | None:
@@ -136,7 +147,8 @@ def find(which: object, inventory: Inventory) -> DeviceInfo | None:
     found = among(name, inventory)
     if len(found) == 1:
         return found[0]
-    raise not_found(which, inventory, _why_not(name, found, inventory))
+    error = not_found(which, inventory, _why_not(name, found, inventory))
+    raise NoNameError(*error.args) if name.kind == "unknown" else error
 
 
 def among(name: Name, inventory: Inventory) -> tuple[DeviceInfo, ...]:

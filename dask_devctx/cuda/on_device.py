@@ -42,9 +42,9 @@ def on_device(
         The decorated object cannot be called, the device is missing, or ``which`` is of a type
         that names no device.
     ValueError
-        ``which`` is a text that names no device on any machine, or the list is empty. On calling:
-        the list names a device twice.
+        The list is empty. On calling: the list names a device twice.
     DeviceNotFoundError
+        ``which`` is a text that names no device on any machine; the error is a ``ValueError``, too.
         On calling: this process does not have the device.
 
     Notes

@@ -103,8 +103,13 @@ def test_device_is_looked_up_when_it_is_called():
     ],
 )
 def test_a_name_of_no_device_is_refused_where_it_is_written(which, kind, said):
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=said) as caught:
         on_device(which)
+    if kind is ValueError:  # as Device raises it, and it reaches other processes
+        assert isinstance(caught.value, DeviceNotFoundError)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+        with pytest.raises(type(caught.value), match="no device"):
+            [Device(one) for one in ([which] if isinstance(which, str) else which)]
 
 
 @pytest.mark.parametrize("thing", [17, "fn", classmethod(ordinal)])

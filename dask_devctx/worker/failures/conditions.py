@@ -62,7 +62,7 @@ def explained(error: Exception, annotations: Mapping[str, Any] | None) -> Except
         hint = error.hint
         if naming.read(error.requested).kind == "ordinal":
             hint = "No worker of this cluster uses it"
-        return DeviceNotFoundError(error.requested, present, error.visible_devices, hint)
+        return type(error)(error.requested, present, error.visible_devices, hint)
     return DeviceNotFoundError(
         error.requested,
         error.available,
