@@ -199,9 +199,11 @@ class DeviceShare:
 
     def _acquire(self) -> None:
         assert self._count is not None
-        self._lease = acquire(
-            self._found, self._count, holder=self._holder, directory=self._directory
-        )
+        n, found = self._worker.name, list(self._found)
+        if isinstance(n, int):  # the worker n of a local cluster takes the nth share if it is free
+            mine = found[n * self._count : (n + 1) * self._count]
+            found = mine + [device for device in found if device not in mine]
+        self._lease = acquire(found, self._count, holder=self._holder, directory=self._directory)
         self._devices, self.is_settled = self._lease.devices, True
 
     async def _claim(self) -> None:

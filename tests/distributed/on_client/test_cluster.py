@@ -472,6 +472,16 @@ def test_a_worker_that_cannot_be_set_up_fails_the_start(
     assert leftovers(before) == set()
 
 
+def test_the_nth_worker_has_the_nth_device() -> None:
+    with LocalDeviceCluster(n_workers=4, dashboard_address=":0") as cluster, Client(cluster) as c:
+        found = c.run(lambda dask_worker: (dask_worker.name, _first(dask_worker)))
+        assert sorted(found.values()) == [(n, n) for n in range(4)]
+
+
+def _first(dask_worker: Worker) -> int:
+    return int(dask_worker.plugins["devctx"].worker_devices[0].device_id)
+
+
 def test_a_worker_that_joins_later_and_cannot_be_set_up_leaves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
