@@ -15,9 +15,6 @@ from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, NAMES, SHARE
 from dask_devctx.annotations.request import (
     Request,
     carried_by,
-    contradicted,
-    differ,
-    of_function,
     read,
 )
 from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
@@ -67,7 +64,7 @@ def requested_device(
         The rule for a task that names no device: ``"assign"`` gives it any device, ``"leave"``
         gives it none.
     task
-        The task itself. Its function may carry devices; an annotation that names others is refused.
+        The task itself. Its function may carry devices; an annotation takes precedence.
 
     Returns
     -------
@@ -111,16 +108,8 @@ def requested_device(
 
 def _agreed(wanted: object, carried: Any) -> object:
     """Return what an annotation ``device`` and the device of the task's function mean together."""
-    if isinstance(wanted, Exception) or wanted is None:
-        return wanted
-    if isinstance(wanted, str):
-        if wanted == NO_DEVICE:
-            return wanted
-        if wanted == AUTO or wanted in CURRENT:
-            return carried_by(carried) if isinstance(carried, list | tuple) else carried
-    held = of_function(carried)
-    if held and differ((wanted,), held):
-        raise contradicted(DEVICE, wanted, carried)
+    if isinstance(wanted, str) and (wanted == AUTO or wanted in CURRENT):
+        return carried_by(carried) if isinstance(carried, list | tuple) else carried
     return wanted
 
 

@@ -64,21 +64,12 @@ def of_function(carried: object) -> tuple[Any, ...]:
     return (carried,)
 
 
-def differ(names: Sequence[object], others: Sequence[object]) -> bool:
+def _differ(names: Sequence[object], others: Sequence[object]) -> bool:
     """Return whether names surely mean other devices than these; a UUID may be any ordinal's."""
     if len(names) != len(others):
         return True
     pairs = [(naming.read(a), naming.read(b)) for a, b in zip(names, others, strict=True)]
     return any(a != b for a, b in pairs if a.kind == b.kind == "ordinal")
-
-
-def contradicted(name: str, said: object, carried: object) -> ValueError:
-    """Return the error for an annotation that names other devices than the task's function."""
-    shown = list(said) if isinstance(said, tuple) else said
-    return ValueError(
-        f"the annotation {name}={shown!r} and the task's function on_device({carried!r}) name "
-        "different devices. Leave one of them out"
-    )
 
 
 def carried_by(which: Sequence[object]) -> Request:
@@ -127,9 +118,12 @@ def read(annotations: Mapping[str, Any], key: Hashable, carried: object = None) 
     held = () if none else of_function(carried)
     if held and not names and (DEVICES not in annotations or count == len(held)):
         names, count = held, len(held)
-    elif held and count is not None and differ(names, held):
-        name = DEVICES if DEVICES in annotations else DEVICE
-        raise contradicted(name, several if DEVICES in annotations else one, carried)
+    elif held and DEVICES in annotations and count is not None and _differ(names, held):
+        shown = list(several) if isinstance(several, tuple) else several
+        raise ValueError(
+            f"the annotation {DEVICES}={shown!r} and the task's function on_device({carried!r}) "
+            "name different devices. Leave one of them out"
+        )
     if none:
         if share is not None or memory is not None:
             raise ValueError(

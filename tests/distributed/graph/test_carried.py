@@ -29,7 +29,11 @@ async def test_a_function_that_carries_its_device(client: Any, scheduler: Any, w
     with dask.annotate(device=0):
         there = client.submit(lambda: SimulatedArray((10,)))
     assert await client.submit(on_device(2)(lambda x: (x + 1).device.device_id), there) == 2
-    for named in ({"device": 3}, {"devices": [3]}, {"devices": [1, 2]}, {"devices": 2}):
+    with dask.annotate(device=3):  # the annotation wins, until the function is called
+        where, name = await client.submit(on_device(1)(slow_where), 7)
+    assert where == 1
+    assert name.startswith("devctx-cuda:3-")
+    for named in ({"devices": [3]}, {"devices": [1, 2]}, {"devices": 2}):
         with dask.annotate(**named):
             other = client.submit(on_device(1)(slow_where), 7, pure=False)
         with pytest.raises(ValueError, match=r"on_device\(1\) name different devices"):
