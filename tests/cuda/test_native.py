@@ -479,6 +479,7 @@ def test_is_loaded_once_in_a_process() -> None:
 # -- the same contract without it
 
 
+@pytest.mark.long
 def test_the_tests_of_scopes_pass_without_the_extension() -> None:
     here = Path(__file__).parent
     names = ("scope", "scope_model", "endings", "device", "context", "on_device", "synchronized")

@@ -67,7 +67,7 @@ async def assert_nothing_is_held(worker: Worker, step: str) -> None:
         assert await loop.run_in_executor(executor, current_context) == 0, (step, name)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.long)])
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
 async def test_each_step_that_fails_undoes_all(
     client: Any, scheduler: Any, worker: Any, when: str

@@ -163,6 +163,7 @@ def test_a_receiver_that_is_killed_between_the_pieces() -> None:
         _all_is_well(client, workers[0], workers[2])
 
 
+@pytest.mark.long
 def test_the_memory_of_a_worker_that_is_gone_is_not_kept_open() -> None:
     with peers.cluster(3) as (client, workers):
         pids = client.run(_pid)

@@ -207,6 +207,7 @@ def test_rerun_takes_true_and_false_only(client: Client) -> None:
         assert client.submit(str, 2).result(timeout=30) == "2"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("client", [{"devices": [0, 1]}], indirect=True)
 def test_tasks_that_cannot_be_told_apart_err_after_their_last_run(
     client: Client, tmp_path: Path
@@ -227,6 +228,7 @@ def test_tasks_that_cannot_be_told_apart_err_after_their_last_run(
     assert client.submit(str, 1).result(timeout=30) == "1"
 
 
+@pytest.mark.long
 def test_restart_forgets_who_was_watched(client: Client) -> None:
     bad = client.submit(leave_a_bad_kernel_running, 0.2)
     noticed = client.map(where_slowly, range(40))

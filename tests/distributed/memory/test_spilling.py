@@ -229,6 +229,7 @@ def shares(both: list[Any]) -> list[bool]:
 # -- across processes
 
 
+@pytest.mark.long
 def test_across_processes_and_with_a_worker_killed() -> None:
     with (
         dask.config.set({"devctx.simulated-memory": "12 MiB"}),

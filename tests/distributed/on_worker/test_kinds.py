@@ -630,6 +630,7 @@ async def test_unannotated_tasks_are_left(client: Any, scheduler: Any, worker: A
             assert await client.submit(here, wanted, pure=False) in expected
 
 
+@pytest.mark.long
 @with_plugin(8, tasks_per_device=2)
 async def test_two_thousand_mixed_tasks(client: Any, scheduler: Any, worker: Any) -> None:
     class Failed(Exception):

@@ -14,6 +14,7 @@ from dask_devctx.cuda.inspection import inspect_machine
 from dask_devctx.driver import SIMULATED_DEVICES_VARIABLE, backends, use
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["simulated", "real"])
 @pytest.mark.timeout(300)
 def test_every_layout_gives_the_same_result(kind: str) -> None:
