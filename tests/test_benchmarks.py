@@ -71,6 +71,7 @@ def test_the_command_line_measures_every_subject(tmp_path: Path, names: list[str
     assert ("matplotlib is not installed" in done.stdout) is not drawn
 
 
+@pytest.mark.long
 def test_values_that_leave_and_come_back_are_measured(tmp_path: Path) -> None:
     results = _tiny(tmp_path, "memory", "-k", "host memory and back")
     (case,) = results["subjects"]["memory"]["cases"]

@@ -47,7 +47,7 @@ def test_trials() -> None:
     assert "every result right or a clear error, nothing hung" in shown
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.long)])
 def test_blame(workers: int) -> None:
     shown = run("tests.blame", "--times", "1", "--workers", str(workers))
     assert "only suspect in 1; 0 good tasks were wrong or erred" in shown

@@ -34,6 +34,7 @@ def blocks_of(x: da.Array) -> Any:
     return np.block([[read(x.blocks[i, j].compute()) for j in range(columns)] for i in range(rows)])
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None)
 @given(
     job=st.sampled_from(["sum", "transpose", "rechunk", "mean"]),

@@ -59,6 +59,7 @@ def test_malformed_messages_are_refused_and_the_worker_goes_on() -> None:
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
 
 
+@pytest.mark.long
 def test_a_value_with_a_malformed_header_comes_through_the_host() -> None:
     with peers.cluster(4) as (client, workers):
         before = client.run(pid)
