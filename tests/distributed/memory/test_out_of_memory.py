@@ -137,7 +137,7 @@ def test_the_error_has_the_numbers() -> None:
     assert error.limit_nbytes == int(0.8 * MIB)
     assert error.stayed_nbytes == {"in use by running tasks": 128 * KIB}
     assert "may take 819.2 KiB" in str(error)
-    assert "not moved to host memory: 0.12 MiB in use by running tasks" in str(error)
+    assert "not moved to host memory: 128.0 KiB in use by running tasks" in str(error)
 
 
 # -- pieces of arrays

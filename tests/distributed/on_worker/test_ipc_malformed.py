@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 from distributed import Worker
 
 from dask_devctx.worker.ipc.messages import AGREE, CLOSE, HELLO, NEXT
