@@ -9,12 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from distributed import Client
 
 from dask_devctx.scheduler.counts import METRIC, TRAFFIC
-from dask_devctx.scheduler.rows import DeviceCounts, Transfer, known
+from dask_devctx.scheduler.rows import (
+    OF_A_DEVICE,
+    OF_A_WORKER,
+    DeviceCounts,
+    Transfer,
+    known,
+)
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,6 @@ class LiveDevice:
     nbytes_per_s: float = 0.0
 
 
-# The kinds of memory that each worker counts for itself; the others are of the whole device.
-_OF_A_WORKER: Final = ("held", "copies", "staging", "spilled")
-_OF_THE_DEVICE: Final = ("free", "total", "limit", "others")
-
-
 def moment(client: Client) -> Any:
     """Return the present state of the cluster; an asynchronous client gives an awaitable."""
     return client.sync(_moment, client)
@@ -117,11 +118,11 @@ def between(before: Moment, now: Moment) -> list[LiveDevice]:
         for name in ("running", "queued", "done", "failed"):
             setattr(live, name, getattr(live, name) + getattr(counts, name))
         live.utilization = counts.utilization
-        for kind in _OF_THE_DEVICE:
+        for kind in OF_A_DEVICE:
             nbytes = getattr(counts, f"memory_{kind}")
             if nbytes is not None:
                 live.memory[kind] = nbytes
-        for kind in _OF_A_WORKER:
+        for kind in OF_A_WORKER:
             nbytes = getattr(counts, f"memory_{kind}")
             if nbytes is not None:
                 live.memory[kind] = live.memory.get(kind, 0) + nbytes

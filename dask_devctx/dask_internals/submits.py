@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
 from distributed import Client
@@ -34,13 +34,9 @@ def after_each_submit(notice: Callable[[Client, Hashable], None]) -> Iterator[No
 @contextmanager
 def around_each_call(around: Around) -> Iterator[None]:
     """While it is open, each call that submits tasks is made in a context of a function."""
-    with (
-        _in_place("submit", _made_in(around, "submit")),
-        _in_place("map", _made_in(around, "map")),
-        _in_place("compute", _made_in(around, "compute")),
-        _in_place("persist", _made_in(around, "persist")),
-        _in_place("get", _made_in(around, "get")),
-    ):
+    with ExitStack() as steps:
+        for name in ("submit", "map", "compute", "persist", "get"):
+            steps.enter_context(_in_place(name, _made_in(around, name)))
         yield
 
 

@@ -22,6 +22,12 @@ def nbytes_text(nbytes: int | None) -> str:
     return f"{value:.1f} GiB"
 
 
+def as_texts(fields: dict[str, Any]) -> None:
+    """Replace the values of an error's fields by their texts."""
+    for name, value in fields.items():
+        fields[name] = str(value)
+
+
 @dataclass_transform(eq_default=False)
 class DevctxError(Exception):
     """Base class of every error that this package raises.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dask_devctx.errors.base import DevctxError, nbytes_text
+from dask_devctx.errors.base import DevctxError, as_texts, nbytes_text
 
 
 class DriverError(DevctxError):
@@ -166,10 +166,7 @@ class DeviceMismatchError(DevctxError, ValueError):
     device: object
     current: object
 
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        for name, value in fields.items():
-            fields[name] = str(value)
+    _convert = staticmethod(as_texts)
 
     def __str__(self) -> str:
         return (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_devctx.errors.base import DevctxError, counted, nbytes_text
+from dask_devctx.errors.base import DevctxError, as_texts, counted, nbytes_text
 
 
 class LockDirectoryError(DevctxError):
@@ -92,10 +92,7 @@ class WorkerSetupError(DevctxError):
     worker: str
     reason: str
 
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        for name, value in fields.items():
-            fields[name] = str(value)
+    _convert = staticmethod(as_texts)
 
     def __str__(self) -> str:
         return (

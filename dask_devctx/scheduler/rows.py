@@ -310,6 +310,11 @@ def known(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
 
 # The end of a copy that is the worker's host memory.
 HOST: Final = "host"
+# The kinds of memory that a row counts as ``memory_…``: those of the whole device, those that each
+# worker counts for itself on the device, and with these the values that left it.
+OF_A_DEVICE: Final = ("free", "total", "limit", "others")
+ON_A_DEVICE: Final = ("held", "copies", "staging")
+OF_A_WORKER: Final = (*ON_A_DEVICE, "spilled")
 
 Row = TaskRun | Copy | Incident | Sample
 # The rings of a worker's history, and the rows in them.

@@ -8,15 +8,12 @@ from typing import Any, Final, NamedTuple
 
 from dask_devctx.scheduler.dashboard.batches import Batch
 from dask_devctx.scheduler.dashboard.lanes import Lanes
-from dask_devctx.scheduler.rows import Sample
+from dask_devctx.scheduler.rows import OF_A_WORKER, ON_A_DEVICE, Sample
 
 # Two samples of a device further apart than this show nothing of the time between them.
 _APART_S: Final = 5.0
 # The values of a sample that belong to the worker, and not to the device.
-_OWN: Final = (
-    *("running", "queued"),
-    *("memory_held", "memory_copies", "memory_staging", "memory_spilled"),
-)
+_OWN: Final = ("running", "queued", *(f"memory_{kind}" for kind in OF_A_WORKER))
 
 
 class Interval(NamedTuple):
@@ -84,6 +81,6 @@ class Intervals:
 def _added(latest: Sample, samples: Sequence[Sample]) -> Sample:
     """Return the sample of a device that several workers use."""
     sums: dict[str, Any] = {name: sum(getattr(s, name) or 0 for s in samples) for name in _OWN}
-    taken = sum(sums[name] for name in _OWN[2:5])
+    taken = sum(sums[f"memory_{kind}"] for kind in ON_A_DEVICE)
     others = max((latest.memory_total or 0) - (latest.memory_free or 0) - taken, 0)
     return replace(latest, **sums, memory_others=others)

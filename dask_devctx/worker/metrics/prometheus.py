@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Final
 
+from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.metrics.record import Record
 
 PREFIX: Final = "dask_devctx"
-# The kinds of memory, by the key of a device's row.
-_MEMORY: Final = ("free", "total", "limit", "held", "copies", "staging", "spilled", "others")
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,11 +129,11 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
                 sums["waiting_seconds"][uuid, why] += row[f"{why}_s"]
             sums["tasks_under_way"][uuid, "running"] += row["running"]
             sums["tasks_under_way"][uuid, "queued"] += row["queued"]
-            for kind in _MEMORY:
+            for kind in (*OF_A_DEVICE, *OF_A_WORKER):
                 nbytes = row[f"memory_{kind}"]
                 if nbytes is None:
                     continue
-                if kind in ("held", "copies", "staging", "spilled"):  # each worker has its own
+                if kind in OF_A_WORKER:
                     sums["memory_bytes"][uuid, kind] += nbytes
                 else:
                     state["memory_bytes"][uuid, kind] = nbytes

@@ -40,8 +40,8 @@ if __name__ == "__main__":
 
 # A line for each task that ran, and one for each worker whose results are lost.
 MOST = 6
-# What a slow machine adds. dask's nannies say the first, with and without devices. Its scheduler
-# says the second of a task that did not run, if the client goes away before the workers.
+# Lines that a slow machine adds: dask's nannies write the first, with and without devices. dask's
+# scheduler writes the second for a task that did not run, if the client leaves before the workers.
 SLOW = ("still alive after", "Aborting reschedule")
 
 
