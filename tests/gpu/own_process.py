@@ -21,12 +21,12 @@ def answer_of(module: str, *arguments: str, **variables: str) -> Any:
     module, *arguments
         As ``python -m`` takes them.
     **variables
-        What its environment has besides; nothing in it simulates or hides devices.
+        What its environment has besides; nothing in it simulates devices.
     """
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("DASK_DEVCTX__SIMULATED_DEVICES", "CUDA_VISIBLE_DEVICES")
+        if name != "DASK_DEVCTX__SIMULATED_DEVICES"
     }
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as locks:  # other tests use the GPUs at the same time

@@ -17,7 +17,7 @@ import pytest
 pytestmark = pytest.mark.gpu(count=2)
 
 LIBRARIES = ("torch", "cupy", "numba")
-REAL = {"DASK_DEVCTX__SIMULATED_DEVICES": None, "CUDA_VISIBLE_DEVICES": None}
+REAL = {"DASK_DEVCTX__SIMULATED_DEVICES": None}
 
 
 def need(*modules):

@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu(count=2)
 
-REAL = {"DASK_DEVCTX__SIMULATED_DEVICES": None, "CUDA_VISIBLE_DEVICES": None}
+REAL = {"DASK_DEVCTX__SIMULATED_DEVICES": None}
 
 
 def agrees(library):
