@@ -26,6 +26,10 @@ os.environ["DASK_DEVCTX__LOCK_DIRECTORY"] = os.path.join(
     tempfile.gettempdir(), f"dask-devctx-tests-{os.getpid()}"
 )
 
+# As in dask's own tests: its profiler takes time, and reads the frames of threads that run, where
+# Python 3.11 may crash (python/cpython#99110).
+os.environ["DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED"] = "False"
+
 from dask_devctx import driver
 from dask_devctx.cuda.scope import open_scopes
 
@@ -80,6 +84,13 @@ def real_gpus() -> tuple[int, str]:
     )
     answer = (done.stdout.strip() or done.stderr.strip() or "no answer").splitlines()[-1]
     return (int(answer), "the driver's count") if answer.isdecimal() else (0, answer)
+
+
+@pytest.fixture(autouse=True)
+def all_visible(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated devices are all visible, whichever real ones are."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.fixture(autouse=True)
