@@ -479,6 +479,48 @@ def peer_access(kind):
     ]
 
 
+# -- host memory
+
+
+def page_locking(kind):
+    import mmap
+
+    d = make(kind)
+    ok(d.cuInit(0))
+    nbytes, portable = 2**20, int(types.CU_MEMHOSTREGISTER_PORTABLE)
+    pages = mmap.mmap(-1, nbytes)
+    host = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    without = names(d.cuMemHostRegister(host, nbytes, portable), d.cuMemHostUnregister(host))
+    assert without == ["INVALID_CONTEXT", "INVALID_CONTEXT"]
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    assert names(
+        d.cuMemHostUnregister(host),
+        d.cuMemHostRegister(host, 0, portable),
+        d.cuMemHostRegister(0, nbytes, portable),
+        d.cuMemHostRegister(host, nbytes, portable),
+        d.cuMemHostRegister(host, nbytes, portable),
+    ) == [
+        "HOST_MEMORY_NOT_REGISTERED",
+        "INVALID_VALUE",
+        "INVALID_VALUE",
+        "SUCCESS",
+        "HOST_MEMORY_ALREADY_REGISTERED",
+    ]
+    memory, stream = ok(d.cuMemAlloc(nbytes)), types.CUstream(0)
+    pages[:] = b"ab" * (nbytes // 2)
+    ok(d.cuMemcpyHtoDAsync(memory, host, nbytes, stream))
+    ok(d.cuStreamSynchronize(stream))
+    pages[:] = bytes(nbytes)
+    ok(d.cuMemcpyDtoHAsync(host, memory, nbytes, stream))
+    ok(d.cuStreamSynchronize(stream))
+    assert pages[:] == b"ab" * (nbytes // 2)
+    assert names(d.cuMemHostUnregister(host), d.cuMemHostUnregister(host)) == [
+        "SUCCESS",
+        "HOST_MEMORY_NOT_REGISTERED",
+    ]
+    assert pages[:2] == b"ab"  # they stay as they are
+
+
 # -- fork
 
 
@@ -552,6 +594,7 @@ CONTRACT = [
     memory_goes_with_its_context,
     peer_access_to_itself,
     peer_access,
+    page_locking,
     forked_after_init,
     forked_before_init,
     environment_is_read_once,

@@ -1,0 +1,197 @@
+"""Host memory for values that leave a device: locked once, given out again, never above a limit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+
+import pytest
+from cuda.bindings.driver import CUresult
+
+from dask_devctx import Device
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.transfer.page_locked import HostBlock, PageLockedPool
+
+SLAB = 2 * 2**20
+
+
+def pool_of(slabs: int, **kwargs: object) -> PageLockedPool:
+    return PageLockedPool(Device(0), slabs * SLAB, slab=SLAB, **kwargs)  # type: ignore[arg-type]
+
+
+def locked(machine: SimulatedMachine) -> tuple[int, int]:
+    """How often pages were locked and unlocked."""
+    calls = machine.faults.calls
+    return calls["cuMemHostRegister"], calls["cuMemHostUnregister"]
+
+
+def test_blocks_have_their_own_bytes(machine: SimulatedMachine) -> None:
+    pool = pool_of(2)
+    blocks = [pool.take(nbytes) for nbytes in (1, 1000, SLAB // 2, SLAB // 2)]
+    for n, block in enumerate(blocks):
+        assert block.is_page_locked
+        block.contents[:] = bytes([n]) * block.nbytes
+    assert [set(block.contents) for block in blocks] == [{0}, {1}, {2}, {3}]
+    assert [len(block.contents) for block in blocks] == [1, 1000, SLAB // 2, SLAB // 2]
+    assert pool.nbytes == 2 * SLAB
+    assert sum(block.nbytes for block in blocks) <= pool.taken <= pool.nbytes
+    assert locked(machine) == (2, 0)
+    pool.close()
+
+
+def test_pages_are_used_again_without_being_locked_again(machine: SimulatedMachine) -> None:
+    pool = pool_of(1)
+    addresses = set()
+    for _ in range(5):
+        block = pool.take(SLAB)
+        addresses.add(block.address)
+        del block
+    assert len(addresses) == 1
+    assert pool.taken == 0
+    assert locked(machine) == (1, 0)
+    pool.close()
+    assert locked(machine) == (1, 1)
+
+
+def test_beyond_the_limit_memory_is_ordinary(machine: SimulatedMachine) -> None:
+    pool = pool_of(1)
+    first, second = pool.take(SLAB), pool.take(SLAB)
+    assert (first.is_page_locked, second.is_page_locked) == (True, False)
+    second.contents[:] = bytes(SLAB)
+    assert pool.nbytes == SLAB
+    del first
+    assert pool.take(SLAB).is_page_locked
+    pool.close()
+
+
+@pytest.mark.parametrize(("nbytes", "is_locked"), [(3 * SLAB, True), (4 * SLAB + 1, False)])
+def test_a_block_that_is_larger_than_a_slab(
+    machine: SimulatedMachine, nbytes: int, is_locked: bool
+) -> None:
+    pool = pool_of(4)
+    block = pool.take(nbytes)
+    assert block.is_page_locked == is_locked
+    assert len(block.contents) == nbytes
+    assert pool.nbytes == (nbytes if is_locked else 0)
+    pool.close()
+
+
+def test_without_any_page_locked_memory(machine: SimulatedMachine) -> None:
+    pool = pool_of(0)
+    assert not pool.take(100).is_page_locked
+    assert not pool.grow_ahead()
+    assert locked(machine) == (0, 0)
+
+
+def test_no_bytes(machine: SimulatedMachine) -> None:
+    pool = pool_of(1)
+    assert bytes(pool.take(0).contents) == b""
+    pool.close()
+    assert bytes(pool.take(0).contents) == b""
+
+
+def test_others_make_room_before_memory_is_ordinary(machine: SimulatedMachine) -> None:
+    given: list[HostBlock] = []
+    asked: list[int] = []
+
+    def make_room(nbytes: int) -> bool:
+        asked.append(nbytes)
+        return bool(given and [given.pop()])
+
+    pool = pool_of(1, make_room=make_room)
+    given.append(pool.take(SLAB))
+    assert pool.take(SLAB // 2).is_page_locked
+    assert asked == [SLAB // 2]
+    one = pool.take(SLAB // 2), pool.take(SLAB)
+    assert [block.is_page_locked for block in one] == [True, False]
+    assert asked == [SLAB // 2, SLAB]
+    pool.close()
+
+
+def test_two_slabs_are_locked_ahead(machine: SimulatedMachine) -> None:
+    pool = pool_of(4)
+    assert [pool.grow_ahead() for _ in range(3)] == [True, True, False]
+    first = pool.take(SLAB)
+    assert locked(machine)[0] == 2
+    assert [pool.grow_ahead() for _ in range(2)] == [True, False]
+    rest = pool.take(SLAB), pool.take(SLAB)
+    assert [pool.grow_ahead() for _ in range(2)] == [True, False]  # now at its limit
+    assert pool.nbytes == 4 * SLAB
+    del first, rest
+    pool.close()
+    assert locked(machine) == (4, 4)
+
+
+def test_a_driver_that_refuses_is_not_asked_again(
+    machine: SimulatedMachine, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = pool_of(4)
+    first = pool.take(SLAB)
+    machine.faults.inject("cuMemHostRegister", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    with caplog.at_level(logging.WARNING):
+        blocks = [pool.take(SLAB) for _ in range(3)]
+    assert not any(block.is_page_locked for block in blocks)
+    assert not pool.grow_ahead()
+    assert locked(machine)[0] == 2
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "No more host memory can be page-locked (cuMemHostRegister failed" in said
+    assert first.is_page_locked
+    pool.close()
+
+
+def test_blocks_outlive_the_pool(machine: SimulatedMachine) -> None:
+    pool = pool_of(2)
+    block, other = pool.take(SLAB), pool.take(SLAB)
+    view = block.contents
+    view[:] = b"x" * SLAB
+    pool.close()
+    assert locked(machine) == (2, 0)
+    del other
+    assert locked(machine) == (2, 1)
+    del pool, block  # the view keeps the block
+    gc.collect()
+    assert set(view) == {ord("x")}
+    assert locked(machine) == (2, 1)
+    del view
+    gc.collect()
+    assert locked(machine) == (2, 2)
+
+
+def test_a_broken_device_has_no_locked_pages(machine: SimulatedMachine) -> None:
+    pool = pool_of(1)
+    block = pool.take(SLAB)
+    machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+    pool.close()
+    del block
+    machine.faults.clear()
+
+
+def test_threads_take_and_give_at_the_same_time(machine: SimulatedMachine) -> None:
+    pool, failed = pool_of(4), []
+
+    def work(mark: int) -> None:
+        rng = random.Random(mark)
+        held: list[HostBlock] = []
+        for _ in range(150):
+            if held and rng.random() < 0.5:
+                block = held.pop(rng.randrange(len(held)))
+                if bytes(block.contents) != bytes([mark]) * block.nbytes:
+                    failed.append(mark)
+            else:
+                block = pool.take(rng.choice([1, 300, 70_000, SLAB // 2]))
+                block.contents[:] = bytes([mark]) * block.nbytes
+                held.append(block)
+            pool.grow_ahead()
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert pool.taken == 0
+    assert pool.nbytes == 4 * SLAB
+    pool.close()
+    assert locked(machine) == (4, 4)
