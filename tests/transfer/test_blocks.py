@@ -1,4 +1,4 @@
-"""The allocations under a value: views of one count once, and what is not known is said to be so."""
+"""The allocations under a value: views of one count once; unknown ones are said to be unknown."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import threading
 import time
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -58,6 +59,42 @@ def test_blocks_of_a_quarter_of_a_device(job: str, tasks_per_device: int) -> Non
         else:
             assert (blocks_of((x - x.max(axis=0)).persist()) == expected - expected.max(0)).all()
         assert counts(client)["spills"] or tasks_per_device == 2
+
+
+EIGHTH = 128  # rows and columns of a block of 128 KiB
+# By default, dask makes larger blocks in between, and joins four at a time.
+SMALL = {"block_size_limit": 128 * KIB}
+METHODS = {"rechunk": "tasks", "p2p": "p2p"}
+
+
+@pytest.mark.parametrize("tasks_per_device", [1, 2])
+@pytest.mark.parametrize(
+    "job",
+    [
+        "sum",
+        *(pytest.param(job, marks=pytest.mark.long) for job in ("transpose", *METHODS, "dot")),
+    ],
+)
+def test_blocks_of_an_eighth_of_a_device(job: str, tasks_per_device: int) -> None:
+    """More than four times the limit in all, and no task fails that could have run."""
+    n = 8 * EIGHTH
+    expected = on_the_host(n, EIGHTH)
+    with (
+        dask.config.set(split_every=2),
+        threads(1 * MIB, 2, tasks_per_device=tasks_per_device) as client,
+    ):
+        x = array(n, EIGHTH).persist()
+        wait(x)
+        if job == "sum":
+            assert read(x.sum().compute()) == expected.sum()
+        elif job == "transpose":
+            assert (blocks_of((x + x.T).persist()) == expected + expected.T).all()
+        elif job == "dot":
+            assert (blocks_of(x.dot(x).persist()) == expected.dot(expected)).all()
+        else:
+            rows = x.rechunk((EIGHTH // 8, n), method=METHODS[job], **SMALL).persist()
+            assert (blocks_of(rows) == expected).all()
+        assert counts(client)["spills"] > 40
 
 
 running: list[str] = []
