@@ -11,6 +11,9 @@ from distributed import Client
 from distributed.comm import get_address_host
 from distributed.security import Security
 
+from dask_devctx.config.packages import is_ucx, require_ucx
+from dask_devctx.errors import MissingPackageError
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PEM = click.Path(exists=True, resolve_path=True)
@@ -46,6 +49,8 @@ def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str 
     ------
     click.UsageError
         There is neither, or the address is none.
+    click.ClickException
+        The address is of UCX, which is not installed.
     """
     address: str | None = scheduler or dask.config.get("scheduler-address", None)
     if scheduler_file and not scheduler:
@@ -55,7 +60,11 @@ def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str 
             "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
         )
     try:
+        if is_ucx(address):  # without UCX, dask raises a warning
+            require_ucx(address.partition(":")[0])
         get_address_host(address)
+    except MissingPackageError as error:
+        raise click.ClickException(str(error)) from error
     except ValueError as error:
         raise click.UsageError(
             f"the scheduler's address must be like tcp://scheduler:8786, got {address!r}: {error}"

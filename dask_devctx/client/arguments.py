@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import logging
 import os
@@ -17,7 +16,7 @@ import dask
 from distributed import LocalCluster, Nanny, Worker
 
 from dask_devctx.config.options import OPTION_NAMES
-from dask_devctx.config.packages import require
+from dask_devctx.config.packages import is_ucx, require_ucx
 from dask_devctx.config.signatures import refuse_unknown
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DeviceNotFoundError
@@ -253,19 +252,14 @@ def set_up_ucx(kept: dict[str, Any]) -> None:
     if kept.pop("enable_tcp_over_ucx", None):
         if protocol is None:
             protocol = kept["protocol"] = "ucx"
-        elif not _is_ucx(protocol):
+        elif not is_ucx(protocol):
             raise TypeError(f"enable_tcp_over_ucx needs protocol='ucx', got {protocol!r}")
-    if not _is_ucx(protocol):
+    if protocol is None or not is_ucx(protocol):
         return
-    if importlib.util.find_spec("ucp") is None:
-        require(f"protocol={protocol!r}", "distributed_ucxx")
+    require_ucx(protocol)
     for name in UCX:
         kept.pop(name, None)
     if any(flags.values()):
         flags["cuda-copy"] = True
     # For this process, where the client is, and so for the nannies and workers that it starts.
     dask.config.set({f"distributed-ucxx.{key}": value for key, value in flags.items()})
-
-
-def _is_ucx(protocol: str | None) -> bool:
-    return protocol is not None and protocol.partition(":")[0] in ("ucx", "ucxx")

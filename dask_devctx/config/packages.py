@@ -81,6 +81,17 @@ def require(option: str, package: str) -> None:
         raise MissingPackageError(option, package, remedy)
 
 
+def is_ucx(protocol: str | None) -> bool:
+    """Return whether a protocol, or an address, is of UCX."""
+    return protocol is not None and protocol.partition(":")[0] in ("ucx", "ucxx")
+
+
+def require_ucx(protocol: str) -> None:
+    """Check that UCX is installed; raise as :func:`require` does."""
+    if importlib.util.find_spec("ucp") is None:  # the package of earlier versions
+        require(f"protocol={protocol!r}", "distributed_ucxx")
+
+
 def allocators_agree(options: Options) -> None:
     """Check that no two options ask for different allocators.
 

@@ -11,6 +11,14 @@ from click.testing import CliRunner, Result
 from dask_devctx import LocalDeviceCluster
 from dask_devctx.cli import devctx
 
+# Those of `dask cuda config`, version 26.10.
+THEIRS = {"--scheduler-file", "--tls-ca-file", "--tls-cert", "--tls-key"}
+
+
+def test_it_has_every_option_of_dask_cuda_config() -> None:
+    command: Any = devctx.commands["config"]
+    assert {text for param in command.params for text in param.opts} >= {"scheduler", *THEIRS}
+
 
 def show(*arguments: str) -> Result:
     return CliRunner().invoke(devctx, ["config", *arguments], catch_exceptions=False)

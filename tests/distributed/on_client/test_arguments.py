@@ -229,6 +229,17 @@ EXAMPLES: list[tuple[dict[str, Any], list[list[int]] | str]] = [
         },
         "distributed_ucxx",
     ),
+    (
+        {
+            "enable_tcp_over_ucx": True,
+            "enable_nvlink": True,
+            "enable_infiniband": False,
+            "enable_rdmacm": False,
+            "interface": None,
+            "rmm_pool_size": 1_000_000_000,
+        },
+        "distributed_ucxx",
+    ),
 ]
 
 
