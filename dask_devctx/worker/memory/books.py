@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.blocks import Memory, memories
-from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.ledger import Ledger
 
 if TYPE_CHECKING:
+    from dask_devctx.worker.memory.kept import Kept
     from dask_devctx.worker.memory.surroundings import Surroundings
+
+
+class _Counted:
+    """The entries of one value in the books; this outlives the value."""
+
+    __slots__ = ("away", "memories")
+
+    def __init__(self) -> None:
+        # In host memory: the device that it left, and its bytes. On devices: its allocations.
+        self.away: tuple[Device, int] | None = None
+        self.memories: frozenset[Memory] = frozenset()
 
 
 class Books:
@@ -36,7 +48,10 @@ class Books:
 
     Notes
     -----
-    The methods need the lock, apart from :meth:`used`, :meth:`count` and :meth:`ended`.
+    The methods need the lock, apart from :meth:`used` and :meth:`count`.
+
+    A value ends when the garbage collector says so. It must not be found any more then: a
+    ``__del__`` would run while other threads can still take the value up by its weak reference.
     """
 
     # The limit, the bytes on the device and those that left it; then the moves since the start.
@@ -52,7 +67,7 @@ class Books:
             for device, limit in limits.items()
         }
         self._around = around
-        self._ended: deque[tuple[Device | None, int, frozenset[Memory]]] = deque()
+        self._ended: deque[_Counted] = deque()
         self._numbers = itertools.count(1)
 
     def used(self, device: Device) -> int:
@@ -92,6 +107,7 @@ class Books:
         """Count a value that is on its device."""
         self.settle()
         self.touch(kept)
+        self._entries(kept).memories = kept.memories
         for memory, ledger in self._with_ledgers(kept.memories):
             ledger.add(memory, kept)
 
@@ -99,32 +115,49 @@ class Books:
         """Count a value that has left its device as one in host memory."""
         for memory, ledger in self._with_ledgers(kept.memories):
             ledger.remove(memory, kept)
-        kept.memories = frozenset()
-        self.count_away(kept, +1)
+        kept.memories = self._entries(kept).memories = frozenset()
+        self.count_away(kept)
 
-    def count_away(self, kept: Kept, sign: int) -> None:
-        """Count a value in host memory, or no longer."""
-        form = kept.form
+    def count_away(self, kept: Kept) -> None:
+        """Count a value in host memory."""
+        form, counted = kept.form, self._entries(kept)
         assert form is not None
+        self._count_back(counted)
         if form.home in self.ledgers:
-            self.ledgers[form.home].spilled += sign * form.share
+            counted.away = form.home, form.share
+            self.ledgers[form.home].spilled += form.share
 
-    def ended(self, kept: Kept) -> None:
-        """Stop counting a value that was released; called by the garbage collector."""
-        if kept.value is AWAY:
-            if kept.form is not None:
-                self._ended.append((kept.form.home, kept.form.share, frozenset()))
+    def count_back(self, kept: Kept) -> None:
+        """Count a value in host memory no longer."""
+        self._count_back(self._entries(kept))
+
+    def take_over(self, kept: Kept) -> None:
+        """Count a value that other books have counted."""
+        kept.counted = None
+        if kept.is_away:
+            self.count_away(kept)
         else:
-            self._ended.append((None, 0, kept.memories))
+            self.arrived(kept)
 
     def settle(self) -> None:
         """Count off the values that were released."""
         while self._ended:
-            home, nbytes, gone = self._ended.popleft()
-            if home is not None and home in self.ledgers:
-                self.ledgers[home].spilled -= nbytes
-            for memory, ledger in self._with_ledgers(gone):
+            counted = self._ended.popleft()
+            self._count_back(counted)
+            for memory, ledger in self._with_ledgers(counted.memories):
                 ledger.forget_dead(memory)
+
+    def _entries(self, kept: Kept) -> _Counted:
+        if kept.counted is None:
+            kept.counted = _Counted()
+            weakref.finalize(kept, self._ended.append, kept.counted).atexit = False
+        return kept.counted  # type: ignore[no-any-return]
+
+    def _count_back(self, counted: _Counted) -> None:
+        if counted.away is not None:
+            home, nbytes = counted.away
+            self.ledgers[home].spilled -= nbytes
+            counted.away = None
 
     def _with_ledgers(self, found: Iterable[Memory]) -> Iterator[tuple[Memory, Ledger]]:
         """Yield the allocations on devices with a limit, each with its device's ledger."""

@@ -55,11 +55,13 @@ class Kept:
         Whether it is being copied to the host.
     stays
         Whether it cannot leave.
+    counted
+        What the books count for it, and count off after its end; None before they count it.
     """
 
     __slots__ = (
-        *("__weakref__", "after", "form", "index", "key", "leaving", "memories", "memory"),
-        *("pins", "places", "stays", "touched", "value"),
+        *("__weakref__", "after", "counted", "form", "index", "key", "leaving", "memories"),
+        *("memory", "pins", "places", "stays", "touched", "value"),
     )
 
     def __init__(self, key: Hashable, value: Any, memory: DeviceMemory | None) -> None:
@@ -75,10 +77,7 @@ class Kept:
         self.pins = 0
         self.leaving = False
         self.stays = False
-
-    def __del__(self) -> None:
-        if self.memory is not None:
-            self.memory.books.ended(self)
+        self.counted: Any = None
 
     @property
     def has_host_memory(self) -> bool:

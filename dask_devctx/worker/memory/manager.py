@@ -99,16 +99,13 @@ class DeviceMemory:
                     kept.form.home = next(iter(self.books.ledgers))
                 kept.memory = self
                 kept.form.members = [weakref.ref(kept)]
-                self.books.count_away(kept, +1)
+                self.books.count_away(kept)
 
     def take_over(self, kept: Kept) -> None:
         """Count a value that another manager has kept."""
         with self._lock:
             kept.memory = self
-            if kept.is_away:
-                self.books.count_away(kept, +1)
-            else:
-                self.books.arrived(kept)
+            self.books.take_over(kept)
 
     # -- readers
 

@@ -100,7 +100,7 @@ class Returning:
                         continue
                     value = values[kept.index]
                     places = nbytes_by_device(value)
-                    self._books.count_away(kept, -1)
+                    self._books.count_back(kept)
                     self._around.brought(kept.key, places, stamp)  # before a task can see the value
                     kept.value, kept.places, kept.after = value, places, stamp
                     kept.memories = self._books.memories(value, places)
@@ -127,10 +127,9 @@ class Returning:
                 kept = ref()
                 if kept is None or kept.form is not form or not kept.is_away:
                     continue
-                self._books.count_away(kept, -1)
                 kept.form, kept.index = forms[kept.index], 0
                 kept.form.members = [ref]
-                self._books.count_away(kept, +1)
+                self._books.count_away(kept)
         return True
 
     def _allocated(self, form: HostForm, device: Device) -> tuple[tuple[Any, ...], Stamp]:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -352,3 +353,29 @@ def test_values_that_are_away_outlive_the_plugin() -> None:
             lambda dask_worker: {type(value).__name__ for value in dask_worker.data.values()}
         )
         assert set().union(*kinds.values()) == {"SimulatedArray", "int"}
+
+
+def test_a_value_that_ends_cannot_be_taken_up_by_another_thread() -> None:
+    """Else it would be counted twice: as one that came back, and as one that ended."""
+    with threads(1 * MIB, 1) as client:
+
+        def seen_at_its_end(dask_worker: Worker) -> tuple[int, set[bool]]:
+            memory: Any = dask_worker.data.memory  # type: ignore[attr-defined]
+            kept, found = memory.keep("mine", full(1)), []
+            ref = weakref.ref(kept)
+
+            def look(frame: Any, event: str, arg: object) -> None:
+                found.append(ref() is None)
+
+            held = memory.books.used(Device(0))
+            sys.setprofile(look)
+            try:
+                del kept
+            finally:
+                sys.setprofile(None)
+            assert memory.books.used(Device(0)) == 0
+            return held, set(found[:-1])
+
+        ((held, ended),) = client.run(seen_at_its_end).values()
+        assert held == 128 * 2**10
+        assert ended == {True}
