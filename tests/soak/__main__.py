@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -199,6 +200,7 @@ class Soak:
         until = time.monotonic() + 60
         while True:
             left: Counter[str] = Counter()
+            gc.collect()  # futures that were gathered are in cycles
             for found in self.client.run(tasks.left_in_worker, on_error="ignore").values():
                 left.update(found)
             if not left.total() or time.monotonic() > until:
