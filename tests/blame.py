@@ -63,7 +63,7 @@ def good_cupy(number: int) -> int:
     return int((values * values).sum())
 
 
-def bad_cupy() -> str:
+def bad_cupy(kernel_s: float = KERNEL_S) -> str:
     import cupy
     import numpy
 
@@ -74,7 +74,7 @@ def bad_cupy() -> str:
         *(volatile int*)where = 1;
     }
     """
-    cycles = numpy.int64(KERNEL_S * 1.7e9)
+    cycles = numpy.int64(kernel_s * 1.7e9)
     cupy.RawKernel(source, "write")((1,), (1,), (numpy.int64(16), cycles))
     return "looks good"
 

@@ -48,7 +48,8 @@ class Soak:
 
     def __init__(self, arguments: argparse.Namespace, place: Path) -> None:
         self.arguments, self.place = arguments, place
-        self.cut = not arguments.loopback and can_cut()
+        self.gpus: bool = arguments.gpus
+        self.cut = not (arguments.loopback or self.gpus) and can_cut()
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.again = 0
         self.submitted_at: dict[Batch, int] = {}  # the scheduler's starts until then
@@ -70,12 +71,16 @@ class Soak:
             },
         }
         with ExitStack() as steps:
-            ip, hosts = steps.enter_context(network(self.arguments.hosts, self.cut))
+            ip, hosts = steps.enter_context(
+                network(1 if self.gpus else self.arguments.hosts, self.cut)
+            )
             enter = steps.enter_context
             self.scheduler = enter(closing(Scheduler(ip, open_port(ip), self.place, env)))
             address = self.scheduler.address
             self.hosts = [
-                enter(closing(Host(number, own, address, self.place, env, *reached)))
+                enter(
+                    closing(Host(number, own, address, self.place, env, *reached, gpus=self.gpus))
+                )
                 for number, (own, *reached) in enumerate(hosts)
             ]
             self.faults = Faults(
@@ -247,6 +252,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--batch", type=int, default=200, metavar="TASKS")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--loopback", action="store_true", help="no networks, even if root")
+    parser.add_argument("--gpus", action="store_true", help="one host, four real GPUs, with CuPy")
     parser.add_argument("--faults", type=float, default=1.0, help="so many times as often as usual")
     parser.add_argument("--guilty", type=float, default=0.3, help="such tasks in a batch")
     parser.add_argument("--patience", type=float, default=240.0, metavar="SECONDS")

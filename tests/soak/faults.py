@@ -88,8 +88,8 @@ class Faults:
         acts: dict[str, Callable[[], object]] = {
             "worker killed": lambda: host.send(chance, signal.SIGKILL),
             "worker stood still": lambda: host.stop_one(chance, 0.5 + 4 * chance.random()),
-            "hardware failed": lambda: host.send(chance, signal.SIGUSR1),
-            "device broke, nobody guilty": lambda: host.send(chance, signal.SIGUSR2),
+            "hardware failed": lambda: host.break_devices(chance, signal.SIGUSR1),
+            "device broke, nobody guilty": lambda: host.break_devices(chance, signal.SIGUSR2),
             "network gone, short": lambda: host.cut_off(0.2 + 3 * chance.random()),
             "network gone, long": lambda: host.cut_off(LONG_S),
             "host killed": host.kill,

@@ -104,6 +104,8 @@ class Host:
         The words before a command that run it on this host.
     link
         The network device by which the host is connected; None if it cannot be cut.
+    gpus
+        Whether its devices are the machine's own, of which there must be four.
     """
 
     def __init__(
@@ -115,8 +117,10 @@ class Host:
         env: Mapping[str, str],
         inside: Sequence[str] = (),
         link: str | None = None,
+        *,
+        gpus: bool = False,
     ) -> None:
-        self._link = link
+        self._link, self._gpus = link, gpus
         own = place / f"host{number}"
         own.mkdir()
         command = [sys.executable, "-m", "dask", "devctx", "worker", scheduler, "--host", ip]
@@ -126,12 +130,13 @@ class Host:
         command += ["--nthreads", str(LOOK_AHEAD * DEVICES // WORKERS)]
         if number % 2 == 0:  # on the other hosts, workers divide the devices among themselves
             command += ["--devices-per-worker", str(DEVICES // WORKERS)]
-        more = {
-            "DASK_DEVCTX__SIMULATED_HOST": own.name,
-            "DASK_DEVCTX__SIMULATED_DEVICES": str(DEVICES),
-            "DASK_DEVCTX__SIMULATED_MEMORY": MEMORY,
-            "DASK_DEVCTX__LOCK_DIRECTORY": str(own / "locks"),
-        }
+        more = {"DASK_DEVCTX__LOCK_DIRECTORY": str(own / "locks")}
+        if not gpus:
+            more |= {
+                "DASK_DEVCTX__SIMULATED_HOST": own.name,
+                "DASK_DEVCTX__SIMULATED_DEVICES": str(DEVICES),
+                "DASK_DEVCTX__SIMULATED_MEMORY": MEMORY,
+            }
         self._programs = [
             Program([*inside, *command], {**env, **more}, place / f"{own.name}.{worker}.log")
             for worker in range(WORKERS)
@@ -164,6 +169,10 @@ class Host:
                 chance.choice(found).send_signal(number)
                 return True
         return False
+
+    def break_devices(self, chance: random.Random, number: signal.Signals) -> bool:
+        """Break the simulated devices of a worker, as ``preload`` says."""
+        return not self._gpus and self.send(chance, number)
 
     def stop_one(self, chance: random.Random, seconds: float) -> bool:
         """Let a worker stand still for a while."""

@@ -1,4 +1,4 @@
-"""The functions that the tasks call, on simulated devices and on the host alone."""
+"""The functions that the tasks call: with CuPy, on simulated devices, and on the host alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from cuda.bindings.driver import CUresult
 
-from dask_devctx import Device, SimulatedArray, driver, task_devices
+from dask_devctx import Device, SimulatedArray, device_of, driver, task_devices
 from dask_devctx.cuda.scope import open_scopes
+from tests.blame import bad_cupy
 
 
 def values(number: int, length: int) -> np.ndarray:
@@ -24,42 +25,51 @@ def sum_of(number: int, length: int) -> int:
 
 
 def faults() -> Any:
+    """Return the faults of the simulated machine; None on real GPUs."""
     machine = driver.backend().machine
-    assert machine is not None
-    return machine.faults
+    return None if machine is None else machine.faults
+
+
+def array_of(host: np.ndarray) -> Any:
+    """Return an array on the current device: CuPy's where the GPUs are real."""
+    if driver.backend().machine is not None:
+        return SimulatedArray.asarray(host)
+    import cupy
+
+    return cupy.asarray(host)
 
 
 # -- tasks on devices
 
 
-def make(number: int, length: int) -> SimulatedArray:
+def make(number: int, length: int) -> Any:
     current = Device.current()
     assert current is not None
-    array = SimulatedArray.asarray(values(number, length))
-    assert array.device is current
+    array = array_of(values(number, length))
+    assert device_of(array) is current
     return array
 
 
-def total(*arrays: SimulatedArray) -> int:
+def total(*arrays: Any) -> int:
     here = Device.current()
     assert here is not None
-    assert all(array.device is here for array in arrays), "an input was not moved"
+    assert all(device_of(array) is here for array in arrays), "an input was not moved"
     return sum(int(array.sum()) for array in arrays)
 
 
-async def total_later(*arrays: SimulatedArray) -> int:
+async def total_later(*arrays: Any) -> int:
     here = Device.current()
     await asyncio.sleep(0.001)
     assert Device.current() is here
     return total(*arrays)
 
 
-def total_on_host(*arrays: SimulatedArray) -> int:
+def total_on_host(*arrays: Any) -> int:
     assert Device.current() is None
     return sum(int(array.get().sum()) for array in arrays)
 
 
-def total_across(array: SimulatedArray, count: int) -> int:
+def total_across(array: Any, count: int) -> int:
     """Sum an array in ``count`` parts, each on a device of its own."""
     devices = task_devices()
     assert len(set(devices)) == count, devices
@@ -67,12 +77,14 @@ def total_across(array: SimulatedArray, count: int) -> int:
     found = 0
     for device, part in zip(devices, parts, strict=True):
         with device:
-            found += int(SimulatedArray.asarray(part).sum())
+            found += int(array_of(part).sum())
     return found
 
 
-def meet(function: str, status: CUresult, at_exit: bool, *arrays: SimulatedArray) -> int:
-    """Sum arrays; a call of the driver fails, half of the times, in this task's thread."""
+def meet(function: str, status: CUresult, at_exit: bool, *arrays: Any) -> int:
+    """Sum arrays; a call of a simulated driver fails, half of the times, in this task's thread."""
+    if faults() is None:
+        return total(*arrays)
     me = threading.get_ident()
 
     def mine(*args: Any) -> bool:
@@ -85,6 +97,8 @@ def meet(function: str, status: CUresult, at_exit: bool, *arrays: SimulatedArray
 
 def break_device(after_s: float) -> str:
     """Leave a kernel that breaks the device; count as done, unless it breaks at once."""
+    if faults() is None:
+        return bad_cupy(after_s)
     faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
     return "looks good"
 
@@ -121,11 +135,23 @@ async def left_in_worker(dask_worker: Any) -> dict[str, int]:
             break
         await asyncio.sleep(0.05)
     await peers.way.give_back()
-    machine = driver.backend().machine
-    assert machine is not None
     return {
         "values": len(dask_worker.data),
-        "values in bytes": sum(gpu.used_memory for gpu in machine.gpus),
+        "values in bytes": used_memory(dask_worker),
         "scopes": len(open_scopes()),
         "bytes on their way": int(peers.in_use),
     }
+
+
+def used_memory(dask_worker: Any) -> int:
+    """Return the bytes of device memory that a worker uses."""
+    machine = driver.backend().machine
+    if machine is not None:
+        return sum(gpu.used_memory for gpu in machine.gpus)
+    import cupy
+
+    used = 0
+    for device in dask_worker.plugins["devctx"].worker_devices:
+        with device:
+            used += int(cupy.get_default_memory_pool().used_bytes())
+    return used

@@ -219,24 +219,34 @@ class Incoming:
     async def _pieces(
         self, address: str, number: int, receiving: Receiving, where: Description, last: int
     ) -> None:
-        """Read one piece after the other, each staged while the one before it is read."""
-        for index in range(last + 1):
-            asked: asyncio.Task[Any] | None = None
-            if index < last:
-                asked = asyncio.create_task(self._ask(address, number, index + 1, index))
-            try:
-                await self._run(_read, receiving, index, where)
-                if asked is not None:
-                    said = await asked
-                    if said is False:  # there is room where the piece was that is read now
-                        said = await self._ask(address, number, index + 1, index + 1)
-                    if not said:
-                        raise CommClosedError(f"{address} gave a transfer up")
-                    where = read_description(said)
-            except BaseException:
-                if asked is not None:
-                    asked.cancel()
-                raise
+        """Read the pieces, two at a time, while the one after them is staged."""
+        reads: list[asyncio.Task[None]] = []
+        try:
+            for index in range(last + 1):
+                reads.append(asyncio.create_task(self._run(_read, receiving, index, where)))
+                if index < last:
+                    where = await self._staged(address, number, index + 1, reads)
+                if index:
+                    await reads[index - 1]
+            await reads[last]
+        except BaseException as error:
+            # They write to memory that is freed next; and what a device says comes first.
+            ends = await asyncio.gather(*reads, return_exceptions=True)
+            raise next((end for end in ends if isinstance(end, DriverError)), error) from None
+
+    async def _staged(
+        self, address: str, number: int, index: int, reads: Sequence[asyncio.Task[None]]
+    ) -> Description:
+        """Return where the next piece is."""
+        is_read = [read.done() for read in reads]
+        first_unread = is_read.index(False) if False in is_read else index
+        said = await self._ask(address, number, index, first_unread)
+        if said is False:  # there is room where the pieces were that are read now
+            await asyncio.gather(*reads)
+            said = await self._ask(address, number, index, index)
+        if not said:
+            raise CommClosedError(f"{address} gave a transfer up")
+        return read_description(said)
 
     async def _ask(self, address: str, number: int, index: int, read: int) -> Any:
         call = getattr(self._worker.rpc(address), NEXT)
