@@ -14,7 +14,6 @@ from typing import Any, Final
 import click
 import dask
 from distributed.cli.dask_worker import main as dask_worker
-from distributed.system import MEMORY_LIMIT
 
 from dask_devctx import driver
 from dask_devctx.cli.connection import scheduler_address
@@ -22,6 +21,7 @@ from dask_devctx.cli.usable import usable_devices
 from dask_devctx.client.arguments import DASK_CUDAS, UCX, set_up_ucx
 from dask_devctx.client.cluster import default_n_workers, even_share, look_ahead
 from dask_devctx.config.checks import key_of
+from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import Options
 from dask_devctx.cuda import discovery
 from dask_devctx.errors import DevctxError
@@ -105,7 +105,8 @@ def _run(**given: Any) -> None:
         options, n_workers, per_worker = _shape(n_workers, nanny=given["nanny"])
         given["nthreads"] = given["nthreads"] or look_ahead(per_worker, options)
         if given["memory_limit"] == "auto":
-            given["memory_limit"] = MEMORY_LIMIT // n_workers
+            together = n_workers if options.shared else 1
+            given["memory_limit"] = fair_memory(per_worker) // together
         given["preload"] = ("dask_devctx", *given["preload"])
         share = {"devctx.devices-per-worker": per_worker} if n_workers > 1 else {}
         with dask.config.set({} if options.shared else share):

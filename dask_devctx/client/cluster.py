@@ -13,11 +13,11 @@ from typing import Any
 
 import dask
 from distributed.core import Status
-from distributed.system import MEMORY_LIMIT
 
 from dask_devctx.client.arguments import has_nannies, without_dask_cudas
 from dask_devctx.client.free import held_by_others
 from dask_devctx.client.main_module import refuse_unguarded_main
+from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_also
@@ -172,7 +172,9 @@ class LocalDeviceCluster(WatchedCluster):
             per_worker = plugin.options.devices_per_worker or len(used)
             threads_per_worker = look_ahead(per_worker, plugin.options)
         if "memory_limit" not in kwargs:
-            kwargs["memory_limit"] = MEMORY_LIMIT // self._most_workers(n_workers)
+            each = None if plugin.options.shared else plugin.options.devices_per_worker
+            together = 1 if each else max(n_workers, 1)
+            kwargs["memory_limit"] = fair_memory(each or self._n_devices) // together
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
             refuse_unguarded_main()
@@ -180,11 +182,6 @@ class LocalDeviceCluster(WatchedCluster):
             super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
         except DevicesInUseError as error:  # others took devices meanwhile
             raise error.with_traceback(None) from None  # dask's own frames tell a user nothing
-
-    def _most_workers(self, n_workers: int) -> int:
-        """Return how many workers share the host's memory, as far as that is known now."""
-        per_worker = self._plugin.options.devices_per_worker
-        return max(n_workers, self._n_devices // per_worker if per_worker else 1, 1)
 
     def __repr__(self) -> str:
         names = ", ".join(self._used_now()) or "none"
