@@ -19,7 +19,7 @@ from dask_devctx import driver
 from dask_devctx.cli.connection import scheduler_address
 from dask_devctx.cli.usable import usable_devices
 from dask_devctx.client.arguments import DASK_CUDAS, UCX, set_up_ucx
-from dask_devctx.client.cluster import default_n_workers, even_share, look_ahead
+from dask_devctx.client.shares import default_n_workers, even_share, look_ahead
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import Options

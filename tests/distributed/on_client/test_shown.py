@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from typing import Any
@@ -98,7 +99,33 @@ def test_a_workers_warnings_are_shown_and_kept() -> None:
         [sys.executable, "-c", _WARNS], capture_output=True, text=True, timeout=60, check=True
     )
     assert "look here" in done.stdout
+    (shown,) = [line for line in done.stderr.splitlines() if "look here" in line]
+    assert re.fullmatch(r"[-0-9:, ]{23} - dask_devctx\.worker - WARNING - look here", shown)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import logging; logging.basicConfig(format='%(levelname)s %(message)s')",
+        "import dask; dask.config.set({'logging': {'dask_devctx': 'info'}}); import distributed",
+        "",
+    ],
+    ids=["by the program", "by dask's configuration", "by nobody"],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_no_line_is_shown_twice(program: str, before: bool) -> None:
+    load = "import dask_devctx.plugin, logging"
+    lines = [program, load] if before else [load, program]
+    warn = "logging.getLogger('dask_devctx.client').warning('look here')"
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([*lines, warn])],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stderr.count("look here") == 1
+    assert "WARNING" in done.stderr
 
 
 @with_plugin(devices=[0, 2])
