@@ -54,7 +54,7 @@ def scheduler() -> tuple[Any, DeviceRouting]:
     logging.getLogger(messages.__name__).setLevel(logging.ERROR)
     made: Any = Anything()
     made.workers = {
-        address: SimpleNamespace(name=address, host="h", has_what=())
+        address: SimpleNamespace(name=address, address=address, host="h", has_what=())
         for address in (HEALTHY, OTHER)
     }
     made.tasks, made.host_info, made.handlers = {}, {}, dict.fromkeys(("processing", "unregister"))

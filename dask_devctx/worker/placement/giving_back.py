@@ -90,7 +90,7 @@ class GivingBack:
         self._worker.loop.call_later(_NEXT_S, self.look)
 
     async def _ask(self, left: _Left, keys: list[Hashable]) -> None:
-        elsewhere = ()
+        elsewhere: tuple[Hashable, ...] = ()
         try:
             answer = await ask(
                 self._worker,

@@ -54,7 +54,7 @@ MALFORMED: list[tuple[str, dict[str, Any]]] = [
     (KEEP, {**KEPT, "left": {UUIDS[0]: [2.0, 1]}}),
     (KEEP, {**KEPT, "left": {UUIDS[0]: [0.0, -1]}}),
     (KEEP, {**KEPT, "left": {7: [0.0, None]}}),
-    (KEEP, {**KEPT, "keys": [[]]}),
+    (KEEP, {**KEPT, "keys": [{}]}),
     (REFUSE, {}),
     (REFUSE, {"kind": "KeyboardInterrupt", "arguments": []}),
     (REFUSE, {"kind": ["DevicesInUseError"], "arguments": []}),
