@@ -87,7 +87,7 @@ def message(chance: random.Random) -> dict[str, Any]:
         ),
         "unannotated": or_else(chance.choice(["assign", "leave"])),
         "place": or_else(chance.choice([1, 0.5])),
-        "left": or_else({or_else(uuid): or_else([or_else(0.5), None]) for uuid in UUIDS[:count]}),
+        "left": or_else({uuid: or_else([or_else(0.5), None]) for uuid in UUIDS[:count]}),
         "keys": or_else(["key", or_else("other")]),
         "arguments": or_else(chance.choice([[1, ["cuda:0"], {}], ["/tmp", "is none"], [2]])),
         chance.choice(["more", text(chance)]): anything(chance),
