@@ -161,7 +161,7 @@ class GivingBack:
                 occupancy.free_at(device, share, nbytes, now) != math.inf
                 for device in self._placement.devices
             )
-        return not named and fit >= number and self._placement.may_choose_again
+        return not named and fit >= number
 
     def _give_back(self, key: Hashable) -> bool:
         """Let the scheduler send a task again, if the task still waits for its place."""

@@ -19,7 +19,6 @@ class NoDevices:
     """
 
     devices: tuple[Device, ...] = ()
-    may_choose_again = False
 
     def __init__(self, reason: Exception) -> None:
         self.placed: dict[Hashable, Device] = {}

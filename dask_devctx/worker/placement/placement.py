@@ -164,11 +164,6 @@ class Placement:
         self._groups[key] = group
         return group
 
-    @property
-    def may_choose_again(self) -> bool:
-        """Whether a task that comes again gets the device where it starts first."""
-        return self._policy is start_soonest
-
     def share_of(self, request: Request, device: Device) -> float:
         """Return the part of a device that a request takes.
 
