@@ -74,6 +74,12 @@ def test_driver_cuda_and_errors_need_no_dask() -> None:
     assert not {"dask", "distributed"} & imported(*names)
 
 
+def test_a_worker_needs_no_numpy() -> None:
+    program = "import sys; sys.modules['numpy'] = None; import dask_devctx.worker.extension"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_scheduler_loads_no_cuda() -> None:
     assert "cuda" not in imported(*modules_of("scheduler"))
 

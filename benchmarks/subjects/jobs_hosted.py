@@ -152,7 +152,7 @@ OPERATIONS: dict[str, tuple[Random, Callable[..., Any]]] = {
     "col_sum": (_two, lambda x, y: x + y),
     "col_mask": (_two, lambda x, y: x[y > 0.5]),
     "col_gather": (_with_indices, lambda x, where: x[where]),
-    # dask's other way to rechunk sends chunks as bytes, which CuPy's arrays do not have
+    # dask's other way to rechunk goes through host memory
     "rechunk": (_one, lambda x: x.rechunk((x.chunksize[1], x.shape[1]), method="tasks")),
     "map_overlap": (_one, _overlapped),
     "row_statistics": (_one, _row_statistics),

@@ -4,7 +4,8 @@ All other packages call its functions and classes. Each module covers one place:
 :mod:`~dask_devctx.dask_internals.tasks`, :mod:`~dask_devctx.dask_internals.threads`,
 :mod:`~dask_devctx.dask_internals.worker`, :mod:`~dask_devctx.dask_internals.scheduler`,
 :mod:`~dask_devctx.dask_internals.cluster`, :mod:`~dask_devctx.dask_internals.serialization`,
-:mod:`~dask_devctx.dask_internals.graphs` and :mod:`~dask_devctx.dask_internals.dashboard`.
+:mod:`~dask_devctx.dask_internals.graphs`, :mod:`~dask_devctx.dask_internals.shuffles` and
+:mod:`~dask_devctx.dask_internals.dashboard`.
 
 A release of dask may rename any of these parts. :func:`check` looks for every name before anything
 is changed. A release that lacks a name is refused with one clear error.
@@ -54,6 +55,8 @@ NAMES: Final = (
     "distributed.client:Client.submit",
     "distributed.core:ConnectionPool.connect",
     "distributed.protocol.serialize:Serialized",
+    "distributed.shuffle._rechunk:ArrayRechunkRun.add_partition",
+    "distributed.shuffle._rechunk:ArrayRechunkRun.get_output_partition",
     "distributed.spill:SpillBuffer.memory",
     "distributed.worker:Worker.batched_send",
     "distributed.worker:get_data_from_worker",

@@ -12,7 +12,6 @@ from distributed import Reschedule, Status, Worker
 
 from dask_devctx.annotations import Request, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
-from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
@@ -20,7 +19,7 @@ from dask_devctx.dask_internals.worker import in_memory, metric, own_logs
 from dask_devctx.transfer import Stamp
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
-from dask_devctx.worker.comms import ordering, serialization
+from dask_devctx.worker.comms import ordering, rechunks, serialization
 from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
@@ -149,6 +148,7 @@ class DeviceExtension:
                 steps.enter_context(ordering.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
             serialization.register()
+            steps.enter_context(rechunks.through_host_memory())
             self.peers = steps.enter_context(
                 _opened(
                     PeerTransfers,
@@ -177,12 +177,9 @@ class DeviceExtension:
             )
             around = Surroundings(worker, self.inputs, self.peers, self.history)
             around.is_short_of = self.monitor.quarantine.is_alone_on
-            limit = options.device_memory_limit
             self.memory = steps.enter_context(
-                within_limits(worker, used, limit, around, self.monitor.blame.noticed_between)
+                within_limits(worker, used, options, around, self.monitor.blame.noticed_between)
             )
-            if self.memory is not None:
-                self.memory.leaving.looks_at_others = not rmm_keeps_memory(options)
             around.tell(self.memory, self.record, self.monitor.retries)
             self.claims.memory = None if self.memory is None else self.memory.reservations
             self.pools = steps.enter_context(

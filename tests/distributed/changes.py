@@ -10,10 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from distributed import Worker
+from distributed.shuffle._rechunk import ArrayRechunkRun
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx import driver
+
+_PROCESS_WIDE = (ThreadPoolExecutor, ArrayRechunkRun)
 
 
 def changes_of(worker: Worker) -> Callable[[], dict[str, tuple[Any, Any]]]:
@@ -52,7 +55,7 @@ def _state(worker: Worker) -> dict[str, Any]:
         "frozen objects": gc.get_freeze_count(),
         "classes": {
             (kind, name): value
-            for kind in (*type(worker).__mro__, type(worker.state), ThreadPoolExecutor, *_frames())
+            for kind in (*type(worker).__mro__, type(worker.state), *_PROCESS_WIDE, *_frames())
             for name, value in vars(kind).items()
             if callable(value)
         },

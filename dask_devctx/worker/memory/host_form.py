@@ -139,6 +139,14 @@ class HostForm:
                 stamp.hold_back(device)  # unpickling may compute
             return unpack(self.pickled, self.buffers, memory), stamp
 
+    def apart(self, take: Take, *, unshared: bool = False) -> list[HostForm] | None:
+        """Return a host form of each value alone; None if they stay together: see `apart`."""
+        if not self.are_arrays or len(self.parts) != 1:
+            return None
+        from dask_devctx.worker.memory.pieces import apart  # which needs NumPy, as arrays do
+
+        return apart(self, take, unshared=unshared)
+
     # -- to other processes, and to disk
 
     def parcel(self, index: int) -> Parcel:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from distributed import Status, Worker
 
 from dask_devctx import driver
+from dask_devctx.config.options import Options
+from dask_devctx.config.packages import rmm_keeps_memory
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
@@ -31,7 +33,7 @@ _PAGE_LOCKED: Final = 0.4
 def within_limits(
     worker: Worker,
     devices: Sequence[Device],
-    limit: float | str | None,
+    options: Options,
     around: Surroundings,
     on_failure: Callable[[Device, DriverError], object],
 ) -> Iterator[DeviceMemory | None]:
@@ -43,8 +45,8 @@ def within_limits(
         The worker, on whose event loop this is called.
     devices
         Its devices.
-    limit
-        The option ``device_memory_limit``.
+    options
+        The options of the plugin: ``device_memory_limit``, and those of RMM.
     around
         The parts of the worker that it concerns.
     on_failure
@@ -55,7 +57,7 @@ def within_limits(
     DeviceMemory or None
         None without a limit, or without devices.
     """
-    limits = {device: limit_nbytes(device, limit) for device in devices}
+    limits = {device: limit_nbytes(device, options.device_memory_limit) for device in devices}
     known = {device: nbytes for device, nbytes in limits.items() if nbytes is not None}
     if not known:
         yield None
@@ -69,6 +71,7 @@ def within_limits(
     )
 
     memory = DeviceMemory(known, pool, around, on_failure)
+    memory.leaving.looks_at_others = not rmm_keeps_memory(options)
     data: DeviceData
 
     def wrap(before: MutableMapping[Any, Any]) -> DeviceData:

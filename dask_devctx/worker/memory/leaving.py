@@ -24,7 +24,6 @@ from dask_devctx.worker.memory.books import Books
 from dask_devctx.worker.memory.host_form import HostForm
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
-from dask_devctx.worker.memory.pieces import apart
 from dask_devctx.worker.threads.executors import near_cpus
 
 if TYPE_CHECKING:
@@ -283,7 +282,7 @@ class Leaving:
             after.append(stamp)
         values = tuple(kept.value for kept in group)
         form = HostForm.copied(values, device, after, self._pool.take)
-        return apart(form, self._pool.take) or [form]
+        return form.apart(self._pool.take) or [form]
 
     def _tell_that_it_stays(self, kept: Kept, error: Exception) -> None:
         kind = type(kept.value)

@@ -14,7 +14,6 @@ from dask_devctx.worker.memory.books import Books
 from dask_devctx.worker.memory.host_form import HostForm, Sent
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.leaving import Leaving
-from dask_devctx.worker.memory.pieces import apart
 from dask_devctx.worker.memory.reservations import Reservations
 from dask_devctx.worker.memory.returning import Returning
 
@@ -203,7 +202,7 @@ class DeviceMemory:
         try:
             device, take = next(iter(kept.places)), self.pool.take
             form = HostForm.copied((value,), device, [Stamp.of_devices(kept.places)], take)
-            return (apart(form, take) or [form])[0]
+            return (form.apart(take) or [form])[0]
         finally:
             self.unpin([kept])
 

@@ -39,7 +39,7 @@ def apart(form: HostForm, take: Take, *, unshared: bool = False) -> list[HostFor
     Parameters
     ----------
     form
-        The host form of arrays.
+        The host form of arrays with one part.
     take
         Returns host memory.
     unshared
@@ -50,8 +50,6 @@ def apart(form: HostForm, take: Take, *, unshared: bool = False) -> list[HostFor
     list of HostForm or None
         None if the values stay together, or if there is nothing to save.
     """
-    if not form.are_arrays or len(form.parts) != 1:
-        return None
     ((description, block),) = form.parts
     views = unpack(form.pickled, form.buffers, [_Contents(block)])
     if len(views) == 1:

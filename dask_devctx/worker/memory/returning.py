@@ -16,7 +16,6 @@ from dask_devctx.worker.memory.books import Books
 from dask_devctx.worker.memory.host_form import HostForm, Take
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.leaving import Leaving
-from dask_devctx.worker.memory.pieces import apart
 from dask_devctx.worker.memory.reservations import Reservations
 
 if TYPE_CHECKING:
@@ -120,7 +119,7 @@ class Returning:
 
     def _taken_apart(self, form: HostForm) -> bool:
         """Give each of the values that share an allocation its own bytes; return whether it did."""
-        forms = apart(form, self._take, unshared=True)
+        forms = form.apart(self._take, unshared=True)
         if forms is None:
             return False
         with self._lock:
