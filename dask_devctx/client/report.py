@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from distributed import Client, Scheduler, Worker
 
@@ -15,6 +16,7 @@ from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer, known
 
 By = Literal["device", "prefix"]
+_LOST: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,31 @@ class ReportedTransfer(Transfer):
     worker: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LostWorker:
+    """A worker that left unexpectedly.
+
+    Parameters
+    ----------
+    worker
+        Its address.
+    time
+        The time, in seconds since the epoch by the scheduler's clock.
+    device_ids
+        The ordinals of its devices in its process, as far as no later worker lost them too.
+    tasks
+        The number of tasks that it had to run.
+    results
+        The number of results that were there alone: dask computes them again if they are needed.
+    """
+
+    worker: str
+    time: float
+    device_ids: tuple[int, ...]
+    tasks: int
+    results: int
+
+
 class Report(list[ReportedTask]):
     """The tasks that ran on a cluster's devices, the earliest first.
 
@@ -94,6 +121,11 @@ class Report(list[ReportedTask]):
         Whether each worker runs the plugin, by its address.
     silent
         The reason why a worker did not answer, by its address. The other attributes lack it.
+    lost
+        The latest workers that left unexpectedly, each a :class:`LostWorker`.
+    unplaced
+        The numbers of tasks that no worker may run, by the prefix of their keys and by the
+        resources or workers that they ask for, as a text.
     waiting
         The tasks that hold all places of a device while they wait for others, or the actors for
         whose end tasks wait, and the remedies, as a text by the worker's address.
@@ -113,6 +145,8 @@ class Report(list[ReportedTask]):
         waiting: Mapping[str, str] | None = None,
         without_device: Sequence[ReportedTask] = (),
         hosted: int = 0,
+        lost: Sequence[LostWorker] = (),
+        unplaced: Mapping[tuple[str, str], int] | None = None,
         by: By = "device",
     ) -> None:
         super().__init__(tasks)
@@ -121,6 +155,8 @@ class Report(list[ReportedTask]):
         self.transfers = list(transfers)
         self.without_device = list(without_device)
         self.hosted = hosted
+        self.lost = list(lost)
+        self.unplaced = dict(unplaced or {})
         self.workers = dict(workers or {})
         self.silent = dict(silent or {})
         self.waiting = dict(waiting or {})
@@ -207,7 +243,7 @@ async def _report(client: Client, by: By) -> Report:
             hosted += answer["without_device"]
             if text := answer.get("waiting"):
                 waiting[worker] = text
-    past, moved = await _past(client)
+    past, moved, lost, unplaced = await _past(client)
     devices = _with_past(devices, past)
     for (source, destination, way), (nbytes, copies, saved, seconds, *measured) in moved.items():
         counts = int(nbytes), int(copies), int(saved), seconds
@@ -226,6 +262,8 @@ async def _report(client: Client, by: By) -> Report:
         waiting=waiting,
         without_device=on_none,
         hosted=hosted,
+        lost=[LostWorker(*one) for one in lost],
+        unplaced=unplaced,
         by=by,
     )
 
@@ -238,13 +276,13 @@ def _task(run: Sequence[Any], worker: str, more: Sequence[int]) -> ReportedTask:
     return ReportedTask(**found, worker=worker, device_ids=device_ids)
 
 
-async def _past(client: Client) -> tuple[dict[str, Any], dict[tuple[str, str, str], list[float]]]:
-    """Return the counts of workers that left; none where the scheduler lacks this package."""
+async def _past(client: Client) -> Any:
+    """Return what the scheduler knows, see below; nothing where it lacks this package."""
     try:
         found: Any = await client.run_on_scheduler(_of_scheduler)
     except Exception:
-        return {}, {}
-    return found or ({}, {})
+        found = None
+    return found or ({}, {}, [], {})
 
 
 def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> list[ReportedDevice]:
@@ -276,9 +314,47 @@ def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> li
 
 
 def _of_scheduler(dask_scheduler: Scheduler) -> Any:
+    """Return the counts of workers that left, those that were lost, and tasks that none may run."""
     plugin = dask_scheduler.plugins.get(DeviceRouting.name)
     counts: Counts | None = getattr(plugin, "counts", None)
-    return None if counts is None else (counts.past, counts.transfers)
+    if counts is None:
+        return None
+    unplaced: Counter[tuple[str, str]] = Counter()
+    for ts in dask_scheduler.unrunnable:
+        asked = []
+        if ts.resource_restrictions:
+            asked.append(f"resources={ts.resource_restrictions}")
+        if ts.worker_restrictions or ts.host_restrictions:
+            asked.append(f"workers={sorted(ts.worker_restrictions or ts.host_restrictions or ())}")
+        if asked:
+            unplaced[ts.prefix.name, ", ".join(asked)] += 1
+    return counts.past, counts.transfers, _lost(dask_scheduler, counts), dict(unplaced)
+
+
+def _lost(scheduler: Scheduler, counts: Counts) -> list[tuple[Any, ...]]:
+    """Return the fields of the latest workers that left unexpectedly."""
+    found = [
+        (at, event)
+        for at, event in scheduler.get_events("all")
+        if isinstance(event, dict) and event.get("action") == "remove-worker"
+    ]
+    return [
+        (
+            event["worker"],
+            at,
+            tuple(
+                sorted(
+                    one.device_id
+                    for one in counts.past.values()
+                    if one.worker == event["worker"] and one.device_id >= 0
+                )
+            ),
+            len(event["processing-tasks"]),
+            len(event["lost-computed-tasks"]),
+        )
+        for at, event in found
+        if not event["expected"]
+    ][-_LOST:]
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:

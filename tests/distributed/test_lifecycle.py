@@ -126,7 +126,7 @@ async def test_registering_anew(client: Any, scheduler: Any, worker: Any) -> Non
     assert await actor.where() == lives_on
     with dask.annotate(device=1):
         error = await client.submit(here, "elsewhere").exception()
-    assert "available: cuda:2 (" in str(error)
+    assert "Available: cuda:2 (" in str(error)
     assert "No worker of this cluster uses it" in str(error)
     await client.register_plugin(DevicePlugin(tasks_per_device=3))
     assert set(worker.executors) == executors

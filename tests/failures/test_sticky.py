@@ -24,6 +24,7 @@ from dask_devctx import (
     DevicePlugin,
     LocalDeviceCluster,
     driver,
+    report,
 )
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.simulated_array import SimulatedArray
@@ -255,6 +256,9 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(client: Clie
     assert [number for number, _ in client.gather(running)] == list(range(12))
     assert worker_pid(client) != before
     assert client.submit(lambda: len(open_scopes())).result() == 1
+    (lost,) = report(client).lost
+    assert (lost.device_ids, lost.tasks + lost.results) == ((0, 1, 2, 3), 12)
+    assert f"worker {lost.worker} with cuda:0, cuda:1, cuda:2, cuda:3; " in str(report(client))
 
 
 def test_restart_while_tasks_run(client: Client) -> None:
