@@ -131,13 +131,12 @@ def test_a_policy_that_is_no_function_is_refused() -> None:
 
 
 def test_an_error_names_the_configuration_only_where_the_value_comes_from_it() -> None:
-    with pytest.raises(ValueError, match="^device_memory_limit must be .*, got 'lots'$"):
+    with pytest.raises(ValueError, match=r"^device_memory_limit must be .*, got 'lots'$"):
         DevicePlugin(device_memory_limit="lots")
-    with dask.config.set({"devctx.device-memory-limit": "lots"}):
-        with pytest.raises(
-            ValueError, match=r"got 'lots' \(in the configuration devctx.device-mem"
-        ):
-            DevicePlugin()
+    said = r"got 'lots' \(in the configuration devctx.device-memory-limit\)"
+    changed = dask.config.set({"devctx.device-memory-limit": "lots"})
+    with changed, pytest.raises(ValueError, match=said):
+        DevicePlugin()
 
 
 def documented() -> dict[str, tuple[str, str]]:

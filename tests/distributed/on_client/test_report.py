@@ -468,11 +468,15 @@ def test_tasks_that_no_worker_may_run_are_named(client: Client) -> None:
 def test_values_on_the_host_are_told_apart_from_moves_since_the_start() -> None:
     device = ReportedDevice(
         *(0, "GPU-a", "a"),
-        **{"memory_held": 2**20, "memory_copies": 2**20, "memory_limit": 4 * 2**20},
-        **{"memory_spilled": 3 * 2**20, "spills": 1, "spilled_nbytes": 9 * 2**20},
+        memory_held=2**20,
+        memory_copies=2**20,
+        memory_limit=4 * 2**20,
+        memory_spilled=3 * 2**20,
+        spills=1,
+        spilled_nbytes=9 * 2**20,
         worker_name="w",
     )
-    *_, now, since = str(Report((), [device])).splitlines()
+    *_, now, since, _ = str(Report((), [device])).splitlines()
     assert now == (
         "cuda:0 of worker w keeps 2.0 MiB of its limit 4.0 MiB; 3.0 MiB more are in host memory"
     )
