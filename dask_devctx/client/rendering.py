@@ -196,9 +196,10 @@ def _spilled(report: Report) -> Iterator[str]:
 
 def _lost(report: Report) -> Iterator[str]:
     """Yield a line for each of the latest workers that left unexpectedly."""
+    names = {one.uuid: f"cuda:{one.device_id}" for one in report.devices if one.device_id >= 0}
     for lost in report.lost:
         at = time.strftime("%H:%M:%S", time.localtime(lost.time))
-        named = ", ".join(f"cuda:{n}" for n in lost.device_ids)
+        named = ", ".join(sorted(names.get(uuid, uuid[:12]) for uuid in lost.uuids))
         again = [counted(lost.tasks, "task")] if lost.tasks else []
         again += [counted(lost.results, "result")] if lost.results else []
         many = lost.tasks + lost.results != 1

@@ -82,8 +82,8 @@ class LostWorker:
         Its address.
     time
         The time, in seconds since the epoch by the scheduler's clock.
-    device_ids
-        The ordinals of its devices in its process, as far as no later worker lost them too.
+    uuids
+        The UUIDs of its devices.
     tasks
         The number of tasks that it had to run.
     results
@@ -92,7 +92,7 @@ class LostWorker:
 
     worker: str
     time: float
-    device_ids: tuple[int, ...]
+    uuids: tuple[str, ...]
     tasks: int
     results: int
 
@@ -342,13 +342,7 @@ def _lost(scheduler: Scheduler, counts: Counts) -> list[tuple[Any, ...]]:
         (
             event["worker"],
             at,
-            tuple(
-                sorted(
-                    one.device_id
-                    for one in counts.past.values()
-                    if one.worker == event["worker"] and one.device_id >= 0
-                )
-            ),
+            counts.used.get(event["worker"], ()),
             len(event["processing-tasks"]),
             len(event["lost-computed-tasks"]),
         )

@@ -34,7 +34,7 @@ class Advice:
                 "them busy, and a queue for one device can keep the other devices waiting. Leave "
                 "out threads_per_worker= of LocalDeviceCluster, or --nthreads of dask devctx "
                 f"worker, or give a worker of dask nthreads={LOOK_AHEAD * running}: the devices' "
-                "own threads run the tasks, and nthreads only limits how many tasks the worker gets ahead"
+                "own threads run the tasks, and nthreads limits how many the worker gets ahead"
             )
 
     def give(self) -> None:
