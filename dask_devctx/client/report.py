@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
-from distributed import Client, Scheduler, Worker
+from distributed import Client, Worker
 
 from dask_devctx.client import rendering
+from dask_devctx.client.past import of_scheduler
 from dask_devctx.plugin import DevicePlugin
-from dask_devctx.scheduler.counts import Counts, PastCounts
-from dask_devctx.scheduler.routing import DeviceRouting
+from dask_devctx.scheduler.counts import PastCounts
 from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer, known
 
 By = Literal["device", "prefix"]
-_LOST: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +241,7 @@ async def _report(client: Client, by: By) -> Report:
             hosted += answer["without_device"]
             if text := answer.get("waiting"):
                 waiting[worker] = text
-    past, moved, lost, unplaced = await _past(client)
+    past, moved, lost, unplaced = await of_scheduler(client)
     devices = _with_past(devices, past)
     for (source, destination, way), (nbytes, copies, saved, seconds, *measured) in moved.items():
         counts = int(nbytes), int(copies), int(saved), seconds
@@ -276,15 +274,6 @@ def _task(run: Sequence[Any], worker: str, more: Sequence[int]) -> ReportedTask:
     return ReportedTask(**found, worker=worker, device_ids=device_ids)
 
 
-async def _past(client: Client) -> Any:
-    """Return what the scheduler knows, see below; nothing where it lacks this package."""
-    try:
-        found: Any = await client.run_on_scheduler(_of_scheduler)
-    except Exception:
-        found = None
-    return found or ({}, {}, [], {})
-
-
 def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> list[ReportedDevice]:
     """Return the devices, each with the counts of workers that left."""
     rows, missing = [], dict(past)
@@ -311,44 +300,6 @@ def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> li
             )
         )
     return rows
-
-
-def _of_scheduler(dask_scheduler: Scheduler) -> Any:
-    """Return the counts of workers that left, those that were lost, and tasks that none may run."""
-    plugin = dask_scheduler.plugins.get(DeviceRouting.name)
-    counts: Counts | None = getattr(plugin, "counts", None)
-    if counts is None:
-        return None
-    unplaced: Counter[tuple[str, str]] = Counter()
-    for ts in dask_scheduler.unrunnable:
-        asked = []
-        if ts.resource_restrictions:
-            asked.append(f"resources={ts.resource_restrictions}")
-        if ts.worker_restrictions or ts.host_restrictions:
-            asked.append(f"workers={sorted(ts.worker_restrictions or ts.host_restrictions or ())}")
-        if asked:
-            unplaced[ts.prefix.name, ", ".join(asked)] += 1
-    return counts.past, counts.transfers, _lost(dask_scheduler, counts), dict(unplaced)
-
-
-def _lost(scheduler: Scheduler, counts: Counts) -> list[tuple[Any, ...]]:
-    """Return the fields of the latest workers that left unexpectedly."""
-    found = [
-        (at, event)
-        for at, event in scheduler.get_events("all")
-        if isinstance(event, dict) and event.get("action") == "remove-worker"
-    ]
-    return [
-        (
-            event["worker"],
-            at,
-            counts.used.get(event["worker"], ()),
-            len(event["processing-tasks"]),
-            len(event["lost-computed-tasks"]),
-        )
-        for at, event in found
-        if not event["expected"]
-    ][-_LOST:]
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
