@@ -33,13 +33,8 @@ def _read(dask_scheduler: Scheduler) -> Any:
         return None
     unplaced: Counter[tuple[str, str]] = Counter()
     for ts in dask_scheduler.unrunnable:
-        asked = []
         if ts.resource_restrictions:
-            asked.append(f"resources={ts.resource_restrictions}")
-        if ts.worker_restrictions or ts.host_restrictions:
-            asked.append(f"workers={sorted(ts.worker_restrictions or ts.host_restrictions or ())}")
-        if asked:
-            unplaced[ts.prefix.name, ", ".join(asked)] += 1
+            unplaced[ts.prefix.name, f"resources={ts.resource_restrictions}"] += 1
     return counts.past, counts.transfers, _lost(dask_scheduler, counts), dict(unplaced)
 
 

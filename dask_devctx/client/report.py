@@ -122,8 +122,8 @@ class Report(list[ReportedTask]):
     lost
         The latest workers that left unexpectedly, each a :class:`LostWorker`.
     unplaced
-        The numbers of tasks that no worker may run, by the prefix of their keys and by the
-        resources or workers that they ask for, as a text.
+        The numbers of tasks whose resources no worker has, by the prefix of their keys and by these
+        resources, as a text.
     waiting
         The tasks that hold all places of a device while they wait for others, or the actors for
         whose end tasks wait, and the remedies, as a text by the worker's address.
