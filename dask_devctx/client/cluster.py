@@ -22,6 +22,7 @@ from dask_devctx.client.shares import (
     even_share,
     look_ahead,
     warn_of_idle,
+    warn_of_limit,
     warn_of_threads,
 )
 from dask_devctx.config.host_memory import fair_memory
@@ -134,6 +135,7 @@ class LocalDeviceCluster(WatchedCluster):
         else:
             used = named_devices(plugin.options.devices)
         require_packages(plugin.options)
+        warn_of_limit(plugin.options.device_memory_limit, used)
         held = held_by_others(used, plugin.options, n_workers, in_process=not has_nannies(kwargs))
         free = tuple(device for device in used if device not in held)
         if held:

@@ -10,7 +10,7 @@ from dask_devctx.config.options import LOOK_AHEAD, Options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.export import can_export
 from dask_devctx.dask_internals.submits import users_level
-from dask_devctx.errors.base import counted
+from dask_devctx.errors.base import counted, nbytes_text
 
 logger = logging.getLogger(__name__)
 
@@ -82,4 +82,20 @@ def warn_of_threads(given: int, n_devices: int, options: Options) -> None:
             "threads_per_worker=%s is how many tasks dask gives a worker at a time, and each "
             "device runs one of them; for %s tasks at a time on each device: tasks_per_device=%s",
             *[given] * 3,
+        )
+
+
+def warn_of_limit(limit: float | str | None, used: Sequence[Device]) -> None:
+    """Warn of a ``device_memory_limit`` in bytes that is more than the memory of devices."""
+    if not isinstance(limit, int | float) or limit <= 1:
+        return
+    totals = {device: device.info.total_memory for device in used}
+    small = [device for device, total in totals.items() if total is not None and limit > total]
+    if small:
+        more = f" and of {len(small) - 1} more" if len(small) > 1 else ""
+        warnings.warn(
+            f"device_memory_limit is {nbytes_text(int(limit))}, and the memory of {small[0]}{more} "
+            f"is {nbytes_text(totals[small[0]])}: it limits nothing there. Leave it out for 0.8 of "
+            "each device, or give a fraction",
+            stacklevel=users_level(),
         )

@@ -209,6 +209,8 @@ def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> 
         (f"{ADDRESS} --n-workers 0", 2, "--nworkers"),
         (f"{ADDRESS} --devices 9", 1, "no device 9"),
         (f"{ADDRESS} --rmm-async", 1, "rmm_async needs the package rmm"),
+        (f"{ADDRESS} --protocol ucxy", 2, "protocol='ucxy' cannot be used"),
+        (f"{ADDRESS} --memory-limit 2gigs", 2, "memory_limit must be bytes.*got '2gigs'"),
         (f"{ADDRESS} --protocol ucx", 1, "needs the package distributed_ucxx"),
         (f"{ADDRESS} --enable-infiniband", 2, "--enable-infiniband configures UCX: add --protocol"),
         (f"{ADDRESS} --enable-tcp-over-ucx", 2, "enable_tcp_over_ucx needs protocol='ucx', got"),

@@ -103,19 +103,17 @@ def test_a_workers_warnings_are_shown_and_kept() -> None:
     assert re.fullmatch(r"[-0-9:, ]{23} - dask_devctx\.worker - WARNING - look here", shown)
 
 
+_LOAD = "import dask_devctx.plugin, logging"
+_BASIC = "import logging; logging.basicConfig(format='%(levelname)s %(message)s')"
+_CONFIGURED = "import dask; dask.config.set({'logging': {'dask_devctx': 'info'}})"
+
+
 @pytest.mark.parametrize(
-    "program",
-    [
-        "import logging; logging.basicConfig(format='%(levelname)s %(message)s')",
-        "import dask; dask.config.set({'logging': {'dask_devctx': 'info'}}); import distributed",
-        "",
-    ],
-    ids=["by the program", "by dask's configuration", "by nobody"],
+    "lines",
+    [[_BASIC, _LOAD], [_LOAD, _BASIC], [_CONFIGURED, _LOAD]],
+    ids=["the program, before", "the program, after", "dask's configuration"],
 )
-@pytest.mark.parametrize("before", [True, False])
-def test_no_line_is_shown_twice(program: str, before: bool) -> None:
-    load = "import dask_devctx.plugin, logging"
-    lines = [program, load] if before else [load, program]
+def test_no_line_is_shown_twice(lines: list[str]) -> None:
     warn = "logging.getLogger('dask_devctx.client').warning('look here')"
     done = subprocess.run(
         [sys.executable, "-c", "\n".join([*lines, warn])],
