@@ -107,20 +107,39 @@ CASES = [
     ),
     (
         errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
-        {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
+        {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}, "by_cluster": False},
         "this worker wants 2 devices for itself and 1 of 2 is free: cuda:0 is held by pid 1. "
         "Close a cluster that holds them and is not needed, such as that of a notebook's earlier "
         "cell (cluster.close(), or client.shutdown()), start fewer workers on this machine, or "
         "lower devices_per_worker",
     ),
     (
+        errors.DevicesInUseError(
+            3,
+            ["cuda:3 (GPU-d)"],
+            {
+                "cuda:0 (GPU-a)": "pid 7 on vm, worker 0 of tcp://1.2.3.4:5",
+                "cuda:1 (GPU-b)": "pid 8 on vm, worker one of tcp://1.2.3.4:5",
+                "cuda:2 (GPU-c)": "pid 9 on vm, worker 2 of tcp://5.6:7, which ended",
+            },
+            by_cluster=True,
+        ),
+        {"wanted": 3, "free": ("cuda:3 (GPU-d)",), "by_cluster": True},
+        "this cluster wants 3 devices for itself, and cuda:0, cuda:1 are held by workers 0, one of "
+        "tcp://1.2.3.4:5 (pids 7, 8 on vm); cuda:2 is held by pid 9 on vm, worker 2 of "
+        "tcp://5.6:7, which ended. Free: cuda:3. For these, write devices=[3], or leave devices "
+        "and n_workers out. Or close the cluster that holds devices and is not needed, such as "
+        "that of a notebook's earlier cell (cluster.close(), or client.shutdown()), or use the "
+        "same devices: shared=True",
+    ),
+    (
         errors.DevicesInUseError(2, ["cuda:1"], {}),
-        {"wanted": 2, "free": ("cuda:1",), "holders": {}},
+        {"wanted": 2, "free": ("cuda:1",), "holders": {}, "by_cluster": False},
         "this worker wants 2 devices for itself and there is 1. Lower devices_per_worker",
     ),
     (
         errors.DevicesInUseError(3, ["cuda:1"], {"cuda:0": "pid 1"}),
-        {"wanted": 3, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
+        {"wanted": 3, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}, "by_cluster": False},
         "this worker wants 3 devices for itself and there are 2. Lower devices_per_worker",
     ),
     (
@@ -195,16 +214,30 @@ CASES = [
             "attempts": 2,
         },
         "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.0 GiB asked for; "
-        "1.0 GiB of 16.0 GiB are free now; held by process 7 8.0 GiB, process 8 an unknown "
-        "amount; 1.0 GiB of copies were dropped). Make the task's parts smaller, run fewer tasks "
-        "on a device at a time (tasks_per_device), or keep fewer results there",
+        "1.0 GiB of 16.0 GiB are free after the task gave its memory back; held by process 7 "
+        "8.0 GiB, process 8 an unknown amount; 1.0 GiB of copies were dropped). Make the task's "
+        "parts smaller, or keep fewer results there",
+    ),
+    (
+        errors.DeviceOutOfMemoryError("cuda:1", "GPU-b", None, 2**34 - 2**28, 2**34),
+        {"attempts": 1},
+        "cuda:1 (GPU-b) has not enough memory; the task was tried once (15.8 GiB of 16.0 GiB are "
+        "free after the task gave its memory back). Make the task's parts smaller, or run fewer "
+        "tasks there at a time (tasks_per_device, if it is above 1)",
+    ),
+    (
+        errors.DeviceOutOfMemoryError("cuda:1", "GPU-b"),
+        {"free_nbytes": None},
+        "cuda:1 (GPU-b) has not enough memory; the task was tried once. Make the task's parts "
+        "smaller, run fewer tasks there at a time (tasks_per_device, if it is above 1), or keep "
+        "fewer results there",
     ),
     (
         errors.DeviceOutOfMemoryError("cuda:1", "GPU-b", 300_000_000, 2**26, 2**26),
         {"requested_nbytes": 300_000_000},
         "cuda:1 (GPU-b) has not enough memory; the task was tried once (286.1 MiB asked for; "
-        "64.0 MiB of 64.0 MiB are free now). The task asks for more than the device has: make the "
-        "task's parts smaller",
+        "64.0 MiB of 64.0 MiB are free after the task gave its memory back). The task asks for "
+        "more than the device has: make the task's parts smaller",
     ),
     (
         errors.DriverUnavailableError("there is no driver", "Install it"),
@@ -231,13 +264,13 @@ CASES = [
             "visible_devices": "0",
             "hint": "Ordinals go from 0 to 0",
         },
-        "no device 7; available: cuda:0 (GPU-a); CUDA_VISIBLE_DEVICES is '0'. "
-        "Ordinals go from 0 to 0",
+        "no device 7. Ordinals go from 0 to 0. Available: cuda:0 (GPU-a); "
+        "CUDA_VISIBLE_DEVICES is '0'",
     ),
     (
         errors.DeviceNotFoundError("cuda:7"),
         {"available": (), "visible_devices": None, "hint": ""},
-        "no device 'cuda:7'; available: none; CUDA_VISIBLE_DEVICES is not set",
+        "no device 'cuda:7'. Available: none; CUDA_VISIBLE_DEVICES is not set",
     ),
     (
         errors.VisibleDevicesError("1,0", "it does not fit"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import re
 import runpy
 import subprocess
@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.distributed.traces import assert_equal, checked, slices
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -27,6 +29,20 @@ SMALL = {
     "segment_images": "--images coins cell",
     "several_devices": "--rows 800 --columns-beside 40",
 }
+# Runs the demo, and keeps the report that its picture shows.
+DEMO = """
+import pickle, sys
+saved = sys.argv.pop(1)
+sys.path.insert(0, "examples")
+import segment_images
+draw = segment_images.lanes
+def lanes(report, *others):
+    with open(saved, "wb") as file:
+        pickle.dump(report, file)
+    draw(report, *others)
+segment_images.lanes = lanes
+sys.exit(segment_images.main())
+"""
 
 
 def python(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -64,9 +80,10 @@ def test_the_archive_of_the_site_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_an_example(tmp_path: Path, name: str) -> None:
-    path = EXAMPLES / f"{name}.py"
+    path, saved = EXAMPLES / f"{name}.py", tmp_path / "report"
     out = tmp_path / "new"  # which the example makes
-    done = python(str(path), "--out", str(out), *SMALL[name].split())
+    program = ["-c", DEMO, str(saved)] if name == "segment_images" else [str(path)]
+    done = python(*program, "--out", str(out), *SMALL[name].split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].endswith(" right")
     pictures = list(out.glob("*.png"))
@@ -80,10 +97,11 @@ def test_an_example(tmp_path: Path, name: str) -> None:
     if name == "segment_images":
         # It says where to look while it runs, and values that are pinned change the device.
         assert re.search(r"http://\S+/devices\n", done.stdout)
-        events = json.loads((out / "timeline.json").read_text())["traceEvents"]
-        names = {event["name"] for event in events if event["ph"] == "X"}
+        content = checked(out / "timeline.json")
+        names = {event["name"] for event in slices(content, "task")}
         assert {"load", "denoise", "threshold", "label", "measure", "compare"} <= names
-        assert any(event["ph"] == "s" for event in events), "no copy between devices"
+        assert slices(content, "copy"), "no copy between devices"
+        assert_equal(content, pickle.loads(saved.read_bytes()))
 
 
 def test_an_example_says_what_is_missing() -> None:

@@ -204,7 +204,7 @@ class _Writer:
         yield target
         flow = {"name": "copy", "cat": "copy", "id": next(self._flows)}
         yield {"ph": "s", "pid": source["pid"], "tid": source["tid"], "ts": source["ts"], **flow}
-        stop = target["ts"] + target["dur"]
+        stop = round(target["ts"] + target["dur"] - _SHORTEST_US / 2, 3)  # readers ask for "inside"
         yield {"ph": "f", "bp": "e", "pid": target["pid"], "tid": target["tid"], "ts": stop, **flow}
 
     def _end(self, worker: str, end: str) -> tuple[str, str | None]:

@@ -14,15 +14,19 @@ is changed. A release that lacks a name is refused with one clear error.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
+from dask_devctx.dask_internals.logs import ShownAsDasks
 from dask_devctx.errors import UnsupportedDaskError
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
+
+logging.getLogger("dask_devctx").addHandler(ShownAsDasks())
 
 # A module, a colon, and the path from there: attributes, [keys], and () for a call.
 NAMES: Final = (
@@ -61,11 +65,15 @@ NAMES: Final = (
     "distributed.worker:Worker.batched_send",
     "distributed.worker:get_data_from_worker",
     "distributed.worker_state_machine:RemoveReplicasEvent",
+    "distributed.scheduler:Scheduler.check_idle_saturated",
     "distributed.scheduler:Scheduler.coerce_address",
     "distributed.scheduler:Scheduler.coerce_hostname",
+    "distributed.scheduler:Scheduler.is_rootish",
     "distributed.scheduler:Scheduler.register_scheduler_plugin",
     "distributed.scheduler:Scheduler.register_worker_plugin",
+    "distributed.scheduler:Scheduler.stimulus_queue_slots_maybe_opened",
     "distributed.scheduler:Scheduler.transitions",
+    "distributed.scheduler:Scheduler.valid_workers",
     "distributed.scheduler:TaskState.annotations",
     "distributed.scheduler:TaskState.host_restrictions",
     "distributed.scheduler:TaskState.loose_restrictions",
@@ -119,7 +127,10 @@ ON_A_SCHEDULER: Final = (
     "handlers[processing]",
     "handlers[unregister]",
     "host_info",
+    "idle_task_count",
+    "WORKER_SATURATION",
     "rpc",
+    "running",
     "total_memory",
     "stream_handlers[task-erred]",
 )

@@ -1,4 +1,4 @@
-"""The exceptions of workers: their devices are in use, fail, or have no memory left for a task."""
+"""The exceptions of workers: one is not set up, its devices fail, or a task has no memory."""
 
 from __future__ import annotations
 
@@ -7,75 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_devctx.errors.base import DevctxError, as_texts, counted, nbytes_text
-
-
-class LockDirectoryError(DevctxError):
-    """The directory of the device locks is unsafe, or cannot be used.
-
-    Parameters
-    ----------
-    path
-        The directory, or the file in it.
-    reason
-        What is wrong with it.
-    """
-
-    path: str
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"devices cannot be shared out: {self.path} {self.reason}. Remove or repair it, or "
-            "name another directory with the configuration devctx.lock-directory"
-        )
-
-
-class DevicesInUseError(DevctxError):
-    """A worker wants more devices for itself than are free.
-
-    Parameters
-    ----------
-    wanted
-        How many devices it wants; 0 for any number of those that are free.
-    free
-        A description of each free device.
-    holders
-        The holder of each other device, by the device's description.
-    """
-
-    wanted: int
-    free: Sequence[str]
-    holders: Mapping[str, str]
-
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        fields["free"] = tuple(fields["free"])
-        fields["holders"] = dict(fields["holders"])
-
-    def __str__(self) -> str:
-        total = len(self.free) + len(self.holders)
-        wants = f"this worker wants {counted(self.wanted, 'device')} for itself and"
-        if self.wanted > total:
-            return f"{wants} there {_are(total)} {total}. Lower devices_per_worker"
-        held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
-        if not self.wanted:
-            return (
-                f"this worker wants devices for itself, and none is free: {held}. Close a cluster "
-                "that holds them and is not needed (cluster.close(), or client.shutdown()), or "
-                "start fewer workers on this machine. Workers that are to use the same devices "
-                "say so: DevicePlugin(shared=True), --shared (devctx.shared: true)"
-            )
-        return (
-            f"{wants} {len(self.free)} of {total} {_are(len(self.free))} free"
-            f"{': ' if held else ''}{held}. Close a cluster that holds them and is not needed, "
-            "such as that of a notebook's earlier cell (cluster.close(), or client.shutdown()), "
-            "start fewer workers on this machine, or lower devices_per_worker"
-        )
-
-
-def _are(n: int) -> str:
-    return "is" if n == 1 else "are"
+from dask_devctx.errors.base import DevctxError, as_texts, nbytes_text
 
 
 class WorkerSetupError(DevctxError):
@@ -102,6 +34,8 @@ class WorkerSetupError(DevctxError):
 
 
 _NAMED = 8  # the most suspects that the message names
+# A context and the libraries on it take at most so much of a device; more is values.
+_CONTEXT_PART = 0.05
 
 
 class DeviceFailedError(DevctxError):
@@ -249,7 +183,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     def __str__(self) -> str:
         asked = f"{nbytes_text(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
         free = (
-            f"{nbytes_text(self.free_nbytes)} of {nbytes_text(self.total_nbytes)} are free now"
+            f"{nbytes_text(self.free_nbytes)} of {nbytes_text(self.total_nbytes)} are free after "
+            "the task gave its memory back"
             if self.free_nbytes is not None and self.total_nbytes is not None
             else ""
         )
@@ -271,7 +206,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
                     f"{nbytes_text(self.replicas_nbytes)} of copies were dropped"
                     if self.replicas_nbytes
                     else "",
-                    f"values that dask keeps there may take {nbytes_text(self.limit_nbytes)}"
+                    f"the limit of values that dask keeps there is {nbytes_text(self.limit_nbytes)}"
                     if self.limit_nbytes
                     else "",
                     f"not moved to host memory: {stayed}" if stayed else "",
@@ -287,7 +222,18 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     def _remedy(self) -> str:
         if self.requested_nbytes and self.requested_nbytes > (self.total_nbytes or math.inf):
             return "The task asks for more than the device has: make the task's parts smaller"
-        return (
-            "Make the task's parts smaller, run fewer tasks on a device at a time "
-            "(tasks_per_device), or keep fewer results there"
-        )
+        remedies = ["make the task's parts smaller"]
+        if self.attempts == 1:  # the last of several attempts has the device for itself
+            remedies.append("run fewer tasks there at a time (tasks_per_device, if it is above 1)")
+        if self._keeps_results:
+            remedies.append("keep fewer results there")
+        *others, last = remedies
+        text = f"{', '.join(others)}, or {last}" if others else last
+        return text[0].upper() + text[1:]
+
+    @property
+    def _keeps_results(self) -> bool:
+        """Whether so much of the device is taken that results may be part of it."""
+        if self.stayed_nbytes or self.free_nbytes is None or self.total_nbytes is None:
+            return True
+        return self.total_nbytes - self.free_nbytes > _CONTEXT_PART * self.total_nbytes

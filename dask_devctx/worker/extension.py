@@ -43,6 +43,7 @@ from dask_devctx.worker.metrics.ranges import Ranges
 from dask_devctx.worker.metrics.record import Record
 from dask_devctx.worker.placement.claimed import ClaimedTask
 from dask_devctx.worker.placement.claims import Claims, reservable
+from dask_devctx.worker.placement.giving_back import giving_back
 from dask_devctx.worker.placement.no_devices import NoDevices
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
@@ -171,7 +172,7 @@ class DeviceExtension:
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
             )
-            steps.enter_context(fair_limit(worker, share.part))
+            steps.enter_context(fair_limit(worker, share.fair_memory))
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
@@ -182,10 +183,9 @@ class DeviceExtension:
             )
             around.tell(self.memory, self.record, self.monitor.retries)
             self.claims.memory = None if self.memory is None else self.memory.reservations
-            self.pools = steps.enter_context(
+            self.pools = self.claims.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
-            self.claims.pools = self.pools
             self.record.waiting = self.claims.admission.waiting_for
             self._standstill = steps.enter_context(
                 noticing_standstill(worker, self.claims.admission, self.history)
@@ -193,14 +193,14 @@ class DeviceExtension:
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
+            steps.enter_context(giving_back(worker, self.claims, self._unannotated))
             if used:
-                steps.enter_context(
-                    threads_without_a_device(worker, options.cpu_threads, share.part)
-                )
+                threads = options.cpu_threads
+                steps.enter_context(threads_without_a_device(worker, threads, share.part))
             steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
-            self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
+            self.advice = Advice(worker, len(self.pools) * options.tasks_per_device)
             steps.enter_context(self._tasks_assigned())
             self._steps = steps.pop_all()
 
@@ -331,7 +331,7 @@ class DeviceExtension:
             }
             if inputs and self.placement.has_queue(device):
                 self.inputs.start_moving(inputs, stand_in.lifetimes, *devices)
-        self._advice.give()
+        self.advice.give()
 
     def _leave_without_device(self, ts: Any) -> None:
         self._done(ts.key, None)  # if it had a device before it was requested again

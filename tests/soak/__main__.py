@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -125,22 +126,26 @@ class Soak:
             self._look()
 
     def _submit(self, batch: Batch) -> None:
-        batch.submit(self.client)
         self.submitted_at[batch] = self.scheduler.starts
+        batch.submit(self.client)
 
     def _check(self, batch: Batch) -> bool:
         """Count the outcomes of a batch; return False if it has to be submitted again."""
         found: Counter[tuple[str, str]] = Counter()
         found["made", "right"] = batch.size // 3  # each of them is in a sum
+
+        def is_lost() -> bool:
+            return self.submitted_at[batch] != self.scheduler.starts
+
         try:
-            for kind, outcome, words in batch.check(self.arguments.patience):
+            for kind, outcome, words in batch.check(self.arguments.patience, is_lost):
                 found[kind, outcome] += 1
                 if words:
                     print(f"{outcome}: {kind} {words}", flush=True)
         except Restarted as error:
             time.sleep(1)
             self.again += 1
-            if self.submitted_at[batch] == self.scheduler.starts:
+            if not is_lost():
                 self.outcomes["result", "lost"] += 1
                 print(f"lost: {error.__cause__!r}", flush=True)
             return False
@@ -153,21 +158,21 @@ class Soak:
         return True
 
     def _connect(self) -> None:
-        """Have a client of the scheduler that was restarted, once the workers are there.
+        """Have a new client of the scheduler that was restarted, once the workers are there.
 
         A task may name a device. It fails if no worker has had this device yet.
         """
         for _ in range(10):
             try:
+                self.client.close(timeout=5)
+                self.client = Client(self.scheduler.address, timeout=60)
                 self.client.wait_for_workers(WORKERS * len(self.hosts), timeout=120)
                 return
             except WorkerStartTimeoutError as error:
                 print(f"after a restart of the scheduler: {error}", flush=True)
                 return
             except Exception as error:
-                print(f"the client could not reconnect: {error!r}", flush=True)
-            self.client.close(timeout=5)
-            self.client = Client(self.scheduler.address, timeout=60)
+                print(f"the client could not connect: {error!r}", flush=True)
         raise RuntimeError("no scheduler")
 
     def _tell_state(self) -> None:
@@ -200,6 +205,7 @@ class Soak:
         until = time.monotonic() + 60
         while True:
             left: Counter[str] = Counter()
+            gc.collect()  # futures that were gathered are in cycles
             for found in self.client.run(tasks.left_in_worker, on_error="ignore").values():
                 left.update(found)
             if not left.total() or time.monotonic() > until:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,17 @@ class Batch:
         self._values = [self._made() for _ in range(made)]
         self._expected = [one for _ in range(self.size - made) for one in self._task()]
 
-    def check(self, patience_s: float) -> Iterator[tuple[str, str, str]]:
+    def check(
+        self, patience_s: float, is_lost: Callable[[], bool] = lambda: False
+    ) -> Iterator[tuple[str, str, str]]:
         """Wait for all tasks; yield the kind of each, its outcome and more words.
+
+        Parameters
+        ----------
+        patience_s
+            How long nothing may be done.
+        is_lost
+            Returns whether the scheduler was restarted since the batch was submitted.
 
         Raises
         ------
@@ -87,9 +97,10 @@ class Batch:
         Hang
             Nothing was done for ``patience_s`` seconds.
         """
-        self._wait(patience_s)
+        self._wait(patience_s, is_lost)
+        gathered = self._gathered(patience_s)
         for one in self._expected:
-            yield one.kind, *self._outcome(one, patience_s)
+            yield one.kind, *self._outcome(one, gathered, patience_s)
 
     def release(self) -> None:
         """Let the results go."""
@@ -165,7 +176,7 @@ class Batch:
 
     # -- the results
 
-    def _wait(self, patience_s: float) -> None:
+    def _wait(self, patience_s: float, is_lost: Callable[[], bool]) -> None:
         futures = [one.future for one in self._expected]
         until, left = time.monotonic() + patience_s, len(futures)
         while True:
@@ -176,6 +187,8 @@ class Batch:
                 pass
             except CancelledError as error:
                 raise Restarted from error
+            if is_lost():  # dask's client may never say so: a submit disturbs its reconnection
+                raise Restarted
             done = sum(future.done() for future in futures)
             if len(futures) - done < left:
                 until, left = time.monotonic() + patience_s, len(futures) - done
@@ -185,23 +198,39 @@ class Batch:
     def _stuck(self) -> str:
         waiting = [one for one in self._expected if not one.future.done()]
         kinds = Counter(one.kind for one in waiting)
-        return f"batch {self.name}: {dict(kinds)}, such as {waiting[0].future.key}"
+        such = [str(one.future.key) for one in waiting[:1]]
+        return f"batch {self.name}: {dict(kinds)}, such as {such}"
 
-    def _outcome(self, one: Expected, patience_s: float) -> tuple[str, str]:
+    def _gathered(self, patience_s: float) -> dict[Any, Any]:
+        """Return the results of all tasks that did not err, by key; none if one errs meanwhile."""
+        left = (one.future for one in self._expected if one.kind != GUILTY)
+        good = {future.key: future for future in left if future.status != "error"}
+        gather = functools.partial(self._client.gather, good, asynchronous=True)
+        try:
+            return dict(self._client.sync(gather, callback_timeout=patience_s))
+        except TimeoutError:
+            raise Hang(self._stuck()) from None
+        except Exception:
+            return {}  # each result is asked for by itself
+
+    def _outcome(
+        self, one: Expected, gathered: Mapping[Any, Any], patience_s: float
+    ) -> tuple[str, str]:
+        key = one.future.key
         if one.kind == GUILTY:
             return self._guilt(one.future, patience_s)
         try:
-            found = one.future.result(timeout=patience_s)
+            found = gathered[key] if key in gathered else one.future.result(timeout=patience_s)
         except CancelledError as error:
             raise Restarted from error
         except Exception as error:
             if one.future.status == "error":
-                return "innocent error", f"{one.future.key}: {error!r}"
+                return "innocent error", f"{key}: {error!r}"
             if isinstance(error, TimeoutError):
                 raise Hang(self._stuck()) from None
             raise Restarted from error  # the connection to the scheduler ended
         if found != one.value:
-            return "wrong", f"{one.future.key}: {found}, not {one.value}"
+            return "wrong", f"{key}: {found}, not {one.value}"
         return "right", ""
 
     def _guilt(self, future: Future, patience_s: float) -> tuple[str, str]:

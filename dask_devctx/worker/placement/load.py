@@ -33,6 +33,16 @@ class Load:
         self.last_turn = 0
         self.free_nbytes: int | None = None
 
+    @property
+    def tasks(self) -> int:
+        """How many tasks are counted here."""
+        return len(self.prefixes) + len(self.parts)
+
+    @property
+    def kept_places(self) -> float:
+        """The places that actors keep."""
+        return sum(self.kept.values())
+
     def busy_s(self, known: Mapping[str, float], typical_s: float) -> float:
         """Return how long the device needs for its tasks, as far as durations are known.
 
@@ -50,5 +60,5 @@ class Load:
         for prefix, places in self.parts.values():
             busy_s += places * known.get(prefix, unknown_s)
         if self.kept:
-            busy_s += sum(self.kept.values()) * _KEPT_S
+            busy_s += self.kept_places * _KEPT_S
         return busy_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from distributed import Client, LocalCluster
 
 from dask_devctx import Device, LocalDeviceCluster, SimulatedArray
 from dask_devctx.cli import devctx
+from dask_devctx.client.live import Moment
+from dask_devctx.scheduler.rows import DeviceCounts
 
 IN_THIS_PROCESS: dict[str, Any] = {
     "protocol": "tcp",
@@ -155,6 +158,9 @@ def test_the_gpus_of_a_cluster(client: Client) -> None:
     assert sorted(", ".join(uses).split(", ")) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert result.stdout.count("4 simulated devices") == 1
     assert sum(line.startswith("cuda:2 ") and Device(2).uuid in line for line in lines) == 1
+    assert run("info", address_of(client)).stdout == result.stdout
+    both = run("info", address_of(client), "--scheduler", "tcp://127.0.0.1:1")
+    assert (both.exit_code, "two addresses" in both.stderr) == (2, True)
     found = json.loads(run("info", "--scheduler", address_of(client), "--json").stdout)
     assert len(found) == 2
     used = sorted(uuid for worker in found.values() for uuid in worker["uses"])
@@ -166,3 +172,14 @@ def test_a_cluster_without_the_plugin_ends_with_status_1() -> None:
         result = run("info", "--scheduler", cluster.scheduler_address)
     assert result.exit_code == 1
     assert "does not run the plugin: client.register_plugin(DevicePlugin())" in result.stdout
+
+
+def test_devices_of_the_same_ordinal_on_one_host_have_a_part_of_their_uuid(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {("tcp://a:1", "GPU-1111-1"), ("tcp://a:2", "GPU-2222-1")}
+    found = Moment(0.0, {a: a for a, _ in rows}, {r: DeviceCounts(0, r[1], "A") for r in rows}, {})
+    monkeypatch.setattr(importlib.import_module("dask_devctx.cli.top"), "moment", lambda _: found)
+    shown = run("top", address_of(client), "--once", "--interval", "0.1").stdout
+    assert "cuda:0 GPU-1111" in shown
+    assert "cuda:0 GPU-2222" in shown

@@ -26,7 +26,7 @@ from dask_devctx import (
     WorkerSetupError,
     devices,
 )
-from dask_devctx.client import cluster as cluster_module
+from dask_devctx.client import free, shares
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.export import answer
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -92,7 +92,7 @@ def test_by_default_there_is_a_worker_for_each_device(
 
 
 def test_where_memory_cannot_be_shown_there_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "can_export", lambda used: False)
+    monkeypatch.setattr(shares, "can_export", lambda used: False)
     with LocalDeviceCluster(dashboard_address=":0") as cluster:
         assert len(cluster.workers) == 1
 
@@ -128,7 +128,7 @@ def test_what_is_left_over_by_the_devices_of_each_worker_is_told() -> None:
         pytest.warns(UserWarning, match=said) as caught,
         LocalDeviceCluster(devices_per_worker=3, dashboard_address=":0") as cluster,
     ):
-        assert repr(cluster).endswith(", devices=3 of cuda:0, cuda:1, cuda:2, cuda:3)")
+        assert repr(cluster).endswith(", devices=cuda:0, cuda:1, cuda:2)")
     assert [one.filename for one in caught] == [__file__]
 
 
@@ -146,6 +146,16 @@ def test_threads_are_not_tasks_at_a_time_on_a_device(caplog: pytest.LogCaptureFi
             assert "at a time on each device" not in caplog.text
     with caplog.at_level("WARNING"), LocalDeviceCluster(threads_per_worker=4, **QUIET):
         assert "for 4 tasks at a time on each device: tasks_per_device=4" in caplog.text
+
+
+def test_too_few_threads_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {"threads_per_worker": 1, "n_workers": 4, "devices_per_worker": 1}
+    with LocalDeviceCluster(**given, **QUIET) as cluster, Client(cluster) as client:
+        client.gather(client.map(lambda n: n, range(20), pure=False))
+        time.sleep(0.1)
+    (said,) = [text for text in caplog.messages if "threads" in text]
+    assert said.startswith("threads_per_worker=1 is how many tasks dask gives a worker at a time")
+    assert said.endswith("Leave threads_per_worker out")
 
 
 def test_threads_follow_the_devices_of_a_worker() -> None:
@@ -220,7 +230,7 @@ def leftovers(before: set[psutil.Process]) -> set[psutil.Process]:
     }
 
 
-def test_asynchronously(lock_directory: Path) -> None:
+def test_asynchronously(lock_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         async with (
             LocalDeviceCluster(n_workers=2, asynchronous=True, **QUIET) as cluster,
@@ -230,6 +240,7 @@ def test_asynchronously(lock_directory: Path) -> None:
             with dask.annotate(device=3):
                 assert await client.submit(_where, pure=False) == 3
         share = acquire(devices(), 1, holder="somebody", directory=lock_directory)
+        monkeypatch.setattr(free, "held_devices", lambda devices, in_process: {})
         cluster = LocalDeviceCluster(n_workers=4, asynchronous=True, **QUIET)
         with pytest.raises(DevicesInUseError, match="somebody"):
             await cluster
