@@ -209,7 +209,7 @@ class Outgoing:
                 sending.in_pieces()
                 staged = await self._stage(sending, 0)
         except BaseException:
-            self._give_back(sending)
+            self._ended(sending)
             raise
         return (next(self._numbers), sending, parcels) if staged else None
 
@@ -279,11 +279,11 @@ class Outgoing:
     def _end(self, number: int, was_read: bool) -> None:
         sending = self._sendings.pop(number)
         if was_read:
-            self._give_back(sending)
+            self._ended(sending)
         else:
-            self._worker.loop.call_later(_GRACE_S, self._give_back, sending)
+            self._worker.loop.call_later(_GRACE_S, self._ended, sending)
 
-    def _give_back(self, sending: Sending) -> None:
+    def _ended(self, sending: Sending) -> None:
         sending.close()
         self._wake()
 
