@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.placement.policy import RELUCTANCE_S
+from dask_devctx.worker.placement.policy import FULL_NBYTES, RELUCTANCE_S
 
 # The least duration that is expected of a task whose prefix was never measured. It is so long that
 # no task waits for it only to avoid a copy of its inputs.
@@ -52,3 +52,17 @@ class Load:
         if self.kept:
             busy_s += sum(self.kept.values()) * _KEPT_S
         return busy_s
+
+    def cost(self, known: Mapping[str, float], typical_s: float) -> tuple[bool, float, int, int]:
+        """Return the cost by which ``start_soonest`` compares devices for a task without inputs.
+
+        Parameters
+        ----------
+        known, typical_s
+            As for :meth:`busy_s`.
+        """
+        full = self.free_nbytes is not None and self.free_nbytes < FULL_NBYTES
+        if not (self.prefixes or self.parts or self.kept):
+            return full, 0.0, 0, self.last_turn
+        queued = len(self.prefixes) + len(self.parts)
+        return full, self.busy_s(known, typical_s), queued, self.last_turn
