@@ -119,6 +119,8 @@ def __getattr__(name: str) -> Any:
             remedy = "in a checkout, pip install '.[simulated]'; or pip install numpy"
             raise MissingPackageError(name, "numpy", remedy) from error
         raise
+    except AttributeError as error:  # ``from dask_devctx import …`` would hide it
+        raise ImportError(f"{_DISTRIBUTED_HALF[name]} cannot be imported: {error}") from error
     value = getattr(module, name)
     globals()[name] = value
     return value

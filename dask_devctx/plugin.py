@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from dask_devctx.worker.allocators import sizes
 from dask_devctx.worker.comms import serialization
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.leases import registration
+from dask_devctx.worker.leases.lease import holders, process_locks
 from dask_devctx.worker.leases.share import DeviceShare
 from dask_devctx.worker.threads.interpreter import switch_interval
 
@@ -248,3 +249,24 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         """Follow each task of the worker from state to state."""
         if self.extension is not None:
             self.extension.transition(key, start, finish)
+
+
+def held_devices(devices: Iterable[Device], *, in_process: bool) -> dict[Device, str]:
+    """Return the devices that a new worker on this machine could not have, with their holders.
+
+    Parameters
+    ----------
+    devices
+        The devices.
+    in_process
+        Whether the worker would run in this process, and use the devices with those that are here.
+
+    Raises
+    ------
+    LockDirectoryError
+        The directory of the locks cannot be trusted, or cannot be used.
+    """
+    directory = config.get("lock-directory")
+    return holders(
+        [d for d in devices if not (in_process and process_locks.has(d, directory))], directory
+    )

@@ -107,20 +107,39 @@ CASES = [
     ),
     (
         errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
-        {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
+        {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}, "by_cluster": False},
         "this worker wants 2 devices for itself and 1 of 2 is free: cuda:0 is held by pid 1. "
         "Close a cluster that holds them and is not needed, such as that of a notebook's earlier "
         "cell (cluster.close(), or client.shutdown()), start fewer workers on this machine, or "
         "lower devices_per_worker",
     ),
     (
+        errors.DevicesInUseError(
+            3,
+            ["cuda:3 (GPU-d)"],
+            {
+                "cuda:0 (GPU-a)": "pid 7 on vm, worker 0 of tcp://1.2.3.4:5",
+                "cuda:1 (GPU-b)": "pid 8 on vm, worker one of tcp://1.2.3.4:5",
+                "cuda:2 (GPU-c)": "pid 9 on vm, worker 2 of tcp://5.6:7, which ended",
+            },
+            by_cluster=True,
+        ),
+        {"wanted": 3, "free": ("cuda:3 (GPU-d)",), "by_cluster": True},
+        "this cluster wants 3 devices for itself, and cuda:0, cuda:1 are held by workers 0, one of "
+        "tcp://1.2.3.4:5 (pids 7, 8 on vm); cuda:2 is held by pid 9 on vm, worker 2 of "
+        "tcp://5.6:7, which ended. Free: cuda:3. For these, write devices=[3], or leave devices "
+        "and n_workers out. Or close the cluster that holds devices and is not needed, such as "
+        "that of a notebook's earlier cell (cluster.close(), or client.shutdown()), or use the "
+        "same devices: shared=True",
+    ),
+    (
         errors.DevicesInUseError(2, ["cuda:1"], {}),
-        {"wanted": 2, "free": ("cuda:1",), "holders": {}},
+        {"wanted": 2, "free": ("cuda:1",), "holders": {}, "by_cluster": False},
         "this worker wants 2 devices for itself and there is 1. Lower devices_per_worker",
     ),
     (
         errors.DevicesInUseError(3, ["cuda:1"], {"cuda:0": "pid 1"}),
-        {"wanted": 3, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}},
+        {"wanted": 3, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}, "by_cluster": False},
         "this worker wants 3 devices for itself and there are 2. Lower devices_per_worker",
     ),
     (

@@ -113,8 +113,7 @@ def _jobs(
     for job, (method, *shapes) in limited.jobs.items():
         whole, part = (" × ".join(f"{n:,}" for n in one) for one in shapes)
         yield Case(
-            f"{job}: {whole} in {part}, {limited.limit // 10**6:,} MB of each device"
-            f"{field.where()}",
+            f"{job}, {limited.limit // 10**6:,} MB a device: {whole} in {part}{field.where()}",
             per="job",
             single=True,
             rounds=None if size.tiny else 3,

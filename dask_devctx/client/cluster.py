@@ -16,17 +16,20 @@ from distributed.core import Status
 from distributed.system import MEMORY_LIMIT
 
 from dask_devctx.client.arguments import has_nannies, without_dask_cudas
+from dask_devctx.client.free import held_by_others
 from dask_devctx.client.main_module import refuse_unguarded_main
 from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_also
-from dask_devctx.cuda.device import Device, named_devices
+from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.cuda.export import can_export
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.dask_internals.submits import users_level
+from dask_devctx.errors import DevicesInUseError
 from dask_devctx.errors.base import counted
+from dask_devctx.errors.leases import held_text
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -40,10 +43,11 @@ class LocalDeviceCluster(WatchedCluster):
     Parameters
     ----------
     n_workers
-        The number of worker processes. The devices are divided evenly among them. By default,
-        there is one worker for each device if processes can open each other's device memory, and
-        one worker for all devices if they cannot. 1 suits tasks that use several devices, and
-        large data in host memory that all tasks read.
+        The number of worker processes. The free devices, those that no other cluster of this user
+        holds, are divided evenly among them. By default, there is one worker for each device if
+        processes can open each other's device memory, and one worker for all devices if they
+        cannot. 1 suits tasks that use several devices, and large data in host memory that all tasks
+        read.
     {options}
     threads_per_worker
         The number of tasks that dask gives a worker at a time. It is also the number of dask's own
@@ -87,6 +91,10 @@ class LocalDeviceCluster(WatchedCluster):
     """
 
     _share_said = ""
+    # The devices that were in use when it started, and their holders, as a text.
+    _left_to_others = ""
+    # Whether it has only those that were free then.
+    _is_rest = False
 
     @takes_also
     def __init__(
@@ -127,16 +135,28 @@ class LocalDeviceCluster(WatchedCluster):
                 "tasks_per_device=%s",
                 *[threads_per_worker] * 3,
             )
+        held = held_by_others(used, plugin.options, n_workers, in_process=not has_nannies(kwargs))
+        free = tuple(device for device in used if device not in held)
+        if held:
+            self._left_to_others = held_text({str(d): who for d, who in held.items()})
+            logger.warning(
+                "This cluster uses devices that are free, %s: %s",
+                ", ".join(map(str, free)) or "none now",
+                self._left_to_others,
+            )
         if n_workers is None:
+            if held:  # later, too, it uses no others
+                own["devices"] = [device.uuid for device in free]
+                used, self._is_rest = free, True
             processes = kwargs.get("processes") is not False
-            n_workers = default_n_workers(used, plugin.options, processes=processes)
+            n_workers = default_n_workers(free, plugin.options, processes=processes)
             if not plugin.options.shared:
-                _warn_of_idle(n_workers, plugin.options.devices_per_worker, len(used))
+                _warn_of_idle(n_workers, plugin.options.devices_per_worker, len(free))
         options = plugin.options
         if options.devices_per_worker is None and n_workers > 1 and not options.shared:
-            own["devices_per_worker"] = even_share(len(used), n_workers)
+            own["devices_per_worker"] = even_share(len(free), n_workers)
             self._share_said = (
-                f": the {len(used)} devices were divided among n_workers={n_workers}. For more "
+                f": the {len(free)} devices were divided among n_workers={n_workers}. For more "
                 "workers later, pass devices_per_worker to LocalDeviceCluster"
             )
         plugin = copy.copy(plugin)
@@ -145,7 +165,6 @@ class LocalDeviceCluster(WatchedCluster):
         self._plugin = plugin
         self._routing = DeviceRouting()
         self._n_devices = len(used)
-        self._uses = tuple(str(device.info) for device in used)
         # Workers of one process use the same devices, unless each takes a number of them.
         self._shared = plugin.options.shared or kwargs.get("processes") is False
         self._check_enough(n_workers)
@@ -157,7 +176,10 @@ class LocalDeviceCluster(WatchedCluster):
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
             refuse_unguarded_main()
-        super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
+        try:
+            super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
+        except DevicesInUseError as error:  # others took devices meanwhile
+            raise error.with_traceback(None) from None  # dask's own frames tell a user nothing
 
     def _most_workers(self, n_workers: int) -> int:
         """Return how many workers share the host's memory, as far as that is known now."""
@@ -165,16 +187,23 @@ class LocalDeviceCluster(WatchedCluster):
         return max(n_workers, self._n_devices // per_worker if per_worker else 1, 1)
 
     def __repr__(self) -> str:
-        names = ", ".join(name.partition(" ")[0] for name in self._uses)
-        per_worker = None if self._shared else self._plugin.options.devices_per_worker
-        taken = len(self.plan) * (per_worker or self._n_devices)
-        some = f"{taken} of " if taken < self._n_devices else ""
-        return f"{super().__repr__()[:-1]}, devices={some}{names})"
+        names = ", ".join(self._used_now()) or "none"
+        left = f"; left to others at its start: {self._left_to_others}"
+        return f"{super().__repr__()[:-1]}, devices={names}{left if self._left_to_others else ''})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         found: str = super()._repr_html_(cluster_status=cluster_status)
-        rows = dict(name.split(" ", 1) for name in self._uses)
+        rows = self._used_now()
+        if self._left_to_others:
+            rows["left to others at its start"] = self._left_to_others
         return found + html_table("Devices", rows)
+
+    def _used_now(self) -> dict[str, str]:
+        """Return the devices that workers have, as names and UUIDs, in the order of their names."""
+        plugins = {} if self.scheduler is None else self.scheduler.plugins
+        routing = plugins.get(DeviceRouting.name, self._routing)
+        used = frozenset().union(*routing.devices.values())
+        return {str(d): d.uuid for d in devices() if d.uuid in used}
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
         """Scale to ``n`` workers, as ``LocalCluster`` does."""
@@ -213,6 +242,8 @@ class LocalDeviceCluster(WatchedCluster):
         per_worker = per_worker or 1  # at least
         if n_workers * per_worker > self._n_devices:
             have = "this machine has" if options.devices is None else "devices= names"
+            if self._is_rest:
+                have = "when this cluster started, it got the free devices:"
             remedy = f"Start at most {counted(self._n_devices, 'worker')}"
             if per_worker > 1:
                 remedy = f"Start fewer workers, or lower devices_per_worker{self._share_said}"

@@ -13,13 +13,12 @@ from dask_devctx.errors.devices import (
     ValueNotMovableError,
     VisibleDevicesError,
 )
+from dask_devctx.errors.leases import DevicesInUseError, LockDirectoryError
 from dask_devctx.errors.requests import DeviceReservationError, NotEnoughDevicesError
 from dask_devctx.errors.versions import MissingPackageError, UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,
-    DevicesInUseError,
-    LockDirectoryError,
     WorkerSetupError,
 )
 

@@ -1,4 +1,4 @@
-"""The exceptions of workers: their devices are in use, fail, or have no memory left for a task."""
+"""The exceptions of workers: one is not set up, its devices fail, or a task has no memory."""
 
 from __future__ import annotations
 
@@ -7,75 +7,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_devctx.errors.base import DevctxError, as_texts, counted, nbytes_text
-
-
-class LockDirectoryError(DevctxError):
-    """The directory of the device locks is unsafe, or cannot be used.
-
-    Parameters
-    ----------
-    path
-        The directory, or the file in it.
-    reason
-        What is wrong with it.
-    """
-
-    path: str
-    reason: str
-
-    def __str__(self) -> str:
-        return (
-            f"devices cannot be shared out: {self.path} {self.reason}. Remove or repair it, or "
-            "name another directory with the configuration devctx.lock-directory"
-        )
-
-
-class DevicesInUseError(DevctxError):
-    """A worker wants more devices for itself than are free.
-
-    Parameters
-    ----------
-    wanted
-        How many devices it wants; 0 for any number of those that are free.
-    free
-        A description of each free device.
-    holders
-        The holder of each other device, by the device's description.
-    """
-
-    wanted: int
-    free: Sequence[str]
-    holders: Mapping[str, str]
-
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        fields["free"] = tuple(fields["free"])
-        fields["holders"] = dict(fields["holders"])
-
-    def __str__(self) -> str:
-        total = len(self.free) + len(self.holders)
-        wants = f"this worker wants {counted(self.wanted, 'device')} for itself and"
-        if self.wanted > total:
-            return f"{wants} there {_are(total)} {total}. Lower devices_per_worker"
-        held = "; ".join(f"{device} is held by {who}" for device, who in self.holders.items())
-        if not self.wanted:
-            return (
-                f"this worker wants devices for itself, and none is free: {held}. Close a cluster "
-                "that holds them and is not needed (cluster.close(), or client.shutdown()), or "
-                "start fewer workers on this machine. Workers that are to use the same devices "
-                "say so: DevicePlugin(shared=True), --shared (devctx.shared: true)"
-            )
-        return (
-            f"{wants} {len(self.free)} of {total} {_are(len(self.free))} free"
-            f"{': ' if held else ''}{held}. Close a cluster that holds them and is not needed, "
-            "such as that of a notebook's earlier cell (cluster.close(), or client.shutdown()), "
-            "start fewer workers on this machine, or lower devices_per_worker"
-        )
-
-
-def _are(n: int) -> str:
-    return "is" if n == 1 else "are"
+from dask_devctx.errors.base import DevctxError, as_texts, nbytes_text
 
 
 class WorkerSetupError(DevctxError):

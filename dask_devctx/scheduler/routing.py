@@ -81,11 +81,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def __init__(self) -> None:
         self.refused: dict[object, Exception] = {}
         self._warned: set[str] = set()
+        self._cluster = Cluster(set())
 
     @property
     def devices(self) -> dict[str, frozenset[str]]:
         """The UUIDs of the devices that each worker uses, by the worker's address."""
-        return {a: held.used for a, held in self._cluster.present.by_worker.items()}
+        known = list(self._cluster.present.by_worker.items())  # another thread may ask
+        return {address: held.used for address, held in known}
 
     # -- dask's hooks
 

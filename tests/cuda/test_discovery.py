@@ -24,7 +24,6 @@ from dask_devctx.errors import (
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
 
 

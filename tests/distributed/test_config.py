@@ -40,8 +40,20 @@ def test_the_defaults_fit_the_schema() -> None:
 
 def test_every_key_has_a_default_and_a_description() -> None:
     described = schema()["properties"]["devctx"]["properties"]
-    assert sorted(described) == KEYS
-    assert [key for key in KEYS if not described[key].get("description")] == []
+    assert described.keys() == {*KEYS}, (
+        "devctx.yaml and devctx-schema.yaml have not the same keys: "
+        f"{sorted(described.keys() ^ {*KEYS})}"
+    )
+    texts = {key: " ".join(one.get("description", "").split()) for key, one in described.items()}
+    assert [key for key, text in texts.items() if not text] == []
+    assert comments() == texts, "a key's comment in devctx.yaml is its text in devctx-schema.yaml"
+
+
+def comments() -> dict[str, str]:
+    """Return the comment above each key of devctx.yaml."""
+    text = resources.files("dask_devctx.config").joinpath("devctx.yaml").read_text("utf-8")
+    found = re.findall(r"((?:^  #.*\n)+)  ([a-z-]+):", text, re.M)
+    return {key: " ".join(comment.replace("#", " ").split()) for comment, key in found}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,10 @@ READ_ELSEWHERE = {
 
 
 def test_every_key_is_an_option_or_read_elsewhere() -> None:
-    assert sorted({*CONFIGURED, *READ_ELSEWHERE}) == KEYS
+    assert {*CONFIGURED, *READ_ELSEWHERE} == {*KEYS}, (
+        "options.py, or READ_ELSEWHERE here, and devctx.yaml have not the same keys: "
+        f"{sorted({*CONFIGURED, *READ_ELSEWHERE} ^ {*KEYS})}"
+    )
     assert not READ_ELSEWHERE & {*CONFIGURED}
 
 
@@ -85,6 +100,8 @@ def test_the_signature_and_the_docstring_name_every_option(cls: type) -> None:
     assert {*OPTION_NAMES} <= parameters.keys()
     assert {parameters[name].kind for name in OPTION_NAMES} == {inspect.Parameter.KEYWORD_ONLY}
     described = re.findall(r"^(\w+)$", inspect.getdoc(cls) or "", re.M)
+    lacks = [name for name in OPTION_NAMES if name not in described]
+    assert not lacks, f"the docstring of Options in config/options.py lacks {lacks}"
     assert [name for name in described if name in OPTION_NAMES] == [*OPTION_NAMES]
 
 
@@ -128,7 +145,9 @@ def test_the_page_lists_every_key_with_its_default_and_variable() -> None:
         )
         for key, value in config.defaults["devctx"].items()
     }
-    assert documented() == expected
+    here = documented()
+    wrong = {key for key in expected.keys() | here.keys() if expected.get(key) != here.get(key)}
+    assert not wrong, f"the table in docs/configuration.md lacks, or has otherwise: {wrong}"
 
 
 @pytest.mark.parametrize(

@@ -234,10 +234,21 @@ MODULES = (
 WRITTEN = frozenset({"run_spec", "annotations", "worker_restrictions", "host_restrictions"})
 
 
+# The names of variables that hold an object of dask's.
+DASKS = {"worker", "scheduler", "client", "nanny", "state", "ts", "ws", "cluster", "comm"}
+
+
+def of_dask(node: ast.Attribute) -> bool:
+    """Return whether this is ``worker._name``, ``self._worker._name`` or the like."""
+    if not node.attr.startswith("_") or node.attr.startswith("__"):
+        return False
+    return ast.unparse(node.value).rpartition(".")[2].strip("_") in DASKS
+
+
 def uses(path: Path) -> Iterator[str]:
     """Yield the private names that a module uses."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Attribute) and node.attr in PRIVATE:
+        if isinstance(node, ast.Attribute) and (node.attr in PRIVATE or of_dask(node)):
             yield node.attr
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if node.attr in WRITTEN and not ast.unparse(node.value).startswith("self"):

@@ -224,6 +224,14 @@ class Pair:
             found[row.way] = found.get(row.way, 0) + row.copies
         return found
 
+    def reasons(self) -> list[str]:
+        """Return the reasons why values went through the host."""
+        from dask_devctx import report
+
+        return [
+            row.reason or "unknown" for row in report(self.client).transfers if row.way == "host"
+        ]
+
     def staged(self) -> list[int]:
         return list(self.client.run(_staged).values())
 
@@ -332,7 +340,8 @@ def order(left_out: str) -> Any:
             pair.client.submit(busy, 1000, workers=pair.workers[1:], pure=False).result(timeout=60)
             used = pair.client.submit(least, made, workers=pair.workers[1:], pure=False)
             wrong["given out again"] += used.result(timeout=60) != n
-    return {"wrong": wrong, "ways": pair.ways(), "staged": pair.staged()}
+    found = {"wrong": wrong, "ways": pair.ways(), "staged": pair.staged()}
+    return {**found, "reasons": pair.reasons()}
 
 
 def illegal() -> None:
@@ -404,7 +413,7 @@ def test_each_kind_arrives_as_it_was_without_the_host(name: str, sent: Any) -> N
 def test_copies_come_after_the_work_before_them() -> None:
     found = answer_of("tests.gpu.test_ipc", "order", "")
     assert found["wrong"] == {"made": 0, "given out again": 0}
-    assert found["ways"] == {"ipc": 2 * ROUNDS}
+    assert found["ways"] == {"ipc": 2 * ROUNDS}, found["reasons"]
     assert not any(found["staged"])
 
 

@@ -123,7 +123,7 @@ class Host:
         self._link, self._gpus = link, gpus
         own = place / f"host{number}"
         own.mkdir()
-        command = [sys.executable, "-m", "dask", "devctx", "worker", scheduler, "--host", ip]
+        command = [sys.executable, "-m", "dask_devctx.cli", "worker", scheduler, "--host", ip]
         command += ["--n-workers", "1", "--no-dashboard", "--oom-retries", "3"]
         command += ["--preload", "tests.soak.preload", "--device-memory-limit", LIMIT]
         command += ["--local-directory", str(own), "--ipc-staging", "4 MiB"]

@@ -24,6 +24,7 @@ _POLL_S = 0.01
 # tries to connect for half a minute.
 _REFUSING_S = 0.5
 _EXIT_STATUS = 70  # EX_SOFTWARE; the nanny's log shows it
+_ENDING = frozenset({Status.closing, Status.closed, Status.failed})
 
 
 def begin_the_end(
@@ -74,8 +75,16 @@ async def end_failed_worker(
 
     If an error could not be sent to the scheduler, the worker leaves unexpectedly. Then dask counts
     the loss of the worker, and fails a task that ends its worker each time.
+
+    A worker that is closing closes as it would, and dask runs its tasks elsewhere: only the
+    scheduler is told, if the worker can still reach it.
     """
     error = failure.error
+    if worker.status in _ENDING:
+        logger.warning("While the worker closes: %s", error)
+        if failure.marks and worker.status is Status.closing:
+            await _bounded(confirm(worker, failure), "name its suspects to the scheduler")
+        return
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it has enough memory.
     worker.status = Status.closing_gracefully

@@ -117,6 +117,34 @@ def acquire(
     return Lease(free, locks)
 
 
+def holders(
+    devices: Iterable[Device], directory: str | os.PathLike[str] | None = None
+) -> dict[Device, str]:
+    """Return the devices that workers have for themselves now, with their holders.
+
+    Parameters
+    ----------
+    devices
+        The devices.
+    directory
+        As for :func:`acquire`.
+
+    Raises
+    ------
+    LockDirectoryError
+        The directory cannot be trusted, or cannot be used.
+    """
+    held: dict[Device, str] = {}
+    with LockDirectory(_path(directory)) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
+        for device in devices:
+            lock = place.try_lock(_name(device), _note("a cluster that starts"), _kept_from(""))
+            if lock is None:
+                held[device] = _holder_of(place, device)
+            else:
+                lock.release()
+    return held
+
+
 class ProcessLocks:
     """The locks that the workers of this process hold together, each for all that use its device.
 
@@ -127,6 +155,10 @@ class ProcessLocks:
 
     def __init__(self) -> None:
         self._held: dict[tuple[Path, str], tuple[Lock, int]] = {}
+
+    def has(self, device: Device, directory: str | os.PathLike[str] | None) -> bool:
+        """Return whether workers of this process use a device."""
+        return (_path(directory), device.uuid) in self._held
 
     def try_take(
         self, devices: Iterable[Device], holder: str, directory: str | os.PathLike[str] | None

@@ -172,6 +172,7 @@ async def refuse(
         error.add_note(NOT_STARTED)  # the error ends the start
         return False
     in_use = isinstance(error, (DevicesInUseError, LockDirectoryError))
+    is_told = in_use and leaves  # the process of the cluster raises the error
     leaves = is_joining(worker) and (leaves or in_use)
     if not leaves:
         remedy = _WITH_OTHERS if isinstance(error, (DeviceNotFoundError, TypeError)) else _MENDED
@@ -189,7 +190,10 @@ async def refuse(
         except Exception as untold:
             logger.debug("The scheduler was not told: %r", untold)
     if leaves:
-        logger.error("This worker leaves the cluster because it cannot take its devices: %s", error)
+        logger.error(
+            "This worker leaves the cluster because it cannot take its devices: %s",
+            "the cluster's process has the reason" if is_told else error,
+        )
         worker.loop.add_callback(worker.close, reason="devctx-setup-failed")
     return leaves
 

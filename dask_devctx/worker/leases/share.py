@@ -294,6 +294,12 @@ class DeviceShare:
         return f" of {self._worker.scheduler.address}"
 
     def _failed(self, error: Exception) -> None:
+        if isinstance(error, DevicesInUseError):
+            own = {
+                device: who.replace(self._of_cluster, " of its own cluster")
+                for device, who in error.holders.items()
+            }
+            error = DevicesInUseError(error.wanted, error.free, own)
         self.error, self.is_settled = error, True
         if self._candidates and self._devices:
             process_locks.release(self._devices, self._directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Final
 
 from dask_devctx.cuda.device import Device
@@ -33,6 +33,16 @@ class Load:
         self.last_turn = 0
         self.free_nbytes: int | None = None
 
+    @property
+    def tasks(self) -> int:
+        """How many tasks are counted here."""
+        return len(self.prefixes) + len(self.parts)
+
+    @property
+    def kept_places(self) -> float:
+        """The places that actors keep."""
+        return sum(self.kept.values())
+
     def busy_s(self, known: Mapping[str, float], typical_s: float) -> float:
         """Return how long the device needs for its tasks, as far as durations are known.
 
@@ -50,19 +60,29 @@ class Load:
         for prefix, places in self.parts.values():
             busy_s += places * known.get(prefix, unknown_s)
         if self.kept:
-            busy_s += sum(self.kept.values()) * _KEPT_S
+            busy_s += self.kept_places * _KEPT_S
         return busy_s
 
-    def cost(self, known: Mapping[str, float], typical_s: float) -> tuple[bool, float, int, int]:
-        """Return the cost by which ``start_soonest`` compares devices for a task without inputs.
 
-        Parameters
-        ----------
-        known, typical_s
-            As for :meth:`busy_s`.
-        """
-        full = self.free_nbytes is not None and self.free_nbytes < FULL_NBYTES
-        if not (self.prefixes or self.parts or self.kept):
-            return full, 0.0, 0, self.last_turn
-        queued = len(self.prefixes) + len(self.parts)
-        return full, self.busy_s(known, typical_s), queued, self.last_turn
+def soonest(loads: Iterable[Load], known: Mapping[str, float], typical_s: float) -> Load | None:
+    """Return what ``start_soonest`` chooses for a task without inputs, in a third of its time.
+
+    None if an actor keeps a part of a device: the policy is to be asked then.
+
+    Parameters
+    ----------
+    loads
+        The tasks of each device.
+    known, typical_s
+        As for :meth:`Load.busy_s`.
+    """
+    best, least = None, (True, float("inf"), 0, 0)
+    for load in loads:
+        if load.kept:
+            return None
+        tasks = load.tasks
+        full = load.free_nbytes is not None and load.free_nbytes < FULL_NBYTES
+        cost = full, load.busy_s(known, typical_s) if tasks else 0.0, tasks, load.last_turn
+        if cost < least:
+            best, least = load, cost
+    return best

@@ -19,13 +19,15 @@ from dask_devctx.errors import (
     NotEnoughDevicesError,
 )
 from dask_devctx.worker.placement.groups import choose_group
-from dask_devctx.worker.placement.load import Load
+from dask_devctx.worker.placement.load import Load, soonest
 from dask_devctx.worker.placement.policy import Candidate, Choice, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
 _NEW_DURATION_WEIGHT = 0.5
 # How long a reading of the devices' free memory is used: each takes microseconds.
 _MEMORY_AGE_S = 0.5
+# Shares are sums of fractions: so much of a device may be missing.
+_ROUNDING = 1e-6
 
 
 class Located(Protocol):
@@ -189,7 +191,8 @@ class Placement:
         usable = [one for one in self.devices if self._limits.get(one, nbytes) >= nbytes]
         if request.number > len(usable):
             self._check_limits(request, self.devices)
-        candidates = [one for one in self._candidates(inputs) if one.device in usable]
+        share = min(self.share_of(request, one) for one in usable)
+        candidates = self._candidates(inputs, usable, share, request.number)
         if request.number == 1:
             return (self._choose(candidates),)
         places = [(one.nbytes, frozenset(one.copies)) for one in inputs]
@@ -227,8 +230,7 @@ class Placement:
 
     def has_queue(self, device: Device) -> bool:
         """Return whether the task that was placed last on a device waits for others there."""
-        load = self._loads[device]
-        return len(load.prefixes) + len(load.parts) > self._tasks_per_device
+        return self._loads[device].tasks > self._tasks_per_device
 
     def record_duration(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
@@ -237,31 +239,40 @@ class Placement:
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
     def _assign(self, inputs: Sequence[Located]) -> Device:
-        if self._policy is start_soonest:
-            if len(self.devices) == 1:
-                return self.devices[0]
-            if not inputs:  # the same choice, in a third of the time
-                self._read_memory()
-                known, typical_s = self.durations_s, self._typical_s
-                return min(self._loads.values(), key=lambda one: one.cost(known, typical_s)).device
-        return self._choose(self._candidates(inputs))
+        if len(self.devices) == 1 and self._policy is start_soonest:
+            return self.devices[0]
+        if not inputs and self._policy is start_soonest:
+            self._read_memory()
+            if load := soonest(self._loads.values(), self.durations_s, self._typical_s):
+                return load.device
+        return self._choose(self._candidates(inputs, self.devices, 1 / self._tasks_per_device))
 
-    def _candidates(self, inputs: Iterable[Located]) -> list[Candidate]:
+    def _candidates(
+        self, inputs: Iterable[Located], devices: Sequence[Device], share: float, number: int = 1
+    ) -> list[Candidate]:
+        """Return the state of the devices that a task could get a part of.
+
+        Where actors keep so much of a device that the task would wait for their end, the device is
+        none of them, unless the task needs it for its number of devices.
+        """
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
-        turn, share, known = self._turn, self._tasks_per_device, self.durations_s
+        places = self._tasks_per_device
+        free = places * (1 - share + _ROUNDING)
+        loads = [self._loads[device] for device in devices]
+        unkept = [load for load in loads if load.kept_places <= free]
         return [
             Candidate(
-                device,
-                len(load.prefixes) + len(load.parts),
-                load.busy_s(known, self._typical_s) / share,
-                move_nbytes[device],
-                turn - load.last_turn,
-                load.free_nbytes,
-                moves[device],
-                len(load.prefixes) + len(load.parts) >= share,
+                device=load.device,
+                queued=load.tasks,
+                busy_s=load.busy_s(self.durations_s, self._typical_s) / places,
+                move_nbytes=move_nbytes[load.device],
+                since=self._turn - load.last_turn,
+                free_nbytes=load.free_nbytes,
+                moves=moves[load.device],
+                waits=load.tasks >= places,
             )
-            for device, load in self._loads.items()
+            for load in (unkept if len(unkept) >= number else loads)
         ]
 
     def _read_memory(self) -> None:

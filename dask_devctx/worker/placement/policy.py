@@ -27,6 +27,9 @@ FULL_NBYTES = 512 * 2**20
 class Candidate(NamedTuple):
     """A device that a task could get, with its present state.
 
+    A device that actors keep, so that the task would wait for their end, is no candidate, unless
+    all devices are kept so.
+
     Parameters
     ----------
     device
@@ -85,10 +88,10 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
     far_s = min(moving_s) + COPY_S / 2  # at least one copy more than for the nearest device
 
     def cost(which: int) -> tuple[bool, float, int, int]:
-        _, queued, busy_s, move_nbytes, since, free_nbytes, _, waits = candidates[which]
-        full = free_nbytes is not None and free_nbytes < move_nbytes + FULL_NBYTES
-        reluctance_s = RELUCTANCE_S if waits and moving_s[which] > far_s else 0.0
-        return full, busy_s + moving_s[which] + reluctance_s, queued, -since
+        one = candidates[which]
+        full = one.free_nbytes is not None and one.free_nbytes < one.move_nbytes + FULL_NBYTES
+        reluctance_s = RELUCTANCE_S if one.waits and moving_s[which] > far_s else 0.0
+        return full, one.busy_s + moving_s[which] + reluctance_s, one.queued, -one.since
 
     return candidates[min(range(len(candidates)), key=cost)]
 
@@ -121,6 +124,6 @@ class Choice:
         if not isinstance(chosen, Candidate) or chosen.device not in given:
             raise TypeError(
                 f"the placement policy {self._name} must return one of the candidates that it is "
-                f"given, got {chosen!r}"
+                f"given, and not its device or another value; got {chosen!r}"
             )
         return chosen.device

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_devctx import Device, DeviceNotFoundError, LocalDeviceCluster, devices, report
+from dask_devctx.annotations import Request
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import (
@@ -29,6 +30,25 @@ from tests.distributed.devices import here, with_plugin
 def candidate(device: int = 0, **kwargs: Any) -> Candidate:
     defaults = {"queued": 0, "busy_s": 0.0, "move_nbytes": 0, "since": 0}
     return Candidate(Device(device), **{**defaults, **kwargs})
+
+
+def first(candidates: Sequence[Candidate]) -> Candidate:
+    return candidates[0]
+
+
+@pytest.mark.parametrize("share", [1, 0.5])
+def test_a_policy_chooses_among_the_devices_that_no_actor_keeps(share: float) -> None:
+    placement = Placement(devices()[:2], 2, first)
+    placement.keep("actor", [Device(0)], 1)
+    wants = Request(share=share, number=1)
+    assert placement.place_group("some", "some", wants) == (Device(1),)
+    assert placement.place("any", "any", "auto") == Device(1)
+    assert placement.place_group("both", "both", Request(number=2)) == (Device(0), Device(1))
+    placement.keep("other", [Device(1)], 0.75)
+    assert placement.place("waits", "waits", "auto") == Device(0)
+    placement.drop("actor")
+    placement.keep("small", [Device(0)], 0.5)  # one of two places is left
+    assert placement.place("fits", "fits", "auto") == Device(0)
 
 
 @pytest.mark.parametrize(
