@@ -184,8 +184,7 @@ class Placement:
             return self.devices
         if request.number > len(self.devices):
             raise self._not_enough(request.number)
-        before = self._groups.get(key, ())
-        if len(before) == request.number:
+        if len(before := self._groups.get(key, ())) == request.number:
             return before
         nbytes = request.nbytes or 0
         usable = [one for one in self.devices if self._limits.get(one, nbytes) >= nbytes]
