@@ -3,8 +3,9 @@
 Run it as ``python examples/batch_inference.py --out DIR``. It first writes a directory of
 images. Decoding takes no device (``device=None``), so it runs on dask's own threads. The model is
 made once, on one device, and is an input of each batch's task: each other device gets one copy of
-it. Each batch goes to the GPU that is free first. The model is torch's on GPUs; on simulated
-devices, it has the same layers of `SimulatedArray`.
+it. One worker has all GPUs (``n_workers=1``), so each batch goes to the GPU that is free first.
+With a worker for each GPU, dask prefers workers that have the model, and the shares differ more.
+The model is torch's on GPUs; on simulated devices, it has the same layers of `SimulatedArray`.
 
 Needs torch on GPUs, NumPy elsewhere. Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
 """
@@ -28,7 +29,8 @@ from pictures import lanes
 from dask_devctx import Device, LocalDeviceCluster, driver, report
 from dask_devctx.simulated_array import SimulatedArray
 
-SIDE = 16
+SIDE = 64
+WIDTH = 1024
 CLASSES = ("dark", "bright")
 
 
@@ -62,22 +64,26 @@ class Layers:
 
 
 def make_model() -> Any:
-    """Return a model on the task's device: the mean of an image less 0.5, for and against."""
-    mean = np.full((SIDE * SIDE, 1), 1 / SIDE**2, np.float32)
-    sides = np.array([[-1.0, 1.0]], np.float32)
+    """Return a model on the task's device: the mean of an image less 0.5, for and against.
+
+    Each of `WIDTH` inner values is that mean, so that there is some work.
+    """
+    mean = np.full((SIDE * SIDE, WIDTH), 1 / SIDE**2, np.float32)
+    sides = np.tile(np.array([[-1.0, 1.0]], np.float32) / WIDTH, (WIDTH, 1))
     if driver.backend().simulated:
         return Layers(SimulatedArray.asarray(mean), SimulatedArray.asarray(sides))
     import torch
 
-    model = torch.nn.Sequential(torch.nn.Linear(SIDE * SIDE, 1), torch.nn.Linear(1, 2, bias=False))
+    inner, last = torch.nn.Linear(SIDE * SIDE, WIDTH), torch.nn.Linear(WIDTH, 2, bias=False)
+    model = torch.nn.Sequential(inner, last)
     with torch.no_grad():
-        model[0].weight.copy_(torch.from_numpy(mean.T))
-        model[0].bias.fill_(-0.5)
-        model[1].weight.copy_(torch.from_numpy(sides.T))
+        inner.weight.copy_(torch.from_numpy(mean.T))
+        inner.bias.fill_(-0.5)
+        last.weight.copy_(torch.from_numpy(sides.T))
     return model.to("cuda")  # the task's own GPU
 
 
-def infer(model: Any, batch: Any) -> tuple[list[str], str]:
+def infer(batch: Any, model: Any) -> tuple[list[str], str]:
     """Return the class of each image, and the device."""
     if driver.backend().simulated:
         scores = model(SimulatedArray.asarray(batch)).get()
@@ -99,7 +105,7 @@ def main() -> int:
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        LocalDeviceCluster(dashboard_address=":0") as cluster,
+        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         paths = make_images(Path(folder), options.images)
@@ -108,7 +114,7 @@ def main() -> int:
         wait(model)
         with dask.annotate(device=None):  # beside the GPUs
             batches = client.map(decode, parts)
-        results = client.gather([client.submit(infer, model, batch) for batch in batches])
+        results = client.gather(client.map(infer, batches, model=model))
         done = report(client)
 
     print(done)

@@ -2,7 +2,8 @@
 
 Run it as ``python examples/model_server.py --out DIR``. Callers await `predict`, an `async`
 method. The actor gathers the requests that arrive within some milliseconds, and computes them as
-one batch on its device. CuPy computes on GPUs, `SimulatedArray` on simulated devices.
+one batch on its device, which is its own (``device_share=1``): other tasks use the other devices.
+CuPy computes on GPUs, `SimulatedArray` on simulated devices.
 
 Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.
 """
@@ -15,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import dask
 import numpy as np
 from distributed import Client
 from needs import needs
@@ -87,7 +89,8 @@ def main() -> int:
     requests = np.random.default_rng(0).normal(size=(options.requests, 3))
 
     with LocalDeviceCluster(dashboard_address=":0") as cluster, Client(cluster) as client:
-        server = client.submit(Server, weights, actor=True).result()
+        with dask.annotate(device_share=1):  # a device of its own
+            server = client.submit(Server, weights, actor=True).result()
         answers = [server.predict(one) for one in requests]  # all at once
         values = [answer.result() for answer in answers]
         where, batches = server.state().result()

@@ -250,13 +250,13 @@ CASES = [
             "visible_devices": "0",
             "hint": "Ordinals go from 0 to 0",
         },
-        "no device 7; available: cuda:0 (GPU-a); CUDA_VISIBLE_DEVICES is '0'. "
-        "Ordinals go from 0 to 0",
+        "no device 7. Ordinals go from 0 to 0. Available: cuda:0 (GPU-a); "
+        "CUDA_VISIBLE_DEVICES is '0'",
     ),
     (
         errors.DeviceNotFoundError("cuda:7"),
         {"available": (), "visible_devices": None, "hint": ""},
-        "no device 'cuda:7'; available: none; CUDA_VISIBLE_DEVICES is not set",
+        "no device 'cuda:7'. Available: none; CUDA_VISIBLE_DEVICES is not set",
     ),
     (
         errors.VisibleDevicesError("1,0", "it does not fit"),

@@ -33,15 +33,28 @@ devctx.add_command(top)
 
 
 @devctx.command()
+@click.argument("address", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--scheduler", help="Show the GPUs of this cluster's workers instead.")
+@click.option("--scheduler", help="The same as the address.")
 @finds_scheduler
 @click.pass_context
-def info(context: click.Context, /, as_json: bool, scheduler: str | None, **where: Any) -> None:
+def info(
+    context: click.Context,
+    /,
+    address: str | None,
+    as_json: bool,
+    scheduler: str | None,
+    **where: Any,
+) -> None:
     """Show the GPUs, their peer access, the hidden GPUs, and problems.
+
+    With the ADDRESS of a scheduler, show those of all machines of its cluster.
 
     The command creates no CUDA context. Its exit status is 1 if no GPU can be used.
     """
+    if address is not None and scheduler is not None:
+        raise click.UsageError(f"two addresses: {address} and --scheduler {scheduler}")
+    scheduler = address or scheduler
     if scheduler is not None or where["scheduler_file"] is not None:
         with connected(scheduler, **where) as client:
             found = views(client)

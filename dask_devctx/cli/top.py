@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BAR: Final = 8
-_COLUMNS: Final = 110
+_COLUMNS: Final = 140
 # The scheduler has news of a worker each half a second.
 _HEARTBEAT_S: Final = 1.0
 
@@ -171,6 +171,9 @@ def _table(devices: list[LiveDevice]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("memory", no_wrap=True)
     table.add_column("copied in", justify="right", no_wrap=True)
+    spilled = any(device.memory.get("spilled") for device in devices)
+    for name in ("kept of limit", "on the host") if spilled else ():
+        table.add_column(name, justify="right", no_wrap=True)
     for device in devices:
         table.add_row(
             f"cuda:{device.device_id}",
@@ -184,6 +187,7 @@ def _table(devices: list[LiveDevice]) -> Table:
             Text(str(device.failed), style="red" if device.failed else ""),
             _memory(device),
             f"{nbytes_text(round(device.nbytes_per_s))}/s",
+            *(_spilled(device) if spilled else ()),
         )
     return table
 
@@ -199,4 +203,12 @@ def _memory(device: LiveDevice) -> str:
     used = total - device.memory["free"]
     filled = round(_BAR * used / total)
     bar = f"{'█' * filled}{'░' * (_BAR - filled)}"
-    return f"{bar} {used / 2**30:.1f} of {total / 2**30:.1f} GiB"
+    return f"{bar} {nbytes_text(used)} of {nbytes_text(total)}"
+
+
+def _spilled(device: LiveDevice) -> tuple[str, str]:
+    """Return the bytes of values that dask keeps there and their limit, and those on the host."""
+    kept = device.memory.get("held", 0) + device.memory.get("copies", 0)
+    limit = device.memory.get("limit")
+    of = "" if limit is None else f" of {nbytes_text(limit)}"
+    return f"{nbytes_text(kept)}{of}", nbytes_text(device.memory.get("spilled", 0))

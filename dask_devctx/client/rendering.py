@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,13 +11,15 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
 from dask_devctx.client.tables import aligned, shortened
-from dask_devctx.errors.base import nbytes_text
+from dask_devctx.errors.base import counted, nbytes_text
 
 if TYPE_CHECKING:
     from dask_devctx.client.report import Report, ReportedDevice, ReportedTask
 
 COLUMNS: Final = 100
 _WORKER: Final = 16
+# A rate of fewer bytes says nothing about a link.
+_LEAST_TIMED: Final = 2**20
 # So many kinds of errors of refused tasks have a line.
 _KINDS: Final = 5
 
@@ -65,7 +68,7 @@ class Line:
             self.failed,
             round(self.busy_s, 1),
             None if not self.uses else f"{sum(self.uses) / len(self.uses):.0%}",
-            f"{nbytes_text(self.used)} of {nbytes_text(self.total)}",
+            None if not self.total else f"{nbytes_text(self.used)} of {nbytes_text(self.total)}",
             nbytes_text(self.copied_in),
         )
 
@@ -152,19 +155,64 @@ def _seconds(run: ReportedTask) -> float:
 
 
 def _refused(report: Report) -> Iterator[str]:
-    """Yield a line for each kind of error of the tasks that got no device; the latest error."""
-    kinds: dict[str, tuple[Counter[str], str]] = {}
+    """Yield a line for each error of the tasks that got no device, the latest last."""
+    kinds: dict[str, Counter[str]] = {}
     for task in report.refused:
-        kind = task.reason.partition(":")[0]
-        prefixes, _ = kinds.pop(kind, (Counter(), ""))
+        reason = " ".join(task.reason.split())
+        prefixes = kinds[reason] = kinds.pop(reason, Counter())
         prefixes[task.prefix] += 1
-        kinds[kind] = prefixes, task.reason
-    for prefixes, reason in list(kinds.values())[-_KINDS:]:
+    for reason, prefixes in list(kinds.items())[-_KINDS:]:
         named = ", ".join(shortened(prefix, 24) for prefix, _ in prefixes.most_common(2))
         more = ", …" if len(prefixes) > 2 else ""
-        yield f"refused: {prefixes.total()} of {named}{more}: {' '.join(reason.split())}"
+        yield f"refused: {prefixes.total()} of {named}{more}: {reason}"
     if len(kinds) > _KINDS:
-        yield f"refused for {len(kinds) - _KINDS} more reasons: report(client).refused"
+        more = counted(len(kinds) - _KINDS, "more reason")
+        yield f"refused for {more}: report(client).refused"
+
+
+def _spilled(report: Report) -> Iterator[str]:
+    """Yield a line for each device whose values left for the host, and one for the cluster."""
+    spills = sum(device.spills for device in report.devices)
+    if not spills:
+        return
+    for device in report.devices:
+        if device.spills:
+            kept = (device.memory_held or 0) + (device.memory_copies or 0)
+            limit = device.memory_limit
+            of = "" if limit is None else f" of its limit {nbytes_text(limit)}"
+            yield (
+                f"cuda:{device.device_id} of worker {shortened(device.worker_name, _WORKER)} keeps "
+                f"{nbytes_text(kept)}{of}; {nbytes_text(device.memory_spilled)} more are in host "
+                "memory"
+            )
+    unspills = sum(device.unspills for device in report.devices)
+    away = nbytes_text(sum(device.spilled_nbytes for device in report.devices))
+    back = nbytes_text(sum(device.unspilled_nbytes for device in report.devices))
+    yield (
+        f"moved to host memory since the start: {away} in {counted(spills, 'move')}; "
+        f"came back: {back} in {counted(unspills, 'move')}"
+    )
+
+
+def _lost(report: Report) -> Iterator[str]:
+    """Yield a line for each of the latest workers that left unexpectedly."""
+    names = {one.uuid: f"cuda:{one.device_id}" for one in report.devices if one.device_id >= 0}
+    for lost in report.lost:
+        at = time.strftime("%H:%M:%S", time.localtime(lost.time))
+        named = ", ".join(sorted(names.get(uuid, uuid[:12]) for uuid in lost.uuids))
+        again = [counted(lost.tasks, "task")] if lost.tasks else []
+        again += [counted(lost.results, "result")] if lost.results else []
+        many = lost.tasks + lost.results != 1
+        made = f"; {' and '.join(again)} {'are' if many else 'is'} computed again" if again else ""
+        yield f"lost at {at}: worker {lost.worker}{f' with {named}' if named else ''}{made}"
+
+
+def _rate(nbytes: float, seconds: float) -> str:
+    """Return a rate as text, "" where too little was timed to say anything."""
+    if seconds <= 0 or nbytes < _LEAST_TIMED:
+        return ""
+    rate = nbytes / seconds / 1e9
+    return f", {rate:.3g} GB/s" if rate >= 1 else f", {1000 * rate:.3g} MB/s"
 
 
 def _below(report: Report) -> Iterator[str]:
@@ -183,16 +231,10 @@ def _below(report: Report) -> Iterator[str]:
         because = f": {reason}" if reason else ""
         moved, count = nbytes_text(nbytes[way, reason]), copies[way, reason]
         timed, seconds = measured[way, reason]
-        rate = f", {timed / seconds / 1e9:.3g} GB/s" if seconds > 0 else ""
         several = "copy" if count == 1 else "copies"
-        yield f"moved by {way}: {moved} in {count} {several}{rate}{because}"
-    spills = sum(device.spills for device in report.devices)
-    if spills:
-        unspills = sum(device.unspills for device in report.devices)
-        away = nbytes_text(sum(device.spilled_nbytes for device in report.devices))
-        back = nbytes_text(sum(device.unspilled_nbytes for device in report.devices))
-        yield f"spilled to host memory: {away} of {spills} values; came back: {back} of {unspills}"
-    yield from _refused(report)
+        yield f"moved by {way}: {moved} in {count} {several}{_rate(timed, seconds)}{because}"
+    yield from _spilled(report)
+    yield from _lost(report)
     for worker, reason in report.silent.items():
         yield f"no answer from {worker}: {reason}"
     without = [worker for worker, runs in report.workers.items() if not runs]
@@ -209,7 +251,10 @@ def _below(report: Report) -> Iterator[str]:
 
 
 def _problems(report: Report) -> Iterator[str]:
-    """Yield the problems whose remedies are in the text: it is not cut."""
+    """Yield the problems whose reasons and remedies are in the text: it is not cut."""
+    yield from _refused(report)
+    for (prefix, asked), count in list(report.unplaced.items())[:_KINDS]:
+        yield (f"waiting for a worker: {count} of {shortened(prefix, 24)}: no worker fits {asked}")
     for worker, reason in report.waiting.items():
         yield f"standstill of {worker}: {reason}"
 
@@ -239,7 +284,8 @@ def html(report: Report) -> str:
         for row in body
     )
     names = "".join(f'<th style="{_CELL}">{escape(name)}</th>' for name in head)
-    below = "".join(f"<div>{escape(line)}</div>" for line in _below(report))
+    said = [*_below(report), *_problems(report)]
+    below = "".join(f"<div>{escape(line)}</div>" for line in said)
     return f"<table><thead><tr>{names}</tr></thead><tbody>{rows}</tbody></table>{below}"
 
 

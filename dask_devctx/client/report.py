@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from distributed import Client, Scheduler, Worker
+from distributed import Client, Worker
 
 from dask_devctx.client import rendering
+from dask_devctx.client.past import of_scheduler
 from dask_devctx.plugin import DevicePlugin
-from dask_devctx.scheduler.counts import Counts, PastCounts
-from dask_devctx.scheduler.routing import DeviceRouting
+from dask_devctx.scheduler.counts import PastCounts
 from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer, known
 
 By = Literal["device", "prefix"]
@@ -70,6 +70,31 @@ class ReportedTransfer(Transfer):
     worker: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LostWorker:
+    """A worker that left unexpectedly.
+
+    Parameters
+    ----------
+    worker
+        Its address.
+    time
+        The time, in seconds since the epoch by the scheduler's clock.
+    uuids
+        The UUIDs of its devices.
+    tasks
+        The number of tasks that it had to run.
+    results
+        The number of results that were there alone: dask computes them again if they are needed.
+    """
+
+    worker: str
+    time: float
+    uuids: tuple[str, ...]
+    tasks: int
+    results: int
+
+
 class Report(list[ReportedTask]):
     """The tasks that ran on a cluster's devices, the earliest first.
 
@@ -94,6 +119,11 @@ class Report(list[ReportedTask]):
         Whether each worker runs the plugin, by its address.
     silent
         The reason why a worker did not answer, by its address. The other attributes lack it.
+    lost
+        The latest workers that left unexpectedly, each a :class:`LostWorker`.
+    unplaced
+        The numbers of tasks whose resources no worker has, by the prefix of their keys and by these
+        resources, as a text.
     waiting
         The tasks that hold all places of a device while they wait for others, or the actors for
         whose end tasks wait, and the remedies, as a text by the worker's address.
@@ -113,6 +143,8 @@ class Report(list[ReportedTask]):
         waiting: Mapping[str, str] | None = None,
         without_device: Sequence[ReportedTask] = (),
         hosted: int = 0,
+        lost: Sequence[LostWorker] = (),
+        unplaced: Mapping[tuple[str, str], int] | None = None,
         by: By = "device",
     ) -> None:
         super().__init__(tasks)
@@ -121,6 +153,8 @@ class Report(list[ReportedTask]):
         self.transfers = list(transfers)
         self.without_device = list(without_device)
         self.hosted = hosted
+        self.lost = list(lost)
+        self.unplaced = dict(unplaced or {})
         self.workers = dict(workers or {})
         self.silent = dict(silent or {})
         self.waiting = dict(waiting or {})
@@ -207,7 +241,7 @@ async def _report(client: Client, by: By) -> Report:
             hosted += answer["without_device"]
             if text := answer.get("waiting"):
                 waiting[worker] = text
-    past, moved = await _past(client)
+    past, moved, lost, unplaced = await of_scheduler(client)
     devices = _with_past(devices, past)
     for (source, destination, way), (nbytes, copies, saved, seconds, *measured) in moved.items():
         counts = int(nbytes), int(copies), int(saved), seconds
@@ -226,6 +260,8 @@ async def _report(client: Client, by: By) -> Report:
         waiting=waiting,
         without_device=on_none,
         hosted=hosted,
+        lost=[LostWorker(*one) for one in lost],
+        unplaced=unplaced,
         by=by,
     )
 
@@ -236,15 +272,6 @@ def _task(run: Sequence[Any], worker: str, more: Sequence[int]) -> ReportedTask:
     first = found["device_id"]
     device_ids = () if first is None else (first, *more)
     return ReportedTask(**found, worker=worker, device_ids=device_ids)
-
-
-async def _past(client: Client) -> tuple[dict[str, Any], dict[tuple[str, str, str], list[float]]]:
-    """Return the counts of workers that left; none where the scheduler lacks this package."""
-    try:
-        found: Any = await client.run_on_scheduler(_of_scheduler)
-    except Exception:
-        return {}, {}
-    return found or ({}, {})
 
 
 def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> list[ReportedDevice]:
@@ -273,12 +300,6 @@ def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> li
             )
         )
     return rows
-
-
-def _of_scheduler(dask_scheduler: Scheduler) -> Any:
-    plugin = dask_scheduler.plugins.get(DeviceRouting.name)
-    counts: Counts | None = getattr(plugin, "counts", None)
-    return None if counts is None else (counts.past, counts.transfers)
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:

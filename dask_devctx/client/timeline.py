@@ -15,6 +15,7 @@ from distributed import Client, Scheduler
 
 from dask_devctx.client.trace_events import Stretch, trace
 from dask_devctx.errors import DevctxError
+from dask_devctx.errors.base import counted
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.rows import Sample
 
@@ -46,7 +47,9 @@ class Timeline:
 
     def __repr__(self) -> str:
         lost = f", {self.lost} rows lost" if self.lost else ""
-        return f"<timeline {str(self.path)!r}: {self.tasks} tasks, {self.copies} copies{lost}>"
+        tasks = counted(self.tasks, "task")
+        copies = f"{self.copies} {'copy' if self.copies == 1 else 'copies'}"
+        return f"<timeline {str(self.path)!r}: {tasks}, {copies}{lost}>"
 
     # -- at once
 

@@ -121,11 +121,27 @@ def list_of_devices(name: str, value: Any) -> tuple[object, ...]:
 
 def function(name: str, value: Any) -> object:
     if not callable(value):
-        raise TypeError(f"{name} is a function of the candidates that returns one, got {value!r}")
+        raise TypeError(
+            f"{name} must be a function, such as dask_devctx.start_soonest: it gets the candidates "
+            f"and returns one of them; got {value!r}"
+        )
     return value
 
 
 def refused(name: str, expected: str, value: object) -> ValueError:
-    return ValueError(
-        f"{name} must be {expected}, got {value!r} (in the configuration devctx.{key_of(name)})"
-    )
+    return ValueError(f"{name} must be {expected}, got {value!r}")
+
+
+def configured(check: Check, name: str, value: Any) -> object:
+    """Check a value of the configuration; the error names its key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The check refuses the value.
+    """
+    try:
+        return check(name, value)
+    except (TypeError, ValueError) as error:
+        where = f"in the configuration devctx.{key_of(name)}"
+        raise type(error)(f"{error} ({where})") from None

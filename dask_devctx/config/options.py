@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Final, Literal
 
 from dask.typing import no_default
@@ -16,6 +17,7 @@ from dask.typing import no_default
 from dask_devctx import config
 from dask_devctx.config.checks import (
     Check,
+    configured,
     fraction,
     function,
     key_of,
@@ -163,12 +165,14 @@ class Options:
     def __post_init__(self) -> None:
         for one in fields(self):
             value, default = getattr(self, one.name), None
+            check: Check = one.metadata["check"]
             if one.metadata["configured"]:
                 if value is one.default:
                     value = config.get(key_of(one.name))
+                    check = partial(configured, check)
                 default = config.defaults["devctx"][key_of(one.name)]
             if value is not None or default is not None:
-                value = one.metadata["check"](one.name, value)
+                value = check(one.name, value)
             object.__setattr__(self, one.name, value)
         allocators_agree(self)
 
@@ -186,5 +190,5 @@ def remembered_tasks() -> int:
     ValueError
         It is not a whole number.
     """
-    count: Any = whole_number(0)("history", config.get("history"))
+    count: Any = configured(whole_number(0), "history", config.get("history"))
     return int(count)

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from dask._task_spec import convert_legacy_graph
+from dask.base import is_dask_collection
 from dask.blockwise import fuse_roots, optimize_blockwise
-from dask.highlevelgraph import MaterializedLayer
+from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_devctx.dask_internals import unsupported
 
@@ -25,6 +26,7 @@ __all__ = [
     "convert_legacy_graph",
     "count_elements_on_device",
     "fuse_roots",
+    "layers_of",
     "optimize_blockwise",
 ]
 
@@ -95,3 +97,16 @@ def count_elements_on_device(kind: type) -> bool:
     dispatch.numel_lookup.register(kind, backends._numel_arraylike)
     dispatch.percentile_lookup.register(kind, backends.percentile)
     return True
+
+
+def layers_of(given: Any) -> Iterator[Any]:
+    """Yield the layers of collections or graphs; none of a frame, whose graph is not made yet."""
+    if isinstance(given, list | tuple):
+        for one in given:
+            yield from layers_of(one)
+    elif isinstance(given, HighLevelGraph):
+        yield from given.layers.values()
+    elif hasattr(given, "operands"):  # an expression, which dask makes of collections
+        yield from layers_of([one for one in given.operands if not isinstance(one, str)])
+    elif is_dask_collection(given) and not hasattr(given, "expr"):
+        yield from layers_of(given.__dask_graph__())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final
 
-from distributed import Client
+from distributed import Client, get_worker
 
 _NOT_THE_USERS: Final = frozenset({"contextlib", "dask", "dask_devctx", "distributed", "functools"})
 
@@ -60,6 +60,15 @@ def _in_place(name: str, method: Callable[..., Any]) -> Iterator[None]:
     finally:
         if getattr(Client, name) is method:
             setattr(Client, name, before)
+
+
+def in_a_task() -> bool:
+    """Return whether a task, an actor's method or a function of ``client.run`` runs here."""
+    try:
+        get_worker()
+    except ValueError:
+        return False
+    return True
 
 
 def users_level() -> int:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.errors.base import DevctxError, as_texts, nbytes_text
+
+# A UUID's first digits name a device, too.
+_REST_OF_A_UUID: Final = re.compile(
+    r"(?<=[GM][PI][UG]-[0-9a-f]{8})(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+)
 
 
 class DriverError(DevctxError):
@@ -99,11 +105,12 @@ class DeviceNotFoundError(DevctxError, LookupError):
         fields["available"] = tuple(fields["available"])
 
     def __str__(self) -> str:
-        have = ", ".join(self.available) or "none"
+        short = [_REST_OF_A_UUID.sub("", one) for one in self.available]
+        have = ", ".join(short if len({*short}) == len(short) else self.available) or "none"
         seen = "not set" if self.visible_devices is None else repr(self.visible_devices)
-        hint = f". {self.hint}" if self.hint else ""
+        hint = f"{self.hint.rstrip('.')}. " if self.hint else ""
         return (
-            f"no device {self.requested!r}; available: {have}; CUDA_VISIBLE_DEVICES is {seen}{hint}"
+            f"no device {self.requested!r}. {hint}Available: {have}; CUDA_VISIBLE_DEVICES is {seen}"
         )
 
 

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import dask
@@ -14,7 +14,15 @@ from dask.utils import funcname
 from distributed import Client
 
 from dask_devctx.annotations.names import NAMES, TOLD, mistaken
-from dask_devctx.dask_internals.submits import users_level
+from dask_devctx.cuda.scope import open_scopes
+from dask_devctx.dask_internals.graphs import layers_of
+from dask_devctx.dask_internals.submits import in_a_task, users_level
+
+_IN_A_SCOPE: Final = (
+    "the scope of cuda:{0} is open, but client.{1} runs its tasks on any device: a scope is for "
+    "code that runs here. Write with dask.annotate(device={0}): client.{1}(...), or "
+    'device="auto" where any device is right'
+)
 
 _told: WeakKeyDictionary[Client, set[str]] = WeakKeyDictionary()
 
@@ -41,7 +49,12 @@ def told_of_mistakes(
     if name in ("submit", "map") and not NAMES.isdisjoint(kwargs):
         for text in _passed_on(name, args, kwargs):
             _tell(client, text)
-    found = mistaken(dask.get_annotations())
+    annotations = dask.get_annotations()
+    if (scopes := open_scopes()) and NAMES.isdisjoint(annotations) and not in_a_task():
+        device = getattr(getattr(scopes[-1], "device", scopes[-1]), "device_id", None)
+        if device is not None and not _names_devices(name, args, kwargs):
+            warnings.warn(_IN_A_SCOPE.format(device, name), stacklevel=users_level())
+    found = mistaken(annotations)
     if not found:
         yield
         return
@@ -49,6 +62,15 @@ def told_of_mistakes(
         _tell(client, text)
     with dask.annotate(**{TOLD: sorted(found)}):
         yield
+
+
+def _names_devices(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call's function, or a layer of its collections, names devices."""
+    if name in ("submit", "map"):
+        function = args[0] if args else kwargs.get("func")
+        return bool(getattr(type(function), "carries_device", False))
+    given = [*args, *kwargs.values()][:1]
+    return any(not NAMES.isdisjoint(layer.annotations or ()) for layer in layers_of(given))
 
 
 def _tell(client: Client, text: str) -> None:

@@ -13,12 +13,15 @@ from dask_devctx.errors import (
     WorkerSetupError,
 )
 from dask_devctx.scheduler.holdings import Holdings
+from dask_devctx.scheduler.kept import Left
 from dask_devctx.scheduler.rows import KINDS, Row
 
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
 WITHDRAW: Final = "devctx_withdraw"
 REFUSE: Final = "devctx_refuse"
+# A worker says which parts of its devices actors keep, and asks which of its tasks others may run.
+KEEP: Final = "devctx_keep"
 # A worker asks for the devices that are its own.
 CLAIM: Final = "devctx_claim"
 # The handler on a worker, by which the scheduler changes the worker's devices.
@@ -101,6 +104,19 @@ def read_share(message: Mapping[str, Any]) -> tuple[list[str], int]:
         raise MalformedError(f"'version' is no number of a version: {_shown(version)}")
     uuids = _items(message.get("uuids"), "uuids")
     return [_text(uuid, "uuids") for uuid in uuids], version
+
+
+def read_kept(message: Mapping[str, Any]) -> tuple[Left, tuple[Hashable, ...]]:
+    """Return what actors leave of a worker's devices, and the tasks that wait for their end."""
+    rule, place = message.get("unannotated"), message.get("place")
+    if rule not in ("assign", "leave"):
+        raise MalformedError(f"'unannotated' is no rule: {_shown(rule)}")
+    devices = {}
+    for uuid, left in _mapping(message.get("left"), "left").items():
+        share, nbytes = (*_items(left, "left", 2), None, None)[:2]
+        limit = None if nbytes is None else _number(nbytes, "left")
+        devices[_text(uuid, "left")] = _share(share, "left"), limit
+    return Left(rule, _share(place, "place"), devices), _keys(message.get("keys"), "keys")
 
 
 def read_refusal(message: Mapping[str, Any]) -> Exception:
@@ -242,6 +258,12 @@ def _number(value: object, name: str) -> int:
     if value.__class__ is not int or not 0 <= value < 2**63:
         raise MalformedError(f"'{name}' has one that is no number: {_shown(value)}")
     return value
+
+
+def _share(value: object, name: str) -> float:
+    if value.__class__ not in (int, float) or not 0 <= value <= 1:
+        raise MalformedError(f"'{name}' has a share that is no number from 0 to 1: {_shown(value)}")
+    return float(value)
 
 
 def _hashed(key: object, name: str) -> None:

@@ -98,6 +98,8 @@ class Counts:
     ----------
     past
         The devices of workers that left, by UUID.
+    used
+        The UUIDs of the devices that each worker used last, also if it left.
     transfers
         The bytes, copies, saved copies, seconds, measured bytes and their seconds of these workers'
         transfers, by source, destination and way.
@@ -105,6 +107,7 @@ class Counts:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.past: dict[str, PastDevice] = {}
+        self.used: dict[str, tuple[str, ...]] = {}
         self.transfers: dict[tuple[str, str, str], list[float]] = {}
         self._scheduler = scheduler
         self._seen: dict[str, dict[str, PastCounts]] = {}
@@ -139,6 +142,10 @@ class Counts:
 
     def announced(self, address: str, used: Collection[str]) -> None:
         """Keep the counts of the devices that a worker gave up; it has others now."""
+        self.used.pop(address, None)
+        self.used[address] = tuple(used)
+        if len(self.used) > _LIMIT:
+            del self.used[next(iter(self.used))]
         seen = self._seen.get(address, {})
         for uuid in seen.keys() - used:
             self._add(PastDevice(address, -1, None, seen.pop(uuid)), uuid)

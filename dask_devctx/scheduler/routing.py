@@ -21,6 +21,7 @@ from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.scheduler.announcements import (
     ANNOUNCE,
     CLAIM,
+    KEEP,
     REFUSE,
     SHARE,
     WITHDRAW,
@@ -28,6 +29,7 @@ from dask_devctx.scheduler.announcements import (
     read_address,
     read_claim,
     read_holdings,
+    read_kept,
     read_memory_limit,
     read_refusal,
 )
@@ -35,6 +37,7 @@ from dask_devctx.scheduler.counts import Counts
 from dask_devctx.scheduler.dashboard import DevicePages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.holdings import Cluster
+from dask_devctx.scheduler.kept import Kept
 from dask_devctx.scheduler.sharing import Sharing
 from dask_devctx.scheduler.suspects import FAILED, TOPIC, SuspectTasks
 from dask_devctx.scheduler.wishes import Wishes
@@ -104,6 +107,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._grace_s = config.seconds("missing-device-timeout") or 0
         self._cluster = Cluster(set())
         self._wishes = Wishes(self._cluster, self._workers_on)
+        self._kept = Kept(scheduler, self._cluster)
         self._pages = DevicePages(scheduler)
         self.history = DeviceHistory(scheduler, lambda: self._cluster.present.using)
         self.counts = Counts(scheduler)
@@ -120,7 +124,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         handlers: dict[str, Callable[..., Any]] = {
             op: self._handler(op, act) for op, act in acts.items()
         }
-        internals.answer(scheduler, {**handlers, CLAIM: self._claimed})
+        internals.answer(scheduler, {**handlers, CLAIM: self._claimed, KEEP: self._keeps})
         tasks = list(scheduler.tasks.values())
         self._note(tasks)
         self._move(tasks)
@@ -128,7 +132,8 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     async def close(self) -> None:
         """Stop answering the workers' messages."""
-        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, FAILED, CLAIM))
+        internals.answer_no_more(self.scheduler, (ANNOUNCE, WITHDRAW, REFUSE, FAILED, CLAIM, KEEP))
+        self._kept.close()
         self._pages.close()
         self.history.close()
 
@@ -183,6 +188,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         else:
             self._pages.open()
         self._move(self._wishes.review(worker, None, holdings, joined=1))
+        self._kept.review()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._suspects.worker_left(worker)
@@ -200,6 +206,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         for ts, last in self._wishes.gone() if for_good else ():
             internals.annotate(ts, GONE, last)
         self._move(changed)
+        self._kept.forget(worker)
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Mark the tasks that may have broken a worker's devices; note who leaves for good."""
@@ -245,6 +252,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self.counts.forget_all()
             self._pages.close()
         self._move(self._wishes.review(address, before, None))
+        self._kept.forget(address)
 
     def _refused(self, address: str, message: Mapping[str, Any]) -> None:
         self._known(address)
@@ -261,6 +269,16 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             logger.warning("A message %s was refused: %s", CLAIM, error)
             return f"refused: {error}"
         return await self._sharing.claim(address, process, candidates)
+
+    def _keeps(self, **message: Any) -> dict[str, Any] | str:
+        """Note the devices that actors keep on a worker; answer which of its tasks others run."""
+        try:
+            address, (left, keys) = self._address(message), read_kept(message)
+            self._known(address)
+        except MalformedError as error:
+            logger.warning("A message %s was refused: %s", KEEP, error)
+            return f"refused: {error}"
+        return {"elsewhere": self._kept.told(address, left, keys)}
 
     async def _share(self, address: str, uuids: Sequence[str], version: int) -> None:
         told = internals.ask(self.scheduler, address, SHARE, uuids=list(uuids), version=version)

@@ -86,11 +86,17 @@ class SuspectTasks:
             if _runs_once(ts) and ts.key not in self._refused:
                 self._refuse(ts, failure.fields, f"its result was lost, and {_ONCE}")
                 once.append(ts.key)
+        said = (
+            ("Tasks that err", failure.erred),
+            ("Tasks that run again, watched", again),
+            ("Tasks that do not run again, and err if they are needed", once),
+            ("Suspects that do not run again, as nobody needs their results", gone),
+        )
         logger.warning(
-            "%s of %s failed with %s. Tasks that err: %s. Watched in their next run: %s. Not run "
-            "again, and err if they are needed: %s. Suspects whose results nobody needs: %s",
+            "%s of %s failed with %s. %s",
             *(failure.fields[0], worker, failure.fields[2]),
-            *map(_shown, (failure.erred, again, once, gone)),
+            ". ".join(f"{text}: {_shown(keys)}" for text, keys in said if keys)
+            or "No task was there",
         )
 
     def worker_left(self, worker: str) -> None:
@@ -130,4 +136,4 @@ def _runs_once(ts: Any) -> bool:
 def _shown(keys: Iterable[Hashable]) -> str:
     listed = [str(key) for key in keys]
     more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return (", ".join(listed[:_SHOWN]) or "none") + more
+    return ", ".join(listed[:_SHOWN]) + more

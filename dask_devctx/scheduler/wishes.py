@@ -302,15 +302,16 @@ def _is_plain(wanted: object) -> bool:
 
 def _name(wanted: object) -> Name | Several:
     if isinstance(wanted, Request):
-        names = tuple(map(_name_of_one, wanted.names))
+        names = tuple(map(name_of, wanted.names))
         unknown = [name for name in names if name.kind == "unknown"]
         if unknown or (len(names) == 1 and wanted.nbytes is None):
             return (unknown or names)[0]
         return Several(names, wanted.number, wanted.nbytes or 0)
-    return _name_of_one(wanted)
+    return name_of(wanted)
 
 
-def _name_of_one(wanted: object) -> Name:
+def name_of(wanted: object) -> Name:
+    """Return the name that one device is asked for by; of kind "unknown" if it is no name."""
     try:
         return naming.read(wanted)
     except Exception:  # no name, or a user's object that raises: the worker reports it

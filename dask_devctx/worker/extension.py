@@ -44,6 +44,7 @@ from dask_devctx.worker.metrics.ranges import Ranges
 from dask_devctx.worker.metrics.record import Record
 from dask_devctx.worker.placement.claimed import ClaimedTask
 from dask_devctx.worker.placement.claims import Claims, reservable
+from dask_devctx.worker.placement.giving_back import giving_back
 from dask_devctx.worker.placement.no_devices import NoDevices
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
@@ -183,10 +184,9 @@ class DeviceExtension:
             )
             around.tell(self.memory, self.record, self.monitor.retries)
             self.claims.memory = None if self.memory is None else self.memory.reservations
-            self.pools = steps.enter_context(
+            self.pools = self.claims.pools = steps.enter_context(
                 device_threads(worker, used, options.tasks_per_device, self.claims.admission)
             )
-            self.claims.pools = self.pools
             self.record.waiting = self.claims.admission.waiting_for
             self._standstill = steps.enter_context(
                 noticing_standstill(worker, self.claims.admission, self.history)
@@ -194,10 +194,10 @@ class DeviceExtension:
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
+            steps.enter_context(giving_back(worker, self.claims, self._unannotated))
             if used:
-                steps.enter_context(
-                    threads_without_a_device(worker, options.cpu_threads, share.part)
-                )
+                threads = options.cpu_threads
+                steps.enter_context(threads_without_a_device(worker, threads, share.part))
             steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)

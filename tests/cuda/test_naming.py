@@ -201,7 +201,7 @@ def test_not_there(which, hint):
 def test_no_device_at_all():
     with pytest.raises(DeviceNotFoundError, match="CUDA shows this process no device") as caught:
         naming.find(0, Inventory((), visible_devices=""))
-    assert "available: none; CUDA_VISIBLE_DEVICES is ''" in str(caught.value)
+    assert "Available: none; CUDA_VISIBLE_DEVICES is ''" in str(caught.value)
 
 
 @given(st.text(max_size=12))

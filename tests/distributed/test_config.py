@@ -126,8 +126,17 @@ def test_an_argument_that_is_no_option_is_refused(name: str, said: str) -> None:
 
 
 def test_a_policy_that_is_no_function_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"policy is a function of the candidates.*got 'fastest'"):
+    with pytest.raises(TypeError, match=r"policy must be a function.*got 'fastest'"):
         DevicePlugin(policy="fastest")  # type: ignore[arg-type]
+
+
+def test_an_error_names_the_configuration_only_where_the_value_comes_from_it() -> None:
+    with pytest.raises(ValueError, match=r"^device_memory_limit must be .*, got 'lots'$"):
+        DevicePlugin(device_memory_limit="lots")
+    said = r"got 'lots' \(in the configuration devctx.device-memory-limit\)"
+    changed = dask.config.set({"devctx.device-memory-limit": "lots"})
+    with changed, pytest.raises(ValueError, match=said):
+        DevicePlugin()
 
 
 def documented() -> dict[str, tuple[str, str]]:

@@ -126,7 +126,7 @@ async def test_registering_anew(client: Any, scheduler: Any, worker: Any) -> Non
     assert await actor.where() == lives_on
     with dask.annotate(device=1):
         error = await client.submit(here, "elsewhere").exception()
-    assert "available: cuda:2 (" in str(error)
+    assert "Available: cuda:2 (" in str(error)
     assert "No worker of this cluster uses it" in str(error)
     await client.register_plugin(DevicePlugin(tasks_per_device=3))
     assert set(worker.executors) == executors
@@ -253,7 +253,7 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
         await client.register_plugin(DevicePlugin())
         for i in range(3):
             await client.submit(here, i)
-        advice = "Start the worker with nthreads=32"
+        advice = "give a worker of dask nthreads=32"
         logs = await client.get_worker_logs()
         assert sum(advice in line for _, line in logs[worker.address]) == told
         # Users read the events of their own topics, and of dask's.

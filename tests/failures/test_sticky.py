@@ -23,7 +23,9 @@ from dask_devctx import (
     DeviceNotFoundError,
     DevicePlugin,
     LocalDeviceCluster,
+    devices,
     driver,
+    report,
 )
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.simulated_array import SimulatedArray
@@ -260,6 +262,10 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(client: Clie
     assert [number for number, _ in client.gather(running)] == list(range(12))
     assert worker_pid(client) != before
     assert client.submit(lambda: len(open_scopes())).result() == 1
+    (lost,) = report(client).lost
+    assert {*lost.uuids} == {device.uuid for device in devices()}
+    assert lost.tasks + lost.results == 12
+    assert f"worker {lost.worker} with cuda:0, cuda:1, cuda:2, cuda:3; " in str(report(client))
 
 
 def test_restart_while_tasks_run(client: Client) -> None:

@@ -16,6 +16,7 @@ from dask_devctx.scheduler import routing, suspects
 from dask_devctx.scheduler.announcements import (
     ANNOUNCE,
     CLAIM,
+    KEEP,
     REFUSE,
     WITHDRAW,
     MalformedError,
@@ -53,7 +54,7 @@ def scheduler() -> tuple[Any, DeviceRouting]:
     logging.getLogger(messages.__name__).setLevel(logging.ERROR)
     made: Any = Anything()
     made.workers = {
-        address: SimpleNamespace(name=address, host="h", has_what=())
+        address: SimpleNamespace(name=address, address=address, host="h", has_what=())
         for address in (HEALTHY, OTHER)
     }
     made.tasks, made.host_info, made.handlers = {}, {}, dict.fromkeys(("processing", "unregister"))
@@ -84,6 +85,10 @@ def message(chance: random.Random) -> dict[str, Any]:
         "kind": or_else(
             chance.choice(["DevicesInUseError", "LockDirectoryError", "WorkerSetupError"])
         ),
+        "unannotated": or_else(chance.choice(["assign", "leave"])),
+        "place": or_else(chance.choice([1, 0.5])),
+        "left": or_else({uuid: or_else([or_else(0.5), None]) for uuid in UUIDS[:count]}),
+        "keys": or_else(["key", or_else("other")]),
         "arguments": or_else(chance.choice([[1, ["cuda:0"], {}], ["/tmp", "is none"], [2]])),
         chance.choice(["more", text(chance)]): anything(chance),
     }
@@ -92,8 +97,10 @@ def message(chance: random.Random) -> dict[str, Any]:
 
 def fuzz_messages_to_the_scheduler(chance: random.Random) -> str:
     made, plugin = scheduler()
-    op = chance.choice([ANNOUNCE, ANNOUNCE, WITHDRAW, REFUSE])
+    op = chance.choice([ANNOUNCE, ANNOUNCE, WITHDRAW, REFUSE, KEEP])
     answer = made.handlers[op](**message(chance))
+    if op == KEEP and isinstance(answer, dict):
+        answer = "OK" if answer == {"elsewhere": []} else str(answer)
     assert answer == "OK" or answer.startswith("refused: "), answer
     ts = SimpleNamespace(
         key="key", annotations={"device": UUIDS[3]}, run_spec=None, actor=False, state="released",

@@ -11,6 +11,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.driver.work import RelaxedCapture
 from dask_devctx.errors import DevctxError, DriverError
+from dask_devctx.errors.base import counted
 from dask_devctx.worker.failures.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -124,10 +125,10 @@ class Checkup:
         if now - self._warned_at.get(device, -_WARN_EVERY_S) >= _WARN_EVERY_S:
             self._warned_at[device] = now
             logger.warning(
-                "the task %r changed the current CUDA context on %s and did not restore it (seen "
-                "%d times on this device). It did no harm: the earlier context was restored. "
+                "the task %r changed the current CUDA context on %s and did not restore it (%s "
+                "on this device). It did no harm: the earlier context was restored. "
                 "'with Device(n):' restores the context by itself",
                 key,
                 device,
-                self.left_behind[device],
+                counted(self.left_behind[device], "time"),
             )

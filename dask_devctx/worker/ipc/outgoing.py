@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any, Final
 
 from distributed import Worker
@@ -35,9 +36,9 @@ FAMILY: Final = "devctx-ipc"
 QUICK_NBYTES: Final = 2**20
 QUICK_S: Final = 300e-6
 # A transfer waits this long for other transfers to release staging memory, then goes through the
-# host.
+# host. It looks when a transfer of this worker gives memory back, and now and then by itself.
 _ROOM_TIMEOUT_S: Final = 10.0
-_ROOM_LOOK_S: Final = 0.001
+_ROOM_LOOK_S: Final = 0.05
 # After a connection ended, its receiver may still be in the middle of a copy. The staging memory is
 # kept for this long.
 _GRACE_S: Final = 5.0
@@ -90,6 +91,7 @@ class Outgoing:
         self._on_failure = on_failure
         self._numbers = itertools.count(1)
         self._sendings: dict[int, Sending] = {}
+        self._room = asyncio.Event()
 
     async def prepare(
         self, who: str | None, token: str, msg: dict[str, Any]
@@ -136,6 +138,7 @@ class Outgoing:
             logger.warning("a transfer has %d pieces; refused a message about more", sending.pieces)
             return None
         sending.was_read(read)
+        self._wake()
         if sending.is_staged(index):  # it was asked for before
             return sending.description(index)
         try:
@@ -206,7 +209,7 @@ class Outgoing:
                 sending.in_pieces()
                 staged = await self._stage(sending, 0)
         except BaseException:
-            sending.close()
+            self._ended(sending)
             raise
         return (next(self._numbers), sending, parcels) if staged else None
 
@@ -229,6 +232,7 @@ class Outgoing:
         """Copy a piece into staging memory, and wait until it is there; False if there is none."""
         until = time.monotonic() + _ROOM_TIMEOUT_S
         while True:
+            room = self._room
             if quick:
                 lane = sending.start(index)
                 if lane is not None:
@@ -241,7 +245,8 @@ class Outgoing:
                 return True
             if not wait or time.monotonic() > until or not self._sendings:
                 return False
-            await asyncio.sleep(_ROOM_LOOK_S)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(room.wait(), _ROOM_LOOK_S)
 
     def _message(
         self,
@@ -274,9 +279,18 @@ class Outgoing:
     def _end(self, number: int, was_read: bool) -> None:
         sending = self._sendings.pop(number)
         if was_read:
-            sending.close()
+            self._ended(sending)
         else:
-            self._worker.loop.call_later(_GRACE_S, sending.close)
+            self._worker.loop.call_later(_GRACE_S, self._ended, sending)
+
+    def _ended(self, sending: Sending) -> None:
+        sending.close()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let the transfers look that wait for room."""
+        self._room.set()
+        self._room = asyncio.Event()
 
 
 def has_failed(device: Device, error: DriverError) -> bool:

@@ -31,10 +31,10 @@ class Advice:
             self._text = (
                 f"This worker has nthreads={nthreads}, and its devices run "
                 f"{counted(running, 'task')} at a time: dask will not give it enough tasks to keep "
-                "them busy, and a queue for one device can keep the other devices waiting. Start "
-                f"the worker with nthreads={LOOK_AHEAD * running}, as LocalDeviceCluster does: the "
-                "devices' own threads run the tasks, and nthreads only limits how many tasks the "
-                "worker gets ahead"
+                "them busy, and a queue for one device can keep the other devices waiting. Leave "
+                "out threads_per_worker= of LocalDeviceCluster, or --nthreads of dask devctx "
+                f"worker, or give a worker of dask nthreads={LOOK_AHEAD * running}: the devices' "
+                "own threads run the tasks, and nthreads limits how many the worker gets ahead"
             )
 
     def give(self) -> None:

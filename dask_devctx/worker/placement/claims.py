@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from dask_devctx.annotations import Request
@@ -56,10 +56,14 @@ class Claims:
         Decides which claims are granted.
     by_key
         The claims of tasks that wait or run, and of actors.
+    placement
+        The devices of tasks.
     pools
         The executor of each device.
     memory
         Makes room for reservations; None if the devices have no limit.
+    on_actors
+        Called when an actor begins or ceases to keep devices.
 
     Notes
     -----
@@ -75,10 +79,16 @@ class Claims:
         self.by_key: dict[Hashable, Claim] = {}
         self.pools: Mapping[Device, DeviceThreadPoolExecutor] = {}
         self.memory: Memory | None = None
-        self._placement = placement
+        self.on_actors: Callable[[], None] | None = None
+        self.placement = placement
         self.admission = Admission(
             placement.devices, tasks_per_device, placement.durations_s, limits=limits
         )
+
+    @property
+    def has_earlier(self) -> bool:
+        """Whether actors of an earlier plugin may keep devices."""
+        return bool(_of_actors)
 
     def close(self) -> None:
         """Let the tasks that still wait for an actor's devices have them."""
@@ -94,14 +104,14 @@ class Claims:
         Exception
             As :meth:`Placement.place_group` raises it.
         """
-        devices = self._placement.place_group(ts.key, ts.prefix, request, inputs)
+        devices = self.placement.place_group(ts.key, ts.prefix, request, inputs)
         by_user, _, *others = urgency
         return Claim(
             self.admission,
             ts.key,
             ts.prefix,
             devices,
-            share_units(self._placement.share_of(request, devices[0])),
+            share_units(self.placement.share_of(request, devices[0])),
             request.nbytes or 0,
             urgency,
             # Tasks that come later and use up an input would pass it endlessly otherwise.
@@ -142,19 +152,25 @@ class Claims:
         if ts is None or ts.state != "executing":
             claim.withdraw()
             if ts is not None and ts.state == "memory" and claim.for_life:
-                self._placement.keep(key, claim.devices, claim.share / WHOLE)
+                self.placement.keep(key, claim.devices, claim.share / WHOLE)
+                self._actors_changed()
             elif ts is None or ts.state not in ("cancelled", "resumed"):
                 del self.by_key[key]
                 if claim.for_life:
                     claim.release()
-                    self._placement.drop(key)
+                    self.placement.drop(key)
+                    self._actors_changed()
+
+    def _actors_changed(self) -> None:
+        if self.on_actors is not None:
+            self.on_actors()
 
     def take_again(self, tasks: Mapping[Hashable, Any]) -> None:
         """Let the actors that live keep their devices under this plugin too."""
-        mine = set(self._placement.devices)
+        mine = set(self.placement.devices)
         for ts in tasks.values():
             claim = _of_actors.get(ts) if _of_actors else None
             if claim is not None and claim.for_life and mine.issuperset(claim.devices):
                 self.admission.keep(claim)
                 self.by_key[ts.key] = claim
-                self._placement.keep(ts.key, claim.devices, claim.share / WHOLE)
+                self.placement.keep(ts.key, claim.devices, claim.share / WHOLE)

@@ -42,6 +42,9 @@ class Waiting(Protocol):
     def look_again(self) -> None:
         """Let the device's threads look again for a task that they may start."""
 
+    def give_back(self, priority: tuple[Any, ...]) -> bool:
+        """Let the scheduler send a plain task that waits again; return whether it waited."""
+
 
 class Occupancy:
     """The places, shares and bytes of a worker's devices, and the tasks that have them.
@@ -87,6 +90,15 @@ class Occupancy:
             if part.share > share or part.nbytes > nbytes:
                 return False
         return True
+
+    def left(self, device: Device) -> tuple[int, float] | None:
+        """Return the share and the bytes of a device that actors leave; None if none is there."""
+        kept = [one for one in self.holding[device] if one.for_life]
+        if not kept:
+            return None
+        share = WHOLE - sum(one.share for one in kept)
+        room = self.limits.get(device, math.inf) - sum(one.nbytes for one in kept)
+        return max(share, 0), max(room, 0)
 
     def seconds(self, prefix: str) -> float | None:
         """Return how long tasks of a prefix run; None if that is unknown."""

@@ -10,12 +10,14 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Final
+from typing import Any, Final
 
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
+from dask_devctx.annotations import Request, requested_device
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.threads import calls_waited_in
 from dask_devctx.errors.base import counted
@@ -32,12 +34,16 @@ _SHOWN: Final = 8  # the most tasks that the message names
 
 _REMEDY: Final = (
     "Let a task give its place to others while it waits: call distributed.secede() before, or wait "
-    "inside `with distributed.worker_client()`. Or raise tasks_per_device, or start more workers"
+    "inside `with distributed.worker_client()`. Or raise tasks_per_device"
 )
+_MORE_WORKERS: Final = ", or start more workers"
 
 _ACTORS_REMEDY: Final = (
-    "Release the actor when it is not needed (del its future), give it a smaller device_share, or "
-    "let the tasks run on other devices"
+    "Release the actor when it is not needed (del its future), or give it a smaller device_share"
+)
+_NAMED: Final = "The tasks name their device: without the name, another device runs them"
+_NOWHERE: Final = (
+    "No other device may run the tasks: actors hold those too, or workers= leaves them out"
 )
 
 
@@ -81,13 +87,13 @@ class Standstill:
         full, waiting = self._full()
         calls = calls_waited_in(self._worker) if waiting else {}
         if self._calls.is_due(calls):
-            self._calls.text = _about_calls(calls, full, waiting)
+            self._calls.text = _about_calls(calls, full, waiting, named=self._are_named())
             self._say(self._calls.text, full[0], next(iter(calls)))
         blocked = _actors_that_block(self._admission)
         if self._actors.is_due(blocked):
             first = next(iter(blocked))
             numbers = {device: self._admission.waiting_for(device) for device in blocked}
-            self._actors.text = _about_actors(blocked, numbers)
+            self._actors.text = _about_actors(blocked, numbers, named=self._are_named())
             self._say(self._actors.text, first, blocked[first][0])
 
     def _full(self) -> tuple[list[Device], int]:
@@ -105,6 +111,10 @@ class Standstill:
             # With few threads, dask holds tasks back before they come to a device.
             return taken, tasks.ready(self._worker)
         return full, sum(waiting[device] for device in full)
+
+    def _are_named(self) -> bool:
+        """Return whether each task that waits for a place names its devices."""
+        return all(map(_names_devices, tasks.not_begun(self._worker)))
 
     def _say(self, text: str, device: Device, key: Hashable) -> None:
         logger.warning("%s", text)
@@ -147,19 +157,35 @@ class _Notice:
         return not self.text and monotonic() - self._since >= _PATIENCE_S
 
 
-def _about_calls(calls: Mapping[Hashable, str], full: Sequence[Device], waiting: int) -> str:
+def _names_devices(ts: Any) -> bool:
+    task = getattr(ts.run_spec, "task", ts.run_spec)
+    try:
+        wanted = requested_device(ts.annotations, ts.key, "leave", task)
+    except Exception:  # it does not wait for a place: it fails
+        return True
+    if isinstance(wanted, Request):
+        return bool(wanted.names)
+    return wanted is not None and not (isinstance(wanted, str) and wanted == AUTO)
+
+
+def _about_calls(
+    calls: Mapping[Hashable, str], full: Sequence[Device], waiting: int, *, named: bool
+) -> str:
+    one = waiting == 1
+    by_name = (" that names its device" if one else " that name their device") if named else ""
     names = [f"{key!r} in {call}" for key, call in calls.items()]
     more = len(names) - _SHOWN
     shown = ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
     return (
         f"All places of {', '.join(map(str, full))} are taken by tasks that wait: {shown}. "
-        f"{counted(waiting, 'task')} {'waits' if waiting == 1 else 'wait'} for a place there. "
+        f"{counted(waiting, 'task')}{by_name} {'waits' if one else 'wait'} for a place there. "
         f"If the first wait for the others, none of them ever ends. {_REMEDY}"
+        f"{'' if named else _MORE_WORKERS}"
     )
 
 
 def _about_actors(
-    actors: Mapping[Device, Sequence[Hashable]], waiting: Mapping[Device, int]
+    actors: Mapping[Device, Sequence[Hashable]], waiting: Mapping[Device, int], *, named: bool
 ) -> str:
     held = [
         f"{device} is held by {', '.join(map(repr, keys[:_SHOWN]))} as long as "
@@ -167,7 +193,7 @@ def _about_actors(
         f"{counted(waiting[device], 'task')} {'waits' if waiting[device] == 1 else 'wait'} for it"
         for device, keys in actors.items()
     ]
-    return f"{'; '.join(held)}. {_ACTORS_REMEDY}"
+    return f"{'; '.join(held)}. {_ACTORS_REMEDY}. {_NAMED if named else _NOWHERE}"
 
 
 @contextmanager

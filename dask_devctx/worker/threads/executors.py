@@ -260,6 +260,13 @@ class _Call(NamedTuple):
         else:
             self.future.set_result(result)
 
+    def give_back(self) -> bool:
+        """Let the scheduler send the task again, if it has not begun."""
+        if not self.future.set_running_or_notify_cancel():
+            return False
+        self.future.set_result(rescheduled())
+        return True
+
 
 class _Outcome(asyncio.Future[Any]):
     """The outcome of a task; of one that has not begun when it is cancelled, that it shall move.
@@ -285,6 +292,10 @@ class _LoopCall(NamedTuple):
     future: _Outcome
     outcomes: _Outcomes
     calls: DeviceQueue
+
+    def give_back(self) -> bool:
+        """Let the scheduler send the task again, if it has not begun; on its event loop."""
+        return not self.future.begun and self.future.cancel()
 
     def run(self) -> None:
         if self.future.done():

@@ -86,6 +86,24 @@ class DeviceQueue(queue.Queue[Any]):
         busy = len(here) + len(self._running)
         return len(here) + max(left, 0) // self._admission.occupancy.place, busy
 
+    def give_back(self, priority: tuple[Any, ...]) -> bool:
+        """Take a plain task that waits out of the queue; its worker gives it to the scheduler.
+
+        Parameters
+        ----------
+        priority
+            The priority of the task: the object that came with it.
+        """
+        with self.mutex:
+            for entry in self.queue:
+                if entry[0] is priority:
+                    self.queue.remove(entry)
+                    heapq.heapify(self.queue)
+                    break
+            else:
+                return False
+        return bool(entry[2].give_back())
+
     # -- for the admission, with the lock held
 
     def running(self) -> Iterable[tuple[str, float]]:

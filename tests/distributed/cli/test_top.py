@@ -155,6 +155,9 @@ def test_the_gpus_of_a_cluster(client: Client) -> None:
     assert sorted(", ".join(uses).split(", ")) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert result.stdout.count("4 simulated devices") == 1
     assert sum(line.startswith("cuda:2 ") and Device(2).uuid in line for line in lines) == 1
+    assert run("info", address_of(client)).stdout == result.stdout
+    both = run("info", address_of(client), "--scheduler", "tcp://127.0.0.1:1")
+    assert (both.exit_code, "two addresses" in both.stderr) == (2, True)
     found = json.loads(run("info", "--scheduler", address_of(client), "--json").stdout)
     assert len(found) == 2
     used = sorted(uuid for worker in found.values() for uuid in worker["uses"])

@@ -116,7 +116,7 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"CUDA_VISIBLE_DEVICES": "0,9"},
             DeviceNotFoundError,
-            "no device '9';.*CUDA_VISIBLE_DEVICES is '0,9'.*the driver would ignore this entry",
+            "no device '9'.*the driver would ignore this entry.*CUDA_VISIBLE_DEVICES is '0,9'",
         ),
         ({"gpus": 2}, TypeError, r"no option 'gpus': devices=\[0, 1\] names the devices"),
         ({"num_gpus": 1}, TypeError, "n_workers= is the number of workers"),

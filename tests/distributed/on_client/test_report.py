@@ -23,7 +23,7 @@ from dask_devctx import (
     report,
     timeline,
 )
-from dask_devctx.client.report import Report, ReportedRefusal
+from dask_devctx.client.report import Report, ReportedDevice, ReportedRefusal, ReportedTransfer
 
 
 @pytest.fixture
@@ -300,7 +300,9 @@ def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> N
     assert row.nbytes == row.measured_nbytes == 16 << 20
     assert row.rate == pytest.approx(row.nbytes / row.measured_s)
     (line,) = [line for line in str(found).splitlines() if line.startswith("moved by peer")]
-    assert line == f"moved by peer: 16.0 MiB in 1 copy, {row.rate / 1e9:.3g} GB/s"
+    rate = row.rate / 1e9
+    said = f"{rate:.3g} GB/s" if rate >= 1 else f"{1000 * rate:.3g} MB/s"
+    assert line == f"moved by peer: 16.0 MiB in 1 copy, {said}"
     timeline(client, tmp_path / "all.json")
     events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
     copies = [event for event in events if event["name"] == "copy by peer"]
@@ -428,25 +430,78 @@ def test_refused_tasks_are_counted(client: Client, cluster: LocalDeviceCluster) 
     assert {task.key for task in found.refused} == {"nap-0", "nap-1", "nap-2", "fail-1"}
     assert all(task.worker in cluster.scheduler.workers for task in found.refused)
     assert (
-        sum(task.reason.startswith("DeviceNotFoundError: no device 9;") for task in found.refused)
+        sum(task.reason.startswith("DeviceNotFoundError: no device 9.") for task in found.refused)
         == 3
     )
     assert list(found) == []
     assert {(device.done, device.failed) for device in found.devices} == {(0, 0)}
     text = [line for line in str(found).splitlines() if line.startswith("refused: ")]
     assert len(text) == 2
-    assert text[0].startswith("refused: 3 of nap: DeviceNotFoundError: no device 9;")
+    assert text[0].startswith("refused: 3 of nap: DeviceNotFoundError: no device 9.")
     assert text[1].startswith("refused: 1 of fail: TypeError: the annotation 'device' is")
-    assert max(map(len, text)) == 100
+    assert "GPU-" in str(found)
+
+
+def test_refusals_are_merged_by_their_whole_text(client: Client) -> None:
+    for wanted in (7, -1, 7):
+        with dask.annotate(device=wanted):
+            future = client.submit(nap, 0, pure=False)
+        assert isinstance(future.exception(), DeviceNotFoundError)
+    said = " ".join(str(report(client)).split("refused: ", 1)[1].split())
+    assert said.startswith(("2 of nap: DeviceNotFoundError: no device 7. ", "1 of nap: "))
+    assert "2 of nap: DeviceNotFoundError: no device 7. " in said
+    assert "1 of nap: DeviceNotFoundError: no device -1. " in said
+    assert f"cuda:3 ({Device(3).uuid[:12]})" in said
+    assert said.endswith("CUDA_VISIBLE_DEVICES is not set")  # nothing is cut
+
+
+def test_tasks_that_no_worker_may_run_are_named(client: Client) -> None:
+    future = client.submit(nap, 0, resources={"GPU": 1})
+    deadline = time.monotonic() + 20
+    while not (found := report(client)).unplaced:
+        assert time.monotonic() < deadline
+    assert found.unplaced == {("nap", "resources={'GPU': 1}"): 1}
+    assert "waiting for a worker: 1 of nap: no worker fits resources={'GPU': 1}" in str(found)
+    future.cancel()
+
+
+def test_values_on_the_host_are_told_apart_from_moves_since_the_start() -> None:
+    device = ReportedDevice(
+        *(0, "GPU-a", "a"),
+        memory_held=2**20,
+        memory_copies=2**20,
+        memory_limit=4 * 2**20,
+        memory_spilled=3 * 2**20,
+        spills=1,
+        spilled_nbytes=9 * 2**20,
+        worker_name="w",
+    )
+    *_, now, since, _ = str(Report((), [device])).splitlines()
+    assert now == (
+        "cuda:0 of worker w keeps 2.0 MiB of its limit 4.0 MiB; 3.0 MiB more are in host memory"
+    )
+    assert since == (
+        "moved to host memory since the start: 9.0 MiB in 1 move; came back: 0 B in 0 moves"
+    )
+
+
+def test_a_slow_rate_is_no_rate_of_a_link() -> None:
+    def line(nbytes: int, seconds: float) -> str:
+        row = ReportedTransfer("a", "b", "ipc", nbytes, 1, 0, 0.0, None, nbytes, seconds)
+        return str(Report(transfers=[row])).splitlines()[-2]
+
+    assert line(8000, 0.03) == "moved by ipc: 7.8 KiB in 1 copy"
+    assert line(2**30, 1.0) == "moved by ipc: 1.0 GiB in 1 copy, 1.07 GB/s"
+    assert line(2**26, 1.0) == "moved by ipc: 64.0 MiB in 1 copy, 67.1 MB/s"
 
 
 def test_refused_tasks_have_a_line_for_each_of_the_latest_reasons() -> None:
     refused = [
-        ReportedRefusal(f"{kind}-{n}", kind, f"{kind}Error: many\n words {n}", "tcp://a")
+        ReportedRefusal(f"{kind}-{n}", "f", f"{kind}Error: many\n words", "tcp://a")
         for n in range(9)
         for kind in "abcdefg"
     ]
     lines = [line for line in str(Report((), (), refused)).splitlines() if "refused" in line]
     assert len(lines) == 6
-    assert lines[0] == "refused: 9 of c: cError: many words 8"
+    assert lines[0] == "refused: 9 of f: cError: many words"
     assert lines[-1] == "refused for 2 more reasons: report(client).refused"

@@ -12,7 +12,7 @@ from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.scheduler import routing
-from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.announcements import ANNOUNCE, KEEP, REFUSE, WITHDRAW
 
 UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(2)]
 SEEN = [{"device_id": n, "uuid": uuid} for n, uuid in enumerate(UUIDS)]
@@ -24,6 +24,7 @@ def here(*_: object) -> str:
     return device.uuid
 
 
+KEPT: dict[str, Any] = {"unannotated": "assign", "place": 1.0, "left": {}, "keys": []}
 MALFORMED: list[tuple[str, dict[str, Any]]] = [
     (ANNOUNCE, {}),
     (ANNOUNCE, {"seen": SEEN}),
@@ -43,6 +44,17 @@ MALFORMED: list[tuple[str, dict[str, Any]]] = [
     (ANNOUNCE, {"seen": SEEN, "used": UUIDS[0]}),
     (ANNOUNCE, {"seen": SEEN, "used": [[]]}),
     (ANNOUNCE, {"seen": SEEN, "used": {UUIDS[0]: 1}}),
+    (KEEP, {}),
+    (KEEP, {**KEPT, "unannotated": ["assign"]}),
+    (KEEP, {**KEPT, "place": float("nan")}),
+    (KEEP, {**KEPT, "place": True}),
+    (KEEP, {**KEPT, "left": [UUIDS[0]]}),
+    (KEEP, {**KEPT, "left": {UUIDS[0]: 0.5}}),
+    (KEEP, {**KEPT, "left": {UUIDS[0]: []}}),
+    (KEEP, {**KEPT, "left": {UUIDS[0]: [2.0, 1]}}),
+    (KEEP, {**KEPT, "left": {UUIDS[0]: [0.0, -1]}}),
+    (KEEP, {**KEPT, "left": {7: [0.0, None]}}),
+    (KEEP, {**KEPT, "keys": [{}]}),
     (REFUSE, {}),
     (REFUSE, {"kind": "KeyboardInterrupt", "arguments": []}),
     (REFUSE, {"kind": ["DevicesInUseError"], "arguments": []}),

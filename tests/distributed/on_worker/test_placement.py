@@ -276,7 +276,8 @@ def test_what_names_no_device(make: Callable[..., Placement], wanted: object) ->
 def test_a_device_of_another_worker(make: Callable[..., Placement]) -> None:
     placement = Placement(devices()[:2], 1, start_soonest)
     with pytest.raises(
-        DeviceNotFoundError, match=r"available: cuda:0 \(GPU-\S+, cuda:1 \(GPU-\S+;.*does not use"
+        DeviceNotFoundError,
+        match=r"does not use.*Available: cuda:0 \(GPU-\w{8}\), cuda:1 \(GPU-\w{8}\);",
     ):
         placement.place("x", "f", "cuda:3")
 

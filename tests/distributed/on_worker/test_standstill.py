@@ -169,7 +169,12 @@ def test_a_task_that_waits_for_the_end_of_an_actor(
         waits = client.submit(lambda: 1, key="waits")
         wait_for(lambda: report(client).waiting)
         (text,) = report(client).waiting.values()
-        for part in ("cuda:1 is held by 'the-holder'", "1 task waits for it", "device_share"):
+        for part in (
+            "cuda:1 is held by 'the-holder'",
+            "1 task waits for it",
+            "device_share",
+            "No other device may run the tasks: actors hold those too, or workers=",
+        ):
             assert part in text
         (device,) = report(client).devices
         assert (device.running, device.queued) == (0, 1)
@@ -177,6 +182,33 @@ def test_a_task_that_waits_for_the_end_of_an_actor(
         del holder
         assert waits.result(timeout=10) == 1
         wait_for(lambda: not report(client).waiting)
+
+
+def test_tasks_that_name_the_device_of_an_actor(client: Client) -> None:
+    with dask.annotate(device=1):
+        with dask.annotate(device_share=1):
+            holder = client.submit(Holder, actor=True, key="the-holder")
+        holder.result()
+        waits = client.submit(lambda: 1, key="waits")
+    wait_for(lambda: report(client).waiting)
+    (text,) = report(client).waiting.values()
+    assert "The tasks name their device: without the name, another device runs them" in text
+    assert "No other device" not in text
+    del holder
+    assert waits.result(timeout=10) == 1
+
+
+def test_more_workers_are_no_remedy_for_a_task_that_names_its_device(client: Client) -> None:
+    with dask.annotate(device=1):
+        waits = client.map(event_set, ["named"] * 4, pure=False, priority=1)
+        fifth = client.submit(lambda: Event("named").set(), key="named-fifth")
+    wait_for(lambda: report(client).waiting)
+    (text,) = report(client).waiting.values()
+    assert "1 task that names its device waits for a place there." in text
+    assert "tasks_per_device" in text
+    assert "more workers" not in text
+    Event("named").set()
+    client.gather([fifth, *waits])
 
 
 def test_a_slow_job_is_none(client: Client, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,58 @@
+"""The scheduler's part of a report: workers that left, and tasks that no worker may run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+from distributed import Client, Scheduler
+
+from dask_devctx.scheduler.counts import Counts
+from dask_devctx.scheduler.routing import DeviceRouting
+
+_LOST: Final = 5
+
+
+async def of_scheduler(client: Client) -> Any:
+    """Return the scheduler's part of a report; an empty one where it lacks this package.
+
+    It has the devices of workers that left, their transfers, the fields of each worker that was
+    lost, and the tasks that no worker may run.
+    """
+    try:
+        found: Any = await client.run_on_scheduler(_read)
+    except Exception:
+        found = None
+    return found or ({}, {}, [], {})
+
+
+def _read(dask_scheduler: Scheduler) -> Any:
+    plugin = dask_scheduler.plugins.get(DeviceRouting.name)
+    counts: Counts | None = getattr(plugin, "counts", None)
+    if counts is None:
+        return None
+    unplaced: Counter[tuple[str, str]] = Counter()
+    for ts in dask_scheduler.unrunnable:
+        if ts.resource_restrictions:
+            unplaced[ts.prefix.name, f"resources={ts.resource_restrictions}"] += 1
+    return counts.past, counts.transfers, _lost(dask_scheduler, counts), dict(unplaced)
+
+
+def _lost(scheduler: Scheduler, counts: Counts) -> list[tuple[Any, ...]]:
+    """Return the fields of the latest workers that left unexpectedly."""
+    found = [
+        (at, event)
+        for at, event in scheduler.get_events("all")
+        if isinstance(event, dict) and event.get("action") == "remove-worker"
+    ]
+    return [
+        (
+            event["worker"],
+            at,
+            counts.used.get(event["worker"], ()),
+            len(event["processing-tasks"]),
+            len(event["lost-computed-tasks"]),
+        )
+        for at, event in found
+        if not event["expected"]
+    ][-_LOST:]

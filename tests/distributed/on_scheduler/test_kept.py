@@ -1,0 +1,298 @@
+"""Tasks beside actors that keep devices: other workers run them, and nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Event, Scheduler, Worker, get_worker
+from distributed.utils_test import async_poll_for
+
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, report
+from dask_devctx.worker.placement import giving_back, standstill
+from tests.distributed.devices import here, with_plugin
+
+CHANGED = {"valid_workers", "is_rootish", "check_idle_saturated"}
+
+
+class Server:
+    """An actor."""
+
+    def where(self) -> int | None:
+        return here()
+
+
+def nap(*_: object) -> int | None:
+    time.sleep(0.01)
+    return here()
+
+
+def wait_for_event(name: str, *_: object) -> int | None:
+    Event(name).wait(30)
+    return here()
+
+
+def address_of_worker(_: object) -> str:
+    time.sleep(0.01)
+    address: str = get_worker().address
+    return address
+
+
+def until(done: Callable[[], object], timeout_s: float = 15) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(giving_back, "_LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(standstill, "_LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(standstill, "_PATIENCE_S", 0.3)
+
+
+def cluster_of(n_workers: int = 3, **how: Any) -> LocalDeviceCluster:
+    devices = how.pop("devices", range(n_workers))
+    return LocalDeviceCluster(
+        n_workers=n_workers,
+        devices=list(devices),
+        processes=False,
+        dashboard_address=":0",
+        **how,
+    )
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalDeviceCluster]:
+    checked = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
+    with dask.config.set(checked), cluster_of() as cluster:
+        assert cluster.scheduler.validate
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
+    with Client(cluster) as client:
+        yield client
+
+
+def serve(client: Client, **asked: Any) -> Any:
+    with dask.annotate(**asked):
+        return client.submit(Server, actor=True, pure=False).result(timeout=15)
+
+
+def changed(scheduler: Scheduler) -> set[str]:
+    return CHANGED & vars(scheduler).keys()
+
+
+def worker_of(cluster: LocalDeviceCluster, ordinal: int) -> Worker:
+    (found,) = (
+        worker
+        for worker in cluster.workers.values()
+        if Device(ordinal) in worker.plugins["devctx"].worker_devices
+    )
+    return found
+
+
+def results(client: Client, futures: list[Any]) -> Counter[Any]:
+    return Counter(future.result(timeout=15) for future in futures)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"device": 1, "device_share": 1},
+        {"device": 1, "device_share": 0.5},
+        {"devices": [1]},
+        {"device": 1, "device_memory": "100 MiB"},
+    ],
+    ids=str,
+)
+def test_tasks_go_to_other_devices_until_the_actor_ends(
+    client: Client, cluster: LocalDeviceCluster, asked: Any
+) -> None:
+    assert not changed(cluster.scheduler)
+    server = serve(client, **asked)
+    assert set(results(client, client.map(nap, range(30), pure=False))) == {0, 2}
+    assert changed(cluster.scheduler) == CHANGED
+    assert server.where().result() == 1
+    del server
+    gc.collect()
+    until(lambda: not changed(cluster.scheduler))
+    assert set(results(client, client.map(nap, range(60), pure=False))) == {0, 1, 2}
+
+
+def test_tasks_that_were_there_before_the_actor_move(
+    client: Client, cluster: LocalDeviceCluster
+) -> None:
+    futures = client.map(wait_for_event, ["open"] * 40, pure=False)
+    scheduler = cluster.scheduler
+    address = worker_of(cluster, 1).address
+    until(lambda: len(scheduler.workers[address].processing) > 2)
+    with dask.annotate(device=1, device_share=1, priority=9):
+        server = client.submit(Server, actor=True)
+    Event("open").set()
+    assert server.result(timeout=15).where().result() == 1
+    assert sum(results(client, futures).values()) == 40
+    for future in futures:
+        assert scheduler.tasks[future.key].suspicious == 0
+
+
+def test_root_tasks_still_wait_in_the_schedulers_queue(
+    client: Client, cluster: LocalDeviceCluster
+) -> None:
+    server = serve(client, device=1, device_share=1)
+    scheduler, address = cluster.scheduler, worker_of(cluster, 1).address
+    futures = client.map(wait_for_event, ["queue"] * 100, pure=False)
+    until(lambda: scheduler.queued)
+    time.sleep(0.3)
+    assert len(scheduler.queued) > 50
+    assert {ts.key for ts in scheduler.workers[address].processing} == set()
+    Event("queue").set()
+    assert set(results(client, futures)) == {0, 2}
+    assert server.where().result() == 1
+
+
+def test_without_a_queue() -> None:
+    with (
+        dask.config.set({"distributed.scheduler.worker-saturation": float("inf")}),
+        cluster_of() as cluster,
+        Client(cluster) as client,
+    ):
+        server = serve(client, device=1, device_share=1)
+        assert set(results(client, client.map(nap, range(100), pure=False))) == {0, 2}
+        assert server.where().result() == 1
+
+
+def test_inputs_on_the_actors_worker(client: Client, cluster: LocalDeviceCluster) -> None:
+    with dask.annotate(device=1):
+        value = client.submit(here, pure=False)
+    assert value.result(timeout=15) == 1
+    server = serve(client, device=1, device_share=1)
+    assert set(results(client, client.map(nap, [value] * 8, pure=False))) <= {0, 2}
+    assert server.where().result() == 1
+
+
+def test_pinned_tasks_wait_for_the_actor_and_host_tasks_do_not(
+    client: Client, cluster: LocalDeviceCluster
+) -> None:
+    server = serve(client, device=1, device_share=1)
+    address = worker_of(cluster, 1).address
+    with dask.annotate(device=1):
+        named = client.submit(here, pure=False)
+    pinned = client.submit(here, workers=[address], pure=False)
+    either = client.submit(here, workers=[address, worker_of(cluster, 2).address], pure=False)
+    with dask.annotate(device=None):
+        host = client.submit(here, workers=[address], pure=False)
+    assert host.result(timeout=15) is None
+    assert either.result(timeout=15) == 2
+    time.sleep(0.4)
+    assert (named.status, pinned.status) == ("pending", "pending")
+    del server
+    gc.collect()
+    assert (named.result(timeout=15), pinned.result(timeout=15)) == (1, 1)
+
+
+def test_where_all_workers_have_actors_tasks_wait_for_the_first_to_end(
+    client: Client, cluster: LocalDeviceCluster
+) -> None:
+    servers = [serve(client, device=n, device_share=1) for n in range(3)]
+    futures = client.map(nap, range(80), pure=False)
+    until(lambda: report(client).waiting)
+    assert all(future.status == "pending" for future in futures)
+    assert servers[0].where().result() == 0
+    del servers[2]
+    gc.collect()
+    assert set(results(client, futures)) == {2}
+
+
+def test_a_worker_that_leaves_with_its_actor(client: Client, cluster: LocalDeviceCluster) -> None:
+    server = serve(client, device=1, device_share=1)
+    until(lambda: changed(cluster.scheduler))
+    client.sync(worker_of(cluster, 1).close)  # dask retires no worker that has an actor
+    until(lambda: not changed(cluster.scheduler))
+    assert set(results(client, client.map(nap, range(20), pure=False))) == {0, 2}
+    del server
+
+
+def test_the_others_leave(client: Client, cluster: LocalDeviceCluster) -> None:
+    """Then tasks wait for the actor's end, as on the only worker."""
+    server = serve(client, device=1, device_share=1)
+    blocked = client.map(wait_for_event, ["leave"] * 80, pure=False)
+    until(lambda: cluster.scheduler.queued)
+    client.retire_workers([worker_of(cluster, n).address for n in (0, 2)])
+    address = worker_of(cluster, 1).address
+    Event("leave").set()
+    until(lambda: cluster.scheduler.workers[address].processing)
+    until(lambda: report(client).waiting)
+    del server
+    gc.collect()
+    assert results(client, blocked)[1] > 0
+
+
+def test_shares_that_the_actor_leaves_and_those_that_it_does_not() -> None:
+    with cluster_of(2, tasks_per_device=2) as cluster, Client(cluster) as client:
+        server = serve(client, device=1, device_share=0.5)
+        assert set(results(client, client.map(nap, range(40), pure=False))) == {0, 1}
+        for number in (4, 200):  # some are root tasks
+            with dask.annotate(device_share=0.9):
+                large = client.map(here, range(number), pure=False)
+            assert set(results(client, large)) == {0}
+        assert server.where().result() == 1
+
+
+def test_several_devices_beside_an_actor() -> None:
+    with (
+        cluster_of(2, devices=range(4), devices_per_worker=2) as cluster,
+        Client(cluster) as client,
+    ):
+        server = serve(client, device=1, device_share=1)
+        with dask.annotate(devices=2):
+            pairs = client.map(here, range(6), pure=False)
+        assert set(results(client, pairs)) == {2}
+        assert set(results(client, client.map(nap, range(60), pure=False))) == {0, 2, 3}
+        assert server.where().result() == 1
+
+
+def test_other_devices_of_the_same_worker_run_what_waits_behind_an_actor() -> None:
+    with cluster_of(1, devices=range(3)) as cluster, Client(cluster) as client:
+        futures = client.map(wait_for_event, ["same"] * 12, pure=False)
+        until(lambda: len(cluster.scheduler.workers[cluster.workers[0].address].processing) == 12)
+        with dask.annotate(device=1, device_share=1, priority=9):
+            server = client.submit(Server, actor=True)
+        time.sleep(0.2)
+        Event("same").set()
+        assert server.result(timeout=15).where().result() == 1
+        assert sum(results(client, futures).values()) == 12
+
+
+@with_plugin(8, 8)
+async def test_the_plugin_is_registered_again(client: Any, scheduler: Any, *workers: Any) -> None:
+    with dask.annotate(devices="all"):
+        server = await client.submit(Server, actor=True)
+    kept = next(iter(scheduler.tasks[server.key].who_has)).address
+
+    async def avoided() -> bool:
+        futures = client.map(address_of_worker, range(20), pure=False)
+        return kept not in await client.gather(futures)
+
+    await async_poll_for(lambda: changed(scheduler), timeout=10)
+    assert await avoided()
+    await client.register_plugin(DevicePlugin())
+    assert await avoided()
+    await client.unregister_worker_plugin("devctx")
+    await async_poll_for(lambda: not changed(scheduler), timeout=10)
+    assert not await avoided()
+    await client.register_plugin(DevicePlugin())
+    await async_poll_for(lambda: changed(scheduler), timeout=10)
+    assert await avoided()
+    del server
+    gc.collect()
+    await async_poll_for(lambda: not changed(scheduler), timeout=10)
+    assert not await avoided()
