@@ -424,6 +424,20 @@ def test_without_a_scheduler_that_counts_runs_the_task_that_notices_errs(
         monitor.close()
 
 
+def test_a_failure_of_the_hardware_is_nobodys_fault_without_such_a_scheduler(
+    machine: SimulatedMachine,
+) -> None:
+    async def monitor_on_a_loop() -> Monitor:
+        told: dict[str, Any] = {"synchronize": False, "oom_retries": 0}
+        return Monitor(devices(), on_failure=lambda failure: None, marks=lambda: False, **told)
+
+    with asyncio.Runner() as runner:
+        monitor = runner.run(monitor_on_a_loop())
+        with pytest.raises(Reschedule):
+            run(monitor, "there", 0, machine.faults.poison, CUresult.CUDA_ERROR_ECC_UNCORRECTABLE)
+        monitor.close()
+
+
 def test_watched_tasks_run_one_at_a_time(monitored: Monitored) -> None:
     monitor, _ = monitored
     at_once: list[int] = []

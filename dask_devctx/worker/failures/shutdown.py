@@ -101,7 +101,9 @@ async def end_failed_worker(
             internals.report_error(worker, key, task_error)
         reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
     await _bounded(answered(), "answer the callers of its actors")
-    await _bounded(internals.leave_scheduler(worker, expected=reported), "leave the scheduler")
+    # If nobody marks and nobody errs, dask itself counts the loss: no task runs without end.
+    expected = reported and bool(failure.marks or failure.errors)
+    await _bounded(internals.leave_scheduler(worker, expected=expected), "leave the scheduler")
     await asyncio.sleep(_REFUSING_S)
     if nanny:
         logger.error("the worker process exits; its nanny starts another")
