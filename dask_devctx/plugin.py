@@ -216,6 +216,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self._share = None
             share.release()
             raise
+        if self.is_required:
+            self.extension.advice.withhold()
         if self.extension.failure is not None:
             share.release()
         else:

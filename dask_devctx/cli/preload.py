@@ -15,6 +15,7 @@ from distributed import Scheduler, Worker, WorkerPlugin
 
 from dask_devctx.cli.usable import usable_devices
 from dask_devctx.dask_internals.worker import set_up_at_start
+from dask_devctx.errors import DevicesInUseError
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.worker.leases import registration
@@ -57,6 +58,21 @@ async def dask_setup(server: object) -> None:
         )
 
 
+# The end of the last line where `dask devctx worker` started the worker.
+_OF_COMMAND = "The worker does not start. `dask devctx info` shows what this machine has"
+_TAKEN = (
+    "Name other devices with --devices, end the processes that hold these, or let both use them: "
+    "--shared"
+)
+_end = NOT_STARTED
+
+
+def say_remedies_of_command() -> None:
+    """Let the last line of this process have the remedies of ``dask devctx worker``."""
+    global _end
+    _end = _OF_COMMAND
+
+
 class _Failing(WorkerPlugin):  # type: ignore[misc]
     """Stands in for a plugin that could not be made."""
 
@@ -92,8 +108,10 @@ def _say_why_last(
     if reason is None or not any(_is_command(frame) for frame, _ in frames):
         show(kind, error, traceback)
     if reason is not None:
-        text = f"{type(reason).__name__}: {str(reason).rstrip('.')}. {NOT_STARTED}"
-        print(f"\ndask_devctx: {text}", file=sys.stderr)
+        text = str(reason).rstrip(".")
+        if isinstance(reason, DevicesInUseError) and _end == _OF_COMMAND:
+            text = f"{reason.facts()}. {_TAKEN}"
+        print(f"\ndask_devctx: {type(reason).__name__}: {text}. {_end}", file=sys.stderr)
 
 
 def _is_command(frame: FrameType) -> bool:

@@ -17,7 +17,7 @@ from distributed import Client
 
 from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.live import LiveDevice, Moment, between, moment, rates
-from dask_devctx.client.tables import shortened
+from dask_devctx.client.tables import device_names, shortened
 from dask_devctx.errors.base import nbytes_text
 
 if TYPE_CHECKING:
@@ -171,12 +171,13 @@ def _table(devices: list[LiveDevice]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("memory", no_wrap=True)
     table.add_column("copied in", justify="right", no_wrap=True)
+    shown = device_names((device.host, device.device_id, device.uuid) for device in devices)
     spilled = any(device.memory.get("spilled") for device in devices)
     for name in ("kept of limit", "on the host") if spilled else ():
         table.add_column(name, justify="right", no_wrap=True)
     for device in devices:
         table.add_row(
-            f"cuda:{device.device_id}",
+            shown[device.uuid],
             shortened(", ".join(device.workers), 16),
             _percent(device.utilization),
             _percent(device.occupied),

@@ -14,14 +14,14 @@ from typing import Any, Final
 import click
 import dask
 from distributed.cli.dask_worker import main as dask_worker
-from distributed.system import MEMORY_LIMIT
 
 from dask_devctx import driver
 from dask_devctx.cli.connection import scheduler_address
 from dask_devctx.cli.usable import usable_devices
-from dask_devctx.client.arguments import DASK_CUDAS, UCX, set_up_ucx
-from dask_devctx.client.cluster import default_n_workers, even_share, look_ahead
+from dask_devctx.client.arguments import DASK_CUDAS, UCX, check_memory_limit, set_up_ucx
+from dask_devctx.client.shares import default_n_workers, even_share, look_ahead, warn_of_limit
 from dask_devctx.config.checks import key_of
+from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import Options
 from dask_devctx.cuda import discovery
 from dask_devctx.errors import DevctxError
@@ -86,13 +86,18 @@ class _Worker(click.Command):
 
 def _run(**given: Any) -> None:
     """Start the workers, as the command's options say, and wait for their end."""
-    import_module("dask_devctx.cli.preload")  # this process shows errors as the workers' do
+    # This process shows errors as the workers' do.
+    import_module("dask_devctx.cli.preload").say_remedies_of_command()
     own = {name: given.pop(name) for name in option_names()}
     ucx = {name: given.pop(name) for name in UCX}
     for name in _NOT_NEEDED:
         if given.pop(name):
             click.echo(f"{name} is not needed: {DASK_CUDAS[name].text}", err=True)
     method, n_workers = given.pop("multiprocessing_method"), given.pop("n_workers")
+    try:
+        check_memory_limit(given["memory_limit"])
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     address = scheduler_address(given["scheduler"], given["scheduler_file"])
     if address is None and not Path(given["scheduler_file"]).exists():
         file = given["scheduler_file"]
@@ -105,7 +110,8 @@ def _run(**given: Any) -> None:
         options, n_workers, per_worker = _shape(n_workers, nanny=given["nanny"])
         given["nthreads"] = given["nthreads"] or look_ahead(per_worker, options)
         if given["memory_limit"] == "auto":
-            given["memory_limit"] = MEMORY_LIMIT // n_workers
+            together = n_workers if options.shared else 1
+            given["memory_limit"] = fair_memory(per_worker) // together
         given["preload"] = ("dask_devctx", *given["preload"])
         share = {"devctx.devices-per-worker": per_worker} if n_workers > 1 else {}
         with dask.config.set({} if options.shared else share):
@@ -121,6 +127,11 @@ def _shape(n_workers: int | None, *, nanny: bool) -> tuple[Options, int, int]:
         click.echo("\n".join(found.problems), err=True, nl=bool(found.problems))
     if n_workers is None:
         n_workers = default_n_workers(used, options, processes=nanny)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warn_of_limit(options.device_memory_limit, used)
+    for one in told:
+        click.echo(one.message, err=True)
     if options.shared:
         return options, n_workers, len(used)
     per_worker = options.devices_per_worker or _share(len(used), n_workers)
@@ -150,7 +161,7 @@ def _protocol(protocol: str | None, address: str | None, ucx: dict[str, Any]) ->
     kept = {"protocol": protocol or scheme, **ucx}
     try:
         set_up_ucx(kept)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from error
     except DevctxError as error:
         raise click.ClickException(str(error)) from error

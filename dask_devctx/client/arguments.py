@@ -10,11 +10,13 @@ import importlib.util
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, Literal, NamedTuple
 
 import dask
+from dask.utils import parse_bytes
 from distributed import LocalCluster, Nanny, Worker
+from distributed.comm import get_address_host
 
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.config.packages import require
@@ -129,10 +131,13 @@ def without_dask_cudas(given: Mapping[str, Any], owner: type) -> dict[str, Any]:
         UCX is not installed.
     TypeError
         An argument is unknown, or two of them contradict each other.
+    ValueError
+        The value of an argument means nothing.
     """
     _refuse_unknown(given, owner)
     kept = dict(given)
     set_up_ucx(kept)
+    check_memory_limit(kept.get("memory_limit"))
     for name, argument in DASK_CUDAS.items():
         if argument.outcome == "not needed" and kept.pop(name, None):
             logger.warning("%s is not needed: %s", name, argument.text)
@@ -198,8 +203,17 @@ def _name_devices(kept: dict[str, Any]) -> None:
         return
     if kept.get("devices") is not None:
         raise TypeError("give either CUDA_VISIBLE_DEVICES or devices, got both")
-    entries = value.split(",") if isinstance(value, str) else list(value)
-    entries = [str(entry).strip() for entry in entries]
+    if isinstance(value, bool) or not isinstance(value, int | str | Iterable):
+        raise TypeError(
+            f"CUDA_VISIBLE_DEVICES is a list of devices, text with commas, or one, got {value!r}"
+        )
+    given = [value] if isinstance(value, int) else value
+    entries = [str(one).strip() for one in (given.split(",") if isinstance(given, str) else given)]
+    if not any(entries):
+        raise ValueError(
+            f"CUDA_VISIBLE_DEVICES is empty, got {value!r}. Leave it out for all devices, or name "
+            "some: CUDA_VISIBLE_DEVICES=[0, 1]"
+        )
     kept["devices"] = [_given_device(entry, ",".join(entries)).uuid for entry in entries]
     if kept.get("n_workers") is None:
         kept["n_workers"] = len(kept["devices"])
@@ -247,6 +261,8 @@ def set_up_ucx(kept: dict[str, Any]) -> None:
         UCX is not installed.
     TypeError
         ``enable_tcp_over_ucx`` is given with another protocol.
+    ValueError
+        dask does not know the protocol.
     """
     flags = {key: kept[name] for name, key in UCX.items() if kept.get(name) is not None}
     protocol = kept.get("protocol")
@@ -256,6 +272,7 @@ def set_up_ucx(kept: dict[str, Any]) -> None:
         elif not _is_ucx(protocol):
             raise TypeError(f"enable_tcp_over_ucx needs protocol='ucx', got {protocol!r}")
     if not _is_ucx(protocol):
+        _check_protocol(protocol)
         return
     if importlib.util.find_spec("ucp") is None:
         require(f"protocol={protocol!r}", "distributed_ucxx")
@@ -265,6 +282,36 @@ def set_up_ucx(kept: dict[str, Any]) -> None:
         flags["cuda-copy"] = True
     # For this process, where the client is, and so for the nannies and workers that it starts.
     dask.config.set({f"distributed-ucxx.{key}": value for key, value in flags.items()})
+
+
+def _check_protocol(protocol: str | None) -> None:
+    if protocol is None:
+        return
+    try:
+        get_address_host(f"{protocol.partition(':')[0]}://127.0.0.1:1")
+    except ValueError as error:
+        raise ValueError(f"protocol={protocol!r} cannot be used: {error}") from None
+    except Exception as error:  # each transport has its own addresses
+        logger.debug("The protocol %s was not checked: %r", protocol, error)
+
+
+def check_memory_limit(limit: object) -> None:
+    """Refuse a text that is no amount of host memory.
+
+    Raises
+    ------
+    ValueError
+        dask could not read it, either, but would not name the argument.
+    """
+    if not isinstance(limit, str) or limit == "auto":
+        return
+    try:
+        parse_bytes(limit)
+    except ValueError:
+        raise ValueError(
+            "memory_limit must be bytes such as '4 GiB', a fraction of the host's memory, 'auto', "
+            f"or 0 for no limit, got {limit!r}"
+        ) from None
 
 
 def _is_ucx(protocol: str | None) -> bool:

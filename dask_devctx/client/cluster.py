@@ -13,16 +13,23 @@ from typing import Any
 
 import dask
 from distributed.core import Status
-from distributed.system import MEMORY_LIMIT
 
 from dask_devctx.client.arguments import has_nannies, without_dask_cudas
 from dask_devctx.client.free import held_by_others
 from dask_devctx.client.main_module import refuse_unguarded_main
-from dask_devctx.config.options import LOOK_AHEAD, OPTION_NAMES, Options
+from dask_devctx.client.shares import (
+    default_n_workers,
+    even_share,
+    look_ahead,
+    warn_of_idle,
+    warn_of_limit,
+    warn_of_threads,
+)
+from dask_devctx.config.host_memory import fair_memory
+from dask_devctx.config.options import OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_also
 from dask_devctx.cuda.device import Device, devices, named_devices
-from dask_devctx.cuda.export import can_export
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
@@ -128,13 +135,7 @@ class LocalDeviceCluster(WatchedCluster):
         else:
             used = named_devices(plugin.options.devices)
         require_packages(plugin.options)
-        if plugin.options.tasks_per_device == 1 and (threads_per_worker or 1) > 1:
-            logger.warning(
-                "threads_per_worker=%s is how many tasks dask gives a worker at a time, and each "
-                "device runs one of them; for %s tasks at a time on each device: "
-                "tasks_per_device=%s",
-                *[threads_per_worker] * 3,
-            )
+        warn_of_limit(plugin.options.device_memory_limit, used)
         held = held_by_others(used, plugin.options, n_workers, in_process=not has_nannies(kwargs))
         free = tuple(device for device in used if device not in held)
         if held:
@@ -151,7 +152,7 @@ class LocalDeviceCluster(WatchedCluster):
             processes = kwargs.get("processes") is not False
             n_workers = default_n_workers(free, plugin.options, processes=processes)
             if not plugin.options.shared:
-                _warn_of_idle(n_workers, plugin.options.devices_per_worker, len(free))
+                warn_of_idle(n_workers, plugin.options.devices_per_worker, len(free))
         options = plugin.options
         if options.devices_per_worker is None and n_workers > 1 and not options.shared:
             own["devices_per_worker"] = even_share(len(free), n_workers)
@@ -168,11 +169,15 @@ class LocalDeviceCluster(WatchedCluster):
         # Workers of one process use the same devices, unless each takes a number of them.
         self._shared = plugin.options.shared or kwargs.get("processes") is False
         self._check_enough(n_workers)
+        per_worker = plugin.options.devices_per_worker or len(free)
         if threads_per_worker is None:
-            per_worker = plugin.options.devices_per_worker or len(used)
             threads_per_worker = look_ahead(per_worker, plugin.options)
+        else:
+            warn_of_threads(threads_per_worker, per_worker, plugin.options)
         if "memory_limit" not in kwargs:
-            kwargs["memory_limit"] = MEMORY_LIMIT // self._most_workers(n_workers)
+            each = None if plugin.options.shared else plugin.options.devices_per_worker
+            together = 1 if each else max(n_workers, 1)
+            kwargs["memory_limit"] = fair_memory(each or self._n_devices) // together
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
             refuse_unguarded_main()
@@ -180,11 +185,6 @@ class LocalDeviceCluster(WatchedCluster):
             super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
         except DevicesInUseError as error:  # others took devices meanwhile
             raise error.with_traceback(None) from None  # dask's own frames tell a user nothing
-
-    def _most_workers(self, n_workers: int) -> int:
-        """Return how many workers share the host's memory, as far as that is known now."""
-        per_worker = self._plugin.options.devices_per_worker
-        return max(n_workers, self._n_devices // per_worker if per_worker else 1, 1)
 
     def __repr__(self) -> str:
         names = ", ".join(self._used_now()) or "none"
@@ -280,25 +280,6 @@ class LocalDeviceCluster(WatchedCluster):
                 raise error
 
 
-def default_n_workers(used: Sequence[Device], options: Options, *, processes: bool) -> int:
-    """Return the number of workers for these devices, where none is given.
-
-    Parameters
-    ----------
-    used
-        The devices.
-    options
-        The options of the plugin.
-    processes
-        Whether a worker may have a process of its own.
-    """
-    if not processes or len(used) < 2:
-        return 1
-    if options.devices_per_worker is not None:
-        return max(len(used) // options.devices_per_worker, 1)
-    return len(used) if options.ipc is not False and can_export(used) else 1
-
-
 def _warn_of_twice(named: Sequence[object], used: Sequence[Device]) -> None:
     if len(used) < len(named):
         warnings.warn(
@@ -314,26 +295,3 @@ def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]
     mine = {name: value for name, value in devices.items() if value is not None}
     section = dask.config.merge(dask.config.get("devctx", {}), given.get("devctx", {}), mine)
     return {**given, "devctx": section}
-
-
-def look_ahead(n_devices: int, options: Options) -> int:
-    """Return how many tasks dask gives a worker with so many devices at a time."""
-    return LOOK_AHEAD * max(n_devices * options.tasks_per_device, 1)
-
-
-def even_share(n_devices: int, n_workers: int) -> int:
-    """Return how many devices each worker gets; warn of devices that are left over."""
-    share = n_devices // n_workers
-    _warn_of_idle(n_workers, share, n_devices)
-    return max(share, 1)
-
-
-def _warn_of_idle(n_workers: int, share: int | None, n_devices: int) -> None:
-    """Warn of devices that no worker uses, where each uses a share of them; None is all."""
-    left_over = 0 if share is None else n_devices - n_workers * share
-    if share and left_over > 0:
-        warnings.warn(
-            f"{counted(n_workers, 'worker')} will use {share * n_workers} of the {n_devices} "
-            f"devices, {share} each: {counted(left_over, 'device')} will be idle",
-            stacklevel=users_level(),
-        )

@@ -53,6 +53,8 @@ class LiveDevice:
     ----------
     uuid, device_id, name
         The device.
+    host
+        Its host, as the workers' addresses have it.
     workers
         The names of the workers that use it.
     running, queued, done, failed
@@ -72,6 +74,7 @@ class LiveDevice:
     uuid: str
     device_id: int
     name: str | None
+    host: str = ""
     workers: list[str] = field(default_factory=list)
     running: int = 0
     queued: int = 0
@@ -113,7 +116,9 @@ def between(before: Moment, now: Moment) -> list[LiveDevice]:
     found: dict[str, LiveDevice] = {}
     order = sorted(now.devices.items(), key=lambda item: (_host(item[0][0]), item[1].device_id))
     for (worker, uuid), counts in order:
-        live = found.setdefault(uuid, LiveDevice(uuid, counts.device_id, counts.name))
+        live = found.setdefault(
+            uuid, LiveDevice(uuid, counts.device_id, counts.name, _host(worker))
+        )
         live.workers.append(now.workers[worker])
         for name in ("running", "queued", "done", "failed"):
             setattr(live, name, getattr(live, name) + getattr(counts, name))

@@ -10,7 +10,7 @@ from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
-from dask_devctx.client.tables import aligned, shortened
+from dask_devctx.client.tables import aligned, device_names, shortened
 from dask_devctx.errors.base import counted, nbytes_text
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ def lines(report: Report) -> list[Line]:
     found: dict[str, Line] = {}
     everything = Line("")
     names: set[str] = set()
+    shown = device_names((_host(d.worker), d.device_id, d.uuid) for d in report.devices)
     for device in sorted(report.devices, key=_place):
         line = found.get(device.uuid)
         first = line is None
         if line is None:
-            name = f"cuda:{device.device_id}" if device.device_id >= 0 else device.uuid[:12]
-            line = found[device.uuid] = Line(name)
+            line = found[device.uuid] = Line(shown[device.uuid])
         if device.present:
             line.workers.append(device.worker_name)
             names.add(device.worker)
@@ -107,8 +107,11 @@ def lines(report: Report) -> list[Line]:
 
 def _place(device: ReportedDevice) -> tuple[object, ...]:
     """Return a device's place among the lines: by host and ordinal; those that left come last."""
-    host = device.worker.rpartition(":")[0]
-    return not device.present, host, device.device_id, device.worker
+    return not device.present, _host(device.worker), device.device_id, device.worker
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def text(report: Report) -> str:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+# So much of a UUID tells two devices apart, mostly: "GPU-" and four digits.
+_UUID: Final = 8
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -50,3 +55,29 @@ def shortened(text: str, columns: int) -> str:
         return text
     end = columns // 2
     return f"{text[: columns - end - 1]}…{text[-end:]}"
+
+
+def device_names(devices: Iterable[tuple[str, int, str]]) -> dict[str, str]:
+    """Return a short name for each device, by its UUID; a part of the UUID where names clash.
+
+    Parameters
+    ----------
+    devices
+        The host, the ordinal and the UUID of each. Processes of one host that see other devices
+        give them the same ordinals.
+
+    Examples
+    --------
+    >>> device_names([("a", 0, "GPU-3807"), ("a", 0, "GPU-b93a"), ("b", 0, "GPU-c1")])
+    {'GPU-3807': 'cuda:0 GPU-3807', 'GPU-b93a': 'cuda:0 GPU-b93a', 'GPU-c1': 'cuda:0'}
+    """
+    known = {uuid: (host, ordinal) for host, ordinal, uuid in devices}
+    shared = Counter(known.values())
+    length = _UUID
+    while length < 40 and len({uuid[:length] for uuid in known}) < len(known):
+        length += 4
+    return {
+        uuid: (f"cuda:{place[1]}" if place[1] >= 0 else uuid[:12])
+        + (f" {uuid[:length]}" if shared[place] > 1 and place[1] >= 0 else "")
+        for uuid, place in known.items()
+    }

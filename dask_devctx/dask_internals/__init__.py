@@ -14,15 +14,19 @@ is changed. A release that lacks a name is refused with one clear error.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
+from dask_devctx.dask_internals.logs import ShownAsDasks
 from dask_devctx.errors import UnsupportedDaskError
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
+
+logging.getLogger("dask_devctx").addHandler(ShownAsDasks())
 
 # A module, a colon, and the path from there: attributes, [keys], and () for a call.
 NAMES: Final = (

@@ -80,20 +80,12 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
 
 @contextmanager
 def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
-    """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too.
-
-    Python shows the warnings of a logger without handlers on stderr. They are still shown there.
-    """
-    shown = logging.lastResort
-    if shown is not None and not logger.hasHandlers():
-        logger.addHandler(shown)
+    """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too."""
     logger.addHandler(worker._deque_handler)
     try:
         yield
     finally:
         logger.removeHandler(worker._deque_handler)
-        if shown is not None and logger.handlers == [shown]:
-            logger.removeHandler(shown)
 
 
 # -- actors

@@ -58,38 +58,49 @@ class DevicesInUseError(DevctxError):
     def __str__(self) -> str:
         if self.by_cluster:
             return self._of_cluster()
+        return f"{self.facts()}. {self._remedy()}"
+
+    def facts(self) -> str:
+        """Return its text without the remedy, for a command that has one of its own."""
         total = len(self.free) + len(self.holders)
         wants = f"this worker wants {counted(self.wanted, 'device')} for itself and"
         if self.wanted > total:
-            return f"{wants} there {_are(total)} {total}. Lower devices_per_worker"
+            return f"{wants} there {_are(total)} {total}"
         held = held_text(self.holders)
         if not self.wanted:
+            return f"this worker wants devices for itself, and none is free: {held}"
+        free = f"{len(self.free)} of {total} {_are(len(self.free))} free"
+        return f"{wants} {free}{': ' if held else ''}{held}"
+
+    def _remedy(self) -> str:
+        if self.wanted > len(self.free) + len(self.holders):
+            return "Lower devices_per_worker"
+        if not self.wanted:
             return (
-                f"this worker wants devices for itself, and none is free: {held}. Close a cluster "
-                "that holds them and is not needed (cluster.close(), or client.shutdown()), or "
-                "start fewer workers on this machine. Workers that are to use the same devices "
-                "say so: DevicePlugin(shared=True), --shared (devctx.shared: true)"
+                "Close a cluster that holds them and is not needed (cluster.close(), or "
+                "client.shutdown()), or start fewer workers on this machine. Workers that are to "
+                "use the same devices say so: DevicePlugin(shared=True), --shared (devctx.shared: "
+                "true)"
             )
         return (
-            f"{wants} {len(self.free)} of {total} {_are(len(self.free))} free"
-            f"{': ' if held else ''}{held}. Close a cluster that holds them and is not needed, "
-            "such as that of a notebook's earlier cell (cluster.close(), or client.shutdown()), "
-            "start fewer workers on this machine, or lower devices_per_worker"
+            "Close a cluster that holds them and is not needed, such as that of a notebook's "
+            "earlier cell (cluster.close(), or client.shutdown()), start fewer workers on this "
+            "machine, or lower devices_per_worker"
         )
 
     def _of_cluster(self) -> str:
         free = [device.partition(" ")[0] for device in self.free]
         numbers = ", ".join(name.rpartition(":")[2] for name in free)
         held = {device.partition(" ")[0]: who for device, who in self.holders.items()}
-        others = "No device is free"
+        others = "No device is free. Close"
         if free:
             others = (
                 f"Free: {', '.join(free)}. For these, write devices=[{numbers}], or leave devices "
-                "and n_workers out"
+                "and n_workers out. Or close"
             )
         return (
             f"this cluster wants {counted(self.wanted, 'device')} for itself, and "
-            f"{held_text(held)}. {others}. Or close the cluster that holds devices and is "
+            f"{held_text(held)}. {others} the cluster that holds devices and is "
             "not needed, such as that of a notebook's earlier cell (cluster.close(), or "
             "client.shutdown()), or use the same devices: shared=True"
         )

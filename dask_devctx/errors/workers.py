@@ -34,6 +34,8 @@ class WorkerSetupError(DevctxError):
 
 
 _NAMED = 8  # the most suspects that the message names
+# A context and the libraries on it take at most so much of a device; more is values.
+_CONTEXT_PART = 0.05
 
 
 class DeviceFailedError(DevctxError):
@@ -181,7 +183,8 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     def __str__(self) -> str:
         asked = f"{nbytes_text(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
         free = (
-            f"{nbytes_text(self.free_nbytes)} of {nbytes_text(self.total_nbytes)} are free now"
+            f"{nbytes_text(self.free_nbytes)} of {nbytes_text(self.total_nbytes)} are free after "
+            "the task gave its memory back"
             if self.free_nbytes is not None and self.total_nbytes is not None
             else ""
         )
@@ -203,7 +206,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
                     f"{nbytes_text(self.replicas_nbytes)} of copies were dropped"
                     if self.replicas_nbytes
                     else "",
-                    f"values that dask keeps there may take {nbytes_text(self.limit_nbytes)}"
+                    f"the limit of values that dask keeps there is {nbytes_text(self.limit_nbytes)}"
                     if self.limit_nbytes
                     else "",
                     f"not moved to host memory: {stayed}" if stayed else "",
@@ -219,7 +222,18 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     def _remedy(self) -> str:
         if self.requested_nbytes and self.requested_nbytes > (self.total_nbytes or math.inf):
             return "The task asks for more than the device has: make the task's parts smaller"
-        return (
-            "Make the task's parts smaller, run fewer tasks on a device at a time "
-            "(tasks_per_device), or keep fewer results there"
-        )
+        remedies = ["make the task's parts smaller"]
+        if self.attempts == 1:  # the last of several attempts has the device for itself
+            remedies.append("run fewer tasks there at a time (tasks_per_device, if it is above 1)")
+        if self._keeps_results:
+            remedies.append("keep fewer results there")
+        *others, last = remedies
+        text = f"{', '.join(others)}, or {last}" if others else last
+        return text[0].upper() + text[1:]
+
+    @property
+    def _keeps_results(self) -> bool:
+        """Whether so much of the device is taken that results may be part of it."""
+        if self.stayed_nbytes or self.free_nbytes is None or self.total_nbytes is None:
+            return True
+        return self.total_nbytes - self.free_nbytes > _CONTEXT_PART * self.total_nbytes

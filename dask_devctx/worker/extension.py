@@ -173,7 +173,7 @@ class DeviceExtension:
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
             )
-            steps.enter_context(fair_limit(worker, share.part))
+            steps.enter_context(fair_limit(worker, share.fair_memory))
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )
@@ -201,7 +201,7 @@ class DeviceExtension:
             steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(set_for_devices(worker, interval_s))
             self.claims.take_again(self._tasks)
-            self._advice = Advice(worker, len(self.pools) * options.tasks_per_device)
+            self.advice = Advice(worker, len(self.pools) * options.tasks_per_device)
             steps.enter_context(self._tasks_assigned())
             self._steps = steps.pop_all()
 
@@ -332,7 +332,7 @@ class DeviceExtension:
             }
             if inputs and self.placement.has_queue(device):
                 self.inputs.start_moving(inputs, stand_in.lifetimes, *devices)
-        self._advice.give()
+        self.advice.give()
 
     def _leave_without_device(self, ts: Any) -> None:
         self._done(ts.key, None)  # if it had a device before it was requested again

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 
 from distributed import Worker
-from distributed.system import MEMORY_LIMIT
 
 from dask_devctx.dask_internals.worker import has_automatic_limit, limited_memory, spilling
 from dask_devctx.transfer import nbytes_by_device
@@ -41,22 +40,21 @@ def counting_host_memory(
     return spilling(worker, weigh=_in_host_memory, written=written, read_back=read_back)
 
 
-def fair_limit(worker: Worker, part: float) -> AbstractContextManager[None]:
+def fair_limit(worker: Worker, fair: int) -> AbstractContextManager[None]:
     """While it is open, a worker's automatic memory limit is its fair part of the host's memory.
 
     Parameters
     ----------
     worker
         The worker. A limit that a user gave does not change.
-    part
-        The part of the machine's devices that the worker has, from 0 to 1.
+    fair
+        The bytes of its fair part.
 
     Notes
     -----
     dask's ``memory_limit="auto"`` follows from ``nthreads``, which is generous for a worker with
     devices. Several such workers would have more memory together than there is.
     """
-    fair = int(MEMORY_LIMIT * part)
     limit = worker.memory_manager.memory_limit
     if has_automatic_limit(worker) and fair < limit:
         return limited_memory(worker, fair)

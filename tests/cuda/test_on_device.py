@@ -96,6 +96,7 @@ def test_device_is_looked_up_when_it_is_called():
     ("which", "kind", "said"),
     [
         ("bogus", ValueError, "'bogus' names no device. A device is an ordinal"),
+        ("cuda:1 ", ValueError, "names no device. It has blanks around the name: write 'cuda:1'"),
         (["cuda:1", "cuda:x"], ValueError, "'cuda:x' names no device"),
         ("auto", ValueError, r"for annotations alone: dask.annotate\(device='auto'\)"),
         ("cpu", ValueError, r"The host is no device. to_device\(value, \"cpu\"\)"),

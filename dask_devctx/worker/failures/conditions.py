@@ -62,6 +62,11 @@ def explained(error: Exception, annotations: Mapping[str, Any] | None) -> Except
         hint = error.hint
         if naming.read(error.requested).kind == "ordinal":
             hint = "No worker of this cluster uses it"
+            if len({text.partition(" ")[0] for text in present}) < len(present):
+                hint += (
+                    ". Each worker counts the devices that its own CUDA_VISIBLE_DEVICES shows: "
+                    "name a device by its UUID"
+                )
         return type(error)(error.requested, present, error.visible_devices, hint)
     return DeviceNotFoundError(
         error.requested,

@@ -22,6 +22,7 @@ from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx import config
+from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.dask_internals.connections import answering
@@ -122,6 +123,11 @@ class DeviceShare:
     def part(self) -> float:
         """The part of the machine's devices that the worker has, from 0 to 1."""
         return len(self._devices) / max(len(devices()), 1) if self._devices else 1.0
+
+    @property
+    def fair_memory(self) -> int:
+        """The bytes of host memory for the worker, as its devices are a part of the machine's."""
+        return fair_memory(len(self._devices) or len(devices()))
 
     def gave_up(self, wanted: object) -> bool:
         """Return whether the worker gave up a device a moment ago, for other workers."""

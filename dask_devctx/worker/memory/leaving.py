@@ -262,8 +262,9 @@ class Leaving:
             self._around.copied(device, gain, perf_counter() - begun, back=False)
         if first:
             logger.warning(  # once: dask shows no lines of a lower level
-                "%s holds more than its limit of %s: values go to host memory, and come back "
+                "%s: %s holds more than its limit of %s: values go to host memory, and come back "
                 "before their tasks (device_memory_limit). report(client).devices counts them",
+                self._around.worker_name,
                 device,
                 format_bytes(ledger.limit),
             )

@@ -42,6 +42,7 @@ class Surroundings:
     def __init__(
         self, worker: Worker, inputs: Inputs | None, peers: PeerTransfers, history: History
     ) -> None:
+        self.worker_name = f"worker {worker.name}"
         self._loop = worker.loop
         self._tasks = worker.state.tasks
         self._inputs = inputs

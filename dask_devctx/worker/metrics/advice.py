@@ -37,6 +37,10 @@ class Advice:
                 "own threads run the tasks, and nthreads limits how many the worker gets ahead"
             )
 
+    def withhold(self) -> None:
+        """Log nothing: the cluster has warned its user."""
+        self._text = ""
+
     def give(self) -> None:
         """Log the warning."""
         if self._text:

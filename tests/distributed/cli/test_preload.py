@@ -219,7 +219,8 @@ def test_devices_that_others_hold_are_told_of_last(address: str, lock_directory:
     *_, last = lines = lines_of(*command, address)
     lease.release()
     assert last.startswith("dask_devctx: DevicesInUseError")
-    assert "the other one" in last
+    assert "the other one. Name other devices with --devices, end the processes that" in last
+    assert "--preload" not in last
     assert all(last.count(device.uuid) == 1 for device in devices)
     assert len(lines) < 30, "dask's own lines about a worker that starts and ends"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -19,6 +20,8 @@ from distributed import Client, LocalCluster
 
 from dask_devctx import Device, LocalDeviceCluster, SimulatedArray
 from dask_devctx.cli import devctx
+from dask_devctx.client.live import Moment
+from dask_devctx.scheduler.rows import DeviceCounts
 
 IN_THIS_PROCESS: dict[str, Any] = {
     "protocol": "tcp",
@@ -169,3 +172,14 @@ def test_a_cluster_without_the_plugin_ends_with_status_1() -> None:
         result = run("info", "--scheduler", cluster.scheduler_address)
     assert result.exit_code == 1
     assert "does not run the plugin: client.register_plugin(DevicePlugin())" in result.stdout
+
+
+def test_devices_of_the_same_ordinal_on_one_host_have_a_part_of_their_uuid(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {("tcp://a:1", "GPU-1111-1"), ("tcp://a:2", "GPU-2222-1")}
+    found = Moment(0.0, {a: a for a, _ in rows}, {r: DeviceCounts(0, r[1], "A") for r in rows}, {})
+    monkeypatch.setattr(importlib.import_module("dask_devctx.cli.top"), "moment", lambda _: found)
+    shown = run("top", address_of(client), "--once", "--interval", "0.1").stdout
+    assert "cuda:0 GPU-1111" in shown
+    assert "cuda:0 GPU-2222" in shown

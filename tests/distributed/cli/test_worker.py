@@ -24,6 +24,7 @@ from distributed.system import MEMORY_LIMIT
 from dask_devctx import Device, config, driver
 from dask_devctx.cli import devctx
 from dask_devctx.cli.worker import option_names, worker
+from dask_devctx.config import host_memory
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.commands import dask_command
@@ -167,10 +168,23 @@ def test_numbers(
     assert run(ADDRESS, *arguments.split()).exit_code == 0
     (call,) = started
     assert (call["n_workers"], call["nthreads"]) == (n_workers, nthreads)
-    assert call["memory_limit"] == MEMORY_LIMIT // int(n_workers)
+    n_devices = call["config"]["devices-per-worker"] or (1 if "GPU-" in arguments else 4)
+    assert call["memory_limit"] == MEMORY_LIMIT * n_devices // 4
     assert call["preload"] == ("dask_devctx",)
     assert call["config"].items() >= settings.items()
     assert config.get("devices-per-worker") == before
+
+
+@pytest.mark.parametrize(("visible", "part"), [("2", 4), ("1,3", 2)])
+def test_hidden_gpus_count_for_the_memory(
+    visible: str, part: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start script has a command for each GPU, all on one host."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert run(ADDRESS, "--n-workers", "1").exit_code == 0
+    monkeypatch.setattr(host_memory, "MEMORY_LIMIT", MEMORY_LIMIT // 8)  # as in a batch job
+    assert run(ADDRESS, "--n-workers", "1").exit_code == 0
+    assert [call["memory_limit"] for call in started] == [MEMORY_LIMIT // part, MEMORY_LIMIT // 8]
 
 
 def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> None:
@@ -195,6 +209,8 @@ def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> 
         (f"{ADDRESS} --n-workers 0", 2, "--nworkers"),
         (f"{ADDRESS} --devices 9", 1, "no device 9"),
         (f"{ADDRESS} --rmm-async", 1, "rmm_async needs the package rmm"),
+        (f"{ADDRESS} --protocol ucxy", 2, "protocol='ucxy' cannot be used"),
+        (f"{ADDRESS} --memory-limit 2gigs", 2, "memory_limit must be bytes.*got '2gigs'"),
         (f"{ADDRESS} --protocol ucx", 1, "needs the package distributed_ucxx"),
         (f"{ADDRESS} --enable-infiniband", 2, "--enable-infiniband configures UCX: add --protocol"),
         (f"{ADDRESS} --enable-tcp-over-ucx", 2, "enable_tcp_over_ucx needs protocol='ucx', got"),

@@ -136,8 +136,22 @@ def test_the_error_has_the_numbers() -> None:
     assert error.attempts == 2
     assert error.limit_nbytes == int(0.8 * MIB)
     assert error.stayed_nbytes == {"in use by running tasks": 128 * KIB}
-    assert "may take 819.2 KiB" in str(error)
+    assert "the limit of values that dask keeps there is 819.2 KiB" in str(error)
+    assert "tasks_per_device" not in str(error), "it had the device for itself"
     assert "not moved to host memory: 128.0 KiB in use by running tasks" in str(error)
+
+
+def test_the_error_of_a_task_alone_names_only_what_helps() -> None:
+    def too_much() -> SimulatedArray:
+        first = SimulatedArray(5 * MIB // 64)
+        return first + SimulatedArray(5 * MIB // 64)
+
+    with threads(1 * MIB, 1) as client:
+        error = client.submit(too_much, pure=False).exception(timeout=30)
+    assert isinstance(error, DeviceOutOfMemoryError)
+    text = str(error)
+    assert "1.0 MiB of 1.0 MiB are free after the task gave its memory back" in text
+    assert text.endswith(". Make the task's parts smaller")
 
 
 # -- pieces of arrays

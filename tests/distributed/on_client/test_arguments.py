@@ -137,6 +137,11 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
             TypeError,
             "enable_tcp_over_ucx needs protocol='ucx', got 'tcp'",
         ),
+        ({"CUDA_VISIBLE_DEVICES": []}, ValueError, r"^CUDA_VISIBLE_DEVICES is empty, got \[\]"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ValueError, "^CUDA_VISIBLE_DEVICES is empty, got ''"),
+        ({"CUDA_VISIBLE_DEVICES": 0.5}, TypeError, "^CUDA_VISIBLE_DEVICES is a list.*got 0.5"),
+        ({"protocol": "ucxy"}, ValueError, "^protocol='ucxy' cannot be used: unknown address sch"),
+        ({"memory_limit": "2 gigs"}, ValueError, "^memory_limit must be .*, got '2 gigs'"),
         ({"rmm_pool_sizes": 1}, TypeError, r"Did you mean rmm_pool_size\?"),
         ({"enable_nvlinks": 1}, TypeError, r"Did you mean enable_nvlink\?"),
     ],
@@ -147,6 +152,24 @@ def test_arguments_that_are_refused(
     monkeypatch.setattr("importlib.util.find_spec", _found_without("distributed_ucxx", "ucp"))
     with pytest.raises(error, match=said):
         LocalDeviceCluster(**arguments)
+
+
+def test_a_number_as_the_variable_is_one_device() -> None:
+    with LocalDeviceCluster(CUDA_VISIBLE_DEVICES=2, **QUIET) as cluster:
+        assert repr(cluster).endswith("devices=cuda:2)")
+
+
+def test_a_limit_that_limits_nothing_is_told() -> None:
+    said = (
+        "device_memory_limit is 18.6 GiB, and the memory of cuda:0 and of 3 more is 16.0 GiB: it "
+        "limits nothing there"
+    )
+    with (
+        pytest.warns(UserWarning, match=said) as told,
+        LocalDeviceCluster(device_memory_limit="20 GB", n_workers=1, **QUIET),
+    ):
+        pass
+    assert [one.filename for one in told] == [__file__]
 
 
 def _found_without(*names: str) -> Any:

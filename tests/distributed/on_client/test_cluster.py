@@ -26,8 +26,7 @@ from dask_devctx import (
     WorkerSetupError,
     devices,
 )
-from dask_devctx.client import cluster as cluster_module
-from dask_devctx.client import free
+from dask_devctx.client import free, shares
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.export import answer
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -93,7 +92,7 @@ def test_by_default_there_is_a_worker_for_each_device(
 
 
 def test_where_memory_cannot_be_shown_there_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_module, "can_export", lambda used: False)
+    monkeypatch.setattr(shares, "can_export", lambda used: False)
     with LocalDeviceCluster(dashboard_address=":0") as cluster:
         assert len(cluster.workers) == 1
 
@@ -147,6 +146,16 @@ def test_threads_are_not_tasks_at_a_time_on_a_device(caplog: pytest.LogCaptureFi
             assert "at a time on each device" not in caplog.text
     with caplog.at_level("WARNING"), LocalDeviceCluster(threads_per_worker=4, **QUIET):
         assert "for 4 tasks at a time on each device: tasks_per_device=4" in caplog.text
+
+
+def test_too_few_threads_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, Any] = {"threads_per_worker": 1, "n_workers": 4, "devices_per_worker": 1}
+    with LocalDeviceCluster(**given, **QUIET) as cluster, Client(cluster) as client:
+        client.gather(client.map(lambda n: n, range(20), pure=False))
+        time.sleep(0.1)
+    (said,) = [text for text in caplog.messages if "threads" in text]
+    assert said.startswith("threads_per_worker=1 is how many tasks dask gives a worker at a time")
+    assert said.endswith("Leave threads_per_worker out")
 
 
 def test_threads_follow_the_devices_of_a_worker() -> None:

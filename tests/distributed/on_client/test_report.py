@@ -505,3 +505,13 @@ def test_refused_tasks_have_a_line_for_each_of_the_latest_reasons() -> None:
     assert len(lines) == 6
     assert lines[0] == "refused: 9 of f: cError: many words"
     assert lines[-1] == "refused for 2 more reasons: report(client).refused"
+
+
+def test_devices_of_the_same_ordinal_on_one_host_have_a_part_of_their_uuid() -> None:
+    """With CUDA_VISIBLE_DEVICES=0 and =2, two workers call their devices cuda:0."""
+    rows = [("tcp://a:1", "GPU-1111-1"), ("tcp://a:2", "GPU-2222-1"), ("tcp://b:1", "GPU-3333-1")]
+    devices = [
+        ReportedDevice(0, uuid, "A GPU", worker=worker, worker_name=worker) for worker, uuid in rows
+    ]
+    names = [line.split("  ")[0] for line in str(Report(devices=devices)).splitlines()[1:4]]
+    assert names == ["cuda:0 GPU-1111", "cuda:0 GPU-2222", "cuda:0"]

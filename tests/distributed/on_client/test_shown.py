@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 import sys
 from typing import Any
@@ -98,7 +99,31 @@ def test_a_workers_warnings_are_shown_and_kept() -> None:
         [sys.executable, "-c", _WARNS], capture_output=True, text=True, timeout=60, check=True
     )
     assert "look here" in done.stdout
+    (shown,) = [line for line in done.stderr.splitlines() if "look here" in line]
+    assert re.fullmatch(r"[-0-9:, ]{23} - dask_devctx\.worker - WARNING - look here", shown)
+
+
+_LOAD = "import dask_devctx.plugin, logging"
+_BASIC = "import logging; logging.basicConfig(format='%(levelname)s %(message)s')"
+_CONFIGURED = "import dask; dask.config.set({'logging': {'dask_devctx': 'info'}})"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [[_BASIC, _LOAD], [_LOAD, _BASIC], [_CONFIGURED, _LOAD]],
+    ids=["the program, before", "the program, after", "dask's configuration"],
+)
+def test_no_line_is_shown_twice(lines: list[str]) -> None:
+    warn = "logging.getLogger('dask_devctx.client').warning('look here')"
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([*lines, warn])],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stderr.count("look here") == 1
+    assert "WARNING" in done.stderr
 
 
 @with_plugin(devices=[0, 2])

@@ -375,6 +375,27 @@ async def test_failures_cancellation_and_secession_give_back(
     await nothing_held(worker)
 
 
+@with_plugin()
+async def test_a_claim_that_waits_is_given_back_as_soon_as_its_task_is_cancelled(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=1, device_share=0.5):
+        running = client.submit(waits)
+    with dask.annotate(device=1, device_share=1):
+        waiting = client.submit(mine, key="waiting", priority=1)
+    await asyncio.sleep(1.1)  # until then, others may start although it waits
+    with dask.annotate(device=1, device_share=0.5):
+        behind = client.submit(mine, key="behind")
+    await asyncio.sleep(0.1)
+    assert (waiting.status, behind.status) == ("pending", "pending")
+    await waiting.cancel()
+    assert await asyncio.wait_for(behind, 5) == (1,)
+    assert running.status == "pending"
+    Seen.go_on.set()
+    await running
+    await nothing_held(worker)
+
+
 # -- many at once
 
 

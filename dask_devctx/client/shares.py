@@ -1,0 +1,101 @@
+"""The number of workers for some devices, and the devices and tasks of each."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Sequence
+
+from dask_devctx.config.options import LOOK_AHEAD, Options
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.export import can_export
+from dask_devctx.dask_internals.submits import users_level
+from dask_devctx.errors.base import counted, nbytes_text
+
+logger = logging.getLogger(__name__)
+
+
+def default_n_workers(used: Sequence[Device], options: Options, *, processes: bool) -> int:
+    """Return the number of workers for these devices, where none is given.
+
+    Parameters
+    ----------
+    used
+        The devices.
+    options
+        The options of the plugin.
+    processes
+        Whether a worker may have a process of its own.
+    """
+    if not processes or len(used) < 2:
+        return 1
+    if options.devices_per_worker is not None:
+        return max(len(used) // options.devices_per_worker, 1)
+    return len(used) if options.ipc is not False and can_export(used) else 1
+
+
+def look_ahead(n_devices: int, options: Options) -> int:
+    """Return how many tasks dask gives a worker with so many devices at a time."""
+    return LOOK_AHEAD * max(n_devices * options.tasks_per_device, 1)
+
+
+def even_share(n_devices: int, n_workers: int) -> int:
+    """Return how many devices each worker gets; warn of devices that are left over."""
+    share = n_devices // n_workers
+    warn_of_idle(n_workers, share, n_devices)
+    return max(share, 1)
+
+
+def warn_of_idle(n_workers: int, share: int | None, n_devices: int) -> None:
+    """Warn of devices that no worker uses, where each uses a share of them; None is all."""
+    left_over = 0 if share is None else n_devices - n_workers * share
+    if share and left_over > 0:
+        warnings.warn(
+            f"{counted(n_workers, 'worker')} will use {share * n_workers} of the {n_devices} "
+            f"devices, {share} each: {counted(left_over, 'device')} will be idle",
+            stacklevel=users_level(),
+        )
+
+
+def warn_of_threads(given: int, n_devices: int, options: Options) -> None:
+    """Warn of a number of threads that is too small, or meant for the tasks of a device.
+
+    Parameters
+    ----------
+    given
+        The argument ``threads_per_worker``.
+    n_devices
+        The number of devices of each worker.
+    options
+        The options of the plugin.
+    """
+    running = n_devices * options.tasks_per_device
+    if given < 2 * running:
+        logger.warning(
+            "threads_per_worker=%s is how many tasks dask gives a worker at a time, and its "
+            "devices run %s: they will wait for tasks. Leave threads_per_worker out",
+            given,
+            running,
+        )
+    if options.tasks_per_device == 1 < given:
+        logger.warning(
+            "threads_per_worker=%s is how many tasks dask gives a worker at a time, and each "
+            "device runs one of them; for %s tasks at a time on each device: tasks_per_device=%s",
+            *[given] * 3,
+        )
+
+
+def warn_of_limit(limit: float | str | None, used: Sequence[Device]) -> None:
+    """Warn of a ``device_memory_limit`` in bytes that is more than the memory of devices."""
+    if not isinstance(limit, int | float) or limit <= 1:
+        return
+    totals = {device: device.info.total_memory for device in used}
+    small = [device for device, total in totals.items() if total is not None and limit > total]
+    if small:
+        more = f" and of {len(small) - 1} more" if len(small) > 1 else ""
+        warnings.warn(
+            f"device_memory_limit is {nbytes_text(int(limit))}, and the memory of {small[0]}{more} "
+            f"is {nbytes_text(totals[small[0]])}: it limits nothing there. Leave it out for 0.8 of "
+            "each device, or give a fraction",
+            stacklevel=users_level(),
+        )
