@@ -151,7 +151,7 @@ def plot(path: Path, title: str, cases: Sequence[dict[str, Any]]) -> bool:
     rows = [(case, found) for case in cases if (found := _compared(case))]
     if not rows:
         return False
-    names = list(dict.fromkeys(one["name"] for _, found in rows for one in found))
+    names = sorted({one["name"] for _, found in rows for one in found})
     colours = {name: f"C{place}" for place, name in enumerate(names)}
     figure = Figure(figsize=(10, 1.8 + 0.34 * len(rows)), layout="constrained")
     axis = figure.subplots()

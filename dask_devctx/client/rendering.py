@@ -78,7 +78,7 @@ def lines(report: Report) -> list[Line]:
     found: dict[str, Line] = {}
     everything = Line("")
     names: set[str] = set()
-    shown = device_names((_host(d.worker), d.device_id, d.uuid) for d in report.devices)
+    shown = _names(report)
     for device in sorted(report.devices, key=_place):
         line = found.get(device.uuid)
         first = line is None
@@ -108,6 +108,10 @@ def lines(report: Report) -> list[Line]:
 def _place(device: ReportedDevice) -> tuple[object, ...]:
     """Return a device's place among the lines: by host and ordinal; those that left come last."""
     return not device.present, _host(device.worker), device.device_id, device.worker
+
+
+def _names(report: Report) -> dict[str, str]:
+    return device_names((_host(d.worker), d.device_id, d.uuid) for d in report.devices)
 
 
 def _host(address: str) -> str:
@@ -178,13 +182,14 @@ def _spilled(report: Report) -> Iterator[str]:
     spills = sum(device.spills for device in report.devices)
     if not spills:
         return
+    names = _names(report)
     for device in report.devices:
         if device.spills:
             kept = (device.memory_held or 0) + (device.memory_copies or 0)
             limit = device.memory_limit
             of = "" if limit is None else f" of its limit {nbytes_text(limit)}"
             yield (
-                f"cuda:{device.device_id} of worker {shortened(device.worker_name, _WORKER)} keeps "
+                f"{names[device.uuid]} of worker {shortened(device.worker_name, _WORKER)} keeps "
                 f"{nbytes_text(kept)}{of}; {nbytes_text(device.memory_spilled)} more are in host "
                 "memory"
             )
@@ -199,7 +204,7 @@ def _spilled(report: Report) -> Iterator[str]:
 
 def _lost(report: Report) -> Iterator[str]:
     """Yield a line for each of the latest workers that left unexpectedly."""
-    names = {one.uuid: f"cuda:{one.device_id}" for one in report.devices if one.device_id >= 0}
+    names = _names(report)
     for lost in report.lost:
         at = time.strftime("%H:%M:%S", time.localtime(lost.time))
         named = ", ".join(sorted(names.get(uuid, uuid[:12]) for uuid in lost.uuids))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -17,6 +17,7 @@ from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_worker, tasks
 from dask_devctx.dask_internals.worker import in_memory, metric, own_logs
 from dask_devctx.transfer import Stamp
+from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import ordering, rechunks, serialization
@@ -394,14 +395,16 @@ class DeviceExtension:
             self.inputs.read_back(key)
 
     def _inputs(self, ts: Any) -> list[Input]:
-        """Return the inputs of a task that are in memory; those on disk stay there."""
-        data = self._worker.data
-        if isinstance(data, DeviceData):
-            found = [(dep.key, data.peek(dep.key)) for dep in ts.dependencies]
-            return [Input(key, value, self.inputs) for key, value in found if value is not None]
-        data = in_memory(self._worker)
-        keys = [dep.key for dep in ts.dependencies if dep.key in data]
-        return [Input(key, data[key], self.inputs) for key in keys]
+        """Return a task's inputs that are in memory, but for those that are known as host data."""
+        data, found = self._worker.data, []
+        known: Mapping[Hashable, Lifetime] = {} if self.inputs is None else self.inputs.lifetimes
+        peek = data.peek if isinstance(data, DeviceData) else in_memory(self._worker).get
+        for dep in ts.dependencies:
+            lifetime = known.get(dep.key)
+            on_host = lifetime is not None and lifetime.places is not None and not lifetime.places
+            if not on_host and (value := peek(dep.key)) is not None:
+                found.append(Input(dep.key, value, self.inputs))
+        return found
 
 
 @contextmanager

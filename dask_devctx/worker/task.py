@@ -220,7 +220,7 @@ class DeviceTask(TaskStandIn):
         if memory is None:
             return None
         expected = memory.reservations.expected(self.prefix)
-        if not expected and not any(value.__class__ is Kept for value in data.values()):
+        if not expected and not (data and any(one.__class__ is Kept for one in data.values())):
             return None
         begun = perf_counter()
         use = Use(self.key, memory, data, device, expected, wait=wait)

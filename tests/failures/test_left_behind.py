@@ -53,6 +53,7 @@ def test_it_is_counted_and_warned_of_once(client: Client, caplog: pytest.LogCapt
     warned = [r for r in caplog.records if "did not restore" in r.getMessage()]
     assert len(warned) == 1
     assert futures[0].key in warned[0].getMessage()
+    assert "(seen 1 time on this device)" in warned[0].getMessage()
 
 
 def test_nothing_current_is_left_behind_too_and_the_probe_still_sees(client: Client) -> None:

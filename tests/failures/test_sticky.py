@@ -15,7 +15,7 @@ from typing import Any
 import dask
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, Nanny, Scheduler, Worker, wait
+from distributed import Client, Nanny, Scheduler, Status, Worker, wait
 
 from dask_devctx import (
     Device,
@@ -53,6 +53,11 @@ def write_to_an_illegal_address(*inputs: Any) -> None:
 def leave_a_bad_kernel_running(after_s: float) -> str:
     faults().poison(ILLEGAL_ADDRESS, after_s=after_s)
     return "looks good"
+
+
+def break_soon() -> None:
+    time.sleep(0.5)
+    faults().poison(ILLEGAL_ADDRESS)
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -290,6 +295,28 @@ async def test_without_a_nanny_the_worker_closes_and_says_why(
         assert not scheduler.workers
     assert "has no nanny" in caplog.text
     assert not open_scopes()
+
+
+@in_a_loop
+async def test_a_device_that_fails_while_its_worker_closes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The worker closes once, and the suspect is watched on the next one."""
+    async with (
+        Scheduler(dashboard_address=":0", port=0) as scheduler,
+        Worker(scheduler.address) as worker,
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        await client.register_plugin(DevicePlugin())
+        bad = client.submit(break_soon, key="bad")
+        while not worker.state.executing_count:
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(worker.close(), 20)
+        await asyncio.sleep(1)
+        assert worker.status is Status.closed
+        assert bad.status == "pending"
+    assert [one for one in caplog.records if "Task exception" in one.getMessage()] == []
+    assert "has no nanny" not in caplog.text
 
 
 @in_a_loop

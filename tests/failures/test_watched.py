@@ -326,6 +326,25 @@ def test_a_watched_task_waits_for_the_running_ones(monitored: Monitored) -> None
         assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
 
 
+def test_a_task_that_seceded_just_before_its_end_is_waited_for_in_its_next_run(
+    monitored: Monitored,
+) -> None:
+    monitor, _ = monitored
+    began, ended = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        began.set()
+        time.sleep(0.3)
+        ended.set()
+
+    run(monitor, "again", 0, str)
+    monitor.seceded("again")  # the worker learns it on its event loop
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(run, monitor, "again", 0, stay)
+        assert began.wait(10)
+        assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
+
+
 @pytest.mark.parametrize("left_on", [0, 1])
 def test_work_that_was_left_running_before_a_watched_task_is_not_its_fault(
     monitored: Monitored, left_on: int
@@ -402,6 +421,20 @@ def test_without_a_scheduler_that_counts_runs_the_task_that_notices_errs(
         with pytest.raises(DeviceFailedError, match="the scheduler lacks dask-devctx") as caught:
             run(monitor, "noticed", 0, time.sleep, 0.2)
         assert caught.value.suspects == ("noticed on cuda:0", "left on cuda:1")
+        monitor.close()
+
+
+def test_a_failure_of_the_hardware_is_nobodys_fault_without_such_a_scheduler(
+    machine: SimulatedMachine,
+) -> None:
+    async def monitor_on_a_loop() -> Monitor:
+        told: dict[str, Any] = {"synchronize": False, "oom_retries": 0}
+        return Monitor(devices(), on_failure=lambda failure: None, marks=lambda: False, **told)
+
+    with asyncio.Runner() as runner:
+        monitor = runner.run(monitor_on_a_loop())
+        with pytest.raises(Reschedule):
+            run(monitor, "there", 0, machine.faults.poison, CUresult.CUDA_ERROR_ECC_UNCORRECTABLE)
         monitor.close()
 
 
@@ -493,6 +526,40 @@ async def test_a_watched_task_that_secedes_when_it_was_cancelled_is_not_waited_f
             assert await asyncio.wait_for(client.submit(double, 1).result(), 10) == 2
     finally:
         _go_on.set()
+
+
+async def double_later(number: int) -> int:
+    return 2 * number
+
+
+def wait_to_go_on() -> None:
+    _go_on.wait(30)
+
+
+@pytest.mark.parametrize("function", [double, double_later], ids=["function", "coroutine"])
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_turn(
+    client: Any, scheduler: Any, worker: Any, function: Callable[[int], Any]
+) -> None:
+    _go_on.clear()
+    await client.register_plugin(DevicePlugin())
+    quarantine = worker.plugins["devctx"].extension.monitor.quarantine
+    try:
+        with dask.annotate(device=0):
+            long = client.submit(wait_to_go_on)
+        while worker.state.executing_count == 0:
+            await asyncio.sleep(0.01)
+        with dask.annotate(device=1, **{WATCHED: [1, 3]}):
+            cancelled = client.submit(function, 2, key="cancelled")
+        while not quarantine.taken:
+            await asyncio.sleep(0.01)
+        await cancelled.cancel()
+        with dask.annotate(device=2):
+            assert await asyncio.wait_for(client.submit(double, 1).result(), 10) == 2
+        assert not long.done()
+    finally:
+        _go_on.set()
+    await long
 
 
 WORKER = "tcp://w"

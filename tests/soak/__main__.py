@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import dask
@@ -163,8 +163,9 @@ class Soak:
         A task may name a device. It fails if no worker has had this device yet.
         """
         for _ in range(10):
-            try:
+            with suppress(Exception):  # such as the one that ended its reconnection
                 self.client.close(timeout=5)
+            try:
                 self.client = Client(self.scheduler.address, timeout=60)
                 self.client.wait_for_workers(WORKERS * len(self.hosts), timeout=120)
                 return

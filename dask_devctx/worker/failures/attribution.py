@@ -149,7 +149,8 @@ class Blame:
         first = [who] if began else []
         running = tuple(dict.fromkeys([*first, *self.suspects.running(only)]))
         suspects = tuple(dict.fromkeys([*first, *self.suspects.named(only)]))
-        if lost or found.code in statuses.HARDWARE:
+        hardware = lost or found.code in statuses.HARDWARE
+        if hardware:
             suspects = ()
 
         # A task may have several devices, and is a suspect on each of them.
@@ -177,7 +178,7 @@ class Blame:
         errors = {one.key: error(self.once[one.key]) for one in running if one.key in self.once}
         if any(one.key == sole for one in running):
             errors.setdefault(sole, error())
-        if not marks and who.key is not None and (began or not {*keys} - {who.key}):
+        if not (marks or hardware) and who.key is not None and (began or not {*keys} - {who.key}):
             errors.setdefault(who.key, error(_UNMARKED))
         beside = dict.fromkeys(one.key for one in (who, *running) if one.key not in keys)
         beside.pop(None, None)

@@ -195,8 +195,14 @@ class MonitoredCall:
         return bool(retries.tried) and not self._is_method and retries.is_last(self._key)
 
     def _turn(self) -> Iterator[None]:
-        quarantine, refuse = self._monitor.quarantine, self._monitor.blame.refuse_after_failure
-        return quarantine.turn(self._key, self._watched, refuse, self._device, alone=self._alone)
+        turn = self._monitor.quarantine.turn
+        return turn(self._key, self._watched, self._refuse, self._device, alone=self._alone)
+
+    def _refuse(self) -> None:
+        """Raise if it may not begin: the devices failed, or dask needs it no more."""
+        self._monitor.blame.refuse_after_failure()
+        if not self._is_method and self._monitor.is_cancelled(self._key):
+            raise Reschedule  # dask ignores this, unless the task was requested again just now
 
     def _begin(self, *, stay: bool) -> bool:
         """Count the call, and check its device; ``stay`` leaves the device current.

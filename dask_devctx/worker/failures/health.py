@@ -125,8 +125,8 @@ class Checkup:
         if now - self._warned_at.get(device, -_WARN_EVERY_S) >= _WARN_EVERY_S:
             self._warned_at[device] = now
             logger.warning(
-                "the task %r changed the current CUDA context on %s and did not restore it (%s "
-                "on this device). It did no harm: the earlier context was restored. "
+                "the task %r changed the current CUDA context on %s and did not restore it (seen "
+                "%s on this device). It did no harm: the earlier context was restored. "
                 "'with Device(n):' restores the context by itself",
                 key,
                 device,

@@ -24,6 +24,7 @@ _POLL_S = 0.01
 # tries to connect for half a minute.
 _REFUSING_S = 0.5
 _EXIT_STATUS = 70  # EX_SOFTWARE; the nanny's log shows it
+_ENDING = frozenset({Status.closing, Status.closed, Status.failed})
 
 
 def begin_the_end(
@@ -74,8 +75,16 @@ async def end_failed_worker(
 
     If an error could not be sent to the scheduler, the worker leaves unexpectedly. Then dask counts
     the loss of the worker, and fails a task that ends its worker each time.
+
+    A worker that is closing closes as it would, and dask runs its tasks elsewhere: only the
+    scheduler is told, if the worker can still reach it.
     """
     error = failure.error
+    if worker.status in _ENDING:
+        logger.warning("While the worker closes: %s", error)
+        if failure.marks and worker.status is Status.closing:
+            await _bounded(confirm(worker, failure), "name its suspects to the scheduler")
+        return
     logger.error("%s", error)
     # Not "paused": the worker would resume by itself when it has enough memory.
     worker.status = Status.closing_gracefully
@@ -92,7 +101,9 @@ async def end_failed_worker(
             internals.report_error(worker, key, task_error)
         reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
     await _bounded(answered(), "answer the callers of its actors")
-    await _bounded(internals.leave_scheduler(worker, expected=reported), "leave the scheduler")
+    # If nobody marks and nobody errs, dask itself counts the loss: no task runs without end.
+    expected = reported and bool(failure.marks or failure.errors)
+    await _bounded(internals.leave_scheduler(worker, expected=expected), "leave the scheduler")
     await asyncio.sleep(_REFUSING_S)
     if nanny:
         logger.error("the worker process exits; its nanny starts another")

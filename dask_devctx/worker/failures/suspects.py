@@ -71,9 +71,13 @@ class Suspects:
                 self._aside.add(key)
 
     def seceded(self, key: Hashable) -> None:
-        """Let no watched task wait for a task that may wait for other tasks itself."""
+        """Let no watched task wait for a task that may wait for other tasks itself.
+
+        The task may have ended meanwhile: its next run is waited for.
+        """
         with self._lock:
-            self._aside.add(key)
+            if any(one.key == key for one in self._running):
+                self._aside.add(key)
 
     def withdrawn(self, key: Hashable, device: Device) -> None:
         """Count a task no more that began, but was not called yet."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Final
 from weakref import WeakKeyDictionary, WeakSet
 
 from distributed import Worker
@@ -54,6 +55,8 @@ def say_devices(devices: Sequence[Device]) -> None:
 
 # The workers whose scheduler lacks this package.
 _without_routing: WeakSet[Worker] = WeakSet()
+# A scheduler that could not be reached is told again after this time.
+_AGAIN_S: Final = 1.0
 
 
 def has_routing(worker: Worker) -> bool:
@@ -86,13 +89,15 @@ async def announce(
     -----
     This sends :class:`~dask_devctx.scheduler.routing.DeviceRouting` to a scheduler that lacks it.
     It is no error if the scheduler cannot install it, because this package is missing there: tasks
-    then run on any worker, and a task that names a device of another worker fails.
+    then run on any worker, and a task that names a device of another worker fails. A scheduler that
+    cannot be reached is told again.
     """
     seen = [
         {"device_id": info.device_id, "uuid": info.uuid, "pci_bus_id": info.pci_bus_id}
         for info in discovery.inventory(driver.backend()).devices
     ]
-    async with turn or Turn(worker) as newest:
+    turn = turn or Turn(worker)
+    async with turn as newest:
         if not newest:
             return
         try:
@@ -105,6 +110,12 @@ async def announce(
                 memory_limit=worker.memory_manager.memory_limit,
                 limits={device.uuid: nbytes for device, nbytes in (limits or {}).items()},
             )
+        except OSError as error:  # also a closed connection, and no answer in time
+            logger.info("The scheduler was not told of the devices: %r. It is told again", error)
+            if worker.status in (Status.init, Status.running, Status.paused):
+                worker.loop.call_later(
+                    _AGAIN_S, partial(announce, worker, used, turn, limits=limits)
+                )
         except Exception as error:
             logger.warning(
                 "Tasks that name a device may go to a worker that does not have it: the scheduler "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.worker.placement.policy import RELUCTANCE_S
+from dask_devctx.worker.placement.policy import FULL_NBYTES, RELUCTANCE_S
 
 # The least duration that is expected of a task whose prefix was never measured. It is so long that
 # no task waits for it only to avoid a copy of its inputs.
@@ -62,3 +62,27 @@ class Load:
         if self.kept:
             busy_s += self.kept_places * _KEPT_S
         return busy_s
+
+
+def soonest(loads: Iterable[Load], known: Mapping[str, float], typical_s: float) -> Load | None:
+    """Return what ``start_soonest`` chooses for a task without inputs, in a third of its time.
+
+    None if an actor keeps a part of a device: the policy is to be asked then.
+
+    Parameters
+    ----------
+    loads
+        The tasks of each device.
+    known, typical_s
+        As for :meth:`Load.busy_s`.
+    """
+    best, least = None, (True, float("inf"), 0, 0)
+    for load in loads:
+        if load.kept:
+            return None
+        tasks = load.tasks
+        full = load.free_nbytes is not None and load.free_nbytes < FULL_NBYTES
+        cost = full, load.busy_s(known, typical_s) if tasks else 0.0, tasks, load.last_turn
+        if cost < least:
+            best, least = load, cost
+    return best

@@ -19,7 +19,7 @@ from dask_devctx.errors import (
     NotEnoughDevicesError,
 )
 from dask_devctx.worker.placement.groups import choose_group
-from dask_devctx.worker.placement.load import Load
+from dask_devctx.worker.placement.load import Load, soonest
 from dask_devctx.worker.placement.policy import Candidate, Choice, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
@@ -90,7 +90,7 @@ class Placement:
         self._memory_read_at = float("-inf")
 
     def place(
-        self, key: Hashable, prefix: str, wanted: object, inputs: Iterable[Located] = ()
+        self, key: Hashable, prefix: str, wanted: object, inputs: Sequence[Located] = ()
     ) -> Device:
         """Return the device that a task runs on, and count the task there until :meth:`remove`.
 
@@ -184,8 +184,7 @@ class Placement:
             return self.devices
         if request.number > len(self.devices):
             raise self._not_enough(request.number)
-        before = self._groups.get(key, ())
-        if len(before) == request.number:
+        if len(before := self._groups.get(key, ())) == request.number:
             return before
         nbytes = request.nbytes or 0
         usable = [one for one in self.devices if self._limits.get(one, nbytes) >= nbytes]
@@ -238,9 +237,13 @@ class Placement:
         self.durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
-    def _assign(self, inputs: Iterable[Located]) -> Device:
+    def _assign(self, inputs: Sequence[Located]) -> Device:
         if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
+        if not inputs and self._policy is start_soonest:
+            self._read_memory()
+            if load := soonest(self._loads.values(), self.durations_s, self._typical_s):
+                return load.device
         return self._choose(self._candidates(inputs, self.devices, 1 / self._tasks_per_device))
 
     def _candidates(

@@ -16,11 +16,12 @@ from typing import Any
 import dask
 import pytest
 from click.testing import CliRunner, Result
-from distributed import Client, LocalCluster
+from distributed import Client, LocalCluster, wait
 
-from dask_devctx import Device, LocalDeviceCluster, SimulatedArray
+from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, report
 from dask_devctx.cli import devctx
 from dask_devctx.client.live import Moment
+from dask_devctx.errors.base import nbytes_text
 from dask_devctx.scheduler.rows import DeviceCounts
 
 IN_THIS_PROCESS: dict[str, Any] = {
@@ -99,6 +100,29 @@ def test_transfers_are_shown(client: Client) -> None:
             break
         assert time.monotonic() < deadline
     assert moved[Device(0).uuid, Device(1).uuid] == 50 * 80_000
+
+
+def test_values_on_the_host_are_shown_with_the_limit() -> None:
+    pytest.importorskip("rich")
+    with (
+        LocalDeviceCluster(
+            n_workers=1, devices=[0], device_memory_limit="200 kB", **IN_THIS_PROCESS
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        kept = client.map(nap, [0.0] * 6, pure=False)
+        wait(kept)
+        deadline = time.monotonic() + 20
+        while "on the host" not in (text := run("top", address_of(client), "--once").stdout):
+            assert time.monotonic() < deadline
+        *_, head, line = text.splitlines()
+        assert "kept of limit" in head
+        assert " of 195.3 KiB" in line
+        assert not line.rstrip().endswith(" 0 B")
+        (row,) = report(client).devices
+        assert f"of its limit 195.3 KiB; {nbytes_text(row.memory_spilled)} more are in host" in str(
+            report(client)
+        )
 
 
 def test_it_shows_the_state_live_until_ctrl_c(client: Client) -> None:

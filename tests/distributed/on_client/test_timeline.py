@@ -68,6 +68,8 @@ def test_every_task_and_copy_of_the_report_is_in_it(client: Client, tmp_path: Pa
     assert content["otherData"]["lost_rows"] == made.lost == 0
     text = f"<timeline {str(made.path)!r}: {made.tasks} tasks, {made.copies} copies>"
     assert repr(made) == text
+    made.tasks = made.copies = 1
+    assert repr(made).endswith(": 1 task, 1 copy>")
 
 
 def test_it_counts_memory_and_tasks(client: Client, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
 import dask
 import pytest
 from distributed import Client, Scheduler, Worker, rpc
-from distributed.utils_test import gen_cluster
+from distributed.utils_test import captured_logger, gen_cluster
 
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.scheduler import routing
@@ -146,3 +147,26 @@ async def test_a_worker_may_announce_before_it_joins(
             future = client.submit(here, pure=False)
             assert await future == Device(3).uuid
         assert next(iter(scheduler.tasks[future.key].who_has)).address == late.address
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)])
+async def test_a_scheduler_that_was_not_reached_is_told_again(
+    client: Client, scheduler: Scheduler, worker: Worker
+) -> None:
+    register, failed = scheduler.handlers["register_scheduler_plugin"], []
+
+    async def fail_once(**given: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise OSError("Timed out trying to connect")
+        return await register(**given)
+
+    scheduler.handlers["register_scheduler_plugin"] = fail_once
+    with captured_logger("dask_devctx") as log:
+        await client.register_plugin(DevicePlugin())
+        assert failed
+        while routing.DeviceRouting.name not in scheduler.plugins:
+            await asyncio.sleep(0.05)
+    assert "Tasks that name a device" not in log.getvalue()
+    with dask.annotate(device=Device(2).uuid):
+        assert await client.submit(here) == Device(2).uuid

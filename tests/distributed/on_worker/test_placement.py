@@ -90,6 +90,31 @@ def test_start_soonest(better: dict[str, Any], worse: dict[str, Any]) -> None:
     assert start_soonest([bad, good]) is good
 
 
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abc"), st.integers(0, 9))),
+    per_device=st.integers(1, 2),
+)
+def test_a_task_without_inputs_is_placed_by_the_policy(
+    steps: list[tuple[int, str, int]], per_device: int
+) -> None:
+    """The short way for such tasks chooses as a policy does that is asked."""
+    ours, asked = (
+        Placement(devices(), per_device, policy)
+        for policy in (start_soonest, lambda candidates: start_soonest(candidates))
+    )
+    for number, (what, prefix, n) in enumerate(steps):
+        for placement in (ours, asked):
+            if what == 0 and placement.placed:
+                placement.remove([*placement.placed][n % len(placement.placed)])
+            elif what == 1:
+                placement.record_duration(prefix, n / 100)
+            elif what == 2:
+                placement.keep(number, [placement.devices[n % 4]], 1.0)
+            else:
+                placement.place(number, prefix, n if n < 2 else "auto")
+        assert ours.placed == asked.placed
+
+
 class Found(NamedTuple):
     """Where a value is."""
 
