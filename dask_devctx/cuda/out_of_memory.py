@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 from dask_devctx.driver.statuses import OUT_OF_MEMORY
@@ -78,11 +79,26 @@ def release_caches(error: BaseException | None = None) -> None:
     ``cupy.get_default_memory_pool().free_all_blocks``, ``cudaMemPoolTrimTo``,
     ``torch.cuda.empty_cache``.
     """
-    for one in () if error is None else _chain(error):
-        traceback.clear_frames(one.__traceback__)
+    if error is not None:
+        clear_frames(error)
     gc.unfreeze()  # frozen objects may hold memory, too
     gc.collect()
     release_library_caches()
+
+
+def clear_frames(error: BaseException) -> None:
+    """Let the frames of an exception that have ended forget the arrays that they hold."""
+    seen: set[FrameType] = set()
+    for one in _chain(error):
+        for step, _ in traceback.walk_tb(one.__traceback__):
+            frame: FrameType | None = step
+            while frame is not None and frame not in seen:  # its callers, also those left out
+                seen.add(frame)
+                try:
+                    frame.clear()
+                except RuntimeError:  # this one, and those that called it, have not ended
+                    break
+                frame = frame.f_back
 
 
 def release_library_caches() -> None:

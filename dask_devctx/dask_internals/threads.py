@@ -43,6 +43,12 @@ def rescheduled() -> dict[str, Any]:
     return {"op": "task-erred", "thread": None, "actual_exception": Reschedule()}
 
 
+def error_in(outcome: Any) -> BaseException | None:
+    """Return the exception in the outcome of a task; None if it has none."""
+    found = outcome.get("actual_exception") if outcome.__class__ is dict else None
+    return found if isinstance(found, BaseException) else None
+
+
 def has_seceded() -> bool:
     """Return whether this thread of a pool has seceded from it."""
     return not getattr(thread_state, "proceed", True)

@@ -1,16 +1,20 @@
-"""A task that changes the current context and does not restore it: seen, counted, harmless."""
+"""A task that leaves a context current is seen and counted; a failed one leaves no arrays."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import time
 from collections.abc import Iterator
 
 import dask
+import numpy as np
 import pytest
 from distributed import Client
 
-from dask_devctx import Device, LocalDeviceCluster, driver
+from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, driver
+from dask_devctx.driver.simulated import SimulatedMachine
 
 
 @pytest.fixture
@@ -78,3 +82,27 @@ def test_what_restores_is_not_counted(client: Client) -> None:
     (worker,) = client.cluster.workers.values()
     client.gather([client.submit(good, pure=False) for _ in range(8)])
     assert worker.metrics["devctx-failures"](worker)["left-behind"] == {}
+
+
+def fail(array: SimulatedArray) -> None:
+    twice = array * 2
+    raise ValueError(f"{len(twice)} values")
+
+
+def test_a_failed_tasks_arrays_are_free_before_garbage_is_collected(
+    client: Client, machine: SimulatedMachine
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        made = client.submit(SimulatedArray.asarray, np.arange(1000))
+        failed = client.submit(fail, made)
+        with pytest.raises(ValueError, match="1000 values"):
+            failed.result()
+        del made, failed
+        until = time.monotonic() + 5
+        while (left := [gpu.used_memory for gpu in machine.gpus]) != [0, 0, 0, 0]:
+            assert time.monotonic() < until, left
+            time.sleep(0.01)
+    finally:
+        gc.enable()

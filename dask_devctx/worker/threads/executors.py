@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 from distributed import Status, Worker
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.threads import (
     Priority,
     TaskThreadPoolExecutor,
+    error_in,
     rescheduled,
     sending_tasks_on,
 )
@@ -306,5 +308,9 @@ class _LoopCall(NamedTuple):
             result = self.fn()
         except BaseException as raised:
             error = raised
+        failed = error_in(result)
+        if failed is not None:  # dask's frames make a cycle, which would keep the task's arrays
+            clear_frames(failed)
         self.calls.left()  # first: a task that waits for this place starts before the loop wakes
         self.outcomes.put(self.future, result, error)
+        del self, result, error, failed  # the error's frames know this one
