@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import dask
 import numpy as np
 import pytest
 from distributed import Client
@@ -96,6 +97,7 @@ def test_functions_of_dask_array_that_need_host_arrays():
     with (
         LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
         Client(cluster),
+        dask.annotate(device=0),
         Device(0),
     ):
         host = da.from_array(np.array([3.0, 1.0, 1.0, 2.0]), chunks=2)

@@ -6,7 +6,15 @@ import psutil
 from distributed import Client, LocalCluster
 
 from dask_devctx import DevicePlugin
-from dask_devctx.scheduler.announcements import ANNOUNCE, CLAIM, HISTORY, REFUSE, SHARE, WITHDRAW
+from dask_devctx.scheduler.announcements import (
+    ANNOUNCE,
+    CLAIM,
+    HISTORY,
+    KEEP,
+    REFUSE,
+    SHARE,
+    WITHDRAW,
+)
 from dask_devctx.scheduler.suspects import FAILED
 
 
@@ -25,7 +33,7 @@ def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() 
         ports = listening()
         before = [(set(s.handlers), set(s.stream_handlers)) for s in servers]
         (on_worker, its_streams), (on_scheduler, streams) = before
-        told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW, FAILED, CLAIM}, streams)
+        told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW, FAILED, CLAIM, KEEP}, streams)
         added = {f"devctx_ipc_{op}" for op in ("agree", "close", "hello", "next")}
         added |= {SHARE, HISTORY}
         client.register_plugin(DevicePlugin())

@@ -119,7 +119,7 @@ FIELDS += [False, False, False, ""]
 
 def fuzz_failures(chance: random.Random) -> str:
     made, plugin = scheduler()
-    ts = SimpleNamespace(key="key", annotations=None, who_has=set())
+    ts = SimpleNamespace(key="key", annotations=None, who_has=set(), actor=False, state="released")
     made.tasks = {"key": ts}
 
     def or_else(value: Any) -> Any:

@@ -194,7 +194,7 @@ def test_a_worker_without_devices_does_not_start(
     assert text in last
     assert "`dask devctx info` shows what this machine has" in last
     if "DASK_DEVCTX__DEVICES" in env:
-        assert all(last.count(uuid) == 1 for uuid in uuids("test"))
+        assert all(last.count(uuid[:12]) == 1 for uuid in uuids("test"))
 
 
 def test_no_driver_is_one_line() -> None:

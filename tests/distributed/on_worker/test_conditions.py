@@ -13,6 +13,6 @@ from dask_devctx.worker.failures.conditions import explained
 def test_devices_of_the_same_ordinal_are_explained(ordinal: int) -> None:
     present = ["cuda:0 (GPU-1)", f"cuda:{ordinal} (GPU-2)"]
     error = explained(DeviceNotFoundError(2, present[:1], "0"), {PRESENT: present})
-    assert f"available: {', '.join(present)};" in str(error)
+    assert f"vailable: {', '.join(present)};" in str(error)
     remedy = "Each worker counts the devices that its own CUDA_VISIBLE_DEVICES shows: name a device"
     assert (remedy in str(error)) is (ordinal == 0)
