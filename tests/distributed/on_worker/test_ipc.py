@@ -105,7 +105,7 @@ def test_values_for_the_client_go_as_dask_sends_them(pair: Pair) -> None:
 
 def test_replicas_go_without_the_host(pair: Pair) -> None:
     client, workers = pair
-    before = peers.ways(client)["ipc"]
+    before = peers.ways(client).get("ipc", 0)
     made = client.submit(peers.array, 1000, 7.0, workers=workers[:1], pure=False)
     wait(made, timeout=30)
     client.replicate(made, n=2)
