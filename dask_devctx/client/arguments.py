@@ -270,7 +270,9 @@ def set_up_ucx(kept: dict[str, Any]) -> None:
             protocol = kept["protocol"] = "ucx"
         elif not is_ucx(protocol):
             raise TypeError(f"enable_tcp_over_ucx needs protocol='ucx', got {protocol!r}")
-    if protocol is None or not is_ucx(protocol):
+    if protocol is None:
+        return
+    if not is_ucx(protocol):
         _check_protocol(protocol)
         return
     require_ucx(protocol)
@@ -282,9 +284,7 @@ def set_up_ucx(kept: dict[str, Any]) -> None:
     dask.config.set({f"distributed-ucxx.{key}": value for key, value in flags.items()})
 
 
-def _check_protocol(protocol: str | None) -> None:
-    if protocol is None:
-        return
+def _check_protocol(protocol: str) -> None:
     try:
         get_address_host(f"{protocol.partition(':')[0]}://127.0.0.1:1")
     except ValueError as error:

@@ -24,7 +24,7 @@ _SMALLEST: Final = 1e-6
 
 
 class Left(NamedTuple):
-    """What the actors of one worker leave of its devices for tasks.
+    """The parts of one worker's devices that its actors leave for tasks.
 
     Parameters
     ----------

@@ -8,7 +8,8 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -278,16 +279,23 @@ def test_restart_while_tasks_run(client: Client) -> None:
     assert client.submit(lambda: Device.current().device_id).result() in range(4)
 
 
-@in_a_loop
-async def test_without_a_nanny_the_worker_closes_and_says_why(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@asynccontextmanager
+async def without_a_nanny() -> AsyncIterator[tuple[Scheduler, Worker, Client]]:
+    """A worker that has the plugin and no nanny."""
     async with (
         Scheduler(dashboard_address=":0", port=0) as scheduler,
         Worker(scheduler.address) as worker,
         Client(scheduler.address, asynchronous=True) as client,
     ):
         await client.register_plugin(DevicePlugin())
+        yield scheduler, worker, client
+
+
+@in_a_loop
+async def test_without_a_nanny_the_worker_closes_and_says_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with without_a_nanny() as (scheduler, worker, client):
         bad = client.submit(write_to_an_illegal_address)
         error = await bad.exception()
         assert isinstance(error, DeviceFailedError)
@@ -302,12 +310,7 @@ async def test_a_device_that_fails_while_its_worker_closes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The worker closes once, and the suspect is watched on the next one."""
-    async with (
-        Scheduler(dashboard_address=":0", port=0) as scheduler,
-        Worker(scheduler.address) as worker,
-        Client(scheduler.address, asynchronous=True) as client,
-    ):
-        await client.register_plugin(DevicePlugin())
+    async with without_a_nanny() as (_, worker, client):
         bad = client.submit(break_soon, key="bad")
         while not worker.state.executing_count:
             await asyncio.sleep(0.01)

@@ -408,34 +408,32 @@ def test_a_device_that_is_gone_is_the_fault_of_no_task(monitored: Monitored) -> 
     assert failure.bystanders == ("there",)
 
 
-def test_without_a_scheduler_that_counts_runs_the_task_that_notices_errs(
-    machine: SimulatedMachine,
-) -> None:
+@pytest.fixture
+def unmarked(machine: SimulatedMachine) -> Iterator[Monitor]:
+    """The monitor of a worker whose scheduler lacks this package, and so marks no suspects."""
+
     async def monitor_on_a_loop() -> Monitor:
         told: dict[str, Any] = {"synchronize": False, "oom_retries": 0}
         return Monitor(devices(), on_failure=lambda failure: None, marks=lambda: False, **told)
 
     with asyncio.Runner() as runner:
         monitor = runner.run(monitor_on_a_loop())
-        run(monitor, "left", 1, poison, 0.1)
-        with pytest.raises(DeviceFailedError, match="the scheduler lacks dask-devctx") as caught:
-            run(monitor, "noticed", 0, time.sleep, 0.2)
-        assert caught.value.suspects == ("noticed on cuda:0", "left on cuda:1")
+        yield monitor
         monitor.close()
+
+
+def test_without_a_scheduler_that_counts_runs_the_task_that_notices_errs(unmarked: Monitor) -> None:
+    run(unmarked, "left", 1, poison, 0.1)
+    with pytest.raises(DeviceFailedError, match="the scheduler lacks dask-devctx") as caught:
+        run(unmarked, "noticed", 0, time.sleep, 0.2)
+    assert caught.value.suspects == ("noticed on cuda:0", "left on cuda:1")
 
 
 def test_a_failure_of_the_hardware_is_nobodys_fault_without_such_a_scheduler(
-    machine: SimulatedMachine,
+    machine: SimulatedMachine, unmarked: Monitor
 ) -> None:
-    async def monitor_on_a_loop() -> Monitor:
-        told: dict[str, Any] = {"synchronize": False, "oom_retries": 0}
-        return Monitor(devices(), on_failure=lambda failure: None, marks=lambda: False, **told)
-
-    with asyncio.Runner() as runner:
-        monitor = runner.run(monitor_on_a_loop())
-        with pytest.raises(Reschedule):
-            run(monitor, "there", 0, machine.faults.poison, CUresult.CUDA_ERROR_ECC_UNCORRECTABLE)
-        monitor.close()
+    with pytest.raises(Reschedule):
+        run(unmarked, "there", 0, machine.faults.poison, CUresult.CUDA_ERROR_ECC_UNCORRECTABLE)
 
 
 def test_watched_tasks_run_one_at_a_time(monitored: Monitored) -> None:

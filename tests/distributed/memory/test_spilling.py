@@ -357,7 +357,7 @@ def test_values_that_are_away_outlive_the_plugin() -> None:
 
 
 def test_a_value_that_ends_cannot_be_taken_up_by_another_thread() -> None:
-    """Else it would be counted twice: as one that came back, and as one that ended."""
+    """Such a value was counted off twice: as one that came back, and as one that ended."""
     with threads(1 * MIB, 1) as client:
 
         def seen_at_its_end(dask_worker: Worker) -> tuple[int, set[bool]]:
