@@ -63,7 +63,7 @@ def _state(worker: Worker) -> dict[str, Any]:
             isinstance(thing, PeriodicCallback)
             and thing.is_running()
             and "dask_devctx" in (getattr(thing.callback, "__module__", None) or "")
-            for thing in gc.get_objects()
+            for thing in gc.get_referrers(PeriodicCallback)  # its instances among them
         ),
     }
     data = worker.data

@@ -106,8 +106,10 @@ class Outgoing:
             return None
         if who is None or not token or self._receivers.get(who) != token:
             if who is not None:
-                self._traffic.through_host(places, who)
+                reason = self._traffic.reasons.get(who, "it does not say that it can read them")
+                self._traffic.through_host(places, who, reason)
             return None
+        reason = "there was no staging memory for them, or their type goes through the host"
         try:
             begun = await self._begin(msg["data"], places)
         except Exception as error:
@@ -116,9 +118,9 @@ class Outgoing:
                 self._on_failure(device, error)
                 raise CommClosedError(f"the device failed: {error}") from error
             logger.warning("values go to %s through the host this time", who, exc_info=True)
-            begun = None
+            begun, reason = None, f"their copies failed: {error!r}"
         if begun is None:
-            self._traffic.through_host(places, who)
+            self._traffic.through_host(places, who, reason)
             return None
         number, sending, parcels = begun
         self._sendings[number] = sending

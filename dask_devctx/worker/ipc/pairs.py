@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import time
 import uuid
 from contextlib import suppress
 from typing import Any, Final
@@ -15,6 +16,7 @@ from distributed import Worker
 from distributed.comm import get_address_host
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.ipc.headers import (
     Description,
@@ -31,10 +33,10 @@ logger = logging.getLogger(__name__)
 # The size of the content that the receiver must find in the sender's memory.
 _NBYTES: Final = 256
 _TIMEOUT_S: Final = 10.0
-# A refusal for a passing reason is remembered for this long.
-_AGAIN_S: Final = 60.0
-# The name of this process. A handle cannot be opened in the process that made it.
-_PROCESS: Final = uuid.uuid4().hex
+# A worker that refused for a passing reason is asked again after the first of these, then after
+# twice as long each time, up to the second.
+_AGAIN_S: Final = (1.0, 60.0)
+_NAME: Final = uuid.uuid4().hex
 
 
 class Pairs:
@@ -90,6 +92,7 @@ class Pairs:
         self._opened = opened
         self._run = run
         self._asking: dict[str, asyncio.Task[None]] = {}
+        self._again: dict[str, tuple[float, float]] = {}  # when, and how long that was to wait
         self._shown: dict[str, Staged] = {}
 
     def close(self) -> None:
@@ -102,18 +105,24 @@ class Pairs:
     # -- as the receiver
 
     async def settle(self, address: str) -> None:
-        """Find out whether the memory of a worker can be read, unless it is known already."""
-        if address in self.ways:
+        """Find out whether the memory of a worker can be read, unless it is known already.
+
+        A worker that is asked again keeps nobody waiting: values come through the host meanwhile.
+        """
+        known = address in self.ways
+        if known and (address not in self._again or time.monotonic() < self._again[address][0]):
             return
         task = self._asking.get(address)
         if task is None:
             task = self._asking[address] = asyncio.create_task(self._ask(address))
             task.add_done_callback(lambda _: self._asking.pop(address, None))
-        await asyncio.wait([task])  # who asks for data goes on where this was cancelled
+        if not known:
+            await asyncio.wait([task])  # who asks for data goes on where this was cancelled
 
     def forget(self, address: str) -> None:
         """Forget a worker, and close its memory; another worker may have the address later."""
-        if self.ways.get(address) is None:  # a final refusal stays
+        passing = self._again.pop(address, None) is not None
+        if passing or self.ways.get(address) is None:  # a final refusal stays
             self.ways.pop(address, None)
         token = self.tokens.pop(address, None)
         if token is not None:
@@ -138,7 +147,7 @@ class Pairs:
             self.ways[address] = "it is on another machine"
             return
         try:
-            asked = {"address": own, "process": _PROCESS, "host": _host()}
+            asked = {"address": own, "process": _process(), "host": _host()}
             said = await self._call(address, HELLO, asked)
             if not isinstance(said, dict):
                 self._remember(address, "it does not run the plugin", again=True)
@@ -149,11 +158,11 @@ class Pairs:
                 return
             token, shown = text(said.get("token"), "token"), read_description(said.get("shown"))
             self.tokens[address] = token
-            error = await self._run(self._try, token, shown, said.get("content"))
+            error, again = await self._run(self._try, token, shown, said.get("content"))
             if error is not None:
                 await self._close_memory(address)
             await self._agree(address, error)
-            self._remember(address, error)
+            self._remember(address, error, again)
         except MalformedHeaderError as error:
             logger.warning("The answer of %s about its memory was refused: %s", address, error)
             self._remember(address, f"its answer is malformed: {error}", again=True)
@@ -163,8 +172,14 @@ class Pairs:
             logger.exception("the test of CUDA IPC with %s failed", address)
             self._remember(address, repr(error), again=True)
 
-    def _try(self, token: str, shown: Description, content: object) -> str | None:
-        """Read the memory that the other worker shows; return the reason if that fails."""
+    def _try(self, token: str, shown: Description, content: object) -> tuple[str | None, bool]:
+        """Read the memory that the other worker shows.
+
+        Returns
+        -------
+        reason, passing
+            The reason if that fails, and whether it passes.
+        """
         device = self._device
         try:
             with device:
@@ -175,17 +190,19 @@ class Pairs:
                 finally:
                     self._opened.end(opened)
         except (DevctxError, MalformedHeaderError) as error:
-            return f"its memory cannot be opened: {error}"
-        return None if found == content else "its memory has other contents here"
+            return f"its memory cannot be opened: {error}", is_out_of_memory(error)
+        return (None if found == content else "its memory has other contents here"), False
 
     def _remember(self, address: str, reason: str | None, again: bool = False) -> None:
         self.ways[address] = reason
+        _, waited = self._again.pop(address, (0.0, 0.0))
+        if again:
+            wait = min(2 * waited or _AGAIN_S[0], _AGAIN_S[1])
+            self._again[address] = time.monotonic() + wait, wait
         if reason is None:
             logger.info("values on a device come from %s by CUDA IPC", address)
             return
         logger.info("values on a device come from %s through the host: %s", address, reason)
-        if again:
-            self._worker.loop.call_later(_AGAIN_S, self.ways.pop, address, None)
 
     async def _agree(self, address: str, error: str | None) -> None:
         error = error and error[:REASON_LIMIT]
@@ -207,7 +224,7 @@ class Pairs:
         return said
 
     async def _said(self, address: str, process: str, host: str) -> dict[str, Any]:
-        if process == _PROCESS:
+        if process == _process():
             return {"error": "it is in the same process"}
         if host != _host():
             return {"error": "it is on another machine, or in another container"}
@@ -215,7 +232,8 @@ class Pairs:
             content = secrets.token_bytes(_NBYTES)
             shown = await self._run(self._show, content)
         except DevctxError as error:
-            return {"error": f"its device cannot show its memory: {error}"[:REASON_LIMIT]}
+            reason = f"its device cannot show its memory: {error}"[:REASON_LIMIT]
+            return {"error": reason, "again": is_out_of_memory(error)}
         if shown is None:
             return {"error": "it has no memory left for staging", "again": True}
         self._hide(address)
@@ -239,7 +257,6 @@ class Pairs:
         self._hide(address)
         if error is None:
             self.receivers[address] = token
-            self.reasons.pop(address, None)
         else:
             self.receivers.pop(address, None)
             self.reasons[address] = error
@@ -250,6 +267,11 @@ class Pairs:
         if shown is not None and only in (None, shown):
             del self._shown[address]
             self._staging.give([shown])
+
+
+def _process() -> str:
+    """Return a name for this process. A handle cannot be opened in the process that made it."""
+    return f"{_NAME} {os.getpid()}"  # one that was forked has the same module
 
 
 def _host() -> str:

@@ -14,7 +14,7 @@ class Traffic:
     Attributes
     ----------
     reasons
-        The reasons why values go to another worker through the host, by its address.
+        The reasons why values last went to another worker through the host, by its address.
     on_copy
         Called with the arguments of each :meth:`count`, the bytes' way after the seconds.
     """
@@ -36,11 +36,10 @@ class Traffic:
             self.on_copy(source, destination, nbytes, seconds, way, copies)
 
     def through_host(
-        self, places: Mapping[Hashable, Mapping[Device, int]], who: str, reason: str | None = None
+        self, places: Mapping[Hashable, Mapping[Device, int]], who: str, reason: str
     ) -> None:
         """Count values that go to a worker through the host, each with its bytes by device."""
-        if reason is not None:
-            self.reasons[who] = reason
+        self.reasons[who] = reason
         for each in places.values():
             for device, nbytes in each.items():
                 self.count(device.uuid, who, "host", nbytes, 0.0)

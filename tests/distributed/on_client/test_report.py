@@ -238,7 +238,8 @@ def test_in_a_notebook_it_is_a_table_with_bars(client: Client) -> None:
     names = ["".join(cell.itertext()) for cell in rows[0]]
     done = names.index("done")
     assert sum(int("".join(row[done].itertext())) for row in rows[1:-1]) == len(ran) + 1
-    assert len([bar for bar in table.iter("div") if "width: 100.0%" in bar.get("style", "")]) == 1
+    full = [bar for bar in table.iter("div") if "width: 100.0%" in bar.get("style", "")]
+    assert full  # the longest; another may come close
     assert "<b>" not in report(client, by="prefix")._repr_html_()
 
 

@@ -16,6 +16,7 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.ipc import pairs
 from tests.distributed import peers
 
 Pair = tuple[Client, list[str]]
@@ -333,6 +334,33 @@ def test_memory_that_can_be_opened_no_more_is_asked_for_no_more() -> None:
         assert peers.ways(client) == {"ipc": 1, "host": 2}
         failed = client.run(lambda: peers.faults().calls["cuIpcOpenMemHandle"])[workers[1]]
         assert failed == 2  # once well, and once not
+
+
+def _impatient() -> None:
+    pairs._TIMEOUT_S, pairs._AGAIN_S = 0.3, (0.2, 1.0)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("reason", ["does not say", "cannot show", "cannot be opened"])
+def test_a_worker_that_refused_for_a_passing_reason_is_asked_again(reason: str) -> None:
+    with peers.cluster(2) as (client, workers):
+        client.run(_impatient)
+        if reason == "does not say":  # it gave up waiting for the answer
+            client.run(peers.pause, "cuIpcGetMemHandle", 1.0, workers=workers[:1])
+        elif reason == "cannot show":
+            client.run(peers.fail, "cuIpcGetMemHandle", 2, 1, workers=workers[:1])
+        else:
+            client.run(peers.fail, "cuIpcOpenMemHandle", 2, 1, workers=workers[1:])
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert peers.ways(client) == {"host": 1}
+        (row,) = report(client).transfers
+        assert reason in row.reason
+        until = time.monotonic() + 20
+        while "ipc" not in peers.ways(client):
+            assert time.monotonic() < until
+            assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        before = peers.ways(client)
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert peers.ways(client) == {**before, "ipc": before["ipc"] + 1}
 
 
 def test_it_can_be_switched_off() -> None:
