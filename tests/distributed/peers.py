@@ -15,6 +15,7 @@ import dask
 from distributed import Client, Worker, wait
 
 from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, driver
+from tests.distributed.starting import forked_workers
 
 
 @contextlib.contextmanager
@@ -22,6 +23,7 @@ def cluster(n_workers: int = 2, **kwargs: Any) -> Iterator[tuple[Client, list[st
     """A cluster with processes, and its workers' addresses, that of the first device first."""
     kwargs = {"devices_per_worker": 1, **kwargs}
     with (
+        forked_workers(),
         LocalDeviceCluster(n_workers=n_workers, dashboard_address=":0", **kwargs) as started,
         Client(started) as client,
     ):

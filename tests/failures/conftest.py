@@ -16,6 +16,7 @@ from dask_devctx import devices
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
+from tests.distributed.starting import forked_workers
 
 
 @pytest.fixture
@@ -24,8 +25,10 @@ def simulation() -> str:
 
 
 @pytest.fixture(autouse=True)
-def on_simulated_devices(machine: SimulatedMachine, validate: None) -> None:
+def on_simulated_devices(machine: SimulatedMachine, validate: None) -> Iterator[None]:
     """All tests here run so."""
+    with forked_workers():
+        yield
 
 
 @pytest.fixture(autouse=True)
