@@ -116,9 +116,7 @@ class Look:
         names = {by.query: "cuEventQuery", by.probe: "cuMemFree", by.record: "cuCtxRecordEvent"}
         raise self._checked.error(names.get(address, "cuThreadExchangeStreamCaptureMode"), status)
 
-    def _in_python(
-        self, event: int, context: int, query: bool, record: bool
-    ) -> tuple[bool, bool]:
+    def _in_python(self, event: int, context: int, query: bool, record: bool) -> tuple[bool, bool]:
         calls = self._calls
         with RelaxedCapture(calls):
             reached = query and calls.event_done(event)

@@ -19,7 +19,7 @@ from dask_devctx.errors import (
     NotEnoughDevicesError,
 )
 from dask_devctx.worker.placement.groups import choose_group
-from dask_devctx.worker.placement.load import Load, soonest
+from dask_devctx.worker.placement.load import Load, soonest, unknown_s
 from dask_devctx.worker.placement.policy import Candidate, Choice, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
@@ -86,6 +86,7 @@ class Placement:
         self._named: dict[tuple[type, object], Device] = {}
         self.durations_s: dict[str, float] = {}
         self._typical_s = 0.0
+        self._unknown_s = unknown_s(0.0)
         self._turn = 0
         self._memory_read_at = float("-inf")
 
@@ -118,10 +119,10 @@ class Placement:
             device = self.placed.get(key) or self._assign(inputs)
         else:
             device = self._asked_for(wanted)
-        self.remove(key)
+        if key in self.placed:
+            self.remove(key)
         load = self._loads[device]
-        self._turn += 1
-        load.last_turn = self._turn
+        load.last_turn = self._turn = self._turn + 1
         load.prefixes[key] = prefix
         load.counts[prefix] = load.counts.get(prefix, 0) + 1
         self.placed[key] = device
@@ -236,13 +237,14 @@ class Placement:
         known = self.durations_s.get(prefix, seconds)
         self.durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
+        self._unknown_s = unknown_s(self._typical_s)
 
     def _assign(self, inputs: Sequence[Located]) -> Device:
         if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
         if not inputs and self._policy is start_soonest:
             self._read_memory()
-            if load := soonest(self._loads.values(), self.durations_s, self._typical_s):
+            if load := soonest(self._loads.values(), self.durations_s, self._unknown_s):
                 return load.device
         return self._choose(self._candidates(inputs, self.devices, 1 / self._tasks_per_device))
 
@@ -264,7 +266,7 @@ class Placement:
             Candidate(
                 device=load.device,
                 queued=load.tasks,
-                busy_s=load.busy_s(self.durations_s, self._typical_s) / places,
+                busy_s=load.busy_s(self.durations_s, self._unknown_s) / places,
                 move_nbytes=move_nbytes[load.device],
                 since=self._turn - load.last_turn,
                 free_nbytes=load.free_nbytes,
