@@ -152,7 +152,18 @@ class Suspects:
             calls.look()
             return
         try:
-            self._advance(work, device, calls, ended if mark else None)
+            marked = work.marked
+            if mark and not work.event:
+                with RelaxedCapture(calls):
+                    work.event = calls.event_create()
+            query = marked is not None
+            reached, recorded = calls.look(work.event, device._handle, query=query, record=mark)
+            if reached and marked is not None:
+                with self._lock:
+                    work.done(marked)
+            # A driver that is too old for marks clears no suspect.
+            if recorded or reached:
+                work.marked = ended if recorded else None
         except DriverError as error:
             if statuses.failed(error.code):
                 raise
@@ -160,24 +171,6 @@ class Suspects:
             calls.look()
         finally:
             work.looking = False
-
-    def _advance(self, work: _Work, device: Device, calls: WorkCalls, ended: int | None) -> None:
-        """Clear the tasks up to a mark that was reached; mark the end of ``ended`` tasks."""
-        marked, mark = work.marked, ended is not None
-        if mark and not work.event:
-            with RelaxedCapture(calls):
-                work.event = calls.event_create()
-        reached, recorded = calls.look(
-            work.event, device._handle, query=marked is not None, record=mark
-        )
-        if reached and marked is not None:
-            with self._lock:
-                work.done(marked)
-        # A driver that is too old for marks clears no suspect.
-        if recorded:
-            work.marked = ended
-        elif reached:
-            work.marked = None
 
     def close(self) -> None:
         """Destroy the driver's events."""
