@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dask_devctx.driver import statuses
+from dask_devctx.errors import DriverError
 
 try:
     from dask_devctx.driver._scope import invoke_relaxed
@@ -89,7 +91,8 @@ class Look:
         Returns
         -------
         tuple of bool
-            Whether the event was queried and reached, and whether it was recorded.
+            Whether the event was queried and reached, and whether it was recorded. A record that
+            fails is no error of the look: probe again to learn whether the device failed meanwhile.
         """
         by = self._addresses
         if by is None:
@@ -111,9 +114,9 @@ class Look:
         if address == by.query and status == statuses.NOT_READY:
             self()
             return False, False
-        if address == by.record and status in statuses.NO_EVENT_OF_CONTEXT:
+        if address == by.record:
             return query, False
-        names = {by.query: "cuEventQuery", by.probe: "cuMemFree", by.record: "cuCtxRecordEvent"}
+        names = {by.query: "cuEventQuery", by.probe: "cuMemFree"}
         raise self._checked.error(names.get(address, "cuThreadExchangeStreamCaptureMode"), status)
 
     def _in_python(self, event: int, context: int, query: bool, record: bool) -> tuple[bool, bool]:
@@ -121,6 +124,8 @@ class Look:
         with RelaxedCapture(calls):
             reached = query and calls.event_done(event)
             calls.probe()
+            recorded = False
             if record and (reached or not query):
-                return reached, calls.event_record_context(event, context)
-        return reached, False
+                with suppress(DriverError):
+                    recorded = calls.event_record_context(event, context)
+        return reached, recorded

@@ -161,9 +161,13 @@ class Suspects:
             if reached and marked is not None:
                 with self._lock:
                     work.done(marked)
-            # A driver that is too old for marks clears no suspect.
-            if recorded or reached:
-                work.marked = ended if recorded else None
+            if recorded:
+                work.marked = ended
+            elif reached or not query:
+                # A driver that is too old for marks clears no suspect.
+                work.marked = None
+                if mark:  # perhaps the device failed just now
+                    calls.look()
         except DriverError as error:
             if statuses.failed(error.code):
                 raise
