@@ -30,7 +30,7 @@ def test_soak() -> None:
     shown = run(
         "tests.soak",
         *("--tasks", "100", "--batch", "50", "--seed", "199", "--hosts", "1", "--loopback"),
-        *("--guilty", "1", "--steady", "0"),
+        *("--guilty", "1", "--faults", "10", "--steady", "0"),
     )
     assert re.search(r"seed 199: 10\d tasks", shown)
     assert re.search(r"  guilty +\d found\n", shown)
