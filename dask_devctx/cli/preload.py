@@ -13,6 +13,7 @@ import click
 import dask
 from distributed import Scheduler, Worker, WorkerPlugin
 
+from dask_devctx.cli.free import TAKEN
 from dask_devctx.cli.usable import usable_devices
 from dask_devctx.dask_internals.worker import set_up_at_start
 from dask_devctx.errors import DevicesInUseError
@@ -60,10 +61,6 @@ async def dask_setup(server: object) -> None:
 
 # The end of the last line where `dask devctx worker` started the worker.
 _OF_COMMAND = "The worker does not start. `dask devctx info` shows what this machine has"
-_TAKEN = (
-    "Name other devices with --devices, end the processes that hold these, or let both use them: "
-    "--shared"
-)
 _end = NOT_STARTED
 
 
@@ -110,7 +107,7 @@ def _say_why_last(
     if reason is not None:
         text = str(reason).rstrip(".")
         if isinstance(reason, DevicesInUseError) and _end == _OF_COMMAND:
-            text = f"{reason.facts()}. {_TAKEN}"
+            text = f"{reason.facts()}. {TAKEN}"
         print(f"\ndask_devctx: {type(reason).__name__}: {text}. {_end}", file=sys.stderr)
 
 
