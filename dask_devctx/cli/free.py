@@ -15,8 +15,8 @@ from dask_devctx.errors.base import counted
 from dask_devctx.errors.leases import held_text
 from dask_devctx.plugin import held_devices
 
-# The remedies of `dask devctx worker` where other workers hold devices.
-TAKEN = (
+# The remedies where other workers hold devices.
+_TAKEN = (
     "Name other devices with --devices, end the processes that hold these, or let both use them: "
     "--shared"
 )
@@ -67,11 +67,11 @@ def free_devices(
     text = held_text({str(device): who for device, who in held.items()})
     wanted = least_wanted(len(used), options, n_workers)
     if not free:
-        raise click.ClickException(f"no device is free: {text}. {TAKEN}")
+        raise click.ClickException(f"no device is free: {text}. {_TAKEN}")
     if len(free) < wanted <= len(used):  # more than there are is another mistake
         raise click.ClickException(
             f"the workers want {counted(wanted, 'device')} for themselves, and "
-            f"{len(free)} of {len(used)} {'is' if len(free) == 1 else 'are'} free: {text}. {TAKEN}"
+            f"{len(free)} of {len(used)} {'is' if len(free) == 1 else 'are'} free: {text}. {_TAKEN}"
         )
     names = ", ".join(map(str, free))
     click.echo(f"The workers use the devices that are free, {names}: {text}", err=True)

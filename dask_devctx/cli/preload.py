@@ -13,10 +13,8 @@ import click
 import dask
 from distributed import Scheduler, Worker, WorkerPlugin
 
-from dask_devctx.cli.free import TAKEN
 from dask_devctx.cli.usable import usable_devices
 from dask_devctx.dask_internals.worker import set_up_at_start
-from dask_devctx.errors import DevicesInUseError
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.worker.leases import registration
@@ -106,8 +104,6 @@ def _say_why_last(
         show(kind, error, traceback)
     if reason is not None:
         text = str(reason).rstrip(".")
-        if isinstance(reason, DevicesInUseError) and _end == _OF_COMMAND:
-            text = f"{reason.facts()}. {TAKEN}"
         print(f"\ndask_devctx: {type(reason).__name__}: {text}. {_end}", file=sys.stderr)
 
 
