@@ -257,6 +257,9 @@ async def test_the_line_of_a_policy_that_raises_is_shown(
     frames = traceback.extract_tb(await futures[0].traceback())
     assert frames[0].name == "_misspelled"
     assert "one.queud" in str(frames[-1].line)
+    (note,) = error.__notes__
+    assert f"policy _misspelled, policy=..., {__file__}, line " in note
+    assert ": return min(candidates, key=lambda one: one.queud)" in note
     found = [record for record in records if record.exc_info]
     assert ["_misspelled" in record.getMessage() for record in found] == [True]  # once
     assert "AttributeError: 'Candidate' object has no attribute 'queud'" in str(
