@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import signal
@@ -33,7 +34,7 @@ def main(given: list[str]) -> int:
     parser.add_argument("--loopback", action="store_true", help="no networks, even if root")
     parser.add_argument("--gpus", action="store_true", help="one host, four real GPUs, with CuPy")
     parser.add_argument("--faults", type=float, default=1.0, help="times the usual number")
-    parser.add_argument("--guilty", type=float, default=0.3, help="such tasks in a batch")
+    parser.add_argument("--guilty", type=float, default=0.1, help="such tasks in a batch")
     parser.add_argument("--patience", type=float, default=240.0, metavar="SECONDS")
     parser.add_argument("--every", type=float, default=30.0, metavar="SECONDS", help="of progress")
     parser.add_argument("--logs", type=Path, help="a directory that keeps the programs' output")
@@ -60,6 +61,8 @@ def soak(arguments: argparse.Namespace) -> tuple[bool, bool]:
 
     A signal to end has no more tasks begin. A second one ends all at once.
     """
+    # It warns of each result that is lost with a worker, and the scheduler makes them all again.
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as temporary, dask.config.set(SETTINGS):
         if arguments.logs:
             arguments.logs.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from tests.soak import tasks
 
 # Elements of 8 bytes.
 SMALL, LARGE = 256, 65_536
-LARGE_ONES = 0.1
+LARGE_ONES = 0.06
 # Some tasks meet a fault of the driver that is not theirs to handle, and are tried again by dask.
 RETRIES = 20
 GUILTY = "guilty"
@@ -125,7 +125,7 @@ class Choices:
 
     def _total(self, arrays: list[Task], deck: Iterator[Input]) -> Task:
         inputs = [next(deck) for _ in range(self._random.choice([1, 1, 1, 2, 2, 3]))]
-        kind = self._random.choice(KINDS + list(FAULTS) * (self._random.random() < 0.2))
+        kind = self._random.choice(KINDS + list(FAULTS) * (self._random.random() < 0.05))
         if self._calm and kind in FAULTS:
             kind = "plain"
         if kind == "across":

@@ -22,6 +22,7 @@ from tests.soak.batches import Batch, Hang, Restarted
 from tests.soak.choices import GUILTY
 from tests.soak.faults import Faults
 from tests.soak.hosts import WORKERS, Host, Scheduler, can_cut, network
+from tests.soak.owners import owners
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -100,6 +101,7 @@ class Soak:
     def run(self) -> None:
         """Run batches, some at a time, until there are enough tasks or the time is over."""
         arguments = self.arguments
+        self.faults.begin()
         self.began = time.monotonic()
         until = self.began + arguments.minutes * 60
         pending: deque[Batch] = deque()
@@ -224,9 +226,17 @@ class Soak:
             gc.collect()  # futures that were gathered are in cycles
             for found in self.client.run(tasks.left_in_worker, on_error="ignore").values():
                 left.update(found)
-            if not left.total() or time.monotonic() > until:
+            if not left.total():
+                return dict(left)
+            if time.monotonic() > until:
+                self._tell_owners()
                 return dict(left)
             time.sleep(0.5)
+
+    def _tell_owners(self) -> None:
+        for worker, found in self.client.run(owners, on_error="ignore").items():
+            for line in found:
+                print(f"{worker}: {line}")
 
     def table(self, left: dict[str, int]) -> bool:
         """Print what happened; return whether all is well."""

@@ -48,11 +48,15 @@ class Faults:
         self, seed: int, scheduler: Scheduler, hosts: Sequence[Host], factor: float
     ) -> None:
         self._scheduler, self._hosts = scheduler, hosts
+        self._seed, self._factor = seed, factor
         self.made: Counter[str] = Counter()
         self._stop = threading.Event()
         self._running: list[threading.Thread] = []
-        if factor:
-            self._begin(self._go_on, random.Random(f"{seed} faults"), factor / 3600)
+
+    def begin(self) -> None:
+        """Make faults from now on."""
+        if self._factor:
+            self._begin(self._go_on, random.Random(f"{self._seed} faults"), self._factor / 3600)
 
     def _begin(self, function: Callable[..., None], *args: object) -> None:
         thread = threading.Thread(target=function, args=args, daemon=True)
