@@ -14,6 +14,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import portable
+from dask_devctx.worker.failures.remedies import name_remedy
 from dask_devctx.worker.failures.suspects import Suspect
 from dask_devctx.worker.tracebacks import of_the_task
 
@@ -292,6 +293,7 @@ class MonitoredCall:
             if outcome is None:
                 return True
             if outcome is raised:
+                name_remedy(outcome)
                 return False
             try:
                 raise outcome
