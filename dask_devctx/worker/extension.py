@@ -118,11 +118,9 @@ class DeviceExtension:
                 self.failure = error
                 self.placement = NoDevices(error)
             used = self.placement.devices
-            self._placed = self.placement.placed
             self.claims = steps.enter_context(
                 _opened(Claims, self.placement, options.tasks_per_device, self.limits)
             )
-            self._claimed = self.claims.by_key
             self._unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
             self.record = Record(worker, used, options.tasks_per_device, self.history, history)
@@ -169,7 +167,6 @@ class DeviceExtension:
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
-            self._unreadable = self.peers.unreadable
             self.record.memory["staging"] = self.peers.staging_nbytes
             steps.enter_context(exposed(self.record, self.monitor, self.history, self._transfers))
             drop_replicas = self.monitor.retries.drop_replicas
@@ -252,12 +249,12 @@ class DeviceExtension:
         ts = self._tasks.get(key)
         # A task that was cancelled and requested again returns to "executing" without a transition
         # to it. So this looks at the state, and not at `finish`.
-        if key in self._claimed:
+        if key in self.claims.by_key:
             self.claims.follow(key, finish, ts)
         if ts is not None and ts.state == "executing":
             if ts.run_spec.__class__ not in _STAND_INS:
                 self._assign(ts)
-        elif key in self._placed:
+        elif key in self.placement.placed:
             if finish == "long-running":  # a cancelled task, too, which stays cancelled
                 self.monitor.seceded(key)
             if ts is None or ts.state not in _UNDER_WAY:
@@ -269,17 +266,16 @@ class DeviceExtension:
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)
-            self._unreadable.forget(key)
-        elif finish == "error" and self._unreadable and ts is not None:
-            self._unreadable.let_go(ts)
+            self.peers.unreadable.forget(key)
+        elif finish == "error" and self.peers.unreadable and ts is not None:
+            self.peers.unreadable.let_go(ts)
 
     def _assign(self, ts: Any) -> None:
         """Give a task its device, and the device's threads unless it asked for other threads."""
-        key, annotations, dependencies = ts.key, ts.annotations, ts.dependencies
-        wanted: object = None
+        key, annotations, dependencies, wanted = ts.key, ts.annotations, ts.dependencies, None
         try:
-            if dependencies and self._unreadable:
-                self._unreadable.check(ts)
+            if dependencies and self.peers.unreadable:
+                self.peers.unreadable.check(ts)
             watched, once = conditions.read(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, key, self._unannotated, ts.run_spec)
             if wanted is None:
@@ -288,7 +284,7 @@ class DeviceExtension:
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # a task that ran out of memory elsewhere may have a next device
                 wanted = self.monitor.retries.redirect(key) or wanted
-            before = self._placed.get(key)  # if it was requested again
+            before = self.placement.placed.get(key)  # if it was requested again
             inputs = self._inputs(ts) if dependencies else []
             if wanted.__class__ is Request:
                 claim = self.claims.make(ts, wanted, inputs, urgency_of(ts))
@@ -314,8 +310,7 @@ class DeviceExtension:
         pool: Any = None if theirs else self.pools[device]
         kind: Any = DeviceTask
         if claim is not None:
-            kind = self.claims.stand_in(ts, claim, makes_actor)
-            pool = None if theirs else Claimed(pool, claim)
+            kind, pool = self.claims.stand_in(ts, claim, makes_actor), pool and Claimed(pool, claim)
         stand_in = kind(
             ts.run_spec,
             device,
@@ -329,15 +324,12 @@ class DeviceExtension:
             memory=self.memory,
             prefix=ts.prefix,
         )
-        if claim is None:
-            stand_in.queued = self.placement.has_queue(device)
+        stand_in.queued = claim is not None or self.placement.has_queue(device)
         tasks.replace(ts, stand_in)
         if dependencies and self.inputs is not None:
             known = self.inputs.lifetimes
             # A task that is requested again while it runs may have lost its inputs meanwhile.
-            stand_in.lifetimes = {
-                dep.key: known[dep.key] for dep in dependencies if dep.state == "memory"
-            }
+            stand_in.lifetimes = {d.key: known[d.key] for d in dependencies if d.state == "memory"}
             if inputs and self.placement.has_queue(device):
                 self.inputs.start_moving(inputs, stand_in.lifetimes, *devices)
         self.advice.give()

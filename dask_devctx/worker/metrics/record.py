@@ -191,8 +191,7 @@ class Record:
             return None  # it was given up, started again or seceded: it has no run yet
         seconds = self.ended(device, ts, more)
         if seconds is not None:
-            self._tallies[device].busy_s += seconds
-            for one in more:
+            for one in (device, *more):
                 self._tallies[one].busy_s += seconds
         return seconds
 
@@ -228,12 +227,10 @@ class Record:
         if failed:
             text = getattr(ts, "exception_text", "")
             self._history.happened("error", uuid, ts.key, text[:_TEXT])
-        self._history.tasks.append(
-            (ts.key, ts.prefix, uuid, device_id, start, stop, ts.state, *waited)
-        )
+        key, prefix, rows = ts.key, ts.prefix, self._history.tasks
+        rows.append((key, prefix, uuid, device_id, start, stop, ts.state, *waited))
         for nth, one in enumerate(more, 1):
-            row = (ts.key, ts.prefix, *self._ids[one], start, stop, ts.state, *waited, nth)
-            self._history.tasks.append(row)
+            rows.append((key, prefix, *self._ids[one], start, stop, ts.state, *waited, nth))
         return None if start is None or stop is None else stop - start
 
     def _leave(self, key: Hashable, device: Device) -> Sequence[Device]:
