@@ -86,7 +86,6 @@ class Placement:
         self._named: dict[tuple[type, object], Device] = {}
         self.durations_s: dict[str, float] = {}
         self._typical_s = 0.0
-        self._unknown_s = unknown_s(0.0)
         self._turn = 0
         self._memory_read_at = float("-inf")
 
@@ -237,14 +236,13 @@ class Placement:
         known = self.durations_s.get(prefix, seconds)
         self.durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
-        self._unknown_s = unknown_s(self._typical_s)
 
     def _any_device(self, inputs: Sequence[Located]) -> Device:
         if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
         if not inputs and self._policy is start_soonest:
             self._read_memory()
-            if load := soonest(self._loads.values(), self.durations_s, self._unknown_s):
+            if load := soonest(self._loads.values(), self.durations_s, unknown_s(self._typical_s)):
                 return load.device
         return self._choose(self._candidates(inputs, self.devices, 1 / self._tasks_per_device))
 
@@ -266,7 +264,7 @@ class Placement:
             Candidate(
                 device=load.device,
                 queued=load.tasks,
-                busy_s=load.busy_s(self.durations_s, self._unknown_s) / at_once,
+                busy_s=load.busy_s(self.durations_s, unknown_s(self._typical_s)) / at_once,
                 move_nbytes=move_nbytes[load.device],
                 since=self._turn - load.last_turn,
                 free_nbytes=load.free_nbytes,
