@@ -371,12 +371,63 @@ module_invoke_out(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t
     return number == NULL ? NULL : Py_BuildValue("iN", status, number);
 }
 
+/* -- Several of them in one call, so that a check of a device costs one call from Python
+ *
+ * The thread's capture mode is relaxed meanwhile: these calls spoil no other thread's graph.
+ */
+
+#define RELAXED_CAPTURE 2
+#define RELAXED_MOST 3 /* functions, each with two numbers */
+
+typedef int (*exchange_mode_function)(int *mode);
+
+static PyObject *
+module_invoke_relaxed(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
+{
+    uintptr_t n[1 + 3 * RELAXED_MOST];
+    if (nargs < 1 || nargs > 1 + 3 * RELAXED_MOST || nargs % 3 != 1) {
+        PyErr_SetString(PyExc_TypeError, "an address, and at most three with two numbers each");
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        if (as_handle(args[i], &n[i]) < 0)
+            return NULL;
+        if (!n[i] && (i == 0 || i % 3 == 1)) {
+            PyErr_SetString(PyExc_ValueError, "a function cannot be at address 0");
+            return NULL;
+        }
+    }
+    exchange_mode_function exchange = (exchange_mode_function)n[0];
+    int mode = RELAXED_CAPTURE;
+    uintptr_t failed = n[0];
+    int status = exchange(&mode);
+    if (!status) {
+        for (Py_ssize_t i = 1; i < nargs && !status; i += 3) {
+            failed = n[i];
+            status = ((any_function)n[i])(n[i + 1], n[i + 2], 0, 0);
+        }
+        int back = exchange(&mode);
+        if (!status && back) {
+            failed = n[0];
+            status = back;
+        }
+    }
+    if (!status)
+        Py_RETURN_NONE;
+    PyObject *address = PyLong_FromVoidPtr((void *)failed);
+    return address == NULL ? NULL : Py_BuildValue("Ni", address, status);
+}
+
 static PyMethodDef module_methods[] = {
     {"invoke", (PyCFunction)(void (*)(void))module_invoke, METH_FASTCALL,
      "invoke(address, *numbers)\n--\n\nReturn the status of f(*numbers)."},
     {"invoke_out", (PyCFunction)(void (*)(void))module_invoke_out, METH_FASTCALL,
      "invoke_out(address, value, *numbers)\n--\n\n"
      "Return the status of f(&value, *numbers), and the value afterwards."},
+    {"invoke_relaxed", (PyCFunction)(void (*)(void))module_invoke_relaxed, METH_FASTCALL,
+     "invoke_relaxed(exchange, *calls)\n--\n\n"
+     "Make the calls, each an address and two numbers, in relaxed capture mode, up to the first\n"
+     "that fails. Return its address and its status; None if all succeed."},
     {"stack", module_stack, METH_NOARGS, "stack()\n--\n\nReturn the stack of the calling thread."},
     {NULL},
 };

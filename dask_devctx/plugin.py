@@ -253,7 +253,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self.extension.transition(key, start, finish)
 
 
-def held_devices(devices: Iterable[Device], *, in_process: bool) -> dict[Device, str]:
+def held_devices(
+    devices: Iterable[Device], *, in_process: bool, cluster: str = ""
+) -> dict[Device, str]:
     """Return the devices that a new worker on this machine could not have, with their holders.
 
     Parameters
@@ -262,6 +264,9 @@ def held_devices(devices: Iterable[Device], *, in_process: bool) -> dict[Device,
         The devices.
     in_process
         Whether the worker would run in this process, and use the devices with those that are here.
+    cluster
+        The address of its scheduler, if it is known: devices of workers of this cluster that ended
+        are free for it.
 
     Raises
     ------
@@ -270,5 +275,7 @@ def held_devices(devices: Iterable[Device], *, in_process: bool) -> dict[Device,
     """
     directory = config.get("lock-directory")
     return holders(
-        [d for d in devices if not (in_process and process_locks.has(d, directory))], directory
+        [d for d in devices if not (in_process and process_locks.has(d, directory))],
+        directory,
+        cluster,
     )

@@ -4,7 +4,8 @@ Run it as ``python examples/batch_inference.py --out DIR``. It first writes a di
 images. Decoding takes no device (``device=None``), so it runs on dask's own threads. The model is
 made once, on one device, and is an input of each batch's task: each other device gets one copy of
 it. One worker has all GPUs (``n_workers=1``), so each batch goes to the GPU that is free first.
-With a worker for each GPU, dask prefers workers that have the model, and the shares differ more.
+With a worker for each GPU, dask prefers workers that have the model, and the shares differ more
+unless ``threads_per_worker=2`` lets dask hand the batches out one by one.
 The model is torch's on GPUs; on simulated devices, it has the same layers of `SimulatedArray`.
 
 Needs torch on GPUs, NumPy elsewhere. Without a GPU, set ``DASK_DEVCTX__SIMULATED_DEVICES=4``.

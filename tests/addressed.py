@@ -14,6 +14,9 @@ from dask_devctx.driver.simulated import SimulatedDriver, SimulatedMachine
 _GetCurrent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p))
 _SetCurrent = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _GetId = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c_ulonglong))
+_Exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+_OfOne = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_OfTwo = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
 class AddressedDriver(SimulatedDriver):
@@ -25,6 +28,10 @@ class AddressedDriver(SimulatedDriver):
             b"cuCtxGetCurrent": _GetCurrent(self._get_current),
             b"cuCtxSetCurrent": _SetCurrent(self._set_current),
             b"cuCtxGetId": _GetId(self._get_id),
+            b"cuThreadExchangeStreamCaptureMode": _Exchange(self._exchange),
+            b"cuMemFree": _OfOne(self._free),
+            b"cuEventQuery": _OfOne(self._query),
+            b"cuCtxRecordEvent": _OfTwo(self._record),
         }
 
     def _get_current(self, handle: Any) -> int:
@@ -41,6 +48,21 @@ class AddressedDriver(SimulatedDriver):
         if status == 0:
             number[0] = int(found)
         return int(status)
+
+    def _exchange(self, mode: Any) -> int:
+        status, before = self.cuThreadExchangeStreamCaptureMode(mode[0])
+        if status == 0:
+            mode[0] = int(before)
+        return int(status)
+
+    def _free(self, pointer: int | None) -> int:
+        return int(self.cuMemFree(pointer or 0)[0])
+
+    def _query(self, event: int | None) -> int:
+        return int(self.cuEventQuery(event or 0)[0])
+
+    def _record(self, context: int | None, event: int | None) -> int:
+        return int(self.cuCtxRecordEvent(context or 0, event or 0)[0])
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
         if name not in self._functions:  # the package calls its Python method instead

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import dask
 from distributed import Client
 from distributed.comm import get_address_host
+from distributed.core import coerce_to_address
 from distributed.security import Security
 
 from dask_devctx.config.packages import is_ucx, require_ucx
@@ -70,6 +73,16 @@ def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str 
             f"the scheduler's address must be like tcp://scheduler:8786, got {address!r}: {error}"
         ) from error
     return address
+
+
+def cluster_address(address: str | None, scheduler_file: str | None) -> str:
+    """Return the address by which workers name their cluster; "" if it is not known yet."""
+    if scheduler_file:
+        try:
+            address = json.loads(Path(scheduler_file).read_text("utf-8"))["address"]
+        except (OSError, ValueError, KeyError, TypeError):  # dask waits for it
+            return ""
+    return coerce_to_address(address) if address else ""
 
 
 def connected(

@@ -15,7 +15,6 @@ from distributed import Scheduler, Worker, WorkerPlugin
 
 from dask_devctx.cli.usable import usable_devices
 from dask_devctx.dask_internals.worker import set_up_at_start
-from dask_devctx.errors import DevicesInUseError
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.worker.leases import registration
@@ -60,10 +59,6 @@ async def dask_setup(server: object) -> None:
 
 # The end of the last line where `dask devctx worker` started the worker.
 _OF_COMMAND = "The worker does not start. `dask devctx info` shows what this machine has"
-_TAKEN = (
-    "Name other devices with --devices, end the processes that hold these, or let both use them: "
-    "--shared"
-)
 _end = NOT_STARTED
 
 
@@ -109,8 +104,6 @@ def _say_why_last(
         show(kind, error, traceback)
     if reason is not None:
         text = str(reason).rstrip(".")
-        if isinstance(reason, DevicesInUseError) and _end == _OF_COMMAND:
-            text = f"{reason.facts()}. {_TAKEN}"
         print(f"\ndask_devctx: {type(reason).__name__}: {text}. {_end}", file=sys.stderr)
 
 

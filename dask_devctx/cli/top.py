@@ -81,7 +81,7 @@ def _require_rich() -> None:
 def _print_once(client: Client, as_json: bool, interval: float) -> None:
     before = moment(client)
     time.sleep(interval)
-    now = moment(client)
+    now = moment(client, before)
     if as_json:
         click.echo(json.dumps(_as_data(before, now), indent=2))
         return
@@ -98,7 +98,7 @@ def _show_live(client: Client, interval: float, interrupted: Event) -> None:
     before = moment(client)
     with Live(_view(client, before, before), auto_refresh=False, screen=False) as live:
         while not interrupted.wait(interval):
-            now = moment(client)
+            now = moment(client, before)
             live.update(_view(client, before, now), refresh=True)
             before = now
 

@@ -6,6 +6,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,8 @@ import dask
 from distributed.cli.dask_worker import main as dask_worker
 
 from dask_devctx import driver
-from dask_devctx.cli.connection import scheduler_address
+from dask_devctx.cli.connection import cluster_address, scheduler_address
+from dask_devctx.cli.free import free_devices
 from dask_devctx.cli.usable import usable_devices
 from dask_devctx.client.arguments import DASK_CUDAS, UCX, check_memory_limit, set_up_ucx
 from dask_devctx.client.shares import default_n_workers, even_share, look_ahead, warn_of_limit
@@ -30,7 +32,8 @@ from dask_devctx.errors.base import counted
 _HELP = """Start workers on this machine, which use its GPUs.
 
 The workers join the scheduler at SCHEDULER, or that of --scheduler-file. By default there is a
-worker for each GPU, with a nanny that starts it again. The number of threads follows from the GPUs.
+worker for each GPU that no other cluster of yours holds, with a nanny that starts it again. The
+number of threads follows from the GPUs.
 Each option of the first list has a key in dask's configuration, too, such as
 devctx.tasks-per-device. Arguments after -- go to the modules of --preload.
 
@@ -106,42 +109,56 @@ def _run(**given: Any) -> None:
     settings = {f"devctx.{key_of(name)}": value for name, value in _read(own).items()}
     if method:
         settings["distributed.worker.multiprocessing-method"] = method
-    with dask.config.set(settings):  # the nannies hand it on to their workers
-        options, n_workers, per_worker = _shape(n_workers, nanny=given["nanny"])
+    cluster = cluster_address(address, given["scheduler_file"])
+    with dask.config.set(settings), _shape(n_workers, cluster, nanny=given["nanny"]) as shape:
+        options, n_workers, per_worker = shape
         given["nthreads"] = given["nthreads"] or look_ahead(per_worker, options)
         if given["memory_limit"] == "auto":
             together = n_workers if options.shared else 1
             given["memory_limit"] = fair_memory(per_worker) // together
         given["preload"] = ("dask_devctx", *given["preload"])
-        share = {"devctx.devices-per-worker": per_worker} if n_workers > 1 else {}
-        with dask.config.set({} if options.shared else share):
-            assert dask_worker.callback is not None
-            dask_worker.callback(**given, n_workers=str(n_workers))
+        assert dask_worker.callback is not None
+        dask_worker.callback(**given, n_workers=str(n_workers))
 
 
-def _shape(n_workers: int | None, *, nanny: bool) -> tuple[Options, int, int]:
-    """Return the options, the number of workers, and how many devices each of them has."""
+@contextmanager
+def _shape(
+    n_workers: int | None, cluster: str, *, nanny: bool
+) -> Iterator[tuple[Options, int, int]]:
+    """Yield the options, the number of workers, and how many devices each of them has.
+
+    The configuration, which the nannies hand on to their workers, has these devices meanwhile.
+    """
     options, used = usable_devices()
     found = discovery.inventory(driver.backend())
     if found.source == "nvml":  # such as a wrong entry of CUDA_VISIBLE_DEVICES
         click.echo("\n".join(found.problems), err=True, nl=bool(found.problems))
+    free = free_devices(used, options, n_workers, cluster=cluster, processes=nanny)
+    own: dict[str, Any] = {}
     if n_workers is None:
-        n_workers = default_n_workers(used, options, processes=nanny)
+        n_workers = default_n_workers(free, options, processes=nanny)
+        if len(free) < len(used):  # later, too, the workers use no others
+            own["devctx.devices"] = [device.uuid for device in free]
+            used = free
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         warn_of_limit(options.device_memory_limit, used)
     for one in told:
         click.echo(one.message, err=True)
     if options.shared:
-        return options, n_workers, len(used)
-    per_worker = options.devices_per_worker or _share(len(used), n_workers)
+        yield options, n_workers, len(used)
+        return
+    per_worker = options.devices_per_worker or _share(len(free), n_workers)
     if n_workers * per_worker > len(used):
         raise click.UsageError(
             f"{counted(n_workers, 'worker')} with {counted(per_worker, 'device')} each need "
             f"{n_workers * per_worker}, and there {'is' if len(used) == 1 else 'are'} {len(used)}. "
             "Lower --n-workers or --devices-per-worker"
         )
-    return options, n_workers, per_worker
+    if n_workers > 1:
+        own["devctx.devices-per-worker"] = per_worker
+    with dask.config.set(own):
+        yield options, n_workers, per_worker
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, Any]:

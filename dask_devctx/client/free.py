@@ -37,7 +37,7 @@ def held_by_others(
         return {}
     alone = in_process and options.devices_per_worker is None and n_workers in (None, 1)
     held = held_devices(used, in_process=alone)
-    wanted = _wanted(len(used), options, n_workers)
+    wanted = least_wanted(len(used), options, n_workers)
     if len(used) - len(held) < wanted <= len(used):
         others = [device for device in devices() if device not in held]
         free = [d for d in others if d not in held_devices(others, in_process=alone)]
@@ -50,7 +50,7 @@ def held_by_others(
     return held
 
 
-def _wanted(n_used: int, options: Options, n_workers: int | None) -> int:
+def least_wanted(n_used: int, options: Options, n_workers: int | None) -> int:
     """Return how many devices a cluster needs at least; devices that are named are all needed."""
     is_named = options.devices is not None
     if options.devices_per_worker is not None:

@@ -1,6 +1,7 @@
 """The devices of a cluster as they are now, and what happened between two moments.
 
-All numbers come from the heartbeats that the scheduler has anyway: nothing is collected for them.
+All numbers come from the heartbeats that the scheduler has anyway, and from its counts of workers
+that left: nothing is collected for them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from distributed import Client
 
+from dask_devctx.client.past import ended_before
 from dask_devctx.scheduler.counts import METRIC, TRAFFIC
 from dask_devctx.scheduler.rows import (
     OF_A_DEVICE,
@@ -37,12 +39,16 @@ class Moment:
         The devices, by worker and UUID.
     transfers
         The bytes that moved until now, by source, destination and way.
+    before
+        The tasks that were done and that failed on workers that left, by UUID; None where the
+        scheduler does not count them.
     """
 
     at: float
     workers: Mapping[str, str]
     devices: Mapping[tuple[str, str], DeviceCounts]
     transfers: Mapping[tuple[str, str, str], int]
+    before: Mapping[str, tuple[int, int]] | None = None
 
 
 @dataclass
@@ -58,7 +64,8 @@ class LiveDevice:
     workers
         The names of the workers that use it.
     running, queued, done, failed
-        As in :class:`~dask_devctx.scheduler.rows.DeviceCounts`.
+        As in :class:`~dask_devctx.scheduler.rows.DeviceCounts`; the last two include workers that
+        left.
     tasks_per_s
         The tasks that ended, for each second.
     occupied
@@ -87,12 +94,23 @@ class LiveDevice:
     nbytes_per_s: float = 0.0
 
 
-def moment(client: Client) -> Any:
-    """Return the present state of the cluster; an asynchronous client gives an awaitable."""
-    return client.sync(_moment, client)
+def moment(client: Client, last: Moment | None = None) -> Any:
+    """Return the present state of the cluster; an asynchronous client gives an awaitable.
+
+    Parameters
+    ----------
+    client
+        The client.
+    last
+        The last moment. A scheduler that had no counts of workers that left is not asked again: it
+        would log each question.
+    """
+    return client.sync(_moment, client, last)
 
 
-async def _moment(client: Client) -> Moment:
+async def _moment(client: Client, last: Moment | None) -> Moment:
+    asks = last is None or last.before is not None
+    ended = await ended_before(client) if asks else None
     found: Any = await client.scheduler.identity(n_workers=-1)
     workers = {address: str(worker["name"]) for address, worker in found["workers"].items()}
     devices, transfers = {}, Counter[tuple[str, str, str]]()
@@ -104,7 +122,7 @@ async def _moment(client: Client) -> Moment:
             for row in metrics.get(name, ()):
                 moved = Transfer(**{"way": "peer", **known(Transfer, row)})
                 transfers[moved.source, moved.destination, moved.way] += moved.nbytes
-    return Moment(time.monotonic(), workers, devices, transfers)
+    return Moment(time.monotonic(), workers, devices, transfers, ended)
 
 
 def between(before: Moment, now: Moment) -> list[LiveDevice]:
@@ -116,9 +134,10 @@ def between(before: Moment, now: Moment) -> list[LiveDevice]:
     found: dict[str, LiveDevice] = {}
     order = sorted(now.devices.items(), key=lambda item: (_host(item[0][0]), item[1].device_id))
     for (worker, uuid), counts in order:
-        live = found.setdefault(
-            uuid, LiveDevice(uuid, counts.device_id, counts.name, _host(worker))
-        )
+        live = found.get(uuid)
+        if live is None:
+            live = found[uuid] = LiveDevice(uuid, counts.device_id, counts.name, _host(worker))
+            live.done, live.failed = (now.before or {}).get(uuid, (0, 0))
         live.workers.append(now.workers[worker])
         for name in ("running", "queued", "done", "failed"):
             setattr(live, name, getattr(live, name) + getattr(counts, name))

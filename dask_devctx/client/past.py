@@ -26,9 +26,32 @@ async def of_scheduler(client: Client) -> Any:
     return found or ({}, {}, [], {})
 
 
+async def ended_before(client: Client) -> dict[str, tuple[int, int]] | None:
+    """Return how many tasks were done and failed on workers that left, by the device's UUID.
+
+    None where the scheduler lacks this package.
+    """
+    try:
+        found: Any = await client.run_on_scheduler(_ended)
+    except OSError:  # no scheduler answers
+        raise
+    except Exception:
+        return None
+    return dict(found)
+
+
+def _ended(dask_scheduler: Scheduler) -> dict[str, tuple[int, int]]:
+    counts = _counts(dask_scheduler)
+    past = {} if counts is None else counts.past
+    return {uuid: (device.counts.done, device.counts.failed) for uuid, device in past.items()}
+
+
+def _counts(scheduler: Scheduler) -> Counts | None:
+    return getattr(scheduler.plugins.get(DeviceRouting.name), "counts", None)
+
+
 def _read(dask_scheduler: Scheduler) -> Any:
-    plugin = dask_scheduler.plugins.get(DeviceRouting.name)
-    counts: Counts | None = getattr(plugin, "counts", None)
+    counts = _counts(dask_scheduler)
     if counts is None:
         return None
     unplaced: Counter[tuple[str, str]] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -120,12 +121,34 @@ def list_of_devices(name: str, value: Any) -> tuple[object, ...]:
 
 
 def function(name: str, value: Any) -> object:
+    """Refuse what cannot be called with one argument, a list of candidates, and return one."""
     if not callable(value):
-        raise TypeError(
-            f"{name} must be a function, such as dask_devctx.start_soonest: it gets the candidates "
-            f"and returns one of them; got {value!r}"
+        raise _no_policy(name, value)
+    if value is min or value is max:
+        raise _no_policy(
+            name,
+            value,
+            "Candidates have no order of their own: write "
+            f"lambda candidates: {value.__name__}(candidates, key=lambda one: one.queued)",
         )
+    try:
+        signature = inspect.signature(value)
+    except ValueError:  # of a function in C that does not tell its arguments
+        return value
+    try:
+        signature.bind([])
+    except TypeError as error:
+        raise _no_policy(name, value, f"With one argument: {error}") from None
+    if inspect.iscoroutinefunction(value):
+        raise _no_policy(name, value, "Write def instead of async def")
     return value
+
+
+def _no_policy(name: str, value: Any, reason: str = "") -> TypeError:
+    return TypeError(
+        f"{name} must be a function of one argument, such as dask_devctx.start_soonest: it gets "
+        f"the candidates and returns one of them; got {value!r}{'. ' if reason else ''}{reason}"
+    )
 
 
 def refused(name: str, expected: str, value: object) -> ValueError:

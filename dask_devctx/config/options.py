@@ -126,7 +126,7 @@ class Options:
     Raises
     ------
     TypeError
-        ``devices`` is not a sequence, or ``policy`` not a function.
+        ``devices`` is not a sequence, or ``policy`` not a function of one argument.
     ValueError
         An option, or the configuration that stands in for it, is out of range.
     """

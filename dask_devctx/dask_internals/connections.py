@@ -40,16 +40,25 @@ def answering(
     handlers
         Its answers.
     to_the_end
-        Whether a worker that closes still answers: others do not know yet that it leaves.
+        Whether a worker that closes still gives these answers. Otherwise, it answers None then:
+        others do not know yet that it leaves, and dask would log each question as a mistake.
     """
     worker.handlers.update(handlers)
     try:
         yield
     finally:
-        leaving = to_the_end and worker.status is Status.closing
+        leaving = worker.status is Status.closing
         for op, handler in handlers.items():
-            if not leaving and worker.handlers.get(op) == handler:
+            if worker.handlers.get(op) != handler or (leaving and to_the_end):
+                continue
+            if leaving:
+                worker.handlers[op] = _no_answer
+            else:
                 del worker.handlers[op]
+
+
+async def _no_answer(**message: object) -> None:
+    pass
 
 
 async def data_of(

@@ -88,7 +88,8 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
             if self._shutdown:
                 return False
             self._work_queue.put(work)
-            self._adjust_thread_count()
+            if len(self._threads) < self._max_workers:
+                self._adjust_thread_count()
             return True
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,7 @@ class Checked:
         self.driver = driver
         self.types: Any = types
         self.forked = False
-        self._address = functools.cache(self._found)
+        self._addresses: dict[str, int] = {}
 
     def value(self, function: Callable[..., tuple[Any, ...]], *args: Any) -> Any:
         try:
@@ -105,7 +104,9 @@ class Checked:
         The bindings release Python's lock around each call. While other threads are busy, this
         thread often waits milliseconds to get it back. These functions take a microsecond at most.
         """
-        address = self._address(function, version)
+        address = self._addresses.get(function)
+        if address is None:
+            address = self._found(function, version)
         return invoke(address, *numbers) if address else None
 
     def out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
@@ -113,7 +114,9 @@ class Checked:
 
         ``value`` is there before the call. Without an address the result is None.
         """
-        address = self._address(function, version)
+        address = self._addresses.get(function)
+        if address is None:
+            address = self._found(function, version)
         if not address:
             return None
         status, value = invoke_out(address, value, *numbers)
@@ -122,8 +125,10 @@ class Checked:
         return value
 
     def _found(self, function: str, version: int) -> int:
-        """Return the address by which a function is called; 0 where there is none."""
-        return 0 if invoke is None else self.address(function, version) or 0
+        """Return, and keep, the address by which a function is called; 0 where there is none."""
+        address = 0 if invoke is None else self.address(function, version) or 0
+        self._addresses[function] = address
+        return address
 
     def called(self, function: str, version: int, *numbers: int) -> bool:
         """Return whether the function was called by its address; raise if that call failed."""

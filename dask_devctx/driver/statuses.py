@@ -41,8 +41,9 @@ HARDWARE: Final = frozenset({214, 220, 226})
 
 OUT_OF_MEMORY: Final = 2
 NOT_READY: Final = 600
-NOT_SUPPORTED: Final = 801
-STREAM_CAPTURE_UNSUPPORTED: Final = 900
+# An event cannot stand for all work of a context: a stream there is being captured into a graph, or
+# the driver does not support it.
+NO_EVENT_OF_CONTEXT: Final = frozenset({801, 900})
 
 REMEDIES: Final[Mapping[int, str]] = {
     34: "libcuda.so is the toolkit's stub: take it out of LD_LIBRARY_PATH",

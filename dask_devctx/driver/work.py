@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
+from dask_devctx.driver.relaxed import Look
 from dask_devctx.errors import DeviceMemoryError
 
 # CUDA's handles of the streams that always exist.
@@ -15,8 +16,6 @@ PER_THREAD_STREAM = 2
 IPC_HANDLE_NBYTES = 64
 # `CUevent_flags`: the event measures no time, which makes it faster.
 _DISABLE_TIMING = 2
-# `CUstreamCaptureMode`: a thread's calls do not spoil the graphs that other threads capture.
-_RELAXED_CAPTURE = 2
 
 
 class WorkCalls:
@@ -26,9 +25,15 @@ class WorkCalls:
     ----------
     checked
         One driver's functions.
+
+    Attributes
+    ----------
+    look
+        Looks at the progress and the health of the current device.
     """
 
     def __init__(self, checked: Checked) -> None:
+        self.look = Look(self, checked)
         self.driver = checked.driver
         self.types = checked.types
         self._value, self._error = checked.value, checked.error
@@ -71,7 +76,7 @@ class WorkCalls:
             return False
         if status == 0:
             return True
-        if int(status) in (statuses.NOT_SUPPORTED, statuses.STREAM_CAPTURE_UNSUPPORTED):
+        if int(status) in statuses.NO_EVENT_OF_CONTEXT:
             return False
         raise self._error("cuCtxRecordEvent", status)
 
@@ -242,18 +247,3 @@ class WorkCalls:
     def stream_destroy(self, stream: int) -> None:
         """Destroy a stream; the work that it was given is still done."""
         self._value(self.driver.cuStreamDestroy, self.types.CUstream(stream))
-
-
-class RelaxedCapture:
-    """A ``with`` block in which this thread's calls do not spoil another thread's graph capture."""
-
-    __slots__ = ("_before", "_calls")
-
-    def __init__(self, calls: WorkCalls) -> None:
-        self._calls = calls
-
-    def __enter__(self) -> None:
-        self._before = self._calls.exchange_capture_mode(_RELAXED_CAPTURE)
-
-    def __exit__(self, *error: object) -> None:
-        self._calls.exchange_capture_mode(self._before)

@@ -58,10 +58,9 @@ class DevicesInUseError(DevctxError):
     def __str__(self) -> str:
         if self.by_cluster:
             return self._of_cluster()
-        return f"{self.facts()}. {self._remedy()}"
+        return f"{self._facts()}. {self._remedy()}"
 
-    def facts(self) -> str:
-        """Return its text without the remedy, for a command that has one of its own."""
+    def _facts(self) -> str:
         total = len(self.free) + len(self.holders)
         wants = f"this worker wants {counted(self.wanted, 'device')} for itself and"
         if self.wanted > total:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any, Self
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.work import RelaxedCapture
+from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.location import nbytes_by_device
 from dask_devctx.transfer.streams import current_streams

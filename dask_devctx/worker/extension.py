@@ -52,7 +52,7 @@ from dask_devctx.worker.placement.standstill import noticing_standstill
 from dask_devctx.worker.placement.urgency import urgency_of
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
-from dask_devctx.worker.threads.executors import device_threads
+from dask_devctx.worker.threads.executors import Claimed, device_threads
 from dask_devctx.worker.threads.host_coroutine import HostCoroutine
 from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.tracebacks import of_the_user
@@ -267,30 +267,30 @@ class DeviceExtension:
             if self.inputs is not None:
                 self.inputs.forget(key)
             self.peers.unreadable.forget(key)
-        elif self.peers.unreadable and finish == "error" and ts is not None:
+        elif finish == "error" and self.peers.unreadable and ts is not None:
             self.peers.unreadable.let_go(ts)
 
     def _assign(self, ts: Any) -> None:
         """Give a task its device, and the device's threads unless it asked for other threads."""
-        annotations, wanted = ts.annotations, None
+        key, annotations, dependencies, wanted = ts.key, ts.annotations, ts.dependencies, None
         try:
-            if self.peers.unreadable:
+            if dependencies and self.peers.unreadable:
                 self.peers.unreadable.check(ts)
-            watched, once = conditions.read(annotations)
-            wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
+            watched, once = conditions.read(annotations) if annotations else (0, "")
+            wanted = requested_device(annotations, key, self._unannotated, ts.run_spec)
             if wanted is None:
                 self._leave_without_device(ts)
                 return
             asked_for = wanted.__class__ is not str or wanted != AUTO
             if not asked_for:  # a task that ran out of memory elsewhere may have a next device
-                wanted = self.monitor.retries.redirect(ts.key) or wanted
-            before = self.placement.placed.get(ts.key)  # if it was requested again
-            inputs = self._inputs(ts) if ts.dependencies else []
+                wanted = self.monitor.retries.redirect(key) or wanted
+            before = self.placement.placed.get(key)  # if it was requested again
+            inputs = self._inputs(ts) if dependencies else []
             if wanted.__class__ is Request:
                 claim = self.claims.make(ts, wanted, inputs, urgency_of(ts))
                 device, devices = claim.devices[0], claim.devices
             else:
-                claim, device = None, self.placement.place(ts.key, ts.prefix, wanted, inputs)
+                claim, device = None, self.placement.place(key, ts.prefix, wanted, inputs)
                 devices = (device,)
             self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
@@ -303,33 +303,33 @@ class DeviceExtension:
             tasks.replace(ts, DeviceTask(ts.run_spec, failure))
             self.record.refused(ts, failure)
             return
-        makes_actor = tasks.makes_an_actor(self._worker, ts.key)
+        makes_actor = tasks.makes_an_actor(self._worker, key)
         if makes_actor:
             self._actors.live_on(ts, devices)
         theirs = bool(annotations) and "executor" in annotations  # the user's own threads
-        how: dict[str, Any] = {
-            "priority": urgency_of(ts),
-            "asked_for": asked_for,
-            "watched": watched,
-            "once": once,
-            "inputs": self.inputs,
-            "monitor": self.monitor,
-            "memory": self.memory,
-            "prefix": ts.prefix,
-        }
-        if claim is None:
-            pool = None if theirs else self.pools[device]
-            stand_in: Any = DeviceTask(ts.run_spec, device, executor=pool, **how)
-            stand_in.queued = self.placement.has_queue(device)
-        else:
-            stand_in = self.claims.stand_in(ts, claim, theirs, makes_actor, how)
+        pool: Any = None if theirs else self.pools[device]
+        kind: Any = DeviceTask
+        if claim is not None:
+            kind, pool = self.claims.stand_in(ts, claim, makes_actor), pool and Claimed(pool, claim)
+        stand_in = kind(
+            ts.run_spec,
+            device,
+            executor=pool,
+            priority=urgency_of(ts),
+            asked_for=asked_for,
+            watched=watched,
+            once=once,
+            inputs=self.inputs,
+            monitor=self.monitor,
+            memory=self.memory,
+            prefix=ts.prefix,
+        )
+        stand_in.queued = claim is not None or self.placement.has_queue(device)
         tasks.replace(ts, stand_in)
-        if self.inputs is not None and ts.dependencies:
+        if dependencies and self.inputs is not None:
             known = self.inputs.lifetimes
             # A task that is requested again while it runs may have lost its inputs meanwhile.
-            stand_in.lifetimes = {
-                dep.key: known[dep.key] for dep in ts.dependencies if dep.state == "memory"
-            }
+            stand_in.lifetimes = {d.key: known[d.key] for d in dependencies if d.state == "memory"}
             if inputs and self.placement.has_queue(device):
                 self.inputs.start_moving(inputs, stand_in.lifetimes, *devices)
         self.advice.give()

@@ -125,7 +125,9 @@ class DeviceTask(TaskStandIn):
         memory: DeviceMemory | None = None,
         prefix: str = "",
     ) -> None:
-        super().__init__(task, executor, priority)
+        self.task = task
+        self.executor = executor
+        self.priority = priority
         self.memory = memory
         self.prefix = prefix
         self.monitor = monitor

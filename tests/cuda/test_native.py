@@ -230,6 +230,41 @@ def test_short_functions_are_called_by_their_address() -> None:
         native.invoke_out(add)
 
 
+def test_calls_in_relaxed_mode_stop_at_the_first_that_fails() -> None:
+    modes, seen = [], []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
+    def exchange(mode: Any) -> int:
+        modes.append(mode[0])
+        mode[0] = 1
+        return 0
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+    def short(one: int | None, two: int | None) -> int:
+        seen.append((one or 0, two or 0))
+        return 7 if one == 2 else 0
+
+    change, call = (ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (exchange, short))
+    assert native.invoke_relaxed(change) is None
+    assert native.invoke_relaxed(change, call, 0, 2**64 - 1, call, 1, 5) is None
+    assert native.invoke_relaxed(change, call, 3, 0, call, 2, 0, call, 4, 0) == (call, 7)
+    assert seen == [(0, 2**64 - 1), (1, 5), (3, 0), (2, 0)]
+    assert modes == [2, 1] * 3  # relaxed, and then the mode from before
+    too_many = [call, 0, 0] * 4
+    for wrong in (
+        (),
+        (0,),
+        (change, call),
+        (change, call, 0),
+        (change, 0, 0, 0),
+        (change, "a", 0, 0),
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            native.invoke_relaxed(*wrong)
+    with pytest.raises(TypeError):
+        native.invoke_relaxed(change, *too_many)
+
+
 # Threads, and JAX' own words, of whatever was imported in this process: the child only looks.
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_after_a_fork_scopes_say_so(machine: SimulatedMachine) -> None:

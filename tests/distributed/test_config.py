@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import json
+import operator
 import os
 import pickle
 import re
@@ -18,7 +20,7 @@ import dask
 import pytest
 import yaml
 
-from dask_devctx import DevicePlugin, LocalDeviceCluster, config
+from dask_devctx import DevicePlugin, LocalDeviceCluster, config, start_soonest
 from dask_devctx.config.options import CONFIGURED, OPTION_NAMES
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -107,10 +109,10 @@ def test_the_signature_and_the_docstring_name_every_option(cls: type) -> None:
 
 def test_options_are_frozen_and_the_same_in_another_process() -> None:
     with dask.config.set({"devctx.tasks-per-device": 5}):
-        plugin = DevicePlugin(devices=["GPU-12"], policy=max)
+        plugin = DevicePlugin(devices=["GPU-12"], policy=start_soonest)
     there = pickle.loads(pickle.dumps(plugin)).options
     assert there == plugin.options
-    assert (there.tasks_per_device, there.devices, there.policy) == (5, ("GPU-12",), max)
+    assert (there.tasks_per_device, there.devices, there.policy) == (5, ("GPU-12",), start_soonest)
     with pytest.raises(dataclasses.FrozenInstanceError):
         there.tasks_per_device = 6
 
@@ -128,6 +130,35 @@ def test_an_argument_that_is_no_option_is_refused(name: str, said: str) -> None:
 def test_a_policy_that_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"policy must be a function.*got 'fastest'"):
         DevicePlugin(policy="fastest")  # type: ignore[arg-type]
+
+
+async def _asynchronous(candidates: Any) -> Any:
+    return candidates[0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (min, "no order of their own: write lambda candidates: min(candidates, key="),
+        (max, "no order of their own: write lambda candidates: max(candidates, key="),
+        (lambda: None, "With one argument: too many positional arguments"),
+        (lambda task, candidates: candidates[0], "missing a required argument: 'candidates'"),
+        (_asynchronous, "Write def instead of async def"),
+    ],
+)
+def test_a_policy_of_other_arguments_is_refused(policy: Any, said: str) -> None:
+    with pytest.raises(TypeError, match="policy must be a function of one argument") as raised:
+        DevicePlugin(policy=policy)
+    assert said in str(raised.value)
+    assert f"got {policy!r}" in str(raised.value)
+
+
+def test_policies_of_one_argument_are_taken() -> None:
+    def keyed(candidates: Any, *, key: str = "queued") -> Any:
+        return min(candidates, key=lambda one: getattr(one, key))
+
+    for policy in (keyed, functools.partial(keyed, key="since"), operator.itemgetter(-1)):
+        assert DevicePlugin(policy=policy).options.policy is policy
 
 
 def test_an_error_names_the_configuration_only_where_the_value_comes_from_it() -> None:

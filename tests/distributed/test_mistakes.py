@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import subprocess
@@ -133,3 +134,42 @@ def test_simulated_arrays_without_numpy():
     last = done.stderr.strip().splitlines()[-1]
     assert "MissingPackageError: SimulatedArray needs the package numpy" in last
     assert "pip install '.[simulated]'" in last
+
+
+def _starts_a_process() -> None:
+    multiprocessing.get_context("spawn").Process(target=print).start()
+
+
+def _adds_in_place(x: SimulatedArray) -> None:
+    x += 1
+
+
+def _writes_in_place(x: SimulatedArray) -> None:
+    x[0] = 1
+
+
+async def _adds_later(x: SimulatedArray) -> None:
+    _adds_in_place(x)
+
+
+def test_errors_of_python_and_numpy_have_a_note_with_the_remedy() -> None:
+    with (
+        LocalDeviceCluster(n_workers=1, devices=[0, 1], dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        with dask.annotate(device=1):
+            x = client.submit(SimulatedArray, (3,), pure=False)
+        with dask.annotate(device=0):
+            process = client.submit(_starts_a_process)
+            in_place = [
+                client.submit(one, x) for one in (_adds_in_place, _writes_in_place, _adds_later)
+            ]
+        error = process.exception(timeout=30)
+        assert str(error) == "daemonic processes are not allowed to have children"
+        assert "distributed.worker.daemon" in error.__notes__[0]
+        for future in in_place:
+            error = future.exception(timeout=30)
+            assert isinstance(error, ValueError)
+            assert "read-only" in str(error)
+            (note,) = error.__notes__
+            assert "to_device(x, Device.current(), copy=True)" in note

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,11 +31,25 @@ def test_soak() -> None:
     shown = run(
         "tests.soak",
         *("--tasks", "100", "--batch", "50", "--seed", "199", "--hosts", "1", "--loopback"),
-        *("--guilty", "1", "--steady", "0"),
+        *("--guilty", "1", "--faults", "10", "--steady", "0"),
     )
     assert re.search(r"seed 199: 10\d tasks", shown)
     assert re.search(r"  guilty +\d found\n", shown)
     assert "every result right, nothing lost" in shown
+
+
+@pytest.mark.long
+def test_an_interrupted_soak_prints_its_table() -> None:
+    command = [sys.executable, "-m", "tests.soak", "--tasks", "1000000", "--batch", "20"]
+    command += ["--seed", "7", "--hosts", "1", "--loopback", "--every", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as soak:
+        assert soak.stdout is not None
+        assert "a second" in soak.stdout.readline()
+        soak.send_signal(signal.SIGTERM)
+        shown = soak.communicate(timeout=110)[0]
+    assert re.search(r"seed 7: \d+ tasks in", shown)
+    assert "every result right, nothing lost" in shown
+    assert soak.returncode == 0
 
 
 def test_fuzz() -> None:

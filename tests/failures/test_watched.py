@@ -32,7 +32,7 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.scheduler.suspects import SuspectTasks
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.quarantine import Quarantine
-from dask_devctx.worker.failures.suspects import Suspects
+from dask_devctx.worker.failures.suspects import Suspect, Suspects
 from dask_devctx.worker.task import DeviceTask
 from tests.failures.conftest import Monitored
 
@@ -455,7 +455,7 @@ def test_watched_tasks_run_one_at_a_time(monitored: Monitored) -> None:
 
 
 def test_nobody_waits_without_end_for_a_watched_task() -> None:
-    suspects = Suspects()
+    suspects, running = Suspects(), Suspect("running", Device(0))
     quarantine = Quarantine(suspects, patience_s=0.2)
 
     def turn(key: str, run: int = 1) -> float:
@@ -464,9 +464,9 @@ def test_nobody_waits_without_end_for_a_watched_task() -> None:
             time.sleep(0.005)
         return time.monotonic() - began
 
-    suspects.started("running", Device(0))
+    suspects.started(running)
     assert 0.2 <= turn("waits for a running one") < 2
-    suspects.ended("running", Device(0))
+    suspects.ended(running)
     assert 0.2 <= turn("inner of one that kept its thread", 0) < 2
     quarantine.ended("waits for a running one")
     assert turn("outer", 2) < 0.1

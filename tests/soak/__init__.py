@@ -14,6 +14,8 @@ nothing may be left in device memory.
 The hosts are network namespaces where this process is root. Elsewhere they are addresses of the
 loopback device, whose network does not fail.
 
-Batches and faults follow from ``--seed``, but not the moment at which a thread meets a fault.
+Tasks, faults and the moments of the faults follow from ``--seed``, but not the moment at which a
+thread meets a fault. Most tasks are submitted with others of their shape, in one graph; some alone.
+SIGINT and SIGTERM have no more tasks begin: the table comes when those under way have ended.
 ``memory`` compares the growth of each process's memory with dask's own, without this package.
 """

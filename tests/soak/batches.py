@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import functools
-import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from typing import Any
 
 import dask
-from cuda.bindings.driver import CUresult
-from distributed import Client, Future, wait
+from distributed import Client, Future
 
-from dask_devctx import DeviceFailedError, on_device
-from tests.soak import tasks
+from dask_devctx import DeviceFailedError
+from tests.soak.choices import GUILTY, Choices, Input, Task
 
-# Elements of 8 bytes.
-SMALL, LARGE = 256, 65_536
-# Some tasks meet a fault of the driver that is not theirs to handle, and are tried again by dask.
-RETRIES = 20
-GUILTY = "guilty"
+LOOK_S = 0.05
 
 
 class Restarted(Exception):
@@ -62,21 +56,29 @@ class Batch:
     def __init__(
         self, seed: int, number: int, size: int, *, guilty: float, plain: bool, calm: bool
     ) -> None:
-        self.name = f"{seed}.{number}"
-        self.size = size
-        self._guilty = 0.0 if calm else guilty
-        self._plain, self._calm = plain, calm
+        self.name, self.size = f"{seed}.{number}", size
+        self._plain = plain
+        # The same choices each time that it is submitted.
+        self._choices = Choices(self.name, size, guilty=guilty, plain=plain, calm=calm)
         self._expected: list[Expected] = []
-        self._values: list[tuple[Future, int]] = []
+        self._arrays: list[Future] = []
+
+    @property
+    def arrays(self) -> int:
+        """How many of its tasks give arrays; each of them is in the sum of another task."""
+        return len(self._choices.made) + len(self._choices.changed)
 
     def submit(self, client: Client) -> None:
         """Submit all tasks; again, if they were submitted before."""
-        # The same choices each time, also of the tasks that dask is told to run again.
-        self._random = random.Random(self.name)
         self._client = client
-        made = self.size // 3
-        self._values = [self._made() for _ in range(made)]
-        self._expected = [one for _ in range(self.size - made) for one in self._task()]
+        chosen = self._choices
+        self._arrays = self._submit(chosen.made, [])
+        self._arrays += self._submit(chosen.changed, self._arrays)
+        futures = self._submit(chosen.totals, self._arrays)
+        self._expected = [
+            Expected(future, one.kind, one.value)
+            for future, one in zip(futures, chosen.totals, strict=True)
+        ]
 
     def check(
         self, patience_s: float, is_lost: Callable[[], bool] = lambda: False
@@ -104,96 +106,49 @@ class Batch:
 
     def release(self) -> None:
         """Let the results go."""
-        self._expected, self._values = [], []
+        self._expected, self._arrays = [], []
 
-    # -- the tasks
-
-    def _submit(
-        self, function: Callable[..., Any], *args: Any, annotations: dict[str, Any] | None = None
-    ) -> Future:
-        wanted = {} if self._plain else dict(annotations or {})
-        if not wanted:
-            return self._client.submit(function, *args, pure=False)
-        with dask.annotate(**wanted):
-            return self._client.submit(function, *args, pure=False)
-
-    def _somewhere(self) -> dict[str, Any]:
-        """Return an annotation, or none, for a task of one device."""
-        chosen = self._random.choice([None, None, None, 0, 1, 2, "cuda:3", "auto"])
-        return {} if chosen is None else {"device": chosen}
-
-    def _made(self) -> tuple[Future, int]:
-        number, length = self._random.randrange(10**6), SMALL
-        if self._random.random() < 0.25:
-            length = LARGE
-        make = tasks.make_plain if self._plain else tasks.make
-        made = self._submit(make, number, length, annotations=self._somewhere())
-        return made, tasks.sum_of(number, length)
-
-    def _task(self) -> Iterator[Expected]:
-        inputs = self._random.sample(self._values, k=min(len(self._values), 3))
-        kind = self._random.choice(
-            ["plain"] * 8 + ["later", "host", "carried", "across", "across", "share", "memory"]
-            + ["meets OOM", "meets a fault at its end"] * (self._random.random() < 0.2)
-        )  # fmt: skip
-        if self._calm and kind.startswith("meets"):
-            kind = "plain"
-        if kind == "across":
-            inputs = inputs[:1]
-        arrays = [future for future, _ in inputs]
-        value = sum(total for _, total in inputs)
-        total = tasks.total_plain if self._plain else tasks.total
-        if kind == "later":
-            later = tasks.total_later_plain if self._plain else tasks.total_later
-            future = self._submit(later, *arrays, annotations=self._somewhere())
-        elif kind == "host":
-            on_host = tasks.total_plain if self._plain else tasks.total_on_host
-            future = self._submit(on_host, *arrays, annotations={"device": "none"})
-        elif kind == "carried":
-            device = self._random.randrange(4)
-            carried = total if self._plain else on_device(device)(total)
-            future = self._submit(carried, *arrays)
-        elif kind == "across":
-            across = tasks.total_across_plain if self._plain else tasks.total_across
-            future = self._submit(across, *arrays, 2, annotations={"devices": 2})
-        elif kind == "share":
-            share = self._random.choice([0.1, 0.25, 0.5])
-            future = self._submit(total, *arrays, annotations={"device_share": share})
-        elif kind == "memory":
-            memory = self._random.choice(["1 MiB", "4 MiB"])
-            future = self._submit(total, *arrays, annotations={"device_memory": memory})
-        elif kind.startswith("meets"):
-            fault = {
-                "meets OOM": ("cuMemAlloc", CUresult.CUDA_ERROR_OUT_OF_MEMORY, False),
-            }.get(kind, ("cuCtxSetCurrent", CUresult.CUDA_ERROR_INVALID_CONTEXT, True))
-            future = self._submit(tasks.meet, *fault, *arrays, annotations={"retries": RETRIES})
-        else:
-            future = self._submit(total, *arrays, annotations=self._somewhere())
-        yield Expected(future, kind, value)
-        if self._random.random() < self._guilty / self.size:
-            after_s = self._random.choice([0, 0.01, 0.1])
-            yield Expected(self._submit(tasks.break_device, after_s), GUILTY, None)
+    def _submit(self, chosen: Sequence[Task], arrays: Sequence[Future]) -> list[Future]:
+        """Submit tasks, in one graph those that differ in their arguments only."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for number, one in enumerate(chosen):
+            of_its_own = number if one.alone else None
+            shape = (one.function, len(one.args), *sorted(one.annotations.items()), of_its_own)
+            groups[shape].append(number)
+        futures: dict[int, Future] = {}
+        for numbers in groups.values():
+            first = chosen[numbers[0]]
+            rows = [
+                [arrays[arg.number] if isinstance(arg, Input) else arg for arg in chosen[n].args]
+                for n in numbers
+            ]
+            with dask.annotate(**({} if self._plain else first.annotations)):
+                if first.alone:
+                    submitted = [self._client.submit(first.function, *rows[0], pure=False)]
+                else:
+                    columns = zip(*rows, strict=True)
+                    submitted = self._client.map(first.function, *columns, pure=False)
+            futures.update(zip(numbers, submitted, strict=True))
+        return [futures[number] for number in range(len(chosen))]
 
     # -- the results
 
     def _wait(self, patience_s: float, is_lost: Callable[[], bool]) -> None:
-        futures = [one.future for one in self._expected]
-        until, left = time.monotonic() + patience_s, len(futures)
+        left = [one.future for one in self._expected]
+        until = time.monotonic() + patience_s
         while True:
-            try:
-                wait(futures, timeout=5)
-                return
-            except TimeoutError:
-                pass
-            except CancelledError as error:
-                raise Restarted from error
-            if is_lost():  # dask's client may never say so: a submit disturbs its reconnection
+            waiting = [future for future in left if not future.done()]
+            # Dask's client may never say that tasks were lost: a submit disturbs its reconnection.
+            if is_lost() or any(future.cancelled() for future in left):
                 raise Restarted
-            done = sum(future.done() for future in futures)
-            if len(futures) - done < left:
-                until, left = time.monotonic() + patience_s, len(futures) - done
+            if not waiting:
+                return
+            if len(waiting) < len(left):
+                until = time.monotonic() + patience_s
             elif time.monotonic() > until:
                 raise Hang(self._stuck())
+            left = waiting
+            time.sleep(LOOK_S)
 
     def _stuck(self) -> str:
         waiting = [one for one in self._expected if not one.future.done()]

@@ -11,28 +11,28 @@ from collections.abc import Callable, Sequence
 
 from tests.soak.hosts import Host, Scheduler
 
-# How often each fault happens in a hundred batches.
+# How often each fault happens in an hour.
 RATES = {
-    "worker killed": 15.0,
-    "worker stood still": 10.0,
-    "hardware failed": 6.0,
-    "device broke, nobody guilty": 6.0,
-    "network gone, short": 6.0,
-    "network gone, long": 2.0,
-    "host killed": 3.0,
-    "scheduler restarted": 3.0,
+    "worker killed": 60.0,
+    "worker stood still": 40.0,
+    "hardware failed": 24.0,
+    "device broke, nobody guilty": 24.0,
+    "network gone, short": 24.0,
+    "network gone, long": 8.0,
+    "host killed": 12.0,
+    "scheduler restarted": 12.0,
 }
 # Longer than dask waits for a connection: see SETTINGS in __main__.
 LONG_S = 20.0
 
 
 class Faults:
-    """Makes random faults, each on a thread of its own.
+    """Makes random faults at random moments, each on a thread of its own.
 
     Parameters
     ----------
     seed
-        The same seed gives the same faults for the same batch.
+        The same seed gives the same faults at the same moments.
     scheduler, hosts
         What fails.
     factor
@@ -42,39 +42,41 @@ class Faults:
     ----------
     made
         How often each fault happened.
-    restarts
-        How often the scheduler was restarted.
     """
 
     def __init__(
         self, seed: int, scheduler: Scheduler, hosts: Sequence[Host], factor: float
     ) -> None:
-        self._seed, self._scheduler, self._hosts, self._factor = seed, scheduler, hosts, factor
+        self._scheduler, self._hosts = scheduler, hosts
+        self._seed, self._factor = seed, factor
         self.made: Counter[str] = Counter()
         self._stop = threading.Event()
         self._running: list[threading.Thread] = []
 
-    def begin(self, number: int, seconds: float) -> None:
-        """Begin the faults of a batch; they happen within some seconds."""
-        chance = random.Random(f"{self._seed} faults {number}")
-        for name, rate in RATES.items():
-            if chance.random() * 100 < rate * self._factor:
-                own = random.Random(chance.random())
-                thread = threading.Thread(
-                    target=self._make, args=(name, own, chance.random() * seconds), daemon=True
-                )
-                thread.start()
-                self._running.append(thread)
+    def begin(self) -> None:
+        """Make faults from now on."""
+        if self._factor:
+            self._begin(self._go_on, random.Random(f"{self._seed} faults"), self._factor / 3600)
+
+    def _begin(self, function: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        self._running.append(thread)
+        thread.start()
+
+    def _go_on(self, chance: random.Random, factor: float) -> None:
+        """Make faults until they are stopped."""
+        names, rates = list(RATES), list(RATES.values())
+        while not self._stop.wait(chance.expovariate(sum(rates) * factor)):
+            [name] = chance.choices(names, rates)
+            self._begin(self._make, name, random.Random(chance.random()))
 
     def close(self) -> None:
-        """Begin no more faults, and end those that last."""
+        """Begin no more faults, and wait for those that last."""
         self._stop.set()
-        for thread in self._running:
-            thread.join()
+        while self._running:
+            self._running.pop().join()
 
-    def _make(self, name: str, chance: random.Random, after_s: float) -> None:
-        if self._stop.wait(after_s):
-            return
+    def _make(self, name: str, chance: random.Random) -> None:
         try:
             happened = self._act(name, chance)
         except Exception as error:

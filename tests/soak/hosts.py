@@ -85,7 +85,7 @@ class Scheduler(Program):
     def __init__(self, ip: str, port: int, place: Path, env: Mapping[str, str]) -> None:
         self.address = f"tcp://{ip}:{port}"
         command = [sys.executable, "-m", "dask", "scheduler", "--host", ip, "--port", str(port)]
-        command += ["--dashboard-address", f"{ip}:0", "--preload", "dask_devctx"]
+        command += ["--no-dashboard", "--preload", "dask_devctx"]
         super().__init__(command, env, place / "scheduler.log")
 
 
@@ -130,6 +130,8 @@ class Host:
         command += ["--nthreads", str(LOOK_AHEAD * DEVICES // WORKERS)]
         if number % 2 == 0:  # on the other hosts, workers divide the devices among themselves
             command += ["--devices-per-worker", str(DEVICES // WORKERS)]
+        if not gpus:  # a worker that was killed is soon there again
+            command += ["--multiprocessing-method", "forkserver"]
         more = {"DASK_DEVCTX__LOCK_DIRECTORY": str(own / "locks")}
         if not gpus:
             more |= {
@@ -202,7 +204,8 @@ def _is_worker(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         words = " ".join(process.cmdline())
         # A nanny's child, once it has more threads than it begins with.
-        return "spawn_main" in words and process.num_threads() > 2
+        started = "spawn_main" in words or "forkserver" in words
+        return started and process.num_threads() > 2
     return False
 
 

@@ -9,6 +9,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 import tracemalloc
 from argparse import Namespace
 from collections import defaultdict
@@ -112,8 +113,9 @@ def compare(given: Sequence[str], tasks: int, most: int) -> bool:
         ours, plain = pool.map(
             lambda mode: _elsewhere([*given, *calm, "--mode", mode]), ("calm", "plain")
         )
-    print(f"memory with {tasks} tasks and no faults:")
-    found = list(grown(ours, plain, tasks // 2, most))
+    done = min(ours["tasks"], plain["tasks"])
+    print(f"memory with {ours['tasks']} tasks, {plain['tasks']} without this package, no faults:")
+    found = list(grown(ours, plain, done // 2, most))
     for line, _ in found:
         print(line)
     for place in ours.get("traced", ()):
@@ -150,7 +152,7 @@ def run(arguments: Namespace) -> dict[str, Any]:
         else:
             cluster = LocalDeviceCluster(device_memory_limit=LIMIT, **common)
         with cluster, Client(cluster) as client:
-            done = 0
+            done, until = 0, time.monotonic() + arguments.minutes * 60
             for number in itertools.count():
                 batch = Batch(
                     arguments.seed, number, arguments.batch, guilty=0, plain=plain, calm=True
@@ -169,13 +171,13 @@ def run(arguments: Namespace) -> dict[str, Any]:
                 ):
                     client.run(trace)
                     trace()
-                if done >= arguments.tasks:
+                if done >= arguments.tasks or time.monotonic() > until:
                     break
             if arguments.trace:
                 traced = ["client and scheduler:", *trace()]
                 for worker, places in client.run(trace).items():
                     traced += [f"{worker}:", *places]
-    return {**samples.summary(), "traced": traced}
+    return {**samples.summary(), "tasks": done, "traced": traced}
 
 
 _before: list[Any] = []

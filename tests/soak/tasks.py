@@ -50,6 +50,11 @@ def make(number: int, length: int) -> Any:
     return array
 
 
+def change(array: Any) -> Any:
+    assert device_of(array) is Device.current(), "an input was not moved"
+    return array + 1
+
+
 def total(*arrays: Any) -> int:
     here = Device.current()
     assert here is not None
@@ -108,6 +113,10 @@ def break_device(after_s: float) -> str:
 
 def make_plain(number: int, length: int) -> np.ndarray:
     return values(number, length)
+
+
+def change_plain(array: np.ndarray) -> np.ndarray:
+    return array + 1
 
 
 def total_plain(*arrays: np.ndarray) -> int:

@@ -14,6 +14,8 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import portable
+from dask_devctx.worker.failures.remedies import name_remedy
+from dask_devctx.worker.failures.suspects import Suspect
 from dask_devctx.worker.tracebacks import of_the_task
 
 _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
@@ -73,7 +75,7 @@ class MonitoredCall:
 
     __slots__ = (
         *("_alone", "_device", "_is_method", "_key", "_monitor", "_movable", "_once"),
-        *("_waits", "_watched"),
+        *("_suspect", "_waits", "_watched"),
         "unfinished",
     )
 
@@ -96,6 +98,7 @@ class MonitoredCall:
         self._watched = watched
         self._once = once
         self._is_method = is_method
+        self._suspect = Suspect(key, device)
         self._alone = False
         self._waits = (monitor.synchronize or bool(watched)) and not is_method
 
@@ -105,7 +108,7 @@ class MonitoredCall:
         quarantine = self._monitor.quarantine
         while self.unfinished:
             try:
-                self._alone = self._needs_the_device_alone()
+                self._alone = bool(self._monitor.retries.tried) and self._lacked_memory()
                 if self._watched or self._alone or (quarantine.taken and not self._is_method):
                     for _ in self._turn():
                         quarantine.wait(_POLL_S)
@@ -127,7 +130,7 @@ class MonitoredCall:
         traceback: TracebackType | None,
     ) -> bool:
         outcome = error
-        self._monitor.suspects.ended(self._key, self._device)
+        self._monitor.suspects.ended(self._suspect)
         try:
             if error is None or isinstance(error, Exception):
                 outcome = self._look(error, wait=self._waits)
@@ -145,7 +148,7 @@ class MonitoredCall:
         quarantine = self._monitor.quarantine
         while self.unfinished:
             try:
-                self._alone = self._needs_the_device_alone()
+                self._alone = bool(self._monitor.retries.tried) and self._lacked_memory()
                 if self._watched or self._alone or (quarantine.taken and not self._is_method):
                     for _ in self._turn():
                         await asyncio.sleep(_POLL_S)
@@ -167,7 +170,7 @@ class MonitoredCall:
         traceback: TracebackType | None,
     ) -> bool:
         outcome = error
-        self._monitor.suspects.ended(self._key, self._device)
+        self._monitor.suspects.ended(self._suspect)
         try:
             if error is None and self._monitor.blame.failure is not None:
                 outcome = self._monitor.blame.error_of(self._key) or Reschedule()
@@ -189,10 +192,9 @@ class MonitoredCall:
 
     # -- of both
 
-    def _needs_the_device_alone(self) -> bool:
-        """Return whether memory ran out for this task before its last attempt."""
-        retries = self._monitor.retries
-        return bool(retries.tried) and not self._is_method and retries.is_last(self._key)
+    def _lacked_memory(self) -> bool:
+        """Return whether memory ran out for this task before its last attempt, so it runs alone."""
+        return not self._is_method and self._monitor.retries.is_last(self._key)
 
     def _turn(self) -> Iterator[None]:
         turn = self._monitor.quarantine.turn
@@ -212,14 +214,14 @@ class MonitoredCall:
         monitor, key, device = self._monitor, self._key, self._device
         if monitor.blame.failure is not None:
             raise Reschedule
-        monitor.suspects.started(key, device, aside=self._is_method)
+        monitor.suspects.started(self._suspect, aside=self._is_method)
         try:
             if (
                 monitor.quarantine.taken
                 and not (self._watched or self._is_method)
                 and monitor.quarantine.holds_back(key, device)
             ):
-                monitor.suspects.withdrawn(key, device)
+                monitor.suspects.withdrawn(self._suspect)
                 return False
             device.__enter__()
             found: DriverError | None = None
@@ -233,13 +235,13 @@ class MonitoredCall:
         except DriverError as error:
             found = error if error.code in statuses.STICKY else None
             if found is None:  # the device cannot be entered, but the process is healthy
-                monitor.suspects.withdrawn(key, device)
+                monitor.suspects.withdrawn(self._suspect)
                 raise
         except BaseException:
-            monitor.suspects.withdrawn(key, device)
+            monitor.suspects.withdrawn(self._suspect)
             raise
         if found is not None:
-            monitor.suspects.withdrawn(key, device)
+            monitor.suspects.withdrawn(self._suspect)
             if not statuses.failed(found.code):
                 raise found
             raise monitor.blame.noticed(key, device, found, began=False) from found
@@ -291,6 +293,7 @@ class MonitoredCall:
             if outcome is None:
                 return True
             if outcome is raised:
+                name_remedy(outcome)
                 return False
             try:
                 raise outcome

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.driver.work import RelaxedCapture
+from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.errors.base import counted
 from dask_devctx.worker.failures.suspects import Suspects
@@ -51,9 +51,7 @@ class Checkup:
         DriverError
             The device failed.
         """
-        calls = device._backend.calls.work
-        with RelaxedCapture(calls):
-            self._suspects.look(device, calls, mark=False)
+        self._suspects.look(device, device._backend.calls.work, mark=False)
 
     def drain(self, device: Device) -> None:
         """Wait until a device has done all its work.
@@ -87,11 +85,11 @@ class Checkup:
         if calls.current() != device._handle:
             self._note_left_behind(key, device)
             calls.set_current(device._handle)  # without a context, the probe finds no failure
-        with RelaxedCapture(calls.work):
-            if wait:
+        if wait:
+            with RelaxedCapture(calls.work):
                 self._wait(device)
-            else:
-                self._suspects.look(device, calls.work, mark=True)
+        else:
+            self._suspects.look(device, calls.work, mark=True)
 
     def _wait(self, device: Device) -> None:
         """Wait for a device that is current, clear its suspects and probe it."""
@@ -109,10 +107,9 @@ class Checkup:
 
     def look(self, device: Device) -> None:
         """Check a device that may be in use, and clear its suspects whose work is done."""
-        calls = device._backend.calls.work
         try:
-            with device, RelaxedCapture(calls):
-                self._suspects.look(device, calls, mark=True)
+            with device:
+                self._suspects.look(device, device._backend.calls.work, mark=True)
         except DriverError as error:
             if statuses.failed(error.code):
                 self._on_failure(device, error)

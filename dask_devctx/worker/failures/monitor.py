@@ -13,6 +13,7 @@ from dask_devctx.errors import DeviceFailedError, DriverError
 from dask_devctx.worker.failures.attribution import Blame, Failure
 from dask_devctx.worker.failures.health import Checkup
 from dask_devctx.worker.failures.oom_retries import Retries
+from dask_devctx.worker.failures.suspects import Suspect
 from dask_devctx.worker.metrics.ranges import Ranges
 
 _LOOK_INTERVAL_MS = 1000
@@ -147,12 +148,12 @@ class Monitor:
         """
         self.blame.once[key] = once
         for device in devices:
-            self.suspects.started(key, device, aside=True)
+            self.suspects.started(Suspect(key, device), aside=True)
 
     def ended_aside(self, key: Hashable, devices: Sequence[Device]) -> DeviceFailedError | None:
         """Check the devices after such a call; return the error for its caller."""
         for device in devices:
-            self.suspects.ended(key, device)
+            self.suspects.ended(Suspect(key, device))
         for device in devices:
             try:
                 with device:

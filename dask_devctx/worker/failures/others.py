@@ -13,6 +13,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import portable
+from dask_devctx.worker.failures.suspects import Suspect
 
 
 class Others:
@@ -56,7 +57,7 @@ class Others:
 
     def __enter__(self) -> None:
         for device in self._devices[1:]:
-            self._monitor.suspects.started(self._key, device, aside=self._is_method)
+            self._monitor.suspects.started(Suspect(self._key, device), aside=self._is_method)
         self._known.__enter__()
 
     def __exit__(
@@ -67,7 +68,7 @@ class Others:
     ) -> Literal[False]:
         self._known.__exit__(None, None, None)
         for device in self._devices[1:]:
-            self._monitor.suspects.ended(self._key, device)
+            self._monitor.suspects.ended(Suspect(self._key, device))
         if error is None or isinstance(error, Exception):
             for device in self._devices[1:]:
                 self._check(device, error)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
+from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.driver.work import WorkCalls
 from dask_devctx.errors import DevctxError, DriverError
 
@@ -62,13 +63,12 @@ class Suspects:
         self._work: defaultdict[Device, _Work] = defaultdict(_Work)
         self._closed = False
 
-    def started(self, key: Hashable, device: Device, *, aside: bool = False) -> None:
+    def started(self, suspect: Suspect, *, aside: bool = False) -> None:
         """Count a task that begins; no watched task waits for the end of one that is ``aside``."""
-        suspect = Suspect(key, device)
         with self._lock:
             self._running[suspect] = self._running.get(suspect, 0) + 1
             if aside:
-                self._aside.add(key)
+                self._aside.add(suspect.key)
 
     def seceded(self, key: Hashable) -> None:
         """Let no watched task wait for a task that may wait for other tasks itself.
@@ -79,17 +79,16 @@ class Suspects:
             if any(one.key == key for one in self._running):
                 self._aside.add(key)
 
-    def withdrawn(self, key: Hashable, device: Device) -> None:
+    def withdrawn(self, suspect: Suspect) -> None:
         """Count a task no more that began, but was not called yet."""
         with self._lock:
-            self._left_off(Suspect(key, device))
+            self._left_off(suspect)
 
-    def ended(self, key: Hashable, device: Device) -> None:
+    def ended(self, suspect: Suspect) -> None:
         """Count a task that returned: its work may still be running on the device."""
-        suspect = Suspect(key, device)
         with self._lock:
             self._left_off(suspect)
-            work = self._work[device]
+            work = self._work[suspect.device]
             work.left.append(suspect)
             work.ended += 1
 
@@ -137,41 +136,45 @@ class Suspects:
         mark are cleared: their work succeeded. Each device has one event, which is recorded again
         after the device reached it.
         """
-        if not self._cleared(device, calls, mark=mark):
-            calls.probe()
-
-    def _cleared(self, device: Device, calls: WorkCalls, *, mark: bool) -> bool:
-        """Clear the tasks up to a mark that was reached; return whether the device was probed."""
         work = self._work.get(device)
         if work is None or (work.marked is None and not mark):
-            return False
-        probed = False
+            calls.look()
+            return
         with self._lock:
-            if self._closed or work.looking:
-                return False
-            # Recording an event on the whole context ends a graph capture of another thread.
-            mark = mark and not any(one.device is device for one in self._running)
-            work.looking, ended = True, work.ended
+            alone = not (self._closed or work.looking)
+            if alone:
+                # Recording an event on the whole context ends a graph capture of another thread.
+                mark = mark and not (
+                    self._running and any(one is device for _, one in self._running)
+                )
+                work.looking, ended = True, work.ended
+        if not alone:
+            calls.look()
+            return
         try:
-            if work.marked is not None and calls.event_done(work.event):
-                calls.probe()
-                probed = True
-                with self._lock:
-                    work.done(work.marked)
-                work.marked = None
-            if mark and work.marked is None:
-                if not work.event:
+            marked = work.marked
+            if mark and not work.event:
+                with RelaxedCapture(calls):
                     work.event = calls.event_create()
-                # A driver that is too old for this clears no suspect.
-                if calls.event_record_context(work.event, device._handle):
-                    work.marked = ended
+            query = marked is not None
+            reached, recorded = calls.look(work.event, device._handle, query=query, record=mark)
+            if reached and marked is not None:
+                with self._lock:
+                    work.done(marked)
+            if recorded:
+                work.marked = ended
+            elif reached or not query:
+                # A driver that is too old for marks clears no suspect.
+                work.marked = None
+                if mark:  # perhaps the device failed just now
+                    calls.look()
         except DriverError as error:
             if statuses.failed(error.code):
                 raise
             logger.debug("the progress of %s is unknown: %s", device, error)
+            calls.look()
         finally:
             work.looking = False
-        return probed
 
     def close(self) -> None:
         """Destroy the driver's events."""

@@ -33,6 +33,8 @@ class NodeLike(ObjectLike):
 
 def may_hold_arrays(task: Any) -> bool:
     """Return whether a task may hold arrays itself; fast if it holds containers of plain values."""
+    if isinstance(task, Node) and walk.are_plain(node_parts(task)):
+        return False
     find = walk.find
     todo = [task]
     for each in todo:

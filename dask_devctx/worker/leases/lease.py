@@ -118,7 +118,9 @@ def acquire(
 
 
 def holders(
-    devices: Iterable[Device], directory: str | os.PathLike[str] | None = None
+    devices: Iterable[Device],
+    directory: str | os.PathLike[str] | None = None,
+    cluster: str = "",
 ) -> dict[Device, str]:
     """Return the devices that workers have for themselves now, with their holders.
 
@@ -128,6 +130,9 @@ def holders(
         The devices.
     directory
         As for :func:`acquire`.
+    cluster
+        The address of the scheduler whose workers may have the devices of its workers that ended;
+        without one, such devices are held.
 
     Raises
     ------
@@ -135,9 +140,10 @@ def holders(
         The directory cannot be trusted, or cannot be used.
     """
     held: dict[Device, str] = {}
+    holder = f"a cluster that starts of {cluster}"
     with LockDirectory(_path(directory)) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
         for device in devices:
-            lock = place.try_lock(_name(device), _note("a cluster that starts"), _kept_from(""))
+            lock = place.try_lock(_name(device), _note(holder), _kept_from(holder))
             if lock is None:
                 held[device] = _holder_of(place, device)
             else:

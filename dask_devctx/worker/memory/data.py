@@ -101,7 +101,8 @@ class DeviceData(MutableMapping[Hashable, Any]):
         elif walk.find(value.__class__) is not None:
             kept = self.memory.keep(key, value)
         if kept is None:
-            self.on_devices.pop(key, None)
+            if self.on_devices:
+                self.on_devices.pop(key, None)
             self.raw[key] = value
         else:
             if key in self.raw:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Status, Worker
 
-from dask_devctx import driver
+from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import Options
 from dask_devctx.config.packages import rmm_keeps_memory
-from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
 from dask_devctx.errors import DriverError
@@ -65,7 +64,7 @@ def within_limits(
     largest = max(known.values())
     pool = PageLockedPool(
         devices[0],
-        int(_PAGE_LOCKED * _host_memory(worker, devices)),
+        int(_PAGE_LOCKED * (worker.memory_manager.memory_limit or fair_memory(len(devices)))),
         slab=min(largest // 16, 256 * 2**20),
         make_room=lambda nbytes: memory.spill_clean(nbytes),
     )
@@ -90,17 +89,6 @@ def within_limits(
             yield memory
     finally:
         memory.leaving.stop()
-
-
-def _host_memory(worker: Worker, devices: Sequence[Device]) -> int:
-    """Return a worker's limit of host memory; without one, its share by its devices."""
-    limit: int | None = worker.memory_manager.memory_limit
-    if limit:
-        return limit
-    from distributed.system import MEMORY_LIMIT
-
-    of_all = max(len(discovery.inventory(driver.backend()).devices), len(devices))
-    return int(MEMORY_LIMIT) * len(devices) // of_all
 
 
 def _sending(get_data: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ from dask_devctx.worker.metrics.history import History
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
+# The `waited` of a task that did not run on this worker's threads.
+_NO_WAIT: Final = (0.0, 0.0, 0.0, None)
 # The longest text of an exception.
 _TEXT: Final = 2_000
 # The fields of the row of a task's only device, or first one.
@@ -51,6 +53,18 @@ class _Tally:
     since: float = 0.0
     asked_at: float = float("-inf")
     others: int | None = None
+
+    def begin(self) -> None:
+        """Count a task that is about to run."""
+        if not self.under_way:
+            self.since = monotonic()
+        self.under_way += 1
+
+    def leave(self) -> None:
+        """Count a task no longer."""
+        self.under_way -= 1
+        if not self.under_way:
+            self.occupied_s += monotonic() - self.since
 
 
 # The counts of each worker by device: a plugin that takes another one's place goes on with them.
@@ -124,6 +138,7 @@ class Record:
         self._worker = worker
         self._history = history
         self._tallies = _going_on(worker, devices)
+        self._ids = {device: (device.uuid, device.device_id) for device in devices}
         self._latest: list[dict[str, Any]] = []
         # The further devices of tasks that have several, by key.
         self._more: dict[Hashable, tuple[Device, ...]] = {}
@@ -145,13 +160,11 @@ class Record:
         """
         if before is not None:
             self._leave(ts.key, before)
+        self._tallies[device].begin()
         if more:
             self._more[ts.key] = tuple(more)
-        for one in (device, *more):
-            tally = self._tallies[one]
-            if not tally.under_way:
-                tally.since = monotonic()
-            tally.under_way += 1
+            for one in more:
+                self._tallies[one].begin()
         add_metadata(ts, DEVICE, device.uuid)
 
     def refused(self, ts: Any, error: Exception) -> None:
@@ -195,15 +208,14 @@ class Record:
                 start, stop = times["start"], times["stop"]
                 if failed and device is not None:  # the scheduler gets no metadata of it
                     times[DEVICE] = device.uuid
-        place_s = inputs_s = memory_s = 0.0
-        uuid = device_id = thread = None
+        waited: tuple[float, float, float, int | None] = _NO_WAIT
+        uuid = device_id = None
         if device is None:
             self.without_device += 1
         else:
-            uuid, device_id = device.uuid, device.device_id
-            place_s, inputs_s, memory_s, thread = getattr(
-                ts.run_spec, "waited", (0.0, 0.0, 0.0, None)
-            )
+            uuid, device_id = self._ids[device]
+            waited = getattr(ts.run_spec, "waited", _NO_WAIT)
+            place_s, inputs_s, memory_s, _ = waited
             tally = self._tallies[device]
             tally.place_s += place_s
             tally.inputs_s += inputs_s
@@ -215,21 +227,18 @@ class Record:
         if failed:
             text = getattr(ts, "exception_text", "")
             self._history.happened("error", uuid, ts.key, text[:_TEXT])
-        about = start, stop, ts.state, place_s, inputs_s, memory_s, thread
-        self._history.tasks.append((ts.key, ts.prefix, uuid, device_id, *about))
+        key, prefix, rows = ts.key, ts.prefix, self._history.tasks
+        rows.append((key, prefix, uuid, device_id, start, stop, ts.state, *waited))
         for nth, one in enumerate(more, 1):
-            row = (ts.key, ts.prefix, one.uuid, one.device_id, *about, nth)
-            self._history.tasks.append(row)
+            rows.append((key, prefix, *self._ids[one], start, stop, ts.state, *waited, nth))
         return None if start is None or stop is None else stop - start
 
     def _leave(self, key: Hashable, device: Device) -> Sequence[Device]:
         """Count a task no longer on its devices; return those beside the first."""
+        self._tallies[device].leave()
         more = self._more.pop(key, ()) if self._more else ()
-        for one in (device, *more):
-            tally = self._tallies[one]
-            tally.under_way -= 1
-            if not tally.under_way:
-                tally.occupied_s += monotonic() - tally.since
+        for one in more:
+            self._tallies[one].leave()
         return more
 
     def report(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from dask_devctx.annotations import Request
@@ -16,7 +17,7 @@ from dask_devctx.worker.placement.claimed import ClaimedTask, Memory
 from dask_devctx.worker.placement.no_devices import NoDevices
 from dask_devctx.worker.placement.occupancy import WHOLE, share_units
 from dask_devctx.worker.placement.placement import Placement
-from dask_devctx.worker.threads.executors import Claimed, DeviceThreadPoolExecutor
+from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -118,29 +119,25 @@ class Claims:
             (by_user, 0, *others),
         )
 
-    def stand_in(
-        self, ts: Any, claim: Claim, theirs: bool, makes_actor: bool, how: Mapping[str, Any]
-    ) -> ClaimedTask:
-        """Return the stand-in of a task with a claim.
+    def stand_in(self, ts: Any, claim: Claim, makes_actor: bool) -> Callable[..., ClaimedTask]:
+        """Return a function that makes the stand-in of a task with a claim.
 
         Parameters
         ----------
         ts, claim
             The state of the task, and its claim.
-        theirs
-            Whether the task runs on threads of its user.
         makes_actor
             Whether its result is an actor.
-        how
-            Further arguments of the stand-in.
+
+        Returns
+        -------
+        callable
+            Its arguments are those of :class:`~dask_devctx.worker.task.DeviceTask`.
         """
         self.by_key[ts.key] = claim
         if makes_actor:
             _of_actors[ts] = claim
-        first = claim.devices[0]
-        pool = None if theirs else Claimed(self.pools[first], claim)
-        given: dict[str, Any] = {"makes_actor": makes_actor, "room": self.memory, "executor": pool}
-        return ClaimedTask(ts.run_spec, first, claim, **given, **how)
+        return partial(ClaimedTask, claim=claim, makes_actor=makes_actor, room=self.memory)
 
     def follow(self, key: Hashable, finish: str, ts: Any) -> None:
         """Withdraw or release the claim of a task that does not need it any more."""

@@ -15,13 +15,13 @@ SLOWER_LINK_S = 1.0
 _GROUPS = 500
 
 # The bytes of one input on each device, and the devices that have a copy.
-Places = tuple[Mapping[Device, int], frozenset[Device]]
+Location = tuple[Mapping[Device, int], frozenset[Device]]
 
 
 def choose_group(
     candidates: Sequence[Candidate],
     count: int,
-    inputs: Iterable[Places],
+    inputs: Iterable[Location],
     link_rank: Callable[[Device, Device], int],
 ) -> tuple[Device, ...]:
     """Return the devices where a task of several devices would start soonest.
@@ -33,7 +33,7 @@ def choose_group(
     count
         How many devices the task asks for.
     inputs
-        The places of its inputs. An input that lives within the group stays there.
+        The location of each input. An input that lives within the group stays there.
     link_rank
         Returns how slow the link of two devices is; 0 is the fastest.
 
@@ -62,11 +62,11 @@ def choose_group(
             (link_rank(a.device, b.device) for a, b in itertools.combinations(group, 2)), default=0
         )
         seconds = max(one.busy_s for one in group) + slowest * SLOWER_LINK_S
-        for places, copies in inputs:
-            if not (places.keys() <= devices or copies & devices):
-                seconds += COPY_S + sum(places.values()) / LINK_BYTES_PER_S
+        for parts, copies in inputs:
+            if not (parts.keys() <= devices or copies & devices):
+                seconds += COPY_S + sum(parts.values()) / LINK_BYTES_PER_S
         return seconds, sum(one.queued for one in group), -sum(one.since for one in group)
 
     best = [one.device for one in min(itertools.combinations(order, count), key=cost)]
-    first = max(best, key=lambda device: sum(places.get(device, 0) for places, _ in inputs))
+    first = max(best, key=lambda device: sum(parts.get(device, 0) for parts, _ in inputs))
     return first, *(device for device in best if device is not first)

@@ -43,28 +43,39 @@ class Load:
         """The places that actors keep."""
         return sum(self.kept.values())
 
-    def busy_s(self, known: Mapping[str, float], typical_s: float) -> float:
+    def busy_s(self, known: Mapping[str, float], unknown_s: float) -> float:
         """Return how long the device needs for its tasks, as far as durations are known.
 
         Parameters
         ----------
         known
             The durations of tasks, by prefix.
-        typical_s
-            The duration of a task of any kind.
+        unknown_s
+            The duration of any other task, as :func:`unknown_s` returns it.
         """
-        unknown_s = max(typical_s, _UNKNOWN_S)
         busy_s = 0.0
         for prefix, count in self.counts.items():
             busy_s += count * known.get(prefix, unknown_s)
-        for prefix, places in self.parts.values():
-            busy_s += places * known.get(prefix, unknown_s)
+        if self.parts:
+            for prefix, places in self.parts.values():
+                busy_s += places * known.get(prefix, unknown_s)
         if self.kept:
             busy_s += self.kept_places * _KEPT_S
         return busy_s
 
 
-def soonest(loads: Iterable[Load], known: Mapping[str, float], typical_s: float) -> Load | None:
+def unknown_s(typical_s: float) -> float:
+    """Return the duration that is expected of a task whose prefix was never measured.
+
+    Parameters
+    ----------
+    typical_s
+        The duration of a task of any kind.
+    """
+    return max(typical_s, _UNKNOWN_S)
+
+
+def soonest(loads: Iterable[Load], known: Mapping[str, float], unknown_s: float) -> Load | None:
     """Return what ``start_soonest`` chooses for a task without inputs, in a third of its time.
 
     None if an actor keeps a part of a device: the policy is to be asked then.
@@ -73,16 +84,17 @@ def soonest(loads: Iterable[Load], known: Mapping[str, float], typical_s: float)
     ----------
     loads
         The tasks of each device.
-    known, typical_s
+    known, unknown_s
         As for :meth:`Load.busy_s`.
     """
     best, least = None, (True, float("inf"), 0, 0)
     for load in loads:
         if load.kept:
             return None
-        tasks = load.tasks
-        full = load.free_nbytes is not None and load.free_nbytes < FULL_NBYTES
-        cost = full, load.busy_s(known, typical_s) if tasks else 0.0, tasks, load.last_turn
+        tasks = len(load.prefixes) + len(load.parts)
+        free = load.free_nbytes
+        full = free is not None and free < FULL_NBYTES
+        cost = full, load.busy_s(known, unknown_s) if tasks else 0.0, tasks, load.last_turn
         if cost < least:
             best, least = load, cost
     return best

@@ -19,7 +19,7 @@ from dask_devctx.errors import (
     NotEnoughDevicesError,
 )
 from dask_devctx.worker.placement.groups import choose_group
-from dask_devctx.worker.placement.load import Load, soonest
+from dask_devctx.worker.placement.load import Load, soonest, unknown_s
 from dask_devctx.worker.placement.policy import Candidate, Choice, Policy, start_soonest
 
 # The weight of a new measurement against the known duration of a prefix.
@@ -115,13 +115,13 @@ class Placement:
             ``wanted`` names no device.
         """
         if wanted.__class__ is str and wanted == AUTO:
-            device = self.placed.get(key) or self._assign(inputs)
+            device = self.placed.get(key) or self._any_device(inputs)
         else:
             device = self._asked_for(wanted)
-        self.remove(key)
+        if key in self.placed:
+            self.remove(key)
         load = self._loads[device]
-        self._turn += 1
-        load.last_turn = self._turn
+        load.last_turn = self._turn = self._turn + 1
         load.prefixes[key] = prefix
         load.counts[prefix] = load.counts.get(prefix, 0) + 1
         self.placed[key] = device
@@ -155,11 +155,11 @@ class Placement:
         self._check_limits(request, group)
         self.remove(key)
         self._turn += 1
-        places = self.share_of(request, group[0]) * self._tasks_per_device
+        taken = self.share_of(request, group[0]) * self._tasks_per_device
         for device in group:
             load = self._loads[device]
             load.last_turn = self._turn
-            load.parts[key] = prefix, places
+            load.parts[key] = prefix, taken
         self.placed[key] = group[0]
         self._groups[key] = group
         return group
@@ -172,10 +172,10 @@ class Placement:
         """
         if request.share is not None:
             return request.share
-        place, limit = 1 / self._tasks_per_device, self._limits.get(device)
+        one_task, limit = 1 / self._tasks_per_device, self._limits.get(device)
         if request.nbytes is None or not limit:
-            return place
-        return min(request.nbytes / limit, place)
+            return one_task
+        return min(request.nbytes / limit, one_task)
 
     def _any_group(
         self, key: Hashable, request: Request, inputs: Sequence[Located]
@@ -194,8 +194,8 @@ class Placement:
         candidates = self._candidates(inputs, usable, share, request.number)
         if request.number == 1:
             return (self._choose(candidates),)
-        places = [(one.nbytes, frozenset(one.copies)) for one in inputs]
-        return choose_group(candidates, request.number, places, link_rank)
+        located = [(one.nbytes, frozenset(one.copies)) for one in inputs]
+        return choose_group(candidates, request.number, located, link_rank)
 
     def _check_limits(self, request: Request, group: Sequence[Device]) -> None:
         nbytes = request.nbytes or 0
@@ -237,12 +237,12 @@ class Placement:
         self.durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
-    def _assign(self, inputs: Sequence[Located]) -> Device:
+    def _any_device(self, inputs: Sequence[Located]) -> Device:
         if len(self.devices) == 1 and self._policy is start_soonest:
             return self.devices[0]
         if not inputs and self._policy is start_soonest:
             self._read_memory()
-            if load := soonest(self._loads.values(), self.durations_s, self._typical_s):
+            if load := soonest(self._loads.values(), self.durations_s, unknown_s(self._typical_s)):
                 return load.device
         return self._choose(self._candidates(inputs, self.devices, 1 / self._tasks_per_device))
 
@@ -256,20 +256,20 @@ class Placement:
         """
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
-        places = self._tasks_per_device
-        free = places * (1 - share + _ROUNDING)
+        at_once = self._tasks_per_device
+        most_kept = at_once * (1 - share + _ROUNDING)
         loads = [self._loads[device] for device in devices]
-        unkept = [load for load in loads if load.kept_places <= free]
+        unkept = [load for load in loads if load.kept_places <= most_kept]
         return [
             Candidate(
                 device=load.device,
                 queued=load.tasks,
-                busy_s=load.busy_s(self.durations_s, self._typical_s) / places,
+                busy_s=load.busy_s(self.durations_s, unknown_s(self._typical_s)) / at_once,
                 move_nbytes=move_nbytes[load.device],
                 since=self._turn - load.last_turn,
                 free_nbytes=load.free_nbytes,
                 moves=moves[load.device],
-                waits=load.tasks >= places,
+                waits=load.tasks >= at_once,
             )
             for load in (unkept if len(unkept) >= number else loads)
         ]
@@ -286,17 +286,17 @@ class Placement:
         """Return how many of the inputs each device lacks, and their bytes."""
         moves, nbytes = dict.fromkeys(self._loads, 0), dict.fromkeys(self._loads, 0)
         for one in inputs:
-            places = one.nbytes
-            if not places:
+            parts = one.nbytes
+            if not parts:
                 continue
             copies = one.copies
-            total = sum(places.values())
+            total = sum(parts.values())
             # A value on several devices has no home: its parts must be joined.
-            home = next(iter(places)) if len(places) == 1 else None
+            home = next(iter(parts)) if len(parts) == 1 else None
             for device in moves:
                 if device is not home and device not in copies:
                     moves[device] += 1
-                    nbytes[device] += total - places.get(device, 0)
+                    nbytes[device] += total - parts.get(device, 0)
         return moves, nbytes
 
     def _named_group(self, names: Sequence[object]) -> tuple[Device, ...]:

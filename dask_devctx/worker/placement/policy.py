@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -115,7 +116,8 @@ class Choice:
             chosen = self._policy(candidates)
         except Exception as error:
             name = self._name
-            error.add_note(f"It comes from the placement policy {name}: DevicePlugin(policy=...)")
+            where = _place(error)
+            error.add_note(f"It comes from the placement policy {name}, policy=..., {where}")
             if not self._has_failed:
                 self._has_failed = True
                 logger.exception("The placement policy %s failed, and so does the task", name)
@@ -127,3 +129,13 @@ class Choice:
                 f"given, and not its device or another value; got {chosen!r}"
             )
         return chosen.device
+
+
+def _place(error: Exception) -> str:
+    """Return the line of a policy on which an error was raised, or that called what raised it."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without the call of the policy
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    if not own:
+        return "which is not written in Python"
+    text = f": {own[-1].line}" if own[-1].line else ""
+    return f"{own[-1].filename}, line {own[-1].lineno}{text}"

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from distributed import Status, Worker
@@ -119,10 +120,14 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     def _nearby(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any]:
+        cpus = self._cpus
+        if not cpus:
+            return partial(fn, *args, **kwargs)
+
         def near() -> Any:
-            if self._cpus and not getattr(self._near, "done", False):
+            if not getattr(self._near, "done", False):
                 self._near.done = True
-                _keep_to(self._cpus)
+                _keep_to(cpus)
             return fn(*args, **kwargs)
 
         return near

@@ -49,9 +49,18 @@ class DeviceQueue(queue.Queue[Any]):
 
     # -- for the threads
 
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """Add a call; there is always room."""
+        with self.mutex:
+            self._put(item)
+            self.not_empty.notify()
+
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Return the next call for this thread, whose last call is over."""
         self._ended()
+        with self.mutex:
+            if self._qsize():
+                return self._get()
         return super().get(block, timeout)
 
     def left(self) -> None:

@@ -87,6 +87,28 @@ def test_the_state_is_printed_once(client: Client) -> None:
     assert (idle["done"], idle["tasks_per_s"], idle["occupied"]) == (0, 0, 0)
 
 
+def test_tasks_of_workers_that_left_are_counted_as_in_the_report(client: Client) -> None:
+    with dask.annotate(device=1):
+        client.gather(client.map(nap, [0.0] * 5, pure=False))
+        client.gather(client.map(divmod, [1, 1], [0, 0], pure=False), errors="skip")
+    client.cluster.scale(0)
+    while any(row.present for row in report(client).devices):
+        time.sleep(0.05)
+    client.cluster.scale(2)
+    client.wait_for_workers(2, timeout=20)
+    with dask.annotate(device=1):
+        assert client.submit(nap, 0, pure=False).result().shape == (100, 100)
+    counts = {row.device_id: (row.done, row.failed) for row in report(client).devices}
+    assert counts[1] == (6, 2)
+    deadline = time.monotonic() + 20  # for a heartbeat after the last task
+    while True:
+        devices = json.loads(run("top", address_of(client), "--once", "--json").stdout)["devices"]
+        shown = {row["device_id"]: (row["done"], row["failed"]) for row in devices}
+        if shown == counts:
+            break
+        assert time.monotonic() < deadline, shown
+
+
 def test_transfers_are_shown(client: Client) -> None:
     with dask.annotate(device=0):
         made = client.map(nap, [0.0] * 50, pure=False)
@@ -203,7 +225,7 @@ def test_devices_of_the_same_ordinal_on_one_host_have_a_part_of_their_uuid(
 ) -> None:
     rows = {("tcp://a:1", "GPU-1111-1"), ("tcp://a:2", "GPU-2222-1")}
     found = Moment(0.0, {a: a for a, _ in rows}, {r: DeviceCounts(0, r[1], "A") for r in rows}, {})
-    monkeypatch.setattr(importlib.import_module("dask_devctx.cli.top"), "moment", lambda _: found)
+    monkeypatch.setattr(importlib.import_module("dask_devctx.cli.top"), "moment", lambda *_: found)
     shown = run("top", address_of(client), "--once", "--interval", "0.1").stdout
     assert "cuda:0 GPU-1111" in shown
     assert "cuda:0 GPU-2222" in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import signal
@@ -21,12 +23,13 @@ from distributed import Client, LocalCluster
 from distributed.cli.dask_worker import main as dask_worker
 from distributed.system import MEMORY_LIMIT
 
-from dask_devctx import Device, config, driver
+from dask_devctx import Device, config, devices, driver
 from dask_devctx.cli import devctx
 from dask_devctx.cli.worker import option_names, worker
 from dask_devctx.config import host_memory
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import dask_command
 
 installed = pytest.mark.skipif(
@@ -35,6 +38,7 @@ installed = pytest.mark.skipif(
 )
 
 ADDRESS = "tcp://127.0.0.1:8786"
+OTHER = "tcp://127.0.0.1:8787"
 
 # Those of `dask cuda worker`, version 26.10.
 THEIRS = [
@@ -319,11 +323,92 @@ def _here() -> int:
     return device.device_id
 
 
+@pytest.fixture
+def two_held() -> Iterator[None]:
+    """Another cluster holds the first two devices."""
+    lease = acquire(
+        devices()[:2], 2, holder=f"worker w of {OTHER}", directory=config.get("lock-directory")
+    )
+    yield
+    lease.release()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n_workers", "nthreads", "each"),
+    [
+        ("", "2", 8, 1),
+        ("--n-workers 2", "2", 8, 1),
+        ("--n-workers 1", "1", 16, None),
+        ("--devices 2,3", "2", 8, 1),
+        ("--devices-per-worker 2", "1", 16, 2),
+    ],
+)
+@pytest.mark.usefixtures("two_held")
+def test_beside_another_cluster_it_starts_workers_for_the_free_devices(
+    arguments: str, n_workers: str, nthreads: int, each: int | None, started: list[dict[str, Any]]
+) -> None:
+    done = run(ADDRESS, *arguments.split())
+    assert done.exit_code == 0
+    (call,) = started
+    assert (call["n_workers"], call["nthreads"]) == (n_workers, nthreads)
+    assert call["config"]["devices-per-worker"] == each
+    assert call["memory_limit"] == MEMORY_LIMIT * (each or 2) // 4
+    if "--devices " in arguments:
+        assert done.stderr == ""
+        return
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("The workers use the devices that are free, cuda:2, cuda:3: cuda:0, ")
+    assert f"held by worker w of {OTHER} (pid {os.getpid()} on " in line
+    if "--n-workers" not in arguments:  # later, too, they use no others
+        assert call["config"]["devices"] == [Device(2).uuid, Device(3).uuid]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--devices 0,1", "no device is free: cuda:0, cuda:1 are held by worker w of "),
+        ("--devices 1,2", "the workers want 2 devices for themselves, and 1 of 2 is free: cuda:1 "),
+        ("--n-workers 3", "the workers want 3 devices for themselves, and 2 of 4 are free: cuda:0"),
+        ("--devices 1 --n-workers 1", "no device is free: cuda:1 is held by worker w of "),
+    ],
+)
+@pytest.mark.usefixtures("two_held")
+def test_too_few_free_devices_end_it_at_once(
+    arguments: str, said: str, started: list[dict[str, Any]]
+) -> None:
+    done = run(ADDRESS, *arguments.split())
+    assert (done.exit_code, started) == (1, [])
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Error: {said}")
+    assert line.endswith("end the processes that hold these, or let both use them: --shared")
+
+
+@pytest.mark.usefixtures("two_held")
+def test_devices_of_others_are_used_where_both_say_so(started: list[dict[str, Any]]) -> None:
+    done = run(ADDRESS, "--shared")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert (started[0]["n_workers"], started[0]["config"]["devices"]) == ("4", None)
+
+
+def test_one_worker_shares_with_another_of_its_own_cluster(
+    started: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """The scheduler divides the devices between them."""
+    file = tmp_path / "scheduler.json"
+    file.write_text(json.dumps({"address": ADDRESS}))
+    directory = config.get("lock-directory")
+    lease = acquire(devices(), 4, holder=f"worker w of {ADDRESS}", directory=directory)
+    try:
+        for where in ([ADDRESS.removeprefix("tcp://")], ["--scheduler-file", str(file)]):
+            done = run(*where, "--n-workers", "1")
+            assert (done.exit_code, done.stderr) == (0, "")
+        assert run(ADDRESS).exit_code == 1  # each of four workers wants one for itself
+    finally:
+        lease.release()
+
+
 @installed
 def test_devices_in_use_end_it_with_the_reason(scheduler: LocalCluster) -> None:
-    from dask_devctx import devices
-    from dask_devctx.worker.leases.lease import acquire
-
     lease = acquire(devices(), 4, holder="somebody", directory=config.get("lock-directory"))
     try:
         address = scheduler.scheduler_address

@@ -25,6 +25,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     WorkerSetupError,
     devices,
+    start_soonest,
 )
 from dask_devctx.client import free, shares
 from dask_devctx.config.options import OPTION_NAMES
@@ -296,7 +297,7 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "unannotated": "leave",
         "move_inputs": False,
         "replica_limit": 0.5,
-        "policy": min,
+        "policy": start_soonest,
         "synchronize": True,
         "nvtx": False,
         "oom_retries": 3,

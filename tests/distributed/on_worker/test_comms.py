@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import weakref
 from collections.abc import Callable
 from importlib import import_module
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from dask.utils import parse_bytes
 from distributed import Client, Worker
+from distributed.comm import connect
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, device_of
+from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed.devices import current_context, here, with_plugin
 
@@ -157,6 +160,35 @@ async def test_values_from_disk_come_back_to_the_workers_device(
     assert seen.key in worker.data.slow
     await async_poll_for(lambda: value() is None, timeout=10)
     assert worker.data[seen.key].unpacked_on == 3
+
+
+def array(nbytes: int) -> SimulatedArray:
+    return SimulatedArray(nbytes, "u1")
+
+
+@with_plugin(4)
+async def test_a_connection_that_broke_keeps_no_value(
+    client: Any, scheduler: Any, worker: Worker, machine: SimulatedMachine
+) -> None:
+    with dask.annotate(device=0):
+        x = client.submit(array, 1000)
+    await x
+    comm = await connect(worker.address)
+    await comm.write({"op": "get_data", "keys": [x.key], "who": None, "reply": True})
+    await comm.read()
+    comm.abort()
+
+    async def is_logged() -> bool:
+        logs = await client.get_worker_logs()
+        return any("failed during get data" in line for _, line in logs[worker.address])
+
+    while not await is_logged():
+        await asyncio.sleep(0.01)
+    assert machine.gpus[0].used_memory == 1000
+    x.release()
+    await async_poll_for(lambda: not worker.state.tasks, timeout=10)
+    gc.collect()
+    await async_poll_for(lambda: machine.gpus[0].used_memory == 0, timeout=10)
 
 
 @pytest.mark.parametrize(("configured", "ipc"), [("20MB", True), ("2GB", True), ("50MB", False)])

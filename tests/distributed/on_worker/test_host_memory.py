@@ -131,6 +131,20 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
     body()
 
 
+@pytest.mark.parametrize(("visible", "part"), [("2", 4), ("1,3", 2)])
+def test_hidden_gpus_count_for_the_page_locked_memory(
+    visible: str, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the memory limit of a worker that has none of its own."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with LocalDeviceCluster(
+        n_workers=1, processes=False, dashboard_address=":0", memory_limit=0
+    ) as cluster:
+        (worker,) = cluster.workers.values()
+        memory = worker.plugins["devctx"].extension.memory
+        assert memory.pool.limit == pytest.approx(0.4 * distributed.system.MEMORY_LIMIT / part)
+
+
 @spilling_worker([])
 async def test_the_worker_counts_as_before_without_the_plugin(
     client: Client, scheduler: Any, worker: Worker

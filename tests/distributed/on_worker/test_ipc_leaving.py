@@ -12,9 +12,10 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Worker, wait
+from distributed import Worker, WorkerPlugin, rpc, wait
+from distributed.utils_test import captured_logger, gen_cluster
 
-from dask_devctx import SimulatedArray, driver
+from dask_devctx import DevicePlugin, SimulatedArray, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed import peers
 
@@ -212,3 +213,29 @@ def test_the_room_may_be_given_in_bytes_as_a_float() -> None:
     with peers.configured(ipc_staging=2.0 * 2**20), peers.cluster(2) as (client, workers):
         assert peers.send(client, _of_8_mb, peers.last, workers) == (1.0, True)
         assert client.run(_staging_nbytes, workers=workers[:1])[workers[0]] == 2 * 2**20
+
+
+class _AsksAtTheEnd(WorkerPlugin):  # type: ignore[misc]
+    """Asks its worker, which closes, as another worker does that does not know of it yet."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+
+    async def teardown(self, worker: Worker) -> None:
+        assert worker.plugins.get("devctx") is None
+        async with rpc(worker.address) as there:
+            self.answers.append(await there.devctx_ipc_close(token="x", numbers=[]))
+            self.answers.append(await there.devctx_share(uuids=[], version=1))
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], timeout=30)
+async def test_a_worker_that_closes_answers_quietly(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    last = _AsksAtTheEnd()
+    await worker.plugin_add(DevicePlugin())
+    await worker.plugin_add(last, name="last")
+    with captured_logger("distributed.core") as said:
+        await worker.close()
+    assert last.answers == [None, None]
+    assert "No handler" not in said.getvalue()

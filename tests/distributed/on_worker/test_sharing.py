@@ -17,7 +17,7 @@ from distributed import Client, LocalCluster, Worker
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
 from dask_devctx.worker.leases import share
-from dask_devctx.worker.leases.lease import acquire, process_locks
+from dask_devctx.worker.leases.lease import acquire, holders, process_locks
 from tests.distributed.commands import dask_command
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
@@ -187,6 +187,8 @@ def test_a_restarting_workers_devices_are_kept_for_its_cluster(lock_directory: P
         with pytest.raises(DevicesInUseError, match=said):
             acquire(first, 1, holder=other, directory=lock_directory)
         assert {*process_locks.try_take(first, other, lock_directory)} == {*first}
+        assert {*holders(first, lock_directory)} == {*first}
+        assert not holders(first, lock_directory, cluster=mine)
         acquire(first, 1, holder=f"worker 0 of {mine}", directory=lock_directory).release()
         # a worker that releases its devices keeps nothing
         acquire(first, 1, holder=other, directory=lock_directory).release()

@@ -1,0 +1,131 @@
+"""Calls that do not spoil the graph which another thread captures: looks at a device's work."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from dask_devctx.driver import statuses
+from dask_devctx.errors import DriverError
+
+try:
+    from dask_devctx.driver._scope import invoke_relaxed
+except ImportError:  # it was not built
+    invoke_relaxed = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from dask_devctx.driver.checked import Checked
+    from dask_devctx.driver.work import WorkCalls
+
+# `CUstreamCaptureMode`: a thread's calls do not spoil the graphs that other threads capture.
+_RELAXED_CAPTURE: Final = 2
+
+
+class RelaxedCapture:
+    """A ``with`` block in which this thread's calls do not spoil another thread's graph capture."""
+
+    __slots__ = ("_before", "_calls")
+
+    def __init__(self, calls: WorkCalls) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None:
+        self._before = self._calls.exchange_capture_mode(_RELAXED_CAPTURE)
+
+    def __exit__(self, *error: object) -> None:
+        self._calls.exchange_capture_mode(self._before)
+
+
+class _Addresses(NamedTuple):
+    exchange: int
+    probe: int
+    query: int
+    record: int  # 0 where the driver is too old for it
+
+
+class Look:
+    """A look at the progress and the health of the current device, which waits for nothing.
+
+    A worker looks before and after each task. Where the driver gives the addresses of its
+    functions, a look is one call of the extension. Otherwise it is five calls from Python.
+
+    Parameters
+    ----------
+    calls
+        The calls of one driver.
+    checked
+        Its functions.
+    """
+
+    def __init__(self, calls: WorkCalls, checked: Checked) -> None:
+        self._calls = calls
+        self._checked = checked
+
+    @cached_property
+    def _addresses(self) -> _Addresses | None:
+        address = self._checked.address
+        exchange = address("cuThreadExchangeStreamCaptureMode", 10010)
+        probe, query = address("cuMemFree", 3020), address("cuEventQuery", 2000)
+        if invoke_relaxed is None or not (exchange and probe and query):
+            return None
+        return _Addresses(exchange, probe, query, address("cuCtxRecordEvent", 12050) or 0)
+
+    def __call__(
+        self, event: int = 0, context: int = 0, *, query: bool = False, record: bool = False
+    ) -> tuple[bool, bool]:
+        """Raise if an earlier kernel left a sticky error; return whether the event was reached.
+
+        Parameters
+        ----------
+        event
+            An event of the device.
+        context
+            The device's context.
+        query
+            Whether to query the event.
+        record
+            Whether to let the event stand for all work that the context has now, unless the event
+            is queried and not reached.
+
+        Returns
+        -------
+        tuple of bool
+            Whether the event was queried and reached, and whether it was recorded. A record that
+            fails is no error of the look: probe again to learn whether the device failed meanwhile.
+        """
+        by = self._addresses
+        if by is None:
+            return self._in_python(event, context, query, record)
+        if query:
+            if record and by.record:
+                failed = invoke_relaxed(
+                    by.exchange, by.query, event, 0, by.probe, 0, 0, by.record, context, event
+                )
+            else:
+                failed = invoke_relaxed(by.exchange, by.query, event, 0, by.probe, 0, 0)
+        elif record and by.record:
+            failed = invoke_relaxed(by.exchange, by.probe, 0, 0, by.record, context, event)
+        else:
+            failed = invoke_relaxed(by.exchange, by.probe, 0, 0)
+        if failed is None:
+            return query, record and by.record != 0
+        address, status = failed
+        if address == by.query and status == statuses.NOT_READY:
+            self()
+            return False, False
+        if address == by.record:
+            return query, False
+        names = {by.query: "cuEventQuery", by.probe: "cuMemFree"}
+        raise self._checked.error(names.get(address, "cuThreadExchangeStreamCaptureMode"), status)
+
+    def _in_python(self, event: int, context: int, query: bool, record: bool) -> tuple[bool, bool]:
+        calls = self._calls
+        with RelaxedCapture(calls):
+            reached = query and calls.event_done(event)
+            calls.probe()
+            recorded = False
+            if record and (reached or not query):
+                with suppress(DriverError):
+                    recorded = calls.event_record_context(event, context)
+        return reached, recorded
