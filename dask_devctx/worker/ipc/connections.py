@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 from distributed import Worker
 from distributed.comm import CommClosedError
 
+from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.connections import Connect, data_of, wrapped_connect
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.worker.ipc.unreadable import UnreadableValues, without_unreadable
@@ -174,6 +175,9 @@ class _Asking:
             return await self._read(*args, **kwargs)
         try:
             return await self._answer(request, *args, **kwargs)
+        except Exception as error:
+            clear_frames(error)  # dask's log keeps the error: not the values that had arrived
+            raise
         finally:
             self.connections.under_way -= 1
 
