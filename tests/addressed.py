@@ -34,6 +34,10 @@ class AddressedDriver(SimulatedDriver):
             b"cuCtxRecordEvent": _OfTwo(self._record),
         }
 
+    def leave_out(self, function: str) -> None:
+        """Tell the address of a function no more, as a driver that does not have it."""
+        del self._functions[function.encode()]
+
     def _get_current(self, handle: Any) -> int:
         status, context = self.cuCtxGetCurrent()
         handle[0] = int(context or 0)
