@@ -9,11 +9,10 @@ import gc
 import logging
 import re
 import sys
-import traceback
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
+from dask_devctx.cuda.frames import clear_frames
 from dask_devctx.driver.statuses import OUT_OF_MEMORY
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
@@ -84,21 +83,6 @@ def release_caches(error: BaseException | None = None) -> None:
     gc.unfreeze()  # frozen objects may hold memory, too
     gc.collect()
     release_library_caches()
-
-
-def clear_frames(error: BaseException) -> None:
-    """Let the frames of an exception that have ended forget the arrays that they hold."""
-    seen: set[FrameType] = set()
-    for one in _chain(error):
-        for step, _ in traceback.walk_tb(one.__traceback__):
-            frame: FrameType | None = step
-            while frame is not None and frame not in seen:  # its callers, also those left out
-                seen.add(frame)
-                try:
-                    frame.clear()
-                except RuntimeError:  # this one, and those that called it, have not ended
-                    break
-                frame = frame.f_back
 
 
 def release_library_caches() -> None:

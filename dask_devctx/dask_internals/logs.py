@@ -1,8 +1,9 @@
-"""The lines of this package's loggers, shown as dask shows its own."""
+"""The lines of this package's loggers, shown and kept as dask shows and keeps its own."""
 
 from __future__ import annotations
 
 import logging
+from logging.handlers import QueueHandler
 
 
 class ShownAsDasks(logging.Handler):
@@ -26,3 +27,13 @@ class ShownAsDasks(logging.Handler):
         for handler in shown or [logging.lastResort]:
             if handler is not None and record.levelno >= handler.level:
                 handler.handle(record)
+
+
+class AsText(QueueHandler):
+    """Hands lines to a handler that keeps them, with their errors as text.
+
+    The frames of an error have values, which would stay as long as the line.
+    """
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self.queue.handle(record)  # type: ignore[attr-defined]  # a handler is in its place

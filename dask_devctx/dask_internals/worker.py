@@ -18,6 +18,7 @@ from distributed.utils import thread_state
 from zict import Buffer
 
 from dask_devctx.dask_internals import unsupported
+from dask_devctx.dask_internals.logs import AsText
 
 _MISSING = object()
 
@@ -81,11 +82,12 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
 @contextmanager
 def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
     """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too."""
-    logger.addHandler(worker._deque_handler)
+    handler = AsText(worker._deque_handler)
+    logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(worker._deque_handler)
+        logger.removeHandler(handler)
 
 
 # -- actors

@@ -270,7 +270,7 @@ class Transfer:
     ----------
     source, destination
         The devices' UUIDs. For values that went through the host, the destination is the address
-        of the worker that asked for them.
+        of the worker that asked for them, or "other workers" after a worker's first 256 rows.
     way
         As in :class:`Copy`.
     nbytes, copies

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import logging
 import pickle
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -436,6 +438,33 @@ async def test_a_worker_that_does_not_start(client: Any, scheduler: Any) -> None
     assert not scheduler.workers
     async with Worker(scheduler.address) as worker:
         assert not of_workers.is_joining(worker)
+
+
+class _Value:
+    """An object that can be referred to weakly."""
+
+
+def _fails() -> weakref.ref[_Value]:
+    value = _Value()
+    try:
+        raise ValueError(f"about {type(value).__name__}")
+    except ValueError:
+        logging.getLogger("dask_devctx.test").warning("it %s", "failed", exc_info=True)
+    return weakref.ref(value)
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+async def test_a_workers_log_keeps_lines_and_no_values(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    logger = logging.getLogger("dask_devctx")
+    with pytest.MonkeyPatch.context() as patch, of_workers.own_logs(worker, logger):
+        patch.setattr(logger, "propagate", False)  # pytest keeps the lines, too
+        assert _fails()() is None
+    logs = await client.get_worker_logs()
+    (line,) = [line for _, line in logs[worker.address] if "dask_devctx.test" in line]
+    assert "WARNING - it failed\nTraceback" in line
+    assert line.endswith("ValueError: about _Value")
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])

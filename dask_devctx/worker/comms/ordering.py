@@ -9,7 +9,6 @@ from typing import Any
 from distributed import Worker
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.worker.inputs.inputs import Inputs
 
@@ -83,12 +82,7 @@ def leaving_after_its_work(worker: Worker, inputs: Inputs) -> Iterator[None]:
             comm: Any, keys: Collection[Hashable], **kwargs: Any
         ) -> Any:
             inputs.hold_back_for(keys)
-            try:
-                return await get_data(comm, keys=keys, **kwargs)
-            except Exception as error:
-                # dask keeps the lines of its log with their errors, whose frames have the values.
-                clear_frames(error)
-                raise
+            return await get_data(comm, keys=keys, **kwargs)
 
         return get_data_after_its_work
 

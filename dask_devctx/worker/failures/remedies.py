@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 _READ_ONLY: Final = (
-    "An input of a task is read-only, because other tasks may use it too. Write x = x + 1 instead "
-    "of x += 1, or change a copy of your own: dask_devctx.to_device(x, Device.current(), copy=True)"
+    "If this is an input of the task: other tasks may use it too. Write x = x + 1 instead of "
+    "x += 1, or change a copy of your own: x.copy() in host memory, "
+    "dask_devctx.to_device(x, Device.current(), copy=True) on a device"
 )
 # By the type of an error and a part of its text.
 _REMEDIES: Final[tuple[tuple[type[Exception], str, str], ...]] = (
@@ -23,7 +24,8 @@ _REMEDIES: Final[tuple[tuple[type[Exception], str, str], ...]] = (
 
 
 def name_remedy(error: BaseException) -> None:
-    """Add a note with the remedy to a task's error, if one is known."""
+    """Add a note with the remedy to a task's error, if one is known and not there already."""
+    notes = getattr(error, "__notes__", ())
     for kind, text, remedy in _REMEDIES:
-        if isinstance(error, kind) and text in str(error):
+        if isinstance(error, kind) and text in str(error) and remedy not in notes:
             error.add_note(remedy)

@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from distributed import Worker
 from distributed.comm import CommClosedError
 
-from dask_devctx.cuda.out_of_memory import clear_frames
+from dask_devctx.cuda.frames import clear_frames
 from dask_devctx.dask_internals.connections import Connect, data_of, wrapped_connect
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.worker.ipc.unreadable import UnreadableValues, without_unreadable
@@ -133,6 +133,9 @@ class Connections:
             answering = _Answering(comm, partial(self._way.prepare, who, token))
             try:
                 return await get_data(answering, keys=keys, who=who, serializers=serializers)
+            except Exception as error:
+                clear_frames(error)  # dask's log keeps the error: not the values with it
+                raise
             finally:
                 answering.end()
 
@@ -176,7 +179,7 @@ class _Asking:
         try:
             return await self._answer(request, *args, **kwargs)
         except Exception as error:
-            clear_frames(error)  # dask's log keeps the error: not the values that had arrived
+            clear_frames(error)  # as above: not what had arrived of the values
             raise
         finally:
             self.connections.under_way -= 1

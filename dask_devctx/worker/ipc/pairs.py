@@ -121,8 +121,9 @@ class Pairs:
 
     def forget(self, address: str) -> None:
         """Forget a worker, and close its memory; another worker may have the address later."""
-        passing = self._again.pop(address, None) is not None
-        if passing or self.ways.get(address) is None:  # a final refusal stays
+        if address in self._again:
+            self._again[address] = 0.0, self._again[address][1]
+        elif self.ways.get(address) is None:  # a final refusal stays
             self.ways.pop(address, None)
         token = self.tokens.pop(address, None)
         if token is not None:
@@ -148,7 +149,7 @@ class Pairs:
             return
         try:
             asked = {"address": own, "process": _process(), "host": _host()}
-            said = await self._call(address, HELLO, asked)
+            said, asked_at = await self._call(address, HELLO, asked), time.monotonic()
             if not isinstance(said, dict):
                 self._remember(address, "it does not run the plugin", again=True)
                 return
@@ -162,7 +163,11 @@ class Pairs:
             if error is not None:
                 await self._close_memory(address)
             await self._agree(address, error)
-            self._remember(address, error, again)
+            if error is None and self.tokens.get(address) != token:  # it was forgotten meanwhile
+                await self._run(self._opened.close, token)
+                return
+            too_late = time.monotonic() - asked_at > _TIMEOUT_S  # it shows its memory for so long
+            self._remember(address, error, error is not None and (again or too_late))
         except MalformedHeaderError as error:
             logger.warning("The answer of %s about its memory was refused: %s", address, error)
             self._remember(address, f"its answer is malformed: {error}", again=True)
@@ -191,7 +196,7 @@ class Pairs:
                     self._opened.end(opened)
         except (DevctxError, MalformedHeaderError) as error:
             return f"its memory cannot be opened: {error}", is_out_of_memory(error)
-        return (None if found == content else "its memory has other contents here"), False
+        return (None, False) if found == content else ("its memory has other contents here", True)
 
     def _remember(self, address: str, reason: str | None, again: bool = False) -> None:
         self.ways[address] = reason

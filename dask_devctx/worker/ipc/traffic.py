@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
+
+# Each heartbeat carries all rows. In a large cluster, a worker sends to a thousand others.
+_MOST_ROWS: Final = 256
+_OTHERS: Final = "other workers"
 
 
 class Traffic:
@@ -27,8 +31,14 @@ class Traffic:
     def count(
         self, source: str, destination: str, way: str, nbytes: int, seconds: float, copies: int = 1
     ) -> None:
-        """Count a transfer. Each end is a device's UUID, or a worker's address."""
-        row = self._rows.setdefault((source, destination, way), [0, 0, 0.0])
+        """Count a transfer. Each end is a device's UUID, or a worker's address.
+
+        Workers that come last in a large cluster are counted together, as "other workers".
+        """
+        ends = source, destination, way
+        if ends not in self._rows and way == "host" and len(self._rows) >= _MOST_ROWS:
+            ends = source, _OTHERS, way
+        row = self._rows.setdefault(ends, [0, 0, 0.0])
         row[0] += nbytes
         row[1] += copies
         row[2] += seconds
@@ -39,7 +49,7 @@ class Traffic:
         self, places: Mapping[Hashable, Mapping[Device, int]], who: str, reason: str
     ) -> None:
         """Count values that go to a worker through the host, each with its bytes by device."""
-        self.reasons[who] = reason
+        self.reasons[who] = self.reasons[_OTHERS] = reason
         for each in places.values():
             for device, nbytes in each.items():
                 self.count(device.uuid, who, "host", nbytes, 0.0)

@@ -139,16 +139,13 @@ def holders(
     LockDirectoryError
         The directory cannot be trusted, or cannot be used.
     """
-    held: dict[Device, str] = {}
-    holder = f"a cluster that starts of {cluster}"
+    kept = _kept_from(f"a cluster that starts of {cluster}")
     with LockDirectory(_path(directory)) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
-        for device in devices:
-            lock = place.try_lock(_name(device), _note(holder), _kept_from(holder))
-            if lock is None:
-                held[device] = _holder_of(place, device)
-            else:
-                lock.release()
-    return held
+        return {
+            device: _holder_of(place, device)
+            for device in devices
+            if not place.is_free(_name(device), kept)
+        }
 
 
 class ProcessLocks:

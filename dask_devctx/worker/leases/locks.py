@@ -172,16 +172,20 @@ class LockDirectory:
         finally:
             os.close(fd)
 
-    def is_free(self, name: str) -> bool:
-        """Return whether no process holds a lock; call it while others are excluded."""
+    def is_free(self, name: str, kept: Kept | None = None) -> bool:
+        """Return whether a process can have a lock; call it while others are excluded.
+
+        ``kept`` is as for :meth:`try_lock`.
+        """
         fd = self._open(name, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left = _read(fd) if kept else ""
+            return not (kept and left and kept(left, os.fstat(fd).st_mtime))
         except BlockingIOError:
             return False
         finally:
             os.close(fd)
-        return True
 
     @contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:

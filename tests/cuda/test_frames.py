@@ -1,0 +1,95 @@
+"""Frames that have ended hold no arrays; those that go on are left alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator
+
+import pytest
+
+from dask_devctx.cuda.frames import clear_frames
+
+
+class Array:
+    """An object that can be referred to weakly."""
+
+
+seen: list[weakref.ref[Array]] = []
+
+
+def held() -> Array:
+    array = Array()
+    seen.append(weakref.ref(array))
+    return array
+
+
+def fail() -> None:
+    array = held()
+    raise ValueError(type(array).__name__)
+
+
+def fail_from() -> None:
+    array = held()
+    try:
+        fail()
+    except ValueError as error:
+        raise KeyError(type(array).__name__) from error
+
+
+def fail_in_handling() -> None:
+    array = held()
+    try:
+        fail()
+    except ValueError:
+        raise KeyError(type(array).__name__)  # noqa: B904  # its context is what is tested
+
+
+@pytest.mark.parametrize(("function", "arrays"), [(fail, 1), (fail_from, 2), (fail_in_handling, 2)])
+def test_frames_that_ended_forget_their_arrays(function: Callable[[], None], arrays: int) -> None:
+    seen.clear()
+    with pytest.raises((ValueError, KeyError)) as kept:
+        function()
+    assert [one() is None for one in seen] == [False] * arrays
+    clear_frames(kept.value)
+    assert [one() for one in seen] == [None] * arrays
+
+
+def publish() -> Generator[ValueError | str]:
+    """Yield the error of a frame of its own, and go on."""
+    array = held()
+    try:
+        raise ValueError("published")
+    except ValueError as error:
+        yield error
+    yield f"still has {array and 'its array'}"
+
+
+def test_a_generator_that_waits_goes_on() -> None:
+    going = publish()
+    error = next(going)
+    assert isinstance(error, ValueError)
+    clear_frames(error)
+    assert next(going) == "still has its array"
+
+
+async def publish_later(errors: list[Exception]) -> str:
+    try:
+        raise ValueError("published")
+    except ValueError as error:
+        errors.append(error)
+    await _Once()
+    return "goes on"
+
+
+class _Once:
+    def __await__(self) -> Generator[None]:
+        yield
+
+
+def test_a_coroutine_that_waits_goes_on() -> None:
+    errors: list[Exception] = []
+    going = publish_later(errors)
+    going.send(None)
+    clear_frames(errors[0])
+    with pytest.raises(StopIteration, match="goes on"):
+        going.send(None)
