@@ -20,7 +20,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 REPOSITORY = "https://github.com/dask/distributed"
-# docs/deployment.md has the same list.
+# docs/how-it-works.md has the same list.
 REASONS = {
     "test_Executor": "a task runs on its device's threads, not on the worker's own executor",
     "test_executor_offload": "a task runs on its device's threads, not on another executor",
