@@ -36,7 +36,8 @@ class WorkerView:
 
 def views(client: Client) -> list[WorkerView]:
     """Return all workers of a cluster, by host and name."""
-    known: Mapping[str, Any] = client.scheduler_info(n_workers=-1)["workers"]
+    # `client.scheduler_info()` may lack the workers: dask refreshes what it returns without them.
+    known: Mapping[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     answers = client.run(_of_worker, on_error="return")
     found = []
     for address, worker in known.items():

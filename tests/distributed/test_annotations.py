@@ -387,8 +387,8 @@ def test_accepted(client: Client, wanted: Callable[[], Any], expected: set[Any])
     ],
 )
 def test_refused(client: Client, wanted: Any, error: type[Exception], message: str) -> None:
-    workers = list(client.scheduler_info()["workers"])
+    workers = list(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
     with dask.annotate(device=wanted), pytest.raises(error, match=message):
         client.submit(here, pure=False).result(20)
     assert client.submit(here, pure=False).result(20) in range(4)  # everybody is alive
-    assert list(client.scheduler_info()["workers"]) == workers
+    assert list(client.sync(client.scheduler.identity, n_workers=-1)["workers"]) == workers

@@ -205,7 +205,9 @@ def send_everything() -> dict[str, Any]:
                 seen[name] = {"here": repr(x.exception())}
                 continue
             (owner,) = client.who_has([x])[x.key]
-            (other,) = set(client.scheduler_info()["workers"]) - {owner}
+            (other,) = set(client.sync(client.scheduler.identity, n_workers=-1)["workers"]) - {
+                owner
+            }
             seen[name] = {
                 "here": seen_at(0, x),
                 "client": tried(lambda x=x: see(x.result(timeout=60))),

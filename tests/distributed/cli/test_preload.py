@@ -167,7 +167,7 @@ def test_workers_of_a_machine_share_it_out(address: str) -> None:
         with dask_command(*WORKER, "--no-nanny", address, env=env) as third:
             assert third.says("wants 2 devices for itself and 0 of 4 are free"), third.said
             assert third.ends() != 0
-        assert len(client.scheduler_info(n_workers=-1)["workers"]) == 2
+        assert len(client.sync(client.scheduler.identity, n_workers=-1)["workers"]) == 2
 
 
 def lines_of(*command: str, **env: str) -> list[str]:

@@ -115,7 +115,7 @@ def test_heartbeats_bring_the_metrics(client: Client, cluster: LocalDeviceCluste
     while True:
         told = [
             row
-            for worker in client.scheduler_info(n_workers=-1)["workers"].values()
+            for worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].values()
             for row in worker["metrics"].get("devctx", ())
         ]
         if [row["done"] for row in told] == [6] * 4:

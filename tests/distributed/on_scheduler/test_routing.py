@@ -189,7 +189,7 @@ def test_a_preference_yields_to_the_device(
 def test_a_preference_among_workers_that_have_the_device_holds(client: Client) -> None:
     client.unregister_worker_plugin("devctx")
     client.register_plugin(DevicePlugin())  # both have all devices now
-    for address in client.scheduler_info()["workers"]:
+    for address in client.sync(client.scheduler.identity, n_workers=-1)["workers"]:
         with dask.annotate(device=1):
             future = client.submit(
                 worker_and_device, workers=[address], allow_other_workers=True, pure=False

@@ -170,7 +170,7 @@ async def test_the_worker_counts_as_before_without_the_plugin(
 def limits(client: Client) -> tuple[list[int], list[int]]:
     """The limits of all workers, as they have them and as the scheduler knows them."""
     there = client.run(lambda dask_worker: dask_worker.memory_manager.memory_limit)
-    known = client.scheduler_info(n_workers=-1)["workers"].values()
+    known = client.sync(client.scheduler.identity, n_workers=-1)["workers"].values()
     return sorted(there.values()), sorted(worker["memory_limit"] for worker in known)
 
 
