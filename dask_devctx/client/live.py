@@ -15,6 +15,7 @@ from typing import Any
 from distributed import Client
 
 from dask_devctx.client.past import ended_before
+from dask_devctx.client.tables import host_of
 from dask_devctx.scheduler.counts import METRIC, TRAFFIC
 from dask_devctx.scheduler.rows import (
     OF_A_DEVICE,
@@ -132,11 +133,11 @@ def between(before: Moment, now: Moment) -> list[LiveDevice]:
     """
     elapsed_s = now.at - before.at
     found: dict[str, LiveDevice] = {}
-    order = sorted(now.devices.items(), key=lambda item: (_host(item[0][0]), item[1].device_id))
+    order = sorted(now.devices.items(), key=lambda item: (host_of(item[0][0]), item[1].device_id))
     for (worker, uuid), counts in order:
         live = found.get(uuid)
         if live is None:
-            live = found[uuid] = LiveDevice(uuid, counts.device_id, counts.name, _host(worker))
+            live = found[uuid] = LiveDevice(uuid, counts.device_id, counts.name, host_of(worker))
             live.done, live.failed = (now.before or {}).get(uuid, (0, 0))
         live.workers.append(now.workers[worker])
         for name in ("running", "queued", "done", "failed"):
@@ -171,7 +172,3 @@ def rates(before: Moment, now: Moment) -> dict[tuple[str, str, str], float]:
         ends: max(nbytes - before.transfers.get(ends, 0), 0) / elapsed_s
         for ends, nbytes in now.transfers.items()
     }
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]

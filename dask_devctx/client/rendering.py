@@ -10,7 +10,7 @@ from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
-from dask_devctx.client.tables import aligned, device_names, shortened
+from dask_devctx.client.tables import aligned, device_names, host_of, shortened
 from dask_devctx.errors.base import counted, nbytes_text
 
 if TYPE_CHECKING:
@@ -107,15 +107,11 @@ def lines(report: Report) -> list[Line]:
 
 def _place(device: ReportedDevice) -> tuple[object, ...]:
     """Return a device's place among the lines: by host and ordinal; those that left come last."""
-    return not device.present, _host(device.worker), device.device_id, device.worker
+    return not device.present, host_of(device.worker), device.device_id, device.worker
 
 
 def _names(report: Report) -> dict[str, str]:
-    return device_names((_host(d.worker), d.device_id, d.uuid) for d in report.devices)
-
-
-def _host(address: str) -> str:
-    return address.rpartition(":")[0]
+    return device_names((host_of(d.worker), d.device_id, d.uuid) for d in report.devices)
 
 
 def text(report: Report) -> str:

@@ -57,6 +57,11 @@ def shortened(text: str, columns: int) -> str:
     return f"{text[: columns - end - 1]}…{text[-end:]}"
 
 
+def host_of(address: str) -> str:
+    """Return the host of a worker, as its address has it."""
+    return address.rpartition(":")[0]
+
+
 def device_names(devices: Iterable[tuple[str, int, str]]) -> dict[str, str]:
     """Return a short name for each device, by its UUID; a part of the UUID where names clash.
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from distributed import Worker
+from distributed import Client, Worker
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DevicePlugin, driver
@@ -73,3 +73,11 @@ def contexts_left(worker: Worker) -> dict[str, int]:
 def device_threads() -> list[str]:
     """The names of this process's threads that are some device's."""
     return [t.name for t in threading.enumerate() if t.name.startswith("devctx-cuda")]
+
+
+def workers_of(client: Client) -> dict[str, Any]:
+    """The workers of a cluster, by address, as the scheduler knows them now.
+
+    ``client.scheduler_info()`` may lack them: dask refreshes what it returns without the workers.
+    """
+    return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])

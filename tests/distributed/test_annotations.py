@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.graph.keep import Optimizer, keep_annotations
 from dask_devctx.graph.optimize import optimize_array, optimize_bag, optimize_delayed
-from tests.distributed.devices import here, with_plugin
+from tests.distributed.devices import here, with_plugin, workers_of
 
 da = pytest.importorskip("dask.array")
 
@@ -387,8 +387,8 @@ def test_accepted(client: Client, wanted: Callable[[], Any], expected: set[Any])
     ],
 )
 def test_refused(client: Client, wanted: Any, error: type[Exception], message: str) -> None:
-    workers = list(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
+    workers = list(workers_of(client))
     with dask.annotate(device=wanted), pytest.raises(error, match=message):
         client.submit(here, pure=False).result(20)
     assert client.submit(here, pure=False).result(20) in range(4)  # everybody is alive
-    assert list(client.sync(client.scheduler.identity, n_workers=-1)["workers"]) == workers
+    assert list(workers_of(client)) == workers

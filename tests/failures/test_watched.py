@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -302,14 +303,15 @@ def test_tasks_that_begin_wait_for_a_watched_one_and_run_again_if_it_breaks_the_
     assert not failure.bystanders
 
 
+def stay(began: threading.Event, ended: threading.Event) -> None:
+    began.set()
+    time.sleep(0.3)
+    ended.set()
+
+
 def test_a_watched_task_waits_for_the_running_ones(monitored: Monitored) -> None:
     monitor, _ = monitored
     began, ended = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        began.set()
-        time.sleep(0.3)
-        ended.set()
 
     async def stay_in_a_coroutine() -> None:
         began.set()
@@ -317,7 +319,7 @@ def test_a_watched_task_waits_for_the_running_ones(monitored: Monitored) -> None
         ended.set()
 
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(run, monitor, "running", 0, stay)
+        pool.submit(run, monitor, "running", 0, partial(stay, began, ended))
         assert began.wait(10)
         assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
         began.clear(), ended.clear()
@@ -331,16 +333,10 @@ def test_a_task_that_seceded_just_before_its_end_is_waited_for_in_its_next_run(
 ) -> None:
     monitor, _ = monitored
     began, ended = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        began.set()
-        time.sleep(0.3)
-        ended.set()
-
     run(monitor, "again", 0, str)
     monitor.seceded("again")  # the worker learns it on its event loop
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(run, monitor, "again", 0, stay)
+        pool.submit(run, monitor, "again", 0, partial(stay, began, ended))
         assert began.wait(10)
         assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
 

@@ -152,8 +152,7 @@ class LockDirectory:
             if there is None or (mine.st_ino, mine.st_dev) != (there.st_ino, there.st_dev):
                 os.close(fd)  # it was deleted meanwhile: others would lock a new file
                 continue
-            left = _read(fd) if kept else ""
-            if kept and left and kept(left, mine.st_mtime):
+            if _is_kept(fd, kept):
                 os.close(fd)
                 return None
             lock = Lock(fd)
@@ -180,8 +179,7 @@ class LockDirectory:
         fd = self._open(name, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            left = _read(fd) if kept else ""
-            return not (kept and left and kept(left, os.fstat(fd).st_mtime))
+            return not _is_kept(fd, kept)
         except BlockingIOError:
             return False
         finally:
@@ -237,6 +235,12 @@ class LockDirectory:
 
 def _read(fd: int) -> str:
     return os.pread(fd, _NOTE_NBYTES, 0).decode(errors="replace")
+
+
+def _is_kept(fd: int, kept: Kept | None) -> bool:
+    """Return whether the holder of a lock ended without freeing it, and the lock is kept."""
+    left = _read(fd) if kept else ""
+    return bool(kept and left and kept(left, os.fstat(fd).st_mtime))
 
 
 def why_not_ours(found: os.stat_result, uid: int) -> str:

@@ -21,6 +21,7 @@ from dask_devctx.cuda.device import named_devices
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import Command, dask_command
+from tests.distributed.devices import workers_of
 
 installed = pytest.mark.skipif(
     not entry_points(group="dask_cli", name="devctx"),
@@ -167,7 +168,7 @@ def test_workers_of_a_machine_share_it_out(address: str) -> None:
         with dask_command(*WORKER, "--no-nanny", address, env=env) as third:
             assert third.says("wants 2 devices for itself and 0 of 4 are free"), third.said
             assert third.ends() != 0
-        assert len(client.sync(client.scheduler.identity, n_workers=-1)["workers"]) == 2
+        assert len(workers_of(client)) == 2
 
 
 def lines_of(*command: str, **env: str) -> list[str]:

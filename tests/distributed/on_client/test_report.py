@@ -24,6 +24,7 @@ from dask_devctx import (
     timeline,
 )
 from dask_devctx.client.report import Report, ReportedDevice, ReportedRefusal, ReportedTransfer
+from tests.distributed.devices import workers_of
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_heartbeats_bring_the_metrics(client: Client, cluster: LocalDeviceCluste
     while True:
         told = [
             row
-            for worker in client.sync(client.scheduler.identity, n_workers=-1)["workers"].values()
+            for worker in workers_of(client).values()
             for row in worker["metrics"].get("devctx", ())
         ]
         if [row["done"] for row in told] == [6] * 4:

@@ -23,6 +23,7 @@ from dask_devctx import (
 )
 from dask_devctx.annotations.names import mistaken
 from dask_devctx.worker.leases import registration
+from tests.distributed.devices import workers_of
 
 
 def where(*_: object) -> str:
@@ -189,7 +190,7 @@ def test_a_preference_yields_to_the_device(
 def test_a_preference_among_workers_that_have_the_device_holds(client: Client) -> None:
     client.unregister_worker_plugin("devctx")
     client.register_plugin(DevicePlugin())  # both have all devices now
-    for address in client.sync(client.scheduler.identity, n_workers=-1)["workers"]:
+    for address in workers_of(client):
         with dask.annotate(device=1):
             future = client.submit(
                 worker_and_device, workers=[address], allow_other_workers=True, pure=False

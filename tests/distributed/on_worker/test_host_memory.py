@@ -16,6 +16,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.driver.work import LEGACY_STREAM
+from tests.distributed.devices import workers_of
 
 MIB = 2**20
 
@@ -135,7 +136,7 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
 def test_hidden_gpus_count_for_the_page_locked_memory(
     visible: str, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As for the memory limit of a worker that has none of its own."""
+    """The worker has no memory limit; hidden GPUs count for an automatic one, too."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with LocalDeviceCluster(
         n_workers=1, processes=False, dashboard_address=":0", memory_limit=0
@@ -170,7 +171,7 @@ async def test_the_worker_counts_as_before_without_the_plugin(
 def limits(client: Client) -> tuple[list[int], list[int]]:
     """The limits of all workers, as they have them and as the scheduler knows them."""
     there = client.run(lambda dask_worker: dask_worker.memory_manager.memory_limit)
-    known = client.sync(client.scheduler.identity, n_workers=-1)["workers"].values()
+    known = workers_of(client).values()
     return sorted(there.values()), sorted(worker["memory_limit"] for worker in known)
 
 
