@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from distributed import Client, Worker
@@ -73,6 +73,16 @@ def contexts_left(worker: Worker) -> dict[str, int]:
 def device_threads() -> list[str]:
     """The names of this process's threads that are some device's."""
     return [t.name for t in threading.enumerate() if t.name.startswith("devctx-cuda")]
+
+
+def worker_with(workers: Iterable[Worker], ordinal: int) -> Worker:
+    """The one of the workers that uses a device; those that have closed use none."""
+    (found,) = (
+        worker
+        for worker in workers
+        if (plugin := worker.plugins.get("devctx")) and Device(ordinal) in plugin.worker_devices
+    )
+    return found
 
 
 def workers_of(client: Client) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import dask
 import pytest
 from distributed.utils_test import gen_cluster
 
-from dask_devctx import Device, DeviceNotFoundError, DevicePlugin, SimulatedArray, on_device
-from tests.distributed.devices import here
+from dask_devctx import DeviceNotFoundError, DevicePlugin, SimulatedArray, on_device
+from tests.distributed.devices import here, worker_with
 
 
 def slow_where(number: int) -> tuple[int | None, str]:
@@ -71,9 +71,4 @@ async def test_it_is_led_to_the_worker_that_has_the_device(
             ts.processing_on or next(iter(ts.who_has))
             for ts in map(scheduler.tasks.__getitem__, (future.key for future in carried))
         }
-        (owner,) = [
-            worker
-            for worker in workers
-            if Device(ordinal) in worker.plugins["devctx"].worker_devices
-        ]
-        assert has_it.address == owner.address
+        assert has_it.address == worker_with(workers, ordinal).address

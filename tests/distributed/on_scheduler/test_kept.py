@@ -13,9 +13,9 @@ import pytest
 from distributed import Client, Event, Scheduler, Worker, get_worker
 from distributed.utils_test import async_poll_for
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, report
+from dask_devctx import DevicePlugin, LocalDeviceCluster, report
 from dask_devctx.worker.placement import giving_back, standstill
-from tests.distributed.devices import here, with_plugin
+from tests.distributed.devices import here, with_plugin, worker_with
 
 CHANGED = {"valid_workers", "is_rootish", "check_idle_saturated"}
 
@@ -92,12 +92,7 @@ def changed(scheduler: Scheduler) -> set[str]:
 
 
 def worker_of(cluster: LocalDeviceCluster, ordinal: int) -> Worker:
-    (found,) = (
-        worker
-        for worker in cluster.workers.values()
-        if Device(ordinal) in worker.plugins["devctx"].worker_devices
-    )
-    return found
+    return worker_with(cluster.workers.values(), ordinal)
 
 
 def results(client: Client, futures: list[Any]) -> Counter[Any]:

@@ -23,7 +23,7 @@ from dask_devctx import (
 )
 from dask_devctx.annotations.names import mistaken
 from dask_devctx.worker.leases import registration
-from tests.distributed.devices import workers_of
+from tests.distributed.devices import worker_with, workers_of
 
 
 def where(*_: object) -> str:
@@ -62,12 +62,7 @@ def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
 
 
 def holder(cluster: LocalCluster, ordinal: int) -> Worker:
-    (found,) = (
-        worker
-        for worker in cluster.workers.values()
-        if Device(ordinal) in worker.plugins["devctx"].worker_devices
-    )
-    return found
+    return worker_with(cluster.workers.values(), ordinal)
 
 
 @pytest.mark.parametrize("ordinal", range(4))
