@@ -44,6 +44,14 @@ def ordinals(cluster: LocalDeviceCluster) -> list[list[int]]:
     )
 
 
+def until_there_are(cluster: LocalDeviceCluster, n_workers: int) -> None:
+    """Wait for the cluster's own list of workers: the scheduler knows of each one earlier."""
+    deadline = time.monotonic() + 10
+    while len(cluster.workers) != n_workers:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def threads(cluster: LocalDeviceCluster) -> list[int]:
     return [worker.state.nthreads for worker in cluster.workers.values()]
 
@@ -264,16 +272,14 @@ def test_scaling() -> None:
         client.wait_for_workers(4, timeout=10)
         with dask.annotate(device=3):  # before the last has said what it has, maybe
             assert client.submit(_where, pure=False).result(timeout=10) == 3
+        until_there_are(cluster, 4)
         assert ordinals(cluster) == [[0], [1], [2], [3]]
         with pytest.raises(
             ValueError, match="5 workers with 1 device each would need 5, and this machine has 4"
         ):
             cluster.scale(5)
         cluster.scale(2)
-        deadline = time.monotonic() + 10
-        while len(cluster.workers) > 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until_there_are(cluster, 2)
         cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
 
@@ -282,7 +288,7 @@ def test_scaling_where_a_worker_has_all_devices() -> None:
     with LocalDeviceCluster(**QUIET) as cluster, Client(cluster) as client:
         with pytest.warns(UserWarning, match="each of the 2 workers will use all 4 devices"):
             cluster.scale(2)
-        client.wait_for_workers(2, timeout=10)
+        until_there_are(cluster, 2)
         assert ordinals(cluster) == [[0, 1, 2, 3]] * 2
         assert cluster.adapt().maximum == 1  # no more than there is room for
 
