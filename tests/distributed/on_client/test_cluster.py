@@ -285,7 +285,7 @@ def test_scaling() -> None:
 
 
 def test_scaling_where_a_worker_has_all_devices() -> None:
-    with LocalDeviceCluster(**QUIET) as cluster, Client(cluster) as client:
+    with LocalDeviceCluster(**QUIET) as cluster, Client(cluster):
         with pytest.warns(UserWarning, match="each of the 2 workers will use all 4 devices"):
             cluster.scale(2)
         until_there_are(cluster, 2)
