@@ -1,0 +1,90 @@
+"""Values that leave a device, come back and end at the same time, and copies that fail."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from cuda.bindings.driver import CUresult
+from distributed import Client, wait
+
+from dask_devctx import Device, SimulatedArray, driver
+from dask_devctx.worker.memory.manager import DeviceMemory
+from tests.distributed.memory.test_spilling import MIB, full, threads
+
+
+def memory_of(client: Client) -> DeviceMemory:
+    """The device memory of the one worker, which is in this process."""
+    cluster: Any = client.cluster
+    (worker,) = cluster.workers.values()
+    memory: DeviceMemory = worker.data.memory
+    return memory
+
+
+def used(memory: DeviceMemory) -> int:
+    with memory.books.lock:
+        memory.books.settle()
+        return memory.books.used(Device(0))
+
+
+def total(value: Any) -> int:
+    return int(value.sum())
+
+
+@pytest.mark.parametrize("status", ["OUT_OF_MEMORY", "NOT_PERMITTED"])
+def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
+    with threads(2 * MIB, 1) as client:
+        futures = client.map(full, range(8), pure=False)
+        wait(futures)
+        memory = memory_of(client)
+        faults = driver.backend().machine.faults
+        faults.inject("cuMemcpyDtoHAsync", getattr(CUresult, f"CUDA_ERROR_{status}"))
+        memory.leaving.spill_all(Device(0))
+        memory.leaving.spill_all(Device(0))
+        assert used(memory) == 0
+        assert client.gather([client.submit(total, one) for one in futures]) == [
+            n * 16384 for n in range(8)
+        ]
+
+
+class Moody:
+    """A value on a device that cannot be pickled as long as ``error`` is set."""
+
+    error: type[Exception] | None = None
+
+    def __init__(self, array: SimulatedArray | None = None) -> None:
+        self.array = full(1) if array is None else array
+
+    def sum(self) -> int:
+        return int(self.array.sum())
+
+    def __reduce__(self) -> Any:
+        if Moody.error is not None:
+            raise Moody.error("not now")
+        return Moody, (self.array,)
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_others_leave_in_the_place_of_a_value_that_cannot(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with threads(1 * MIB, 1) as client, caplog.at_level(logging.WARNING):
+        moody = client.submit(Moody, pure=False)
+        wait(moody)
+        memory = memory_of(client)
+        nbytes = used(memory)
+        monkeypatch.setattr(Moody, "error", error)
+        futures = client.map(full, range(16), pure=False)  # more than the device has
+        assert client.gather([client.submit(total, one) for one in futures]) == [
+            n * 16384 for n in range(16)
+        ]
+        memory.leaving.spill_all(Device(0))
+        assert used(memory) == nbytes
+        for _ in range(3):
+            memory.leaving.spill_all(Device(0))
+        assert sum("no values left" in record.message for record in caplog.records) == 1
+        monkeypatch.setattr(Moody, "error", None)
+        memory.leaving.spill_all(Device(0))
+        assert used(memory) == 0
+        assert client.submit(total, moody, pure=False).result() == 16384
