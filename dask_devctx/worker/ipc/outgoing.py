@@ -245,7 +245,7 @@ class Outgoing:
                     return True
             elif await self._run(_start_and_finish, sending, index):
                 return True
-            if not wait or time.monotonic() > until or not self._sendings:
+            if not wait or sending.is_closed or not self._sendings or time.monotonic() > until:
                 return False
             with suppress(TimeoutError):
                 await asyncio.wait_for(room.wait(), _ROOM_LOOK_S)
