@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, wait
+from distributed import Client, Event, Worker, secede, wait
 
 from dask_devctx import Device, SimulatedArray, driver
 from dask_devctx.worker.memory.manager import DeviceMemory
@@ -46,6 +48,37 @@ def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
         assert client.gather([client.submit(total, one) for one in futures]) == [
             n * 16384 for n in range(8)
         ]
+
+
+def aside(n: int) -> Any:
+    """An array, or a number; after the event loop knows that the task seceded."""
+    secede()
+    Event("seceded").wait(10)
+    return full(1) if n == 0 else n
+
+
+def test_no_room_stays_reserved_for_the_result_of_a_task_that_seceded() -> None:
+    with threads(2 * MIB, 1) as client:
+        for n in range(3):
+            seceded = Event("seceded")
+            seceded.clear()
+            future = client.submit(aside, n, key=f"aside-{n}")
+            within(10, lambda: any(client.run(long_running).values()))
+            seceded.set()
+            wait(future)
+        ledger = memory_of(client).books.ledgers[Device(0)]
+        within(10, lambda: ledger.incoming == 0)
+
+
+def long_running(dask_worker: Worker) -> bool:
+    return bool(dask_worker.state.long_running)
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 class Moody:

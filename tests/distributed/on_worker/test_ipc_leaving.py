@@ -117,6 +117,33 @@ def _opened() -> int:
     return int(calls["cuIpcOpenMemHandle"] - calls["cuIpcCloseMemHandle"])
 
 
+def _reserved(dask_worker: Worker) -> tuple[int, int]:
+    """The bytes that are reserved on a worker's devices, and how many values they wait for."""
+    memory: Any = dask_worker.data.memory  # type: ignore[attr-defined]
+    nbytes = sum(ledger.incoming for ledger in memory.books.ledgers.values())
+    return nbytes, len(memory.reservations.handed)
+
+
+def _is_known(key: str, dask_worker: Worker) -> bool:
+    return key in dask_worker.state.tasks
+
+
+def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        made = client.submit(_of_3_mb, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(peers.pause, "cuMemcpyAsync", 1.0, 1, workers=workers[1:])
+        use = client.submit(peers.last, made, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[1])
+        assert client.run(_reserved, workers=workers[1:])[workers[1]][0] > 0
+        use.cancel()
+        key = made.key
+        made.cancel()
+        assert _until(lambda: not client.run(_is_known, key, workers=workers[1:])[workers[1]], 20)
+        assert _until(lambda: client.run(_reserved, workers=workers[1:])[workers[1]] == (0, 0), 10)
+
+
 def test_nothing_stays_open_where_the_plugin_goes_in_the_middle() -> None:
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
