@@ -96,6 +96,7 @@ class DeviceData(MutableMapping[Hashable, Any]):
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
         kept = None
+        self._release(key)
         if value.__class__ is Kept:  # it comes from another worker, in host memory
             self.memory.adopt(value)
         elif walk.find(value.__class__) is not None:
@@ -116,7 +117,14 @@ class DeviceData(MutableMapping[Hashable, Any]):
         else:
             self.on_devices[kept.key] = kept
 
+    def _release(self, key: Hashable) -> None:
+        """Note that the value of a key, if there is one, is no longer the key's."""
+        kept = self.on_devices.get(key) or getattr(self.raw, "fast", self.raw).get(key)
+        if kept.__class__ is Kept:
+            kept.released = True
+
     def __delitem__(self, key: Hashable) -> None:
+        self._release(key)
         kept = self.on_devices.pop(key, None)
         if kept is None or key in self.raw:
             del self.raw[key]

@@ -55,13 +55,15 @@ class Kept:
         Whether it is being copied to the host.
     stays
         Whether it cannot leave.
+    released
+        Whether dask has released it: its key may have another value, while a task still has this.
     counted
         What the books count for it, and count off after its end; None before they count it.
     """
 
     __slots__ = (
         *("__weakref__", "after", "counted", "form", "index", "key", "leaving", "memories"),
-        *("memory", "pins", "places", "stays", "touched", "value"),
+        *("memory", "pins", "places", "released", "stays", "touched", "value"),
     )
 
     def __init__(self, key: Hashable, value: Any, memory: DeviceMemory | None) -> None:
@@ -77,6 +79,7 @@ class Kept:
         self.pins = 0
         self.leaving = False
         self.stays = False
+        self.released = False
         self.counted: Any = None
 
     @property

@@ -302,7 +302,7 @@ class Leaving:
         """Return a host form of all values, or one of each if they share nothing."""
         after = []
         for kept in group:
-            stamp = kept.after or self._around.made_by(kept.key)
+            stamp = kept.after or self._around.made_by(kept)
             if stamp is None or device not in stamp.devices:
                 stamp = Stamp.of_devices([device])
             after.append(stamp)

@@ -101,7 +101,7 @@ class Returning:
                     value = values[kept.index]
                     places = nbytes_by_device(value)
                     self._books.count_back(kept)
-                    self._around.brought(kept.key, places, stamp)  # before a task can see the value
+                    self._around.brought(kept, places, stamp)  # before a task can see the value
                     kept.value, kept.places, kept.after = value, places, stamp
                     kept.memories = self._books.memories(value, places)
                     self._books.arrived(kept)

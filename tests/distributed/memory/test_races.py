@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import dask
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Event, Worker, secede, wait
@@ -16,11 +17,15 @@ from dask_devctx.worker.memory.manager import DeviceMemory
 from tests.distributed.memory.test_spilling import MIB, full, threads
 
 
-def memory_of(client: Client) -> DeviceMemory:
-    """The device memory of the one worker, which is in this process."""
+def worker_of(client: Client) -> Any:
+    """The one worker, which is in this process."""
     cluster: Any = client.cluster
     (worker,) = cluster.workers.values()
-    memory: DeviceMemory = worker.data.memory
+    return worker
+
+
+def memory_of(client: Client) -> DeviceMemory:
+    memory: DeviceMemory = worker_of(client).data.memory
     return memory
 
 
@@ -79,6 +84,28 @@ def within(seconds: float, holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.02)
+
+
+def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value() -> None:
+    """A task that was cancelled while it waited for the value still runs with it."""
+    with threads(2 * MIB, 2) as client:
+        with dask.annotate(device=0):
+            first = client.submit(full, 1, key="k")
+        wait(first)
+        worker = worker_of(client)
+        memory_of(client).leaving.spill_all(Device(0))
+        within(10, lambda: worker.data.peek("k").is_away)
+        kept = worker.data.peek("k")
+        first.release()
+        within(10, lambda: "k" not in worker.data)
+        with dask.annotate(device=1):
+            second = client.submit(full, 2, key="k")
+        wait(second)
+        memory = memory_of(client)
+        assert int(memory.pin(kept, None).get().sum()) == 16384
+        memory.unpin([kept])
+        with dask.annotate(device=0):
+            assert client.submit(total, second, pure=False).result() == 2 * 16384
 
 
 class Moody:
