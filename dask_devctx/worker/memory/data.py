@@ -13,7 +13,7 @@ from distributed import Worker
 
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.transfer import walk
-from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,11 @@ class DeviceData(MutableMapping[Hashable, Any]):
             Whether some values are in host memory or on disk, so that this is still needed.
         """
         for key, kept in list(self.on_devices.items()):
-            if kept.is_away:
+            value = kept.value  # read once: a thread may just be moving it
+            if value is AWAY:
                 self.moved(kept)
             else:
-                self.raw[key] = kept.value
+                self.raw[key] = value
                 del self.on_devices[key]
         if self.on_devices or (self.memory.on_disk and len(getattr(self.raw, "slow", ()))):
             return True

@@ -97,19 +97,21 @@ class Kept:
 
     def __sizeof__(self) -> int:
         # dask asks for it: only host memory counts towards the worker's limit.
-        form, value = self.form, self.value
-        if value is not AWAY:
-            return int(max(safe_sizeof(value) - sum(self.places.values()), 0))
-        assert form is not None
-        return form.host_nbytes
+        while (value := self.value) is AWAY:
+            form = self.form
+            if form is not None:
+                return form.host_nbytes  # if not, it comes back just now
+        return int(max(safe_sizeof(value) - sum(self.places.values()), 0))
 
     def host_form(self) -> tuple[HostForm, int]:
         """Return the value's host form, which is made if the value is on its device."""
-        form = self.form
-        if form is not None:
-            return form, self.index
-        assert self.memory is not None
-        return self.memory.copied(self), 0
+        memory = self.memory
+        if memory is None:  # it was read from disk
+            assert self.form is not None
+            return self.form, self.index
+        with memory.books.lock:
+            form, index = self.form, self.index
+        return (memory.copied(self), 0) if form is None else (form, index)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be the value itself in another process, such as that of a process pool."""

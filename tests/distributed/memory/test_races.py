@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dask
@@ -106,6 +108,95 @@ def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value
         memory.unpin([kept])
         with dask.annotate(device=0):
             assert client.submit(total, second, pure=False).result() == 2 * 16384
+
+
+def opcodes(
+    within: str,
+    prepare: Callable[[], object],
+    act: Callable[[], object],
+    run: Callable[[], object],
+) -> Iterator[Any]:
+    """Run a function once for each opcode of a module's code, with an act before that opcode.
+
+    Another thread may act at any of these points.
+    """
+    for at in range(10_000):
+        prepare()
+        numbers = itertools.count()
+        done = False
+
+        def look(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal done
+            if done or not frame.f_code.co_filename.endswith(within):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode" and next(numbers) == at:  # noqa: B023
+                done = True
+                act()
+            return look
+
+        before = sys.gettrace()
+        sys.settrace(look)
+        try:
+            found = run()
+        finally:
+            sys.settrace(before)
+        yield found
+        if not done:
+            return
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
+def test_dask_asks_for_the_size_of_a_value_that_moves(leaves: bool) -> None:
+    with threads(2 * MIB, 1) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        memory, worker = memory_of(client), worker_of(client)
+        kept = worker.data.peek(made.key)
+
+        def leave() -> None:
+            memory.spill_clean(MIB)
+            memory.leaving.spill_all(Device(0))
+
+        def come_back() -> None:
+            memory.pin(kept, None)
+            memory.unpin([kept])
+            memory.spill_clean(MIB)
+
+        steps = (come_back, leave) if leaves else (leave, come_back)
+        sizes = set(opcodes("kept.py", *steps, lambda: sys.getsizeof(kept)))
+        assert len(sizes) >= 2  # in host memory, and on the device
+        assert max(sizes) < 2 * 16384 * 8
+
+
+def removed_while_it_leaves(key: str, dask_worker: Worker) -> list[int]:
+    """The sums of a value after a plugin was removed while the value left its device."""
+    data: Any = dask_worker.data
+    memory, kept, found = data.memory, data.peek(key), []
+
+    def come_back() -> None:
+        memory.pin(kept, None)
+        memory.unpin([kept])
+        data.raw.pop(key, None)
+        data.on_devices[key] = kept
+
+    def leave() -> None:
+        memory.leaving.spill_all(Device(0))
+
+    def remove() -> Any:
+        data.keep_on()
+        return data.raw[key] if key in data.raw else data.on_devices[key]
+
+    for value in opcodes("memory/data.py", come_back, leave, remove):
+        found.append(int((memory.read(kept) if value is kept else value).sum()))
+    return found
+
+
+def test_a_plugin_is_removed_while_a_value_leaves() -> None:
+    with threads(2 * MIB, 1) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        (found,) = client.run(removed_while_it_leaves, made.key).values()
+        assert set(found) == {16384}
+        assert len(found) > 20
 
 
 class Moody:
