@@ -18,6 +18,7 @@ from dask_devctx.worker.memory.host_form import HostForm, Sent, _block_of
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
     from dask_devctx.transfer.blocks import Memory
+    from dask_devctx.worker.memory.books import Books
     from dask_devctx.worker.memory.manager import DeviceMemory
 
 AWAY: Final = object()
@@ -81,6 +82,12 @@ class Kept:
         self.stays = False
         self.released = False
         self.counted: Any = None
+
+    @property
+    def books(self) -> Books:
+        """The books that count it."""
+        assert self.memory is not None
+        return self.memory.books
 
     @property
     def has_host_memory(self) -> bool:

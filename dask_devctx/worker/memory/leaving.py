@@ -286,7 +286,7 @@ class Leaving:
                 kept.form.members.append(weakref.ref(kept))
             for kept in group:
                 kept.value, kept.places, kept.after = AWAY, {}, None
-                self._books.left(kept)
+                kept.books.left(kept)
             ledger.spills += len(group)
             ledger.spilled_nbytes += gain
         values.clear()  # frees the memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Event, Worker, secede, wait
 
-from dask_devctx import Device, SimulatedArray, driver
+from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
+from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
 from tests.distributed.memory.test_spilling import MIB, full, threads
 
@@ -197,6 +199,50 @@ def test_a_plugin_is_removed_while_a_value_leaves() -> None:
         (found,) = client.run(removed_while_it_leaves, made.key).values()
         assert set(found) == {16384}
         assert len(found) > 20
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
+def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
+    """The value was counted in the books of the plugin before."""
+    with threads(2 * MIB, 1) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        memory, worker = memory_of(client), worker_of(client)
+        kept = worker.data.peek(made.key)
+        memory.leaving.spill_all(Device(0))
+        within(10, lambda: made.key in worker.data.raw)
+        if leaves:
+            memory.read(kept)
+            memory.spill_clean(MIB)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def hold(*args: object) -> bool:
+            begun.set()
+            go_on.wait(10)
+            return False
+
+        def move(value: Kept) -> None:
+            if leaves:
+                memory.leaving.spill_all(Device(0))
+            else:
+                memory.read(value)
+
+        copy = "cuMemcpyDtoHAsync" if leaves else "cuMemcpyHtoDAsync"
+        driver.backend().machine.faults.inject(copy, None, when=hold)
+        moving = threading.Thread(target=move, args=[kept])
+        moving.start()
+        assert begun.wait(10)
+        client.register_plugin(DevicePlugin())
+        now = memory_of(client)
+        assert now is not memory
+        go_on.set()
+        moving.join()
+        assert client.submit(total, made, pure=False).result() == 16384
+        assert now.books.count("held", Device(0)) == 16384 * 8
+        assert now.books.count("spilled", Device(0)) == 0
+        made.release()
+        within(10, lambda: made.key not in worker.data)
+        del kept
+        assert used(now) == now.books.count("spilled", Device(0)) == 0
 
 
 class Moody:
