@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed import Client
 
-from dask_devctx.client.past import ended_before
+from dask_devctx.client.past import now_and_before
 from dask_devctx.client.tables import host_of
 from dask_devctx.scheduler.counts import METRIC, TRAFFIC
 from dask_devctx.scheduler.rows import (
@@ -111,8 +111,9 @@ def moment(client: Client, last: Moment | None = None) -> Any:
 
 async def _moment(client: Client, last: Moment | None) -> Moment:
     asks = last is None or last.before is not None
-    ended = await ended_before(client) if asks else None
-    found: Any = await client.scheduler.identity(n_workers=-1)
+    answer = await now_and_before(client) if asks else None
+    found: Any
+    found, ended = answer or (await client.scheduler.identity(n_workers=-1), None)
     workers = {address: str(worker["name"]) for address, worker in found["workers"].items()}
     devices, transfers = {}, Counter[tuple[str, str, str]]()
     for address, worker in found["workers"].items():

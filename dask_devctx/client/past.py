@@ -26,24 +26,27 @@ async def of_scheduler(client: Client) -> Any:
     return found or ({}, {}, [], {})
 
 
-async def ended_before(client: Client) -> dict[str, tuple[int, int]] | None:
-    """Return how many tasks were done and failed on workers that left, by the device's UUID.
+async def now_and_before(client: Client) -> tuple[Any, dict[str, tuple[int, int]]] | None:
+    """Return the scheduler's identity, and how many tasks ended on workers that left.
 
-    None where the scheduler lacks this package.
+    These are the tasks that were done and that failed, by the device's UUID. Both are of one
+    moment, so that a worker is in one of them. None where the scheduler lacks this package.
     """
     try:
-        found: Any = await client.run_on_scheduler(_ended)
+        found: Any = await client.run_on_scheduler(_now_and_before)
     except OSError:  # no scheduler answers
         raise
     except Exception:
         return None
-    return dict(found)
+    identity, ended = found
+    return identity, ended
 
 
-def _ended(dask_scheduler: Scheduler) -> dict[str, tuple[int, int]]:
+def _now_and_before(dask_scheduler: Scheduler) -> tuple[Any, dict[str, tuple[int, int]]]:
     counts = _counts(dask_scheduler)
     past = {} if counts is None else counts.past
-    return {uuid: (device.counts.done, device.counts.failed) for uuid, device in past.items()}
+    ended = {uuid: (device.counts.done, device.counts.failed) for uuid, device in past.items()}
+    return dask_scheduler.identity(n_workers=-1), ended
 
 
 def _counts(scheduler: Scheduler) -> Counts | None:

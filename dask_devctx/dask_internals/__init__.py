@@ -113,6 +113,7 @@ ON_A_WORKER: Final = (
     "state.data",
     "state.ready",
     "stream_handlers[close]",
+    "stream_handlers[remove-worker]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.
 ON_SPILLING_DATA: Final = (

@@ -80,6 +80,22 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
 
 
 @contextmanager
+def told_who_leaves(worker: Worker, call: Callable[[str], object]) -> Iterator[None]:
+    """While it is open, a function gets the address of each other worker that leaves the cluster.
+
+    The scheduler tells all workers of it.
+    """
+    before = worker.stream_handlers["remove-worker"]
+
+    def removed(worker: str, **message: Any) -> None:
+        before(worker=worker, **message)
+        call(worker)
+
+    with replaced(worker.stream_handlers, "remove-worker", removed):
+        yield
+
+
+@contextmanager
 def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
     """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too."""
     handler = AsText(worker._deque_handler)

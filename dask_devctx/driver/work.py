@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
+from dask_devctx.driver.launches import LaunchQueues
 from dask_devctx.driver.relaxed import Look
 from dask_devctx.errors import DeviceMemoryError
 
@@ -30,9 +31,12 @@ class WorkCalls:
     ----------
     look
         Looks at the progress and the health of the current device.
+    queues
+        Knows whether a call that records an event of a context may wait.
     """
 
     def __init__(self, checked: Checked) -> None:
+        self.queues = LaunchQueues()
         self.look = Look(self, checked)
         self.driver = checked.driver
         self.types = checked.types
@@ -68,7 +72,9 @@ class WorkCalls:
         context is being captured into a graph.
         """
         try:
-            status = self._status("cuCtxRecordEvent", 12050, context, event)
+            status = None
+            if not self.queues.may_be_full(context):
+                status = self._status("cuCtxRecordEvent", 12050, context, event)
             if status is None:
                 function = self.driver.cuCtxRecordEvent
                 (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))

@@ -15,9 +15,10 @@ import logging
 import mmap
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
@@ -115,8 +116,10 @@ class PageLockedPool:
         self._make_room = make_room
         self._slabs: list[_Slab] = []
         self._refused = False
-        self._lock = threading.RLock()  # a block may be collected at any moment
+        self._lock = threading.Lock()
         self._growing = threading.Lock()
+        # A block may be collected at any moment, also on a thread that changes the slabs just then.
+        self._ended: deque[tuple[_Slab, int]] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -126,7 +129,7 @@ class PageLockedPool:
     @property
     def taken(self) -> int:
         """The bytes that are locked and in use."""
-        with self._lock:
+        with self._locked():
             return sum(slab.ranges.taken for slab in self._slabs)
 
     def take(self, nbytes: int) -> HostBlock:
@@ -146,12 +149,11 @@ class PageLockedPool:
 
     def close(self) -> None:
         """Unlock the pages that are not in use; the others are unlocked as they come back."""
-        with self._lock:
+        with self._locked():
             self._refused = True
-            self._give_up_unused()
 
     def _piece(self, nbytes: int) -> HostBlock | None:
-        with self._lock:
+        with self._locked():
             for slab in self._slabs:
                 offset = slab.ranges.take(nbytes)
                 if offset is not None:
@@ -161,10 +163,35 @@ class PageLockedPool:
         return None
 
     def _give(self, slab: _Slab, offset: int) -> None:
-        with self._lock:
+        self._ended.append((slab, offset))
+        self._settle()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, after the blocks that ended were taken back."""
+        try:
+            with self._lock:
+                self._take_back()
+                yield
+                if self._refused:
+                    self._give_up_unused()
+        finally:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take back the blocks that ended, unless a thread has the lock: it does so later."""
+        while self._ended and self._lock.acquire(blocking=False):
+            try:
+                self._take_back()
+                if self._refused:
+                    self._give_up_unused()
+            finally:
+                self._lock.release()
+
+    def _take_back(self) -> None:
+        while self._ended:
+            slab, offset = self._ended.popleft()
             slab.ranges.give(offset)
-            if self._refused:
-                self._give_up_unused()
 
     def _give_up_unused(self) -> None:
         for slab in [slab for slab in self._slabs if slab.ranges.unused]:
@@ -190,7 +217,7 @@ class PageLockedPool:
                     error,
                 )
                 return False
-            with self._lock:
+            with self._locked():
                 self._slabs.append(slab)
             return True
 

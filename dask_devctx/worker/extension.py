@@ -65,6 +65,7 @@ _STAND_INS = frozenset({DeviceTask, ClaimedTask, HostTask})
 # In these states a task's thread may still be running it.
 _UNDER_WAY = frozenset({"executing", "cancelled", "resumed"})
 _RUNNING = frozenset({"executing", "long-running"})
+_MAY_GET_A_VALUE = _UNDER_WAY | _RUNNING | {"flight"}
 
 
 class DeviceExtension:
@@ -262,7 +263,7 @@ class DeviceExtension:
                 self._done(key, ts)
         elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
             self._ended_later(key, ts, start)
-        if start == "flight" and self.memory is not None:
+        if self.memory is not None and (ts is None or ts.state not in _MAY_GET_A_VALUE):
             self.memory.reservations.handed_over(key)
         if start == "memory":
             if self.inputs is not None:
@@ -350,8 +351,6 @@ class DeviceExtension:
         device = self.placement.remove(key)
         if device is None:
             return
-        if self.memory is not None:
-            self.memory.reservations.handed_over(key)  # of a result that dask did not take
         seconds = self.record.left(device, key, ts)
         if seconds is not None:
             self.placement.record_duration(ts.prefix, seconds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ class Looks:
             self.machine.faults.calls.clear()
             answer = self.work.look(self.event, self.device._handle, **what)
             called = list(self.machine.faults.calls)
-            assert self.machine.faults.calls[_MODE] == 2, "the thread's mode is restored"
+            assert self.machine.faults.calls[_MODE] in (2, 4), "the thread's mode is restored"
         mode = self.machine.driver.cuThreadExchangeStreamCaptureMode(0)[1]
         assert mode == CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
         return answer, [name for name in called if name != _MODE]
@@ -84,3 +85,42 @@ def test_without_addresses_of_events_a_look_does_the_same(
 ) -> None:
     monkeypatch.setattr("dask_devctx.driver.relaxed.invoke_relaxed", None)
     test_each_look_probes(look)
+
+
+def test_an_event_is_recorded_without_pythons_lock_where_a_queue_may_be_full(
+    look: Looks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record by address keeps the lock, and waits for the device where a queue is full."""
+    now = [0.0]
+    monkeypatch.setattr("dask_devctx.driver.launches.perf_counter", lambda: now[0])
+    by_bindings = []
+    driver = look.machine.driver
+    record = driver.cuCtxRecordEvent
+
+    def through_the_bindings(context: Any, event: Any) -> Any:
+        caller = inspect.currentframe().f_back.f_code.co_name  # type: ignore[union-attr]
+        by_bindings.append(caller != "_record")
+        return record(context, event)
+
+    monkeypatch.setattr(driver, "cuCtxRecordEvent", through_the_bindings)
+
+    def records(**what: bool) -> bool:
+        by_bindings.clear()
+        assert look(record=True, **what)[0][1]
+        (found,) = by_bindings
+        by_bindings.clear()
+        with look.device:
+            event = look.work.event_create()
+            assert look.work.event_record_context(event, look.device._handle)
+        assert by_bindings == [found]
+        return found
+
+    addressed = look.work.look._addresses is not None
+    assert records() is True  # nothing is known of the queues
+    assert records(query=True) is not addressed  # they were empty a moment ago
+    now[0] += 1e-3
+    assert records(query=True) is not addressed
+    now[0] += 1.0
+    assert records() is True
+    assert look(query=True)[0] == (True, False)
+    assert records() is not addressed

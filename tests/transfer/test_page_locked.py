@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import random
+import sys
 import threading
+from typing import Any
 
 import pytest
 from cuda.bindings.driver import CUresult
@@ -195,3 +198,71 @@ def test_threads_take_and_give_at_the_same_time(machine: SimulatedMachine) -> No
     assert pool.nbytes == 4 * SLAB
     pool.close()
     assert locked(machine) == (4, 4)
+
+
+class _Ring:
+    """Keeps a block in a cycle, so that only the garbage collector ends it."""
+
+    def __init__(self, block: HostBlock) -> None:
+        self.block = block
+        self.itself = self
+
+
+def _take_while_rings_end(pool: PageLockedPool, at: int) -> list[HostBlock]:
+    """Take blocks while the collector, at one line of the pool's code, ends some others."""
+    rings = [_Ring(pool.take(256)) for _ in range(20)]
+    plain = [rings.pop(n).block for n in (15, 12, 11, 5, 4)]
+    kept = [ring.block for ring in rings[::2]]
+    gc.collect()  # the rings of these blocks
+    before, lines = sys.gettrace(), itertools.count()
+
+    def collect(frame: Any, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(("page_locked.py", "ranges.py")):
+            return None
+        if event == "line" and next(lines) == at:
+            gc.collect()
+        return collect
+
+    plain.clear()
+    rings.clear()
+    sys.settrace(collect)
+    try:
+        taken = pool.take(512)
+    finally:
+        sys.settrace(before)
+    return [taken, *kept, *(pool.take(256) for _ in range(5))]
+
+
+def test_the_garbage_collector_may_end_a_block_at_any_moment(machine: SimulatedMachine) -> None:
+    gc.disable()
+    gc.freeze()  # a collection takes 100 ms otherwise
+    try:
+        for at in range(40):
+            pool = pool_of(1)
+            blocks = _take_while_rings_end(pool, at)
+            gc.collect()
+            spans = sorted((one.address, one.address + one.nbytes) for one in blocks)
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+            del blocks
+            assert pool.taken == 0
+            pool.close()
+            assert pool.nbytes == 0
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
+def test_pages_that_are_locked_while_the_pool_closes_are_given_back(
+    machine: SimulatedMachine,
+) -> None:
+    pool = pool_of(2)
+
+    def close(*args: object) -> bool:
+        pool.close()
+        return False
+
+    machine.faults.inject("cuMemHostRegister", None, when=close)
+    pool.grow_ahead()
+    assert pool.nbytes == 0
+    assert locked(machine) == (1, 1)
+    assert not pool.take(SLAB).is_page_locked

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 
 from dask_devctx.transfer.events import Stamp
@@ -30,6 +31,13 @@ class Sending:
     ----------
     nbytes, piece
         The number of bytes of all parts, and of a piece.
+    is_closed
+        Whether it was closed: no more pieces are staged.
+
+    Notes
+    -----
+    Thread-safe. A piece that is being copied when the transfer is closed goes back when its copy
+    has ended: until then, the copy writes there.
     """
 
     def __init__(
@@ -45,7 +53,10 @@ class Sending:
         self._after = tuple(after)
         self._gathered = gathered
         self._layout = Layout(part.nbytes for part in parts)
+        self._lock = threading.Lock()
         self._staged: dict[int, Staged] = {}
+        self._copies: dict[int, Lane | None] = {}  # of the pieces that are not staged yet
+        self.is_closed = False
         self.nbytes = self._layout.nbytes
         self.piece = max(self.nbytes, 1)
         if self.nbytes > staging.one_piece:
@@ -57,6 +68,8 @@ class Sending:
 
     def start(self, index: int) -> Lane | None:
         """Start the copy of a piece into staging memory; None if there is no room now.
+
+        None, too, after :meth:`close`.
 
         Returns
         -------
@@ -72,7 +85,22 @@ class Sending:
         staged = self.staging.take(end - begin)
         if staged is None:
             return None
-        self._staged[index] = staged  # close() gives it back, also after an error here
+        with self._lock:
+            if closed := self.is_closed:
+                self.staging.give([staged])
+            else:
+                self._staged[index] = staged  # close() gives it back, also after an error here
+                self._copies[index] = None
+        if closed:
+            return None
+        try:
+            lane = self._copies[index] = self._started(begin, end, staged)
+        except BaseException:
+            self._ended(index)
+            raise
+        return lane
+
+    def _started(self, begin: int, end: int, staged: Staged) -> Lane:
         device = self.staging.device
         with device:
             lane = lanes.take(device)
@@ -95,13 +123,23 @@ class Sending:
 
     def finish(self, lane: Lane) -> None:
         """Wait until a piece is in staging memory."""
-        with lane.device:
-            try:
-                lane.wait()
-            except BaseException:
-                lanes.drop(lane)
-                raise
-            lanes.give(lane)
+        try:
+            with lane.device:
+                try:
+                    lane.wait()
+                except BaseException:
+                    lanes.drop(lane)
+                    raise
+                lanes.give(lane)
+        finally:
+            self._ended(next(index for index, one in tuple(self._copies.items()) if one is lane))
+
+    def _ended(self, index: int) -> None:
+        """Note that nothing is copied into a piece any more."""
+        with self._lock:
+            del self._copies[index]
+            if self.is_closed:
+                self.staging.give([self._staged.pop(index)])
 
     def description(self, index: int) -> tuple[int, bytes, int, int]:
         """Return the data that another process needs to read a piece."""
@@ -114,14 +152,17 @@ class Sending:
 
     def is_staged(self, index: int) -> bool:
         """Return whether a piece is in staging memory."""
-        return index in self._staged
+        return index in self._staged and index not in self._copies
 
     def was_read(self, until: int) -> None:
         """Give back the pieces before ``until``: the receiver has read them."""
-        for index in [index for index in self._staged if index < until]:
-            self.staging.give([self._staged.pop(index)])
+        with self._lock:
+            read = [i for i in self._staged if i < until and i not in self._copies]
+            self.staging.give([self._staged.pop(i) for i in read])
 
     def close(self) -> None:
         """Give back all pieces: no process reads them any more."""
-        staged, self._staged = self._staged, {}
-        self.staging.give(staged.values())
+        with self._lock:
+            self.is_closed = True
+            left = [i for i in self._staged if i not in self._copies]
+            self.staging.give([self._staged.pop(i) for i in left])

@@ -209,16 +209,16 @@ class Inputs:
             after, places = lifetime.after, lifetime.places
             self.replicas.get(lifetime, value, device, after=after, ahead=True, places=places)
 
-    def brought(self, key: Hashable, places: Mapping[Device, int], after: Stamp) -> None:
+    def brought(self, kept: Kept, places: Mapping[Device, int], after: Stamp) -> None:
         """Note that a value came back from host memory; on any thread."""
-        lifetime = self.lifetimes.get(key)
-        if lifetime is not None:
+        lifetime = self.lifetimes.get(kept.key)
+        if lifetime is not None and not kept.released:  # asked last: it may be another value's
             lifetime.places, lifetime.after = places, after
 
-    def work_of(self, key: Hashable) -> Stamp | None:
-        """Return the stamp of the work that makes a key's value, if it is known; on any thread."""
-        lifetime = self.lifetimes.get(key)
-        return None if lifetime is None else lifetime.after
+    def work_of(self, kept: Kept) -> Stamp | None:
+        """Return the stamp of the work that makes a value, if it is known; on any thread."""
+        lifetime = self.lifetimes.get(kept.key)
+        return None if lifetime is None or kept.released else lifetime.after
 
     def bring(
         self,

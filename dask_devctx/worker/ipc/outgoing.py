@@ -24,6 +24,7 @@ from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.transfer.ipc.staging import Staging
 from dask_devctx.worker.comms.device_types import find
 from dask_devctx.worker.inputs.inputs import Inputs
+from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.places import known_work, on_devices
 from dask_devctx.worker.ipc.traffic import Traffic
 from dask_devctx.worker.memory.kept import Kept
@@ -58,10 +59,8 @@ class Outgoing:
         Staging memory of each of its devices.
     inputs
         Knows the work that makes each value; None if no work is known.
-    receivers
-        The workers that can read that memory, by address.
-    token
-        The name of this worker among senders.
+    pairs
+        Knows the workers that can read that memory.
     run
         Runs a function on a thread that may wait.
     traffic
@@ -75,8 +74,7 @@ class Outgoing:
         worker: Worker,
         stagings: dict[Device, Staging],
         inputs: Inputs | None,
-        receivers: dict[str, str],
-        token: str,
+        pairs: Pairs,
         run: Any,
         traffic: Traffic,
         on_failure: Callable[[Device, DriverError], object],
@@ -84,8 +82,7 @@ class Outgoing:
         self._worker = worker
         self._stagings = stagings
         self._inputs = inputs
-        self._receivers = receivers
-        self._token = token
+        self._pairs = pairs
         self._run = run
         self._traffic = traffic
         self._on_failure = on_failure
@@ -104,9 +101,9 @@ class Outgoing:
         places = on_devices(msg["data"], self._stagings, self._inputs, staged=True)
         if not places:
             return None
-        if who is None or not token or self._receivers.get(who) != token:
+        if who is None or not token or self._pairs.receivers.get(who) != token:
             if who is not None:
-                reason = self._traffic.reasons.get(who, "it does not say that it can read them")
+                reason = self._pairs.reasons.get(who, "it does not say that it can read them")
                 self._traffic.through_host(places, who, reason)
             return None
         reason = "there was no staging memory for them, or their type goes through the host"
@@ -134,7 +131,7 @@ class Outgoing:
         up.
         """
         sending = self._sendings.get(number)
-        if sending is None or token not in self._receivers.values():
+        if sending is None or token not in self._pairs.receivers.values():
             return None
         if index >= sending.pieces:
             logger.warning("a transfer has %d pieces; refused a message about more", sending.pieces)
@@ -245,7 +242,7 @@ class Outgoing:
                     return True
             elif await self._run(_start_and_finish, sending, index):
                 return True
-            if not wait or time.monotonic() > until or not self._sendings:
+            if not wait or sending.is_closed or not self._sendings or time.monotonic() > until:
                 return False
             with suppress(TimeoutError):
                 await asyncio.wait_for(room.wait(), _ROOM_LOOK_S)
@@ -269,7 +266,7 @@ class Outgoing:
             data[key] = Serialized(header, [parcel.pickled, *parcel.buffers])
             first += len(parcel.parts)
         about = {
-            "sender": self._token,
+            "sender": self._pairs.token,
             "number": number,
             "source": sending.staging.device.uuid,
             "piece": sending.piece,

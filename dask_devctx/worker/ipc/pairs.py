@@ -54,8 +54,6 @@ class Pairs:
         The buffers of other workers that it has open.
     run
         Runs a function on a thread that may wait.
-    reasons
-        A dictionary for the attribute of this name.
 
     Attributes
     ----------
@@ -79,11 +77,10 @@ class Pairs:
         device: Device,
         opened: OpenedBuffers,
         run: Any,
-        reasons: dict[str, str],
     ) -> None:
         self.token = uuid.uuid4().hex
         self.receivers: dict[str, str] = {}
-        self.reasons = reasons
+        self.reasons: dict[str, str] = {}
         self.tokens: dict[str, str] = {}
         self.ways: dict[str, str | None] = {}
         self._worker = worker
@@ -128,6 +125,15 @@ class Pairs:
         token = self.tokens.pop(address, None)
         if token is not None:
             self._worker.loop.add_callback(self._run, self._opened.close, token)
+
+    def left(self, address: str) -> None:
+        """Forget all about a worker that left the cluster; another may have the address later."""
+        self.forget(address)
+        for known in (self.ways, self.reasons, self._again):
+            known.pop(address, None)
+        asking = self._asking.get(address)
+        if asking is not None:  # it learns soon that the worker is gone
+            asking.add_done_callback(lambda _: self.left(address))
 
     async def refuse(self, address: str, reason: str) -> None:
         """Stop reading a worker's memory."""

@@ -18,7 +18,7 @@ class Traffic:
     Attributes
     ----------
     reasons
-        The reasons why values last went to another worker through the host, by its address.
+        The reasons why values last went through the host, by the destination in a row.
     on_copy
         Called with the arguments of each :meth:`count`, the bytes' way after the seconds.
     """
@@ -30,10 +30,14 @@ class Traffic:
 
     def count(
         self, source: str, destination: str, way: str, nbytes: int, seconds: float, copies: int = 1
-    ) -> None:
+    ) -> str:
         """Count a transfer. Each end is a device's UUID, or a worker's address.
 
-        Workers that come last in a large cluster are counted together, as "other workers".
+        Returns
+        -------
+        str
+            The destination in the row. Workers that come last in a large cluster are counted
+            together, as "other workers".
         """
         ends = source, destination, way
         if ends not in self._rows and way == "host" and len(self._rows) >= _MOST_ROWS:
@@ -44,15 +48,15 @@ class Traffic:
         row[2] += seconds
         if self.on_copy is not None:
             self.on_copy(source, destination, nbytes, seconds, way, copies)
+        return ends[1]
 
     def through_host(
         self, places: Mapping[Hashable, Mapping[Device, int]], who: str, reason: str
     ) -> None:
         """Count values that go to a worker through the host, each with its bytes by device."""
-        self.reasons[who] = self.reasons[_OTHERS] = reason
         for each in places.values():
             for device, nbytes in each.items():
-                self.count(device.uuid, who, "host", nbytes, 0.0)
+                self.reasons[self.count(device.uuid, who, "host", nbytes, 0.0)] = reason
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each source, destination and way, as plain data."""

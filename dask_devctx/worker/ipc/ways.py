@@ -15,7 +15,7 @@ from distributed import Status, Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
-from dask_devctx.dask_internals.worker import larger_messages
+from dask_devctx.dask_internals.worker import larger_messages, told_who_leaves
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.opened import OpenedBuffers
 from dask_devctx.transfer.ipc.staging import Staging
@@ -132,18 +132,10 @@ class IpcWay:
             for device in devices
         }
         first = devices[0]
-        self._pairs = Pairs(
-            worker, self.stagings[first], first, self._opened, self._run, traffic.reasons
-        )
+        self._pairs = Pairs(worker, self.stagings[first], first, self._opened, self._run)
+        self._left: set[str] = set()  # the workers that may still have this one's memory open
         self._outgoing = Outgoing(
-            worker,
-            self.stagings,
-            inputs,
-            self._pairs.receivers,
-            self._pairs.token,
-            self._run,
-            traffic,
-            on_failure,
+            worker, self.stagings, inputs, self._pairs, self._run, traffic, on_failure
         )
         self._incoming = Incoming(
             worker,
@@ -159,6 +151,7 @@ class IpcWay:
         )
         with ExitStack() as steps:
             steps.enter_context(answering(worker, self._handlers()))
+            steps.enter_context(told_who_leaves(worker, self._worker_left))
             one_piece = min(staging.one_piece for staging in self.stagings.values())
             steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, one_piece)))
             self._steps = steps.pop_all()
@@ -219,13 +212,20 @@ class IpcWay:
         """Forget a worker whose connection ended."""
         self._pairs.forget(address)
 
+    def _worker_left(self, address: str) -> None:
+        """Forget a worker that left the cluster; its process may still be there."""
+        self._pairs.left(address)
+        if address in self._pairs.receivers:
+            self._left.add(address)
+
     # -- staging memory that is not needed
 
     async def look(self) -> None:
         """Release the memory of workers that are gone, and staging memory that was long unused."""
-        for address in list(self._pairs.tokens):
+        for address in {*self._pairs.tokens, *self._left}:
             if await self._ask_to_close(address, []) is None:
                 self._pairs.forget(address)
+        self._left &= self._pairs.receivers.keys()
         idle = [
             staging
             for staging in self.stagings.values()

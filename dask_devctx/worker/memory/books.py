@@ -38,6 +38,8 @@ class Books:
         The limit of each device in bytes.
     around
         Knows the copies and the staging memory.
+    lock
+        The lock of the books that these take the place of; a new one by default.
 
     Attributes
     ----------
@@ -60,8 +62,13 @@ class Books:
         *("spills", "spilled_nbytes", "unspills", "unspilled_nbytes"),
     )
 
-    def __init__(self, limits: Mapping[Device, int], around: Surroundings) -> None:
-        self.lock = threading.RLock()
+    def __init__(
+        self,
+        limits: Mapping[Device, int],
+        around: Surroundings,
+        lock: threading.RLock | None = None,
+    ) -> None:
+        self.lock = lock or threading.RLock()
         self.ledgers = {
             device: Ledger(device, limit, threading.Condition(self.lock))
             for device, limit in limits.items()

@@ -13,7 +13,7 @@ from distributed import Worker
 
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.transfer import walk
-from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
 
 logger = logging.getLogger(__name__)
@@ -69,10 +69,11 @@ class DeviceData(MutableMapping[Hashable, Any]):
             Whether some values are in host memory or on disk, so that this is still needed.
         """
         for key, kept in list(self.on_devices.items()):
-            if kept.is_away:
+            value = kept.value  # read once: a thread may just be moving it
+            if value is AWAY:
                 self.moved(kept)
             else:
-                self.raw[key] = kept.value
+                self.raw[key] = value
                 del self.on_devices[key]
         if self.on_devices or (self.memory.on_disk and len(getattr(self.raw, "slow", ()))):
             return True
@@ -96,6 +97,7 @@ class DeviceData(MutableMapping[Hashable, Any]):
 
     def __setitem__(self, key: Hashable, value: Any) -> None:
         kept = None
+        self._release(key)
         if value.__class__ is Kept:  # it comes from another worker, in host memory
             self.memory.adopt(value)
         elif walk.find(value.__class__) is not None:
@@ -116,7 +118,14 @@ class DeviceData(MutableMapping[Hashable, Any]):
         else:
             self.on_devices[kept.key] = kept
 
+    def _release(self, key: Hashable) -> None:
+        """Note that the value of a key, if there is one, is no longer the key's."""
+        kept = self.on_devices.get(key) or getattr(self.raw, "fast", self.raw).get(key)
+        if kept.__class__ is Kept:
+            kept.released = True
+
     def __delitem__(self, key: Hashable) -> None:
+        self._release(key)
         kept = self.on_devices.pop(key, None)
         if kept is None or key in self.raw:
             del self.raw[key]

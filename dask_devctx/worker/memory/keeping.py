@@ -69,7 +69,8 @@ def within_limits(
         make_room=lambda nbytes: memory.spill_clean(nbytes),
     )
 
-    memory = DeviceMemory(known, pool, around, on_failure)
+    before = worker.data.memory if isinstance(worker.data, DeviceData) else None
+    memory = DeviceMemory(known, pool, around, on_failure, before)
     memory.leaving.looks_at_others = not rmm_keeps_memory(options)
     data: DeviceData
 

@@ -18,6 +18,7 @@ from dask_devctx.worker.memory.host_form import HostForm, Sent, _block_of
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
     from dask_devctx.transfer.blocks import Memory
+    from dask_devctx.worker.memory.books import Books
     from dask_devctx.worker.memory.manager import DeviceMemory
 
 AWAY: Final = object()
@@ -55,13 +56,15 @@ class Kept:
         Whether it is being copied to the host.
     stays
         Whether it cannot leave.
+    released
+        Whether dask has released it: its key may have another value, while a task still has this.
     counted
         What the books count for it, and count off after its end; None before they count it.
     """
 
     __slots__ = (
         *("__weakref__", "after", "counted", "form", "index", "key", "leaving", "memories"),
-        *("memory", "pins", "places", "stays", "touched", "value"),
+        *("memory", "pins", "places", "released", "stays", "touched", "value"),
     )
 
     def __init__(self, key: Hashable, value: Any, memory: DeviceMemory | None) -> None:
@@ -77,7 +80,14 @@ class Kept:
         self.pins = 0
         self.leaving = False
         self.stays = False
+        self.released = False
         self.counted: Any = None
+
+    @property
+    def books(self) -> Books:
+        """The books that count it."""
+        assert self.memory is not None
+        return self.memory.books
 
     @property
     def has_host_memory(self) -> bool:
@@ -94,19 +104,21 @@ class Kept:
 
     def __sizeof__(self) -> int:
         # dask asks for it: only host memory counts towards the worker's limit.
-        form, value = self.form, self.value
-        if value is not AWAY:
-            return int(max(safe_sizeof(value) - sum(self.places.values()), 0))
-        assert form is not None
-        return form.host_nbytes
+        while (value := self.value) is AWAY:
+            form = self.form
+            if form is not None:
+                return form.host_nbytes  # if not, it comes back just now
+        return int(max(safe_sizeof(value) - sum(self.places.values()), 0))
 
     def host_form(self) -> tuple[HostForm, int]:
         """Return the value's host form, which is made if the value is on its device."""
-        form = self.form
-        if form is not None:
-            return form, self.index
-        assert self.memory is not None
-        return self.memory.copied(self), 0
+        memory = self.memory
+        if memory is None:  # it was read from disk
+            assert self.form is not None
+            return self.form, self.index
+        with memory.books.lock:
+            form, index = self.form, self.index
+        return (memory.copied(self), 0) if form is None else (form, index)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Be the value itself in another process, such as that of a process pool."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from time import perf_counter
-from typing import TYPE_CHECKING, Final
-
-from dask.utils import format_bytes
+from typing import TYPE_CHECKING, Final, TypeGuard
 
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import release_library_caches
+from dask_devctx.cuda.out_of_memory import is_out_of_memory, release_library_caches
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, release_held
@@ -24,12 +22,11 @@ from dask_devctx.worker.memory.books import Books
 from dask_devctx.worker.memory.host_form import HostForm
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
+from dask_devctx.worker.memory.notices import Notices
 from dask_devctx.worker.threads.executors import near_cpus
 
 if TYPE_CHECKING:
     from dask_devctx.worker.memory.surroundings import Surroundings
-
-logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_S: Final = 0.5
 # The fraction of a device's memory that stays free for others.
@@ -73,8 +70,7 @@ class Leaving:
         self._pool = pool
         self._around = around
         self._on_failure = on_failure
-        self._told: set[type] = set()
-        self._told_of_spilling = False
+        self._notices = Notices(around.worker_name)
         self._grow = threading.Event()
         threading.Thread(target=self._grow_ahead, name="devctx-memory-host", daemon=True).start()
         for device, ledger in books.ledgers.items():
@@ -107,8 +103,10 @@ class Leaving:
             return 0
         with self._lock:
             before = ledger.held
-        for group in self._groups(ledger, ledger.limit):
-            self._leave(ledger, group)
+        try:
+            self._leave_all(ledger, ledger.limit)
+        except Exception as error:
+            self._note_failure(ledger, error)
         release_held()
         with self._lock:
             self._books.settle()
@@ -150,16 +148,22 @@ class Leaving:
                 return
             moved = self._move_away(ledger, wanted)
         except Exception as error:
-            if isinstance(error, DriverError) and error.code in statuses.STICKY:
-                self._on_failure(ledger.device, error)
-                ledger.stopped = True
+            if self._note_failure(ledger, error):
                 return
-            logger.warning("no values left %s", ledger.device, exc_info=True)
             moved = False
         with self._lock:
             ledger.answer(moved)
             if not moved and not ledger.waiting and self.open:
-                ledger.changed.wait(_LOOK_INTERVAL_S / 10)  # until a value can leave
+                ledger.changed.wait(_LOOK_INTERVAL_S / 10)  # until one can leave
+
+    def _note_failure(self, ledger: Ledger, error: Exception) -> bool:
+        """Note why no values left; return whether the device has failed."""
+        if _is_sticky(error):
+            self._on_failure(ledger.device, error)
+            ledger.stopped = True
+            return True
+        self._notices.failed(ledger.device, error)
+        return False
 
     def _wanted(self, ledger: Ledger) -> int:
         self._books.settle()
@@ -195,15 +199,44 @@ class Leaving:
             release_held()
         if dropped >= wanted:
             return True
-        moved = dropped > 0
-        for group in self._groups(ledger, wanted - dropped):
-            moved |= self._leave(ledger, group)
-            with self._lock:
-                ledger.answer(moved)  # a task may go on before the others have left
+        return self._leave_all(ledger, wanted - dropped) or dropped > 0
+
+    def _leave_all(self, ledger: Ledger, wanted: int) -> bool:
+        """Move values of so many bytes to host memory; return whether any went.
+
+        Others go in the place of one that fails. The first error is raised if none went.
+        """
+        moved, first = False, None
+        failed: set[int] = set()
+        while wanted > 0 and (groups := self._groups(ledger, wanted, failed)):
+            before = len(failed)
+            try:
+                while groups:
+                    group = groups.pop()
+                    gain = ledger.gain(group)
+                    try:
+                        went = self._leave(ledger, group)
+                    except Exception as error:
+                        if _is_sticky(error):
+                            raise
+                        first, went = first or error, False
+                        failed.update(map(id, group))
+                    wanted -= gain if went else 0
+                    moved |= went
+                    with self._lock:
+                        ledger.answer(moved)  # a task may go on before the others have left
+            finally:
+                with self._lock:
+                    for kept in itertools.chain.from_iterable(groups):
+                        kept.leaving = False
+            if len(failed) == before:
+                break
+        if first is not None and not moved:
+            raise first
         return moved
 
-    def _groups(self, ledger: Ledger, wanted: int) -> list[list[Kept]]:
-        """Return values that leave next, those that share memory together."""
+    def _groups(self, ledger: Ledger, wanted: int, but: Container[int]) -> list[list[Kept]]:
+        """Return values that leave next, the first one last; those that share memory together."""
         with self._lock:
             self._books.settle()
             found: list[list[Kept]] = []
@@ -211,7 +244,7 @@ class Leaving:
             for kept in in_order_of_leaving(ledger, self._around.next_use):
                 if gain >= wanted:
                     break
-                if kept.leaving:
+                if kept.leaving or id(kept) in but:
                     continue
                 group = ledger.group(kept)
                 if any(one.pins or one.leaving or one.stays or one.is_away for one in group):
@@ -220,7 +253,7 @@ class Leaving:
                     one.leaving = True
                 found.append(group)
                 gain += ledger.gain(group)
-        return found
+        return found[::-1]
 
     def _leave(self, ledger: Ledger, group: list[Kept]) -> bool:
         """Move values that share memory to host memory; return whether they went."""
@@ -233,10 +266,10 @@ class Leaving:
             with self._lock:
                 for kept in group:
                     kept.leaving = False
-                    kept.stays = not isinstance(error, (DriverError, MemoryError, OSError))
+                    kept.stays = not _passes(error)
             if not group[0].stays:
                 raise
-            self._tell_that_it_stays(group[0], error)
+            self._notices.stays(group[0].value, error)
             return False
         with self._lock:
             for kept in group:
@@ -253,21 +286,13 @@ class Leaving:
                 kept.form.members.append(weakref.ref(kept))
             for kept in group:
                 kept.value, kept.places, kept.after = AWAY, {}, None
-                self._books.left(kept)
+                kept.books.left(kept)
             ledger.spills += len(group)
             ledger.spilled_nbytes += gain
-            first, self._told_of_spilling = not self._told_of_spilling, True
         values.clear()  # frees the memory
         if copied:
             self._around.copied(device, gain, perf_counter() - begun, back=False)
-        if first:
-            logger.warning(  # once: dask shows no lines of a lower level
-                "%s: %s holds more than its limit of %s: values go to host memory, and come back "
-                "before their tasks (device_memory_limit). report(client).devices counts them",
-                self._around.worker_name,
-                device,
-                format_bytes(ledger.limit),
-            )
+        self._notices.spilled(device, ledger.limit)
         for kept in group:
             self._around.moved(kept)
         self._grow.set()
@@ -277,7 +302,7 @@ class Leaving:
         """Return a host form of all values, or one of each if they share nothing."""
         after = []
         for kept in group:
-            stamp = kept.after or self._around.made_by(kept.key)
+            stamp = kept.after or self._around.made_by(kept)
             if stamp is None or device not in stamp.devices:
                 stamp = Stamp.of_devices([device])
             after.append(stamp)
@@ -285,14 +310,10 @@ class Leaving:
         form = HostForm.copied(values, device, after, self._pool.take)
         return form.apart(self._pool.take) or [form]
 
-    def _tell_that_it_stays(self, kept: Kept, error: Exception) -> None:
-        kind = type(kept.value)
-        if kind not in self._told:
-            self._told.add(kind)
-            logger.warning(
-                "values of the type %s stay on their devices, whatever the limit: they cannot be "
-                "pickled without their device memory (%s: %s)",
-                kind.__qualname__,
-                type(error).__name__,
-                error,
-            )
+
+def _is_sticky(error: Exception) -> TypeGuard[DriverError]:
+    return isinstance(error, DriverError) and error.code in statuses.STICKY
+
+
+def _passes(error: Exception) -> bool:
+    return isinstance(error, (DriverError, MemoryError, OSError)) or is_out_of_memory(error)

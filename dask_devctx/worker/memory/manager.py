@@ -37,6 +37,8 @@ class DeviceMemory:
         The parts of the worker that it concerns.
     on_failure
         Called with a device that failed, and the driver's error.
+    before
+        The manager that this takes the place of. Values that it moves just now are counted here.
 
     Attributes
     ----------
@@ -57,8 +59,9 @@ class DeviceMemory:
         pool: PageLockedPool,
         around: Surroundings,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
+        before: DeviceMemory | None = None,
     ) -> None:
-        self.books = Books(limits, around)
+        self.books: Books = Books(limits, around, None if before is None else before.books.lock)
         self.reservations = Reservations(self.books, around)
         self.leaving = Leaving(self.books, pool, around, on_failure)
         self.on_disk = False

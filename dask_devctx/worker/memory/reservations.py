@@ -30,6 +30,11 @@ class Reservations:
     around
         Drops copies.
 
+    Attributes
+    ----------
+    handed
+        The reservations for values that dask is about to have, by key.
+
     Notes
     -----
     Thread-safe.
@@ -38,7 +43,7 @@ class Reservations:
     def __init__(self, books: Books, around: Surroundings) -> None:
         self._books = books
         self._around = around
-        self._handed: dict[Hashable, tuple[Device, int]] = {}
+        self.handed: dict[Hashable, tuple[Device, int]] = {}
         self._expected: dict[str, int] = {}
 
     def make_room(self, device: Device, nbytes: int, *, wait: bool = True) -> bool:
@@ -87,13 +92,13 @@ class Reservations:
         """Keep a reservation until a key's value is counted, or :meth:`handed_over` is called."""
         with self._books.lock:
             self.handed_over(key)
-            self._handed[key] = device, nbytes
+            self.handed[key] = device, nbytes
 
     def handed_over(self, key: Hashable) -> None:
         """Undo the reservation for a key's value, if there is one."""
-        if self._handed:
+        if key in self.handed:  # called for each transition of each task
             with self._books.lock:
-                device, nbytes = self._handed.pop(key, (None, 0))
+                device, nbytes = self.handed.pop(key, (None, 0))
                 if device is not None:
                     self.give_room(device, nbytes)
 
@@ -102,7 +107,7 @@ class Reservations:
         until = monotonic() + _HANDED_S
         while monotonic() < until:
             with self._books.lock:
-                if not any(one is device for one, _ in self._handed.values()):
+                if not any(one is device for one, _ in self.handed.values()):
                     return
             sleep(_POLL_S)
 

@@ -100,11 +100,11 @@ class Returning:
                         continue
                     value = values[kept.index]
                     places = nbytes_by_device(value)
-                    self._books.count_back(kept)
-                    self._around.brought(kept.key, places, stamp)  # before a task can see the value
+                    kept.books.count_back(kept)
+                    self._around.brought(kept, places, stamp)  # before a task can see the value
                     kept.value, kept.places, kept.after = value, places, stamp
-                    kept.memories = self._books.memories(value, places)
-                    self._books.arrived(kept)
+                    kept.memories = kept.books.memories(value, places)
+                    kept.books.arrived(kept)
                     if not _stays_right(values):
                         kept.form = None
                     back.append(kept)
@@ -129,7 +129,7 @@ class Returning:
                     continue
                 kept.form, kept.index = forms[kept.index], 0
                 kept.form.members = [ref]
-                self._books.count_away(kept)
+                kept.books.count_away(kept)
         return True
 
     def _allocated(self, form: HostForm, device: Device) -> tuple[tuple[Any, ...], Stamp]:

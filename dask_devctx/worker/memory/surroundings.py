@@ -103,14 +103,14 @@ class Surroundings:
         made = None if ts is None else getattr(ts.run_spec, "made", None)
         return made.places if isinstance(made, Stamp) else None
 
-    def made_by(self, key: Hashable) -> Stamp | None:
-        """Return the stamp of the work that makes a key's value; None if it is not known."""
-        return None if self._inputs is None else self._inputs.work_of(key)
+    def made_by(self, kept: Kept) -> Stamp | None:
+        """Return the stamp of the work that makes a value; None if it is not known."""
+        return None if self._inputs is None else self._inputs.work_of(kept)
 
-    def brought(self, key: Hashable, places: Mapping[Device, int], after: Stamp) -> None:
+    def brought(self, kept: Kept, places: Mapping[Device, int], after: Stamp) -> None:
         """Note where a value comes back, before a task can see it there."""
         if self._inputs is not None:
-            self._inputs.brought(key, places, after)
+            self._inputs.brought(kept, places, after)
 
     def moved(self, kept: Kept) -> None:
         """Note that a value has left its device or come back."""

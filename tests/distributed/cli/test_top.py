@@ -20,7 +20,7 @@ from distributed import Client, LocalCluster, wait
 
 from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, report
 from dask_devctx.cli import devctx
-from dask_devctx.client.live import Moment
+from dask_devctx.client.live import Moment, moment
 from dask_devctx.errors.base import nbytes_text
 from dask_devctx.scheduler.rows import DeviceCounts
 
@@ -107,6 +107,34 @@ def test_tasks_of_workers_that_left_are_counted_as_in_the_report(client: Client)
         if shown == counts:
             break
         assert time.monotonic() < deadline, shown
+
+
+def ended(found: Moment) -> int:
+    """How many tasks ended well on device 1, as one moment tells it."""
+    uuid = Device(1).uuid
+    before, _ = (found.before or {}).get(uuid, (0, 0))
+    return before + sum(row.done for (_, one), row in found.devices.items() if one == uuid)
+
+
+def test_a_worker_that_leaves_between_two_questions_is_counted_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dask.annotate(device=1):
+        client.gather(client.map(nap, [0.0] * 5, pure=False))
+    deadline = time.monotonic() + 20  # for a heartbeat after the last task
+    while (first := moment(client)) and ended(first) < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (worker,) = {worker for (worker, uuid) in first.devices if uuid == Device(1).uuid}
+    ask = client.run_on_scheduler
+
+    async def then_the_worker_leaves(*args: Any) -> Any:
+        answer = await ask(*args)
+        await client.retire_workers([worker])
+        return answer
+
+    monkeypatch.setattr(client, "run_on_scheduler", then_the_worker_leaves)
+    assert ended(moment(client, first)) == 5
 
 
 def test_transfers_are_shown(client: Client) -> None:

@@ -377,6 +377,7 @@ async def test_what_starts_moving_too_late_leaves_no_copy(
     machine.faults.inject("cuMemAlloc", None, when=lambda nbytes: nbytes == 400 and first.wait(10))
     with dask.annotate(device=1):
         busy = client.submit(pass_gate, "ahead")
+        await until(lambda: worker.state.executing_count == 1)
         one, two, three = (client.submit(where, each, pure=False) for each in (slow, x, last))
         await until(lambda: worker.state.executing_count == 4)
     await two.cancel()
@@ -476,6 +477,7 @@ async def test_a_task_that_outlives_the_plugin_leaves_no_copy(
         await x
     with dask.annotate(device=1):
         busy = client.submit(pass_gate, "unregistered")
+        await until(lambda: worker.state.executing_count == 1)
         late = client.submit(where, x, pure=False)
         await until(lambda: inputs.replicas.nbytes(1) == 800)
     await client.unregister_worker_plugin("devctx")
@@ -577,6 +579,7 @@ async def test_a_type_whose_function_raises_fails_its_task_alone(
     with captured_logger("distributed.worker.state_machine", level=logging.INFO) as log:
         with dask.annotate(device=1):
             busy = client.submit(pass_gate, "lost")
+            await until(lambda: worker.state.executing_count == 1)
             failed = client.submit(lambda *inputs: len(inputs), lost, x, lost, pure=False)
             await until(lambda: traffic(worker))  # the other input is under way
         anywhere = client.submit(lambda *inputs: len(inputs), lost, pure=False)

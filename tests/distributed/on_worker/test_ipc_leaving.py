@@ -16,8 +16,9 @@ import pytest
 from distributed import Worker, WorkerPlugin, rpc, wait
 from distributed.utils_test import captured_logger, gen_cluster
 
-from dask_devctx import DevicePlugin, SimulatedArray, driver
+from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.ipc.traffic import Traffic
 from tests.distributed import peers
 
 
@@ -115,6 +116,33 @@ def test_the_plugin_of_one_side_goes_in_the_middle(where: int, staging: str) -> 
 def _opened() -> int:
     calls = peers.faults().calls
     return int(calls["cuIpcOpenMemHandle"] - calls["cuIpcCloseMemHandle"])
+
+
+def _reserved(dask_worker: Worker) -> tuple[int, int]:
+    """The bytes that are reserved on a worker's devices, and how many values they wait for."""
+    memory: Any = dask_worker.data.memory  # type: ignore[attr-defined]
+    nbytes = sum(ledger.incoming for ledger in memory.books.ledgers.values())
+    return nbytes, len(memory.reservations.handed)
+
+
+def _is_known(key: str, dask_worker: Worker) -> bool:
+    return key in dask_worker.state.tasks
+
+
+def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        made = client.submit(_of_3_mb, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(peers.pause, "cuMemcpyAsync", 1.0, 1, workers=workers[1:])
+        use = client.submit(peers.last, made, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[1])
+        assert client.run(_reserved, workers=workers[1:])[workers[1]][0] > 0
+        use.cancel()
+        key = made.key
+        made.cancel()
+        assert _until(lambda: not client.run(_is_known, key, workers=workers[1:])[workers[1]], 20)
+        assert _until(lambda: client.run(_reserved, workers=workers[1:])[workers[1]] == (0, 0), 10)
 
 
 def test_nothing_stays_open_where_the_plugin_goes_in_the_middle() -> None:
@@ -249,3 +277,58 @@ async def test_a_worker_that_closes_answers_quietly(
         await worker.close()
     assert last.answers == [None, None]
     assert "No handler" not in said.getvalue()
+
+
+def _known(dask_worker: Worker) -> set[str]:
+    """All other workers' addresses that a worker keeps for its transfers, but for the report's."""
+    way = dask_worker.plugins["devctx"].extension.peers.way
+    pairs = way._pairs
+    kept = (pairs.receivers, pairs.reasons, pairs.tokens, pairs.ways, pairs._again, pairs._asking)
+    return set().union(*kept, way._left)
+
+
+async def _look(dask_worker: Worker) -> None:
+    await dask_worker.plugins["devctx"].extension.peers.way.look()
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["retired", "killed"])
+def test_a_worker_that_left_is_forgotten(killed: bool) -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert peers.send(client, peers.array, peers.last, workers[::-1]) == (1.0, True)
+        assert client.run(_known, workers=workers[:1])[workers[0]] == {workers[1]}
+        if killed:
+            os.kill(client.run(_pid)[workers[1]], signal.SIGKILL)
+        else:
+            client.retire_workers(workers[1:])
+
+        def is_forgotten() -> bool:
+            client.run(_look, workers=workers[:1])
+            return not client.run(_known, workers=workers[:1])[workers[0]]
+
+        assert _until(is_forgotten, 20)
+
+
+def _tell_that_it_left(address: str, dask_worker: Worker) -> None:
+    dask_worker.stream_handlers["remove-worker"](worker=address, stimulus_id="test")
+
+
+def test_a_final_refusal_does_not_stay_for_the_next_worker_at_the_address() -> None:
+    with peers.cluster(2) as (client, workers):
+        client.run(peers.fail, "cuIpcOpenMemHandle", 801, 1, workers=workers[1:])
+        for _ in range(2):
+            assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert peers.ways(client) == {"host": 2}
+        client.run(_tell_that_it_left, workers[0], workers=workers[1:])
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        assert peers.ways(client) == {"host": 2, "ipc": 1}
+
+
+def test_the_reasons_are_as_many_as_the_rows() -> None:
+    traffic = Traffic()
+    for n in range(1000):
+        traffic.through_host({"key": {Device(0): 8}}, f"tcp://10.0.0.1:{n}", "why")
+    rows = traffic.rows()
+    assert {row["reason"] for row in rows} == {"why"}
+    assert len(traffic.reasons) == len(rows) < 300
+    assert sum(row["copies"] for row in rows) == 1000

@@ -112,12 +112,46 @@ def test_a_transfer_that_fails_gives_its_piece_back(machine: SimulatedMachine) -
     with Device(1) as device:
         array = SimulatedArray((1000,))
     staging = Staging(device, 8 * MIB)
-    sending = Sending([Part(array._pointer, array.nbytes, "simulated", None, array)], staging, [])
+    part = Part(array._pointer, array.nbytes, "simulated", None, array)
+    sending = Sending([part], staging, [])
     machine.faults.inject("cuMemcpyAsync", CUresult.CUDA_ERROR_INVALID_VALUE)
     with pytest.raises(DriverError, match="cuMemcpyAsync failed"):
         sending.start(0)
     sending.close()
     assert staging.in_use == 0
+    again = Sending([part], staging, [])
+    lane = again.start(0)
+    assert lane is not None
+    again.finish(lane)
+
+
+def test_a_transfer_that_is_given_up_takes_no_more_memory(machine: SimulatedMachine) -> None:
+    with Device(1) as device:
+        array = SimulatedArray.asarray([1.0] * 100_001)
+    staging = Staging(device, 2 * MIB)
+    part = Part(array._pointer, array.nbytes, "simulated", None, array)
+    sending = Sending([part], staging, [])
+    sending.in_pieces()
     lane = sending.start(0)
     assert lane is not None
     sending.finish(lane)
+    sending.close()  # its receiver is gone
+    assert sending.start(1) is None  # it had waited for room
+    assert staging.in_use == 0
+
+
+def test_a_piece_goes_back_when_nothing_is_copied_into_it_any_more(
+    machine: SimulatedMachine,
+) -> None:
+    with Device(1) as device:
+        array = SimulatedArray.asarray([1.0] * 100_001)
+    staging = Staging(device, 2 * MIB)
+    part = Part(array._pointer, array.nbytes, "simulated", None, array)
+    sending = Sending([part], staging, [])
+    lane = sending.start(0)
+    assert lane is not None
+    sending.close()
+    assert staging.in_use == array.nbytes - array.nbytes % 256 + 256
+    assert not sending.is_staged(0)
+    sending.finish(lane)
+    assert staging.in_use == 0

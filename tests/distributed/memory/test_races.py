@@ -1,0 +1,287 @@
+"""Values that leave a device, come back and end at the same time, and copies that fail."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dask
+import pytest
+from cuda.bindings.driver import CUresult
+from distributed import Client, Event, Worker, secede, wait
+
+from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
+from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.memory.manager import DeviceMemory
+from tests.distributed.memory.test_spilling import MIB, full, threads
+
+
+def worker_of(client: Client) -> Any:
+    """The one worker, which is in this process."""
+    cluster: Any = client.cluster
+    (worker,) = cluster.workers.values()
+    return worker
+
+
+def memory_of(client: Client) -> DeviceMemory:
+    memory: DeviceMemory = worker_of(client).data.memory
+    return memory
+
+
+def used(memory: DeviceMemory) -> int:
+    with memory.books.lock:
+        memory.books.settle()
+        return memory.books.used(Device(0))
+
+
+def total(value: Any) -> int:
+    return int(value.sum())
+
+
+@pytest.mark.parametrize("status", ["OUT_OF_MEMORY", "NOT_PERMITTED"])
+def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
+    with threads(2 * MIB, 1) as client:
+        futures = client.map(full, range(8), pure=False)
+        wait(futures)
+        memory = memory_of(client)
+        faults = driver.backend().machine.faults
+        faults.inject("cuMemcpyDtoHAsync", getattr(CUresult, f"CUDA_ERROR_{status}"))
+        memory.leaving.spill_all(Device(0))
+        memory.leaving.spill_all(Device(0))
+        assert used(memory) == 0
+        assert client.gather([client.submit(total, one) for one in futures]) == [
+            n * 16384 for n in range(8)
+        ]
+
+
+def aside(n: int) -> Any:
+    """An array, or a number; after the event loop knows that the task seceded."""
+    secede()
+    Event("seceded").wait(10)
+    return full(1) if n == 0 else n
+
+
+def test_no_room_stays_reserved_for_the_result_of_a_task_that_seceded() -> None:
+    with threads(2 * MIB, 1) as client:
+        for n in range(3):
+            seceded = Event("seceded")
+            seceded.clear()
+            future = client.submit(aside, n, key=f"aside-{n}")
+            within(10, lambda: any(client.run(long_running).values()))
+            seceded.set()
+            wait(future)
+        ledger = memory_of(client).books.ledgers[Device(0)]
+        within(10, lambda: ledger.incoming == 0)
+
+
+def long_running(dask_worker: Worker) -> bool:
+    return bool(dask_worker.state.long_running)
+
+
+def within(seconds: float, holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value() -> None:
+    """A task that was cancelled while it waited for the value still runs with it."""
+    with threads(2 * MIB, 2) as client:
+        with dask.annotate(device=0):
+            first = client.submit(full, 1, key="k")
+        wait(first)
+        worker = worker_of(client)
+        memory_of(client).leaving.spill_all(Device(0))
+        within(10, lambda: worker.data.peek("k").is_away)
+        kept = worker.data.peek("k")
+        first.release()
+        within(10, lambda: "k" not in worker.data)
+        with dask.annotate(device=1):
+            second = client.submit(full, 2, key="k")
+        wait(second)
+        memory = memory_of(client)
+        assert int(memory.pin(kept, None).get().sum()) == 16384
+        memory.unpin([kept])
+        with dask.annotate(device=0):
+            assert client.submit(total, second, pure=False).result() == 2 * 16384
+
+
+def opcodes(
+    within: str,
+    prepare: Callable[[], object],
+    act: Callable[[], object],
+    run: Callable[[], object],
+) -> Iterator[Any]:
+    """Run a function once for each opcode of a module's code, with an act before that opcode.
+
+    Another thread may act at any of these points.
+    """
+    for at in range(10_000):
+        prepare()
+        numbers = itertools.count()
+        done = False
+
+        def look(frame: Any, event: str, arg: Any) -> Any:
+            nonlocal done
+            if done or not frame.f_code.co_filename.endswith(within):
+                return None
+            frame.f_trace_opcodes = True
+            if event == "opcode" and next(numbers) == at:  # noqa: B023
+                done = True
+                act()
+            return look
+
+        before = sys.gettrace()
+        sys.settrace(look)
+        try:
+            found = run()
+        finally:
+            sys.settrace(before)
+        yield found
+        if not done:
+            return
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
+def test_dask_asks_for_the_size_of_a_value_that_moves(leaves: bool) -> None:
+    with threads(2 * MIB, 1) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        memory, worker = memory_of(client), worker_of(client)
+        kept = worker.data.peek(made.key)
+
+        def leave() -> None:
+            memory.spill_clean(MIB)
+            memory.leaving.spill_all(Device(0))
+
+        def come_back() -> None:
+            memory.pin(kept, None)
+            memory.unpin([kept])
+            memory.spill_clean(MIB)
+
+        steps = (come_back, leave) if leaves else (leave, come_back)
+        sizes = set(opcodes("kept.py", *steps, lambda: sys.getsizeof(kept)))
+        assert len(sizes) >= 2  # in host memory, and on the device
+        assert max(sizes) < 2 * 16384 * 8
+
+
+def removed_while_it_leaves(key: str, dask_worker: Worker) -> list[int]:
+    """The sums of a value after a plugin was removed while the value left its device."""
+    data: Any = dask_worker.data
+    memory, kept, found = data.memory, data.peek(key), []
+
+    def come_back() -> None:
+        memory.pin(kept, None)
+        memory.unpin([kept])
+        data.raw.pop(key, None)
+        data.on_devices[key] = kept
+
+    def leave() -> None:
+        memory.leaving.spill_all(Device(0))
+
+    def remove() -> Any:
+        data.keep_on()
+        return data.raw[key] if key in data.raw else data.on_devices[key]
+
+    for value in opcodes("memory/data.py", come_back, leave, remove):
+        found.append(int((memory.read(kept) if value is kept else value).sum()))
+    return found
+
+
+def test_a_plugin_is_removed_while_a_value_leaves() -> None:
+    with threads(2 * MIB, 1) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        (found,) = client.run(removed_while_it_leaves, made.key).values()
+        assert set(found) == {16384}
+        assert len(found) > 20
+
+
+@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
+def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
+    """The value was counted in the books of the plugin before."""
+    with threads(2 * MIB, 1) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        memory, worker = memory_of(client), worker_of(client)
+        kept = worker.data.peek(made.key)
+        memory.leaving.spill_all(Device(0))
+        within(10, lambda: made.key in worker.data.raw)
+        if leaves:
+            memory.read(kept)
+            memory.spill_clean(MIB)
+        begun, go_on = threading.Event(), threading.Event()
+
+        def hold(*args: object) -> bool:
+            begun.set()
+            go_on.wait(10)
+            return False
+
+        def move(value: Kept) -> None:
+            if leaves:
+                memory.leaving.spill_all(Device(0))
+            else:
+                memory.read(value)
+
+        copy = "cuMemcpyDtoHAsync" if leaves else "cuMemcpyHtoDAsync"
+        driver.backend().machine.faults.inject(copy, None, when=hold)
+        moving = threading.Thread(target=move, args=[kept])
+        moving.start()
+        assert begun.wait(10)
+        client.register_plugin(DevicePlugin())
+        now = memory_of(client)
+        assert now is not memory
+        go_on.set()
+        moving.join()
+        assert client.submit(total, made, pure=False).result() == 16384
+        assert now.books.count("held", Device(0)) == 16384 * 8
+        assert now.books.count("spilled", Device(0)) == 0
+        made.release()
+        within(10, lambda: made.key not in worker.data)
+        del kept
+        assert used(now) == now.books.count("spilled", Device(0)) == 0
+
+
+class Moody:
+    """A value on a device that cannot be pickled as long as ``error`` is set."""
+
+    error: type[Exception] | None = None
+
+    def __init__(self, array: SimulatedArray | None = None) -> None:
+        self.array = full(1) if array is None else array
+
+    def sum(self) -> int:
+        return int(self.array.sum())
+
+    def __reduce__(self) -> Any:
+        if Moody.error is not None:
+            raise Moody.error("not now")
+        return Moody, (self.array,)
+
+
+@pytest.mark.parametrize("error", [MemoryError, OSError])
+def test_others_leave_in_the_place_of_a_value_that_cannot(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with threads(1 * MIB, 1) as client, caplog.at_level(logging.WARNING):
+        moody = client.submit(Moody, pure=False)
+        wait(moody)
+        memory = memory_of(client)
+        nbytes = used(memory)
+        monkeypatch.setattr(Moody, "error", error)
+        futures = client.map(full, range(16), pure=False)  # more than the device has
+        assert client.gather([client.submit(total, one) for one in futures]) == [
+            n * 16384 for n in range(16)
+        ]
+        memory.leaving.spill_all(Device(0))
+        assert used(memory) == nbytes
+        for _ in range(3):
+            memory.leaving.spill_all(Device(0))
+        assert sum("no values left" in record.message for record in caplog.records) == 1
+        monkeypatch.setattr(Moody, "error", None)
+        memory.leaving.spill_all(Device(0))
+        assert used(memory) == 0
+        assert client.submit(total, moody, pure=False).result() == 16384
