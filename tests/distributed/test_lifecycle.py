@@ -167,7 +167,6 @@ async def test_a_worker_that_closes_has_its_values_to_the_end(
     assert (await future).get().tolist() == [0, 0, 0]  # made again by the other worker
 
 
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
