@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BAR: Final = 8
-_COLUMNS: Final = 140
+# The columns that the table needs, if values were moved to the host, and if none was. A narrower
+# terminal sees a shorter one. A pipe has no width.
+_COLUMNS: Final = 146
+_WITHOUT_SPILLS: Final = 112
 # The scheduler has news of a worker each half a second.
 _HEARTBEAT_S: Final = 1.0
 
@@ -87,19 +90,26 @@ def _print_once(client: Client, as_json: bool, interval: float) -> None:
         return
     from rich.console import Console
 
-    # A pipe has no width; the table needs a little more than a narrow terminal has.
     console = Console(highlight=False)
     Console(width=max(console.width, _COLUMNS), highlight=False).print(_view(client, before, now))
 
 
 def _show_live(client: Client, interval: float, interrupted: Event) -> None:
+    from rich.console import Console
     from rich.live import Live
 
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, _COLUMNS))
+
+    def view(before: Moment, now: Moment) -> Group:
+        return _view(client, before, now, console.width)
+
     before = moment(client)
-    with Live(_view(client, before, before), auto_refresh=False, screen=False) as live:
+    with Live(view(before, before), console=console, auto_refresh=False, screen=False) as live:
         while not interrupted.wait(interval):
             now = moment(client, before)
-            live.update(_view(client, before, now), refresh=True)
+            live.update(view(before, now), refresh=True)
             before = now
 
 
@@ -138,7 +148,7 @@ def _as_data(before: Moment, now: Moment) -> dict[str, Any]:
 # -- for people
 
 
-def _view(client: Client, before: Moment, now: Moment) -> Group:
+def _view(client: Client, before: Moment, now: Moment, columns: int = _COLUMNS) -> Group:
     from rich.console import Group
     from rich.text import Text
 
@@ -146,7 +156,7 @@ def _view(client: Client, before: Moment, now: Moment) -> Group:
     total = sum(device.tasks_per_s for device in devices)
     workers = f"{len(now.workers)} worker{'' if len(now.workers) == 1 else 's'}"
     head = f"{client.scheduler.address}: {len(devices)} devices of {workers}, {total:.0f} tasks/s"
-    parts: list[Any] = [Text(head, style="bold"), _table(devices)]
+    parts: list[Any] = [Text(head, style="bold"), _table(devices, columns)]
     ways: Counter[str] = Counter()
     for (_, _, way), rate in rates(before, now).items():
         ways[way] += round(rate)
@@ -160,25 +170,29 @@ def _view(client: Client, before: Moment, now: Moment) -> Group:
     return Group(*parts)
 
 
-def _table(devices: list[LiveDevice]) -> Table:
+def _table(devices: list[LiveDevice], columns: int) -> Table:
+    """Return the table; a narrow one has the device's memory as a share, and no workers."""
     from rich.table import Table
     from rich.text import Text
 
+    spilled = any(device.memory.get("spilled") for device in devices)
+    narrow = columns < (_COLUMNS if spilled else _WITHOUT_SPILLS)
+    spilled = spilled and not narrow
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("device", "worker"):
-        table.add_column(name, no_wrap=True)
+    shown = device_names((device.host, device.device_id, device.uuid) for device in devices)
+    table.add_column("device", no_wrap=True, min_width=max(map(len, shown.values()), default=0))
+    if not narrow:
+        table.add_column("worker", no_wrap=True)
     for name in ("GPU", "busy", "tasks/s", "runs", "waits", "done", "failed"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("memory", no_wrap=True)
     table.add_column("copied in", justify="right", no_wrap=True)
-    shown = device_names((device.host, device.device_id, device.uuid) for device in devices)
-    spilled = any(device.memory.get("spilled") for device in devices)
     for name in ("kept of limit", "on the host") if spilled else ():
         table.add_column(name, justify="right", no_wrap=True)
     for device in devices:
         table.add_row(
             shown[device.uuid],
-            shortened(", ".join(device.workers), 16),
+            *(() if narrow else (shortened(", ".join(device.workers), 16),)),
             _percent(device.utilization),
             _percent(device.occupied),
             f"{device.tasks_per_s:.0f}",
@@ -186,7 +200,7 @@ def _table(devices: list[LiveDevice]) -> Table:
             str(device.queued),
             str(device.done),
             Text(str(device.failed), style="red" if device.failed else ""),
-            _memory(device),
+            _memory(device, narrow=narrow),
             f"{nbytes_text(round(device.nbytes_per_s))}/s",
             *(_spilled(device) if spilled else ()),
         )
@@ -197,11 +211,13 @@ def _percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.0%}"
 
 
-def _memory(device: LiveDevice) -> str:
+def _memory(device: LiveDevice, *, narrow: bool) -> str:
     total = device.memory.get("total")
     if not total:
         return "?"
     used = total - device.memory["free"]
+    if narrow:
+        return f"{used / total:.0%} of {nbytes_text(total)}"
     filled = round(_BAR * used / total)
     bar = f"{'█' * filled}{'░' * (_BAR - filled)}"
     return f"{bar} {nbytes_text(used)} of {nbytes_text(total)}"

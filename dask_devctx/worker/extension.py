@@ -174,7 +174,8 @@ class DeviceExtension:
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)
             )
-            steps.enter_context(fair_limit(worker, share.fair_memory))
+            if used:
+                steps.enter_context(fair_limit(worker, share.fair_memory))
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import threading
 from ast import literal_eval
+from types import SimpleNamespace
 from typing import Any
 
 import dask
+import pynvml
 import pytest
 from cuda.bindings.driver import CUresult
 from dask._task_spec import Task
@@ -16,7 +18,14 @@ from distributed import Event, Status, Worker, worker_client
 from distributed.utils_test import async_poll_for, gen_cluster
 from distributed.worker_state_machine import ComputeTaskEvent
 
-from dask_devctx import DeviceNotFoundError, DevicePlugin
+from dask_devctx import (
+    DeviceNotFoundError,
+    DevicePlugin,
+    DriverUnavailableError,
+    SimulatedArray,
+    driver,
+)
+from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.scheduler.suspects import TOPIC
@@ -144,6 +153,20 @@ async def test_a_worker_that_closes_waits_for_its_devices_threads(
     assert device_threads() == []
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, timeout=60)
+async def test_a_worker_that_closes_has_its_values_to_the_end(
+    client: Any, scheduler: Any, *workers: Any
+) -> None:
+    """dask checks the state of closed workers, too: a value of the state was not in the data."""
+    await client.register_plugin(DevicePlugin(devices_per_worker=2))
+    future = client.submit(lambda: SimulatedArray((3,)))
+    await future
+    (owner,) = (worker for worker in workers if future.key in worker.data)
+    await owner.close()
+    assert future.key in owner.data
+    assert (await future).get().tolist() == [0, 0, 0]  # made again by the other worker
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -180,6 +203,30 @@ async def test_a_device_that_no_worker_has(client: Any, scheduler: Any, worker: 
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
     assert await client.submit(here) is None
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_machine_without_gpus(client: Any, scheduler: Any, worker: Any) -> None:
+    """A task that asks for a device fails with the same error, and does not run without one."""
+
+    def refuse(*_: object) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    def missing(*_: object) -> None:
+        raise RuntimeError("libcuda.so.1 not found")
+
+    nvml = SimpleNamespace(**{**vars(pynvml), "nvmlInit": refuse})
+    library: Any = SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing)
+    with driver.use(Backend(library, nvml)):
+        with pytest.raises(DriverUnavailableError, match=r"libcuda\.so\.1 not found"):
+            await client.register_plugin(DevicePlugin())
+        for wanted in (1, "auto"):
+            with dask.annotate(device=wanted):
+                error = await client.submit(here, wanted).exception()
+            assert isinstance(error, DriverUnavailableError)
+            assert "DASK_DEVCTX__SIMULATED_DEVICES=4" in error.remedy
+        assert await client.submit(here, "unannotated") is None
+        await client.unregister_worker_plugin("devctx")
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)

@@ -127,7 +127,7 @@ class DeviceShare:
     @property
     def fair_memory(self) -> int:
         """The bytes of host memory for the worker, as its devices are a part of the machine's."""
-        return fair_memory(len(self._devices) or len(devices()))
+        return fair_memory(len(self._devices))
 
     def gave_up(self, wanted: object) -> bool:
         """Return whether the worker gave up a device a moment ago, for other workers."""

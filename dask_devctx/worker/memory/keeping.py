@@ -83,7 +83,7 @@ def within_limits(
     def unwrap() -> MutableMapping[Any, Any]:
         memory.leaving.stop()
         pool.close()
-        return data if worker.status is not Status.closing and data.keep_on() else data.raw
+        return data if worker.status is Status.closing or data.keep_on() else data.raw
 
     try:
         with replaced_data(worker, wrap, unwrap), wrapped_handler(worker, "get_data", _sending):

@@ -69,7 +69,8 @@ def set_for_devices(worker: Worker, interval_s: float | None) -> Iterator[None]:
     -----
     Libraries release Python's lock in each call into CUDA, for a few microseconds. Another thread
     that takes the lock then keeps it for ``sys.getswitchinterval()``, 5 ms by default. Beside a
-    busy event loop, each kernel waits that long. ``devctx.switch-interval`` sets this interval.
+    task that computes in Python, each kernel waits that long. ``devctx.switch-interval`` sets this
+    interval. A short one lets threads take the lock from each other all the time, which costs more.
 
     A full garbage collection visits every object of the imported libraries, and all GPUs wait for
     it. ``devctx.gc-freeze`` excludes these objects (``gc.freeze``): each time that new modules were

@@ -175,7 +175,9 @@ def test_values_on_the_host_are_shown_with_the_limit() -> None:
         )
 
 
-def test_it_shows_the_state_live_until_ctrl_c(client: Client) -> None:
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_it_shows_the_state_live_until_ctrl_c(client: Client, columns: str) -> None:
+    """Also in a terminal of the usual 80 columns: there the names were cut to ``cud…``."""
     pytest.importorskip("rich")
     command = [sys.executable, "-m", "dask", "devctx", "top", address_of(client)]
     shown = subprocess.Popen(
@@ -183,7 +185,7 @@ def test_it_shows_the_state_live_until_ctrl_c(client: Client) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "COLUMNS": "120", "TERM": "xterm", "FORCE_COLOR": "1"},
+        env={**os.environ, "COLUMNS": columns, "TERM": "xterm", "FORCE_COLOR": "1"},
     )
     assert shown.stdout is not None
     seen = ""
