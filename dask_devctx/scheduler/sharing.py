@@ -182,11 +182,13 @@ class Sharing:
                 (less if set(claim.held) - set(share) else more).append(process)
                 claim.held = share
         for processes in (less, more):
+            # Workers may have left while others were told.
+            claims = [(one, self._claims[one]) for one in processes if one in self._claims]
             told = [
                 (address, self._tell(address, shares[process], version))
-                for process in processes
-                for address in self._claims[process].wanted
-                if address != but and self._claims[process].left_at is None
+                for process, claim in claims
+                for address in claim.wanted
+                if address != but and claim.left_at is None
             ]
             answers = await asyncio.gather(*(each for _, each in told), return_exceptions=True)
             for (address, _), answer in zip(told, answers, strict=True):

@@ -6,13 +6,13 @@ Streams wait for it, and memory that the work still reads is held until the work
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Self
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.location import nbytes_by_device
@@ -203,7 +203,7 @@ def stamp(*values: object) -> Stamp | None:
 # -- values that must live until some work is done
 
 _held: deque[tuple[Stamp, tuple[Any, ...]]] = deque()
-_lock = threading.Lock()
+_lock = ProcessLock()  # a ``__del__`` may copy, too
 
 
 def hold(stamp: Stamp, *values: Any) -> None:
@@ -234,6 +234,8 @@ def release_held(at_most: int | None = None) -> int:
     gone: list[tuple[Stamp, tuple[Any, ...]]] = []
     with _lock:
         for _ in range(len(_held) if at_most is None else min(at_most, len(_held))):
+            if not _held:  # a call within this one has let them go
+                break
             entry = _held.popleft()
             (gone if _finished(entry[0]) else _held).append(entry)
         remaining = len(_held)

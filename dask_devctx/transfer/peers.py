@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.events import Event
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _pairs: weakref.WeakKeyDictionary[Backend, dict[frozenset[int | None], bool]] = (
     weakref.WeakKeyDictionary()
 )
-_lock = threading.Lock()
+_lock = ProcessLock()  # a ``__del__`` may copy, too
 
 
 def connect(device: Device, peer: Device) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from contextlib import suppress
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
+from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import Event, Stamp
 from dask_devctx.transfer.streams import current_streams
@@ -86,7 +86,7 @@ class Lane:
 _free: weakref.WeakKeyDictionary[Backend, dict[Device, list[Lane]]] = weakref.WeakKeyDictionary()
 _shared: weakref.WeakKeyDictionary[Backend, dict[tuple[Device, str], Lane]]
 _shared = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = ProcessLock()  # a ``__del__`` may copy, too
 
 
 def take(device: Device) -> Lane:

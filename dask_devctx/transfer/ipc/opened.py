@@ -62,7 +62,10 @@ class OpenedBuffers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._opening = threading.Lock()  # taken before the other
         self._opened: dict[tuple[Hashable, int, Device], Opened] = {}
+        # The buffer that is being opened, unless it is to be closed after the read.
+        self._coming: tuple[Hashable, int, Device] | None = None
 
     def has(self, peer: Hashable, number: int, device: Device) -> bool:
         """Return whether a buffer is open on a device."""
@@ -88,17 +91,34 @@ class OpenedBuffers:
         The buffer stays open at least until the matching :meth:`end`.
         """
         name = (peer, number, device)
+        found = self._reading(name)
+        if found is None:
+            with self._opening:  # others read buffers that are open meanwhile
+                found = self._reading(name)  # another thread may have just opened it
+                if found is None:
+                    found = self._open(name, handle)
+        return found
+
+    def _open(self, name: tuple[Hashable, int, Device], handle: bytes) -> Opened:
+        _, _, device = self._coming = name
+        calls = device._backend.calls.work
+        pointer, nbytes = calls.ipc_open(handle), None
+        with suppress(DevctxError):
+            _, nbytes = calls.address_range(pointer)
+        with self._lock:
+            closing = self._coming is None  # :meth:`close` was called meanwhile
+            opened = Opened(device, pointer, nbytes, 1, closing)
+            if not closing:
+                self._opened[name] = opened
+            self._coming = None
+        return opened
+
+    def _reading(self, name: tuple[Hashable, int, Device]) -> Opened | None:
+        """Return an open buffer that is read once more from now on; None if it is not open."""
         with self._lock:
             found = self._opened.get(name)
-            if found is None:
-                calls = device._backend.calls.work
-                pointer = calls.ipc_open(handle)
-                try:
-                    _, nbytes = calls.address_range(pointer)
-                except DevctxError:
-                    nbytes = None
-                found = self._opened[name] = Opened(device, pointer, nbytes)
-            found.readers += 1
+            if found is not None:
+                found.readers += 1
         return found
 
     def end(self, opened: Opened) -> None:
@@ -119,19 +139,22 @@ class OpenedBuffers:
         numbers
             Their numbers; None for all.
         """
+
+        def is_meant(name: tuple[Hashable, int, Device]) -> bool:
+            return peer in (None, name[0]) and (numbers is None or name[1] in numbers)
+
         with self._lock:
-            names = [
-                (whose, number, device)
-                for whose, number, device in self._opened
-                if peer in (None, whose) and (numbers is None or number in numbers)
-            ]
+            coming = self._coming is not None and is_meant(self._coming)
+            if coming:
+                self._coming = None
+            names = [name for name in self._opened if is_meant(name)]
             found = [self._opened.pop(name) for name in names]
             for opened in found:
                 opened.closing = True
             idle = [opened for opened in found if not opened.readers]
         for opened in idle:
             _close(opened)
-        return len(idle) == len(found)
+        return len(idle) == len(found) and not coming
 
 
 def _close(opened: Opened) -> None:

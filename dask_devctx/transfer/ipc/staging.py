@@ -97,6 +97,7 @@ class Staging:
         self._buffers: list[Buffer] = []
         self._nbytes = 0  # of all allocated buffers, the retired ones included
         self._lock = threading.Lock()
+        self._growing = threading.Lock()  # taken before the other; an allocation takes its time
 
     @property
     def nbytes(self) -> int:
@@ -127,15 +128,16 @@ class Staging:
         DriverError
             The device cannot export memory, or has failed.
         """
-        with self._lock:
-            self.used_at = time.monotonic()
-            staged = _taken(self._buffers, nbytes)
-            if staged is None:
-                grown = self._grow(nbytes)
-                if grown is not None:
-                    staged = _taken([grown], nbytes)
-                    assert staged is not None
-            return staged
+        self.used_at = time.monotonic()
+        staged = self._piece(nbytes)
+        if staged is None:
+            with self._growing:  # others take pieces of the buffers that are there meanwhile
+                staged = self._piece(nbytes)  # another thread may have just grown it
+                if staged is None and (grown := self._grow(nbytes)) is not None:
+                    with self._lock:
+                        staged = _taken([grown], nbytes)
+                        self._buffers.append(grown)
+        return staged
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether there is room for a piece now, without a new allocation."""
@@ -144,6 +146,10 @@ class Staging:
             if staged is not None:
                 staged.buffer.ranges.give(staged.offset)
         return staged is not None
+
+    def _piece(self, nbytes: int) -> Staged | None:
+        with self._lock:
+            return _taken(self._buffers, nbytes)
 
     def give(self, pieces: Iterable[Staged]) -> None:
         """Take back pieces that no process reads any more."""
@@ -189,10 +195,9 @@ class Staging:
             except BaseException:
                 self._calls.work.free(pointer)
                 raise
-        buffer = Buffer(next(_numbers), pointer, wanted, handle)
-        self._buffers.append(buffer)
-        self._nbytes += wanted
-        return buffer
+        with self._lock:
+            self._nbytes += wanted
+        return Buffer(next(_numbers), pointer, wanted, handle)
 
 
 def _taken(buffers: Iterable[Buffer], nbytes: int) -> Staged | None:

@@ -6,6 +6,7 @@ A worker that takes devices for itself locks their UUIDs:
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import time
@@ -92,7 +93,7 @@ def acquire(
     the worker that its nanny starts again. Workers choose one at a time: if two workers want three
     of four devices each, one of them gets its three.
     """
-    note = _note(holder)
+    note, kept = _note(holder), _kept_from(holder)
     free: list[Device] = []
     locks: list[Lock] = []
     held: dict[str, str] = {}
@@ -102,7 +103,7 @@ def acquire(
                 for device in devices:
                     if len(locks) == count:
                         break
-                    lock = place.try_lock(_name(device), note, _kept_from(holder))
+                    lock = place.try_lock(_name(device), note, kept)
                     if lock is None:
                         held[str(device.info)] = _holder_of(place, device)
                     else:
@@ -174,17 +175,23 @@ class ProcessLocks:
             The directory cannot be trusted, or cannot be used.
         """
         held: dict[Device, str] = {}
-        path = _path(directory)
+        path, kept = _path(directory), _kept_from(holder)
+        taken: list[Device] = []
         with LockDirectory(path) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
-            for device in devices:
-                known = self._held.get((path, device.uuid))
-                if known is None:
-                    lock = place.try_lock(_name(device), _note(holder), _kept_from(holder))
-                    if lock is None:
-                        held[device] = _holder_of(place, device)
-                        continue
-                    known = (lock, 0)
-                self._held[path, device.uuid] = (known[0], known[1] + 1)
+            try:
+                for device in devices:
+                    known = self._held.get((path, device.uuid))
+                    if known is None:
+                        lock = place.try_lock(_name(device), _note(holder), kept)
+                        if lock is None:
+                            held[device] = _holder_of(place, device)
+                            continue
+                        known = (lock, 0)
+                    self._held[path, device.uuid] = (known[0], known[1] + 1)
+                    taken.append(device)
+            except BaseException:
+                self.release(taken, directory)
+                raise
         return held
 
     def release(self, devices: Iterable[Device], directory: str | os.PathLike[str] | None) -> None:
@@ -208,11 +215,12 @@ process_locks = ProcessLocks()
 
 def _kept_from(holder: str) -> Kept:
     """Return whether a device is kept from a worker, for another cluster's worker that ended."""
+    runs = functools.cache(_runs)  # several devices have the same scheduler, and a try takes time
 
     def kept(left: str, last_sign: float) -> bool:
         cluster = _cluster_of(left)
         young = time.time() - last_sign < _KEPT_S
-        return young and cluster != _cluster_of(holder) and _runs(cluster)
+        return young and cluster != _cluster_of(holder) and runs(cluster)
 
     return kept
 

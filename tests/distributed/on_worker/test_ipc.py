@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from distributed import Client, Worker, get_worker, wait
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
+from distributed.worker import get_data_from_worker
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -211,6 +212,33 @@ def test_the_event_loop_runs_on_while_a_copy_is_waited_for(pair: Pair) -> None:
             assert time.monotonic() - started > 0.5
             assert client.run(peers.longest_gap, workers=[worker])[worker] < 0.3
     client.run(_forget_faults)
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["a new buffer", "opens a buffer"])
+def test_small_values_go_on_while_a_buffer_is_waited_for(where: int) -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        large = client.submit(_of_3_mb, workers=workers[:1], pure=False)
+        small = client.map(peers.array, [1000] * 5, workers=workers[:1], pure=False)
+        wait([large, *small], timeout=30)
+        slow = ["cuMemAlloc", "cuIpcOpenMemHandle"][where]
+        client.run(peers.watch_event_loop, workers=[workers[where]])
+        client.run(peers.pause, slow, 1.0, 1, 2**22 * (1 - where), workers=[workers[where]])
+        used = [client.submit(peers.last, large, workers=workers[1:], pure=False)]
+        peers.when_paused(client, workers[where])
+        for one in small:
+            (name,) = client.run(_replicated, one.key, workers[0], workers=workers[1:]).values()
+            assert name == "SimulatedArray"
+        assert client.gather(used) == [(1.0, True)]
+        assert client.run(peers.longest_gap, workers=[workers[where]])[workers[where]] < 0.5
+
+
+async def _replicated(key: str, source: str, dask_worker: Worker) -> str:
+    """Let a worker ask another one for a value; the name of its type."""
+    answer = await get_data_from_worker(
+        dask_worker.rpc, keys=[key], worker=source, who=dask_worker.address
+    )
+    return type(answer["data"][key]).__name__
 
 
 def _of_3_mb() -> SimulatedArray:

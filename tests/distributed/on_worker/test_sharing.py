@@ -16,6 +16,7 @@ import pytest
 from distributed import Client, LocalCluster, Worker
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
+from dask_devctx.errors import LockDirectoryError
 from dask_devctx.worker.leases import share
 from dask_devctx.worker.leases.lease import acquire, holders, process_locks
 from tests.distributed.commands import dask_command
@@ -199,6 +200,41 @@ def test_a_restarting_workers_devices_are_kept_for_its_cluster(lock_directory: P
         killed_holder(mine, lock_directory)
     # its scheduler has gone, so that nobody starts it again
     acquire(first, 1, holder=other, directory=lock_directory).release()
+
+
+def test_a_scheduler_that_does_not_answer_is_tried_once(
+    lock_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host is gone: each try takes a second, and others wait for their turn meanwhile."""
+    lock_directory.mkdir(mode=0o700)
+    for device in devices():
+        path = lock_directory / f"{device.uuid}.lock"
+        path.write_text("pid 1 on a host, worker 0 of tcp://192.0.2.1:8786")
+        path.chmod(0o600)
+    tried = []
+
+    def no_answer(address: object, timeout: float) -> None:
+        tried.append(address)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", no_answer)
+    mine = "worker 0 of tcp://127.0.0.1:1"
+    assert not holders(devices(), lock_directory)
+    assert tried == [("192.0.2.1", 8786)]
+    acquire(devices(), 4, holder=mine, directory=lock_directory).release()
+    assert len(tried) == 2
+
+
+def test_no_device_stays_taken_where_the_lock_of_another_is_refused(lock_directory: Path) -> None:
+    lock_directory.mkdir(mode=0o700)
+    linked = lock_directory / f"{devices()[1].uuid}.lock"
+    linked.symlink_to("elsewhere")
+    mine = "worker 0 of tcp://127.0.0.1:1"
+    with pytest.raises(LockDirectoryError, match="symbolic link"):
+        process_locks.try_take(devices(), mine, lock_directory)
+    assert not any(process_locks.has(device, lock_directory) for device in devices())
+    linked.unlink()
+    acquire(devices(), 4, holder=mine, directory=lock_directory).release()
 
 
 def test_no_other_cluster_takes_the_devices_of_a_worker_that_restarts() -> None:
