@@ -108,7 +108,7 @@ def read(annotations: Mapping[str, Any], key: Hashable, carried: object = None) 
     count: int | None = 1
     none = False
     if DEVICES in annotations:
-        none = several is None or several == NO_DEVICE
+        none = several is None or (isinstance(several, str) and several == NO_DEVICE)
         if not none:
             names, count = _several(several)
     elif DEVICE in annotations:

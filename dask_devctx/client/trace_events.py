@@ -126,6 +126,8 @@ class _Writer:
             self._homes.setdefault(uuid, worker)
         for worker in stretch.workers:
             self._pid(worker)
+        for (worker, _), known in stretch.devices.items():  # a device without tasks has a lane, too
+            self._name_thread(self._pid(worker), known.device_id, _TASKS, 0)
 
     # -- places
 
@@ -138,6 +140,11 @@ class _Writer:
     def _device_id(self, worker: str, uuid: str | None) -> int:
         known = None if uuid is None else self._stretch.devices.get((worker, uuid))
         return _NO_DEVICE if known is None else known.device_id
+
+    def _name_thread(self, pid: int, ordinal: int, kind: str, lane: int) -> int:
+        tid = (ordinal + 1) * _PER_DEVICE + _FIRST[kind] + lane + 1
+        self._thread_names.setdefault((pid, tid), _thread_name(ordinal, kind, lane))
+        return tid
 
     def _slice(
         self,
@@ -153,8 +160,7 @@ class _Writer:
         begin = self._us(start)
         duration = max(round((stop - start) * 1e6, 3), _SHORTEST_US)
         lane = self._lanes.find((pid, ordinal, kind), begin, begin + duration)
-        tid = (ordinal + 1) * _PER_DEVICE + _FIRST[kind] + lane + 1
-        self._thread_names.setdefault((pid, tid), _thread_name(ordinal, kind, lane))
+        tid = self._name_thread(pid, ordinal, kind, lane)
         return {"ph": "X", "pid": pid, "tid": tid, "ts": begin, "dur": duration, **content}
 
     # -- events
@@ -218,8 +224,7 @@ class _Writer:
 
     def _incident(self, worker: str, row: Incident) -> Event:
         pid, ordinal = self._pid(worker), self._device_id(worker, row.uuid)
-        tid = (ordinal + 1) * _PER_DEVICE + 1
-        self._thread_names.setdefault((pid, tid), _thread_name(ordinal, _TASKS, 0))
+        tid = self._name_thread(pid, ordinal, _TASKS, 0)
         args = {"text": row.text, "device": row.uuid}
         if row.key is not None:
             args["key"] = str(row.key)

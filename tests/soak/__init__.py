@@ -1,6 +1,6 @@
 """Many tasks of every kind while everything breaks; each result is checked.
 
-Devices are simulated, or with ``--gpus`` four real ones, where CuPy makes the values.
+Devices are simulated, or with ``--gpus`` real ones, where CuPy makes the values.
 
 Run it with ``make soak``. A scheduler, and some hosts with several workers each, run batches of
 tasks: small and large values that go between devices, workers and hosts, values beyond the limit of

@@ -16,9 +16,11 @@ from typing import Any
 
 import dask
 
+from dask_devctx import devices
 from tests.soak import __doc__ as about
 from tests.soak import memory
 from tests.soak.cluster import SETTINGS, Soak
+from tests.soak.hosts import DEVICES, WORKERS
 
 
 def main(given: list[str]) -> int:
@@ -32,7 +34,8 @@ def main(given: list[str]) -> int:
     parser.add_argument("--under-way", type=int, default=4, metavar="BATCHES", help="at a time")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--loopback", action="store_true", help="no networks, even if root")
-    parser.add_argument("--gpus", action="store_true", help="one host, four real GPUs, with CuPy")
+    parser.add_argument("--devices", type=int, help="of each host: 4, or with --gpus all GPUs")
+    parser.add_argument("--gpus", action="store_true", help="one host, real GPUs, with CuPy")
     parser.add_argument("--faults", type=float, default=1.0, help="times the usual number")
     parser.add_argument("--guilty", type=float, default=0.1, help="such tasks in a batch")
     parser.add_argument("--patience", type=float, default=240.0, metavar="SECONDS")
@@ -46,6 +49,13 @@ def main(given: list[str]) -> int:
     arguments = parser.parse_args(given)
     if arguments.seed is None:
         arguments.seed = random.randrange(2**16)
+    if arguments.devices is None:
+        arguments.devices = len(devices()) if arguments.gpus else DEVICES
+    if arguments.devices % WORKERS or not arguments.devices:
+        parser.error(
+            f"each host has {WORKERS} workers, which take as many devices each; "
+            f"got --devices {arguments.devices}"
+        )
     if arguments.mode != "faults":
         print(json.dumps(memory.run(arguments)))
         return 0

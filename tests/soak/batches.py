@@ -51,15 +51,27 @@ class Batch:
         Whether the tasks run on dask without this package.
     calm
         Whether no task meets a fault.
+    devices
+        How many devices each host has.
     """
 
     def __init__(
-        self, seed: int, number: int, size: int, *, guilty: float, plain: bool, calm: bool
+        self,
+        seed: int,
+        number: int,
+        size: int,
+        *,
+        guilty: float,
+        plain: bool,
+        calm: bool,
+        devices: int,
     ) -> None:
         self.name, self.size = f"{seed}.{number}", size
         self._plain = plain
         # The same choices each time that it is submitted.
-        self._choices = Choices(self.name, size, guilty=guilty, plain=plain, calm=calm)
+        self._choices = Choices(
+            self.name, size, guilty=guilty, plain=plain, calm=calm, devices=devices
+        )
         self._expected: list[Expected] = []
         self._arrays: list[Future] = []
 

@@ -12,6 +12,7 @@ from cuda.bindings.driver import CUresult
 
 from dask_devctx import on_device
 from tests.soak import tasks
+from tests.soak.hosts import WORKERS
 
 # Elements of 8 bytes.
 SMALL, LARGE = 256, 65_536
@@ -72,6 +73,8 @@ class Choices:
         Whether the tasks run on dask without this package.
     calm
         Whether no task meets a fault.
+    devices
+        How many devices each host has.
 
     Attributes
     ----------
@@ -79,9 +82,11 @@ class Choices:
         Tasks that make an array, that change one, and that sum up to three. Each array is in a sum.
     """
 
-    def __init__(self, name: str, size: int, *, guilty: float, plain: bool, calm: bool) -> None:
+    def __init__(
+        self, name: str, size: int, *, guilty: float, plain: bool, calm: bool, devices: int
+    ) -> None:
         self._random = random.Random(name)
-        self._plain, self._calm = plain, calm
+        self._plain, self._calm, self._devices = plain, calm, devices
         made, changed = size * 3 // 10, size * 2 // 10
         self.made = [self._made() for _ in range(made)]
         deck = self._deck(self.made)
@@ -107,7 +112,8 @@ class Choices:
 
     def _somewhere(self) -> dict[str, Any]:
         """Return an annotation, or none, for a task of one device."""
-        chosen = self._random.choice([None, None, None, 0, 1, 2, "cuda:3", "auto"])
+        *ordinals, last = range(self._devices)
+        chosen = self._random.choice([None, None, None, *ordinals, f"cuda:{last}", "auto"])
         return {} if chosen is None else {"device": chosen}
 
     def _made(self) -> Task:
@@ -126,8 +132,8 @@ class Choices:
     def _total(self, arrays: list[Task], deck: Iterator[Input]) -> Task:
         inputs = [next(deck) for _ in range(self._random.choice([1, 1, 1, 2, 2, 3]))]
         kind = self._random.choice(KINDS + list(FAULTS) * (self._random.random() < 0.05))
-        if self._calm and kind in FAULTS:
-            kind = "plain"
+        if (self._calm and kind in FAULTS) or (kind == "across" and self._devices < 2 * WORKERS):
+            kind = "plain"  # no worker has two devices where the host has fewer than four
         if kind == "across":
             inputs = inputs[:1]
         value = sum(arrays[one.number].value for one in inputs)
@@ -146,7 +152,7 @@ class Choices:
             on_host = tasks.total_plain if self._plain else tasks.total_on_host
             return on_host, (*inputs,), {"device": "none"}
         if kind == "carried":
-            return (total if self._plain else carried(choice(range(4)))), (*inputs,), {}
+            return (total if self._plain else carried(choice(range(self._devices)))), (*inputs,), {}
         if kind == "across":
             across = tasks.total_across_plain if self._plain else tasks.total_across
             return across, (*inputs, 2), {"devices": 2}

@@ -53,8 +53,7 @@ class Soak:
 
     def __init__(self, arguments: argparse.Namespace, place: Path) -> None:
         self.arguments, self.place = arguments, place
-        self.gpus: bool = arguments.gpus
-        self.cut = not (arguments.loopback or self.gpus) and can_cut()
+        self.cut = not (arguments.loopback or arguments.gpus) and can_cut()
         self.ended = False
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.again = 0
@@ -76,16 +75,28 @@ class Soak:
                 for key, value in SETTINGS.items()
             },
         }
+        arguments = self.arguments
         with ExitStack() as steps:
             ip, hosts = steps.enter_context(
-                network(1 if self.gpus else self.arguments.hosts, self.cut)
+                network(1 if arguments.gpus else arguments.hosts, self.cut)
             )
             enter = steps.enter_context
             self.scheduler = enter(closing(Scheduler(ip, open_port(ip), self.place, env)))
             address = self.scheduler.address
             self.hosts = [
                 enter(
-                    closing(Host(number, own, address, self.place, env, *reached, gpus=self.gpus))
+                    closing(
+                        Host(
+                            number,
+                            own,
+                            address,
+                            self.place,
+                            env,
+                            *reached,
+                            devices=arguments.devices,
+                            gpus=arguments.gpus,
+                        )
+                    )
                 )
                 for number, (own, *reached) in enumerate(hosts)
             ]
@@ -113,7 +124,7 @@ class Soak:
             if more and len(pending) < arguments.under_way:
                 batch = Batch(
                     arguments.seed, number, arguments.batch,
-                    guilty=arguments.guilty, plain=False, calm=False,
+                    guilty=arguments.guilty, plain=False, calm=False, devices=arguments.devices,
                 )  # fmt: skip
                 self._submit(batch)
                 pending.append(batch)

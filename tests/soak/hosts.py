@@ -90,7 +90,7 @@ class Scheduler(Program):
 
 
 class Host:
-    """A host with simulated devices of its own, and workers that share them out.
+    """A host with devices of its own, and workers that share them out.
 
     Parameters
     ----------
@@ -104,8 +104,10 @@ class Host:
         The words before a command that run it on this host.
     link
         The network device by which the host is connected; None if it cannot be cut.
+    devices
+        How many devices it has: as many for each of its workers.
     gpus
-        Whether its devices are the machine's own, of which there must be four.
+        Whether they are the machine's own.
     """
 
     def __init__(
@@ -118,7 +120,8 @@ class Host:
         inside: Sequence[str] = (),
         link: str | None = None,
         *,
-        gpus: bool = False,
+        devices: int,
+        gpus: bool,
     ) -> None:
         self._link, self._gpus = link, gpus
         own = place / f"host{number}"
@@ -127,16 +130,16 @@ class Host:
         command += ["--n-workers", "1", "--no-dashboard", "--oom-retries", "3"]
         command += ["--preload", "tests.soak.preload", "--device-memory-limit", LIMIT]
         command += ["--local-directory", str(own), "--ipc-staging", "4 MiB"]
-        command += ["--nthreads", str(LOOK_AHEAD * DEVICES // WORKERS)]
+        command += ["--nthreads", str(LOOK_AHEAD * devices // WORKERS)]
         if number % 2 == 0:  # on the other hosts, workers divide the devices among themselves
-            command += ["--devices-per-worker", str(DEVICES // WORKERS)]
+            command += ["--devices-per-worker", str(devices // WORKERS)]
         if not gpus:  # a worker that was killed is soon there again
             command += ["--multiprocessing-method", "forkserver"]
         more = {"DASK_DEVCTX__LOCK_DIRECTORY": str(own / "locks")}
         if not gpus:
             more |= {
                 "DASK_DEVCTX__SIMULATED_HOST": own.name,
-                "DASK_DEVCTX__SIMULATED_DEVICES": str(DEVICES),
+                "DASK_DEVCTX__SIMULATED_DEVICES": str(devices),
                 "DASK_DEVCTX__SIMULATED_MEMORY": MEMORY,
             }
         self._programs = [

@@ -155,7 +155,13 @@ def run(arguments: Namespace) -> dict[str, Any]:
             done, until = 0, time.monotonic() + arguments.minutes * 60
             for number in itertools.count():
                 batch = Batch(
-                    arguments.seed, number, arguments.batch, guilty=0, plain=plain, calm=True
+                    arguments.seed,
+                    number,
+                    arguments.batch,
+                    guilty=0,
+                    plain=plain,
+                    calm=True,
+                    devices=DEVICES,
                 )
                 batch.submit(client)
                 outcomes = {outcome for _, outcome, _ in batch.check(arguments.patience)}

@@ -72,6 +72,15 @@ def test_every_task_and_copy_of_the_report_is_in_it(client: Client, tmp_path: Pa
     assert repr(made).endswith(": 1 task, 1 copy>")
 
 
+def test_a_device_without_tasks_has_a_lane(client: Client, tmp_path: Path) -> None:
+    with dask.annotate(device=2):
+        client.submit(nap, 0).result()
+    timeline(client, tmp_path / "timeline.json")
+    assert {f"cuda:{n}" for n in range(4)} <= set(
+        lanes(checked(tmp_path / "timeline.json")).values()
+    )
+
+
 def test_it_counts_memory_and_tasks(client: Client, tmp_path: Path) -> None:
     made = client.map(nap, [0.1] * 8, pure=False)
     wait(made)

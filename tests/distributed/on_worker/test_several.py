@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import dask
+import numpy as np
 import pytest
 from distributed import Worker, get_worker, secede
 from distributed.utils_test import gen_cluster
@@ -138,6 +139,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": "cuda:1"}, TypeError, r"dask.annotate\(device='cuda:1'\)"),
     ({"devices": []}, ValueError, "names no device"),
     ({"devices": [0, None]}, TypeError, "a list of devices"),
+    ({"devices": np.array([0, 1])}, TypeError, "a list of devices"),
     ({"devices": 2, "device": 1}, ValueError, "exclude each other"),
     ({"device": [0, 1]}, TypeError, r"dask.annotate\(devices=\[0, 1\]\)"),
     ({"device_share": 0}, ValueError, "above 0 and at most 1, got 0"),
