@@ -40,28 +40,37 @@ def _unknown(value: object) -> None:
 memory_of = Registry("memory_of", _unknown)
 
 
-def memories(value: object) -> set[Memory] | None:
+def memories(value: object, at_most: int | None = None) -> set[Memory] | None:
     """Return the allocations under a value; None if some are not known.
 
-    The value is known to hold arrays on devices.
+    Parameters
+    ----------
+    value
+        The value, which is known to hold arrays on devices.
+    at_most
+        How many objects that may hold arrays to look at: the allocations of a value with more count
+        as not known. None for all.
     """
     found: set[Memory] = set()
-    for leaf in _leaves(value):
-        function = memory_of.find(type(leaf))
-        if function is None:
-            if nbytes_by_device(leaf):
-                return None
-            continue
-        memory = function(leaf)
-        if memory is not None:
-            found.add(memory)
+    try:
+        for leaf in _leaves(value, at_most):
+            function = memory_of.find(type(leaf))
+            if function is None:
+                if nbytes_by_device(leaf):
+                    return None
+                continue
+            memory = function(leaf)
+            if memory is not None:
+                found.add(memory)
+    except walk.TooManyError:
+        return None
     return found
 
 
-def _leaves(value: object) -> Iterator[Any]:
+def _leaves(value: object, at_most: int | None) -> Iterator[Any]:
     if walk.find(type(value)) is walk.LEAF:
         yield value
         return
-    for _, protocol, leaves in walk.walk(value):
+    for _, protocol, leaves in walk.walk(value, at_most):
         if protocol is None:
             yield from leaves

@@ -108,8 +108,17 @@ def _is_foreign(kind: type) -> bool:
     return library in _HOST_LIBRARIES
 
 
-def walk(root: Any) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
+class TooManyError(Exception):
+    """A value has more objects than a search looks at."""
+
+
+def walk(root: Any, at_most: int | None = None) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
     """Yield all objects in a value that may hold arrays.
+
+    Raises
+    ------
+    TooManyError
+        There are more of them than ``at_most``; None for no bound.
 
     Yields
     ------
@@ -135,6 +144,10 @@ def walk(root: Any) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
         wanted = _not_plain(parts)
         if not wanted:
             continue
+        if at_most is not None:
+            at_most -= sum(type(part) in wanted for part in parts)
+            if at_most < 0:
+                raise TooManyError
         yield value, protocol, parts
         for kind in wanted:
             new = {id(part): part for part in _of_kind(kind, parts)}

@@ -68,3 +68,12 @@ def test_a_type_whose_allocations_are_not_known() -> None:
     device_of.register(Grid, lambda grid: device_of(grid.cells))
     assert memories(Grid(SimulatedArray(10))) is None
     assert memories([SimulatedArray(10), Grid(SimulatedArray(10))]) is None
+
+
+def test_a_search_has_a_bound() -> None:
+    x = SimulatedArray(10)
+    rows = [(n, str(n)) for n in range(1000)]
+    value = {"x": x, "rows": [rows, [x[n % 10 :] for n in range(500)]]}
+    assert memories(value, 5000) == memories(x)
+    assert memories(value, 1000) is None
+    assert memories(x, 1) == memories(x)

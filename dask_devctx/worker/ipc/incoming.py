@@ -197,7 +197,12 @@ class Incoming:
     ) -> dict[Hashable, Any]:
         where = header.shown
         if receiving.nbytes <= QUICK_NBYTES and receiving.is_quick(where):
-            self._allocate(receiving)
+            try:
+                receiving.allocate()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                await self._run(self._allocate, receiving)  # other values may have to leave
             if receiving.pieces:
                 lane, opened = receiving.start(0, where)
                 if lane.done_soon(QUICK_S):

@@ -18,6 +18,13 @@ if TYPE_CHECKING:
     from dask_devctx.worker.memory.surroundings import Surroundings
 
 
+# The objects of a value whose allocations are looked up: the worker's event loop does it.
+_AT_MOST: Final = 5_000
+
+# All books of a process count on: values go from one to the next.
+_numbers = itertools.count(1)
+
+
 class _Counted:
     """The entries of one value in the books; this outlives the value."""
 
@@ -75,7 +82,6 @@ class Books:
         }
         self._around = around
         self._ended: deque[_Counted] = deque()
-        self._numbers = itertools.count(1)
 
     def used(self, device: Device) -> int:
         """Return the bytes of a device that count towards its limit."""
@@ -95,20 +101,18 @@ class Books:
 
     def touch(self, kept: Kept) -> None:
         """Note that a value is used now."""
-        kept.touched = next(self._numbers)
+        kept.touched = next(_numbers)
 
     def memories(self, value: Any, places: Mapping[Device, int]) -> frozenset[Memory]:
         """Return the allocations under a value; those that are not known, by its places."""
         try:
-            found = memories(value)
+            found = memories(value, _AT_MOST)
         except Exception:
             found = None
         if found is None:
             found = {Memory(device, 0, nbytes) for device, nbytes in places.items()}
         # An allocation without an address is nobody else's.
-        return frozenset(
-            one if one.base else one._replace(base=-next(self._numbers)) for one in found
-        )
+        return frozenset(one if one.base else one._replace(base=-next(_numbers)) for one in found)
 
     def arrived(self, kept: Kept) -> None:
         """Count a value that is on its device."""

@@ -92,18 +92,19 @@ class Returning:
             values, stamp = self._allocated(form, device)
             self._around.copied(device, form.nbytes, perf_counter() - begun, back=True)
             back = []
+            found = [(value, nbytes_by_device(value)) for value in values]
+            under = [self._books.memories(*one) for one in found]
             with self._lock:
                 self._books.settle()
                 for ref in form.members:
                     kept = ref()
                     if kept is None or kept.form is not form or not kept.is_away:
                         continue
-                    value = values[kept.index]
-                    places = nbytes_by_device(value)
+                    value, places = found[kept.index]
                     kept.books.count_back(kept)
                     self._around.brought(kept, places, stamp)  # before a task can see the value
                     kept.value, kept.places, kept.after = value, places, stamp
-                    kept.memories = kept.books.memories(value, places)
+                    kept.memories = under[kept.index]
                     kept.books.arrived(kept)
                     if not _stays_right(values):
                         kept.form = None

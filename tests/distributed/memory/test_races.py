@@ -16,6 +16,7 @@ from cuda.bindings.driver import CUresult
 from distributed import Client, Event, Worker, secede, wait
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
+from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
 from tests.distributed.memory.test_spilling import MIB, full, threads
@@ -243,6 +244,30 @@ def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
         within(10, lambda: made.key not in worker.data)
         del kept
         assert used(now) == now.books.count("spilled", Device(0)) == 0
+
+
+class Row:
+    """One of many objects that may hold arrays."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+
+def test_a_value_of_many_objects_does_not_hold_the_event_loop_up() -> None:
+    """Where the search covered all objects, it took seconds."""
+    with threads(2 * MIB, 1) as client:
+        memory = memory_of(client)
+        value = {"array": full(1), "rows": [Row(n) for n in range(100_000)]}
+        begun = time.perf_counter()
+        nbytes_by_device(value)  # all of it
+        whole = time.perf_counter() - begun
+        begun = time.perf_counter()
+        kept = memory.keep("mine", value)
+        assert time.perf_counter() - begun < whole / 3
+        assert kept is not None
+        assert used(memory) == 16384 * 8
+        memory.leaving.spill_all(Device(0))
+        assert int(memory.read(kept)["array"].sum()) == 16384
 
 
 class Moody:

@@ -233,6 +233,29 @@ def test_small_values_go_on_while_a_buffer_is_waited_for(where: int) -> None:
         assert client.run(peers.longest_gap, workers=[workers[where]])[workers[where]] < 0.5
 
 
+def _no_memory_for(nbytes: int) -> None:
+    """Let two allocations of so many bytes fail, and values leave the device slowly."""
+    from cuda.bindings.driver import CUresult
+
+    peers.pause("cuMemcpyDtoHAsync", 1.0)
+    faults, status = peers.faults(), CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    faults.inject("cuMemAlloc", status, times=2, when=lambda *args: nbytes in args)
+
+
+def test_the_event_loop_runs_on_while_values_make_room_for_a_small_one() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+        there = client.submit(peers.array, 5000, workers=workers[1:], pure=False)
+        made = client.submit(peers.array, 3000, workers=workers[:1], pure=False)
+        wait([there, made], timeout=30)
+        client.run(_no_memory_for, 24_000, workers=workers[1:])
+        client.run(peers.watch_event_loop, workers=workers[1:])
+        use = client.submit(peers.last, made, workers=workers[1:], pure=False)
+        assert use.result(timeout=30) == (1.0, True)
+        assert client.run(peers.paused, workers=workers[1:])[workers[1]] == "cuMemcpyDtoHAsync"
+        assert client.run(peers.longest_gap, workers=workers[1:])[workers[1]] < 0.5
+
+
 async def _replicated(key: str, source: str, dask_worker: Worker) -> str:
     """Let a worker ask another one for a value; the name of its type."""
     answer = await get_data_from_worker(
