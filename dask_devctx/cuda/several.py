@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Self
@@ -13,6 +13,8 @@ from dask_devctx.cuda.device import Device
 Noted = Device | tuple[Device, ...] | None
 
 _of_this_task: ContextVar[Noted] = ContextVar("devices_of_this_task", default=None)
+# A task without a device notes nothing. These functions tell it from code outside of tasks.
+_tell_tasks: list[Callable[[], bool]] = []
 
 
 def task_devices() -> tuple[Device, ...]:
@@ -21,13 +23,14 @@ def task_devices() -> tuple[Device, ...]:
     Returns
     -------
     tuple of Device
-        One device for most tasks, several for a task with the annotation ``devices``. Also the
-        devices of a function that ``on_device([0, 1])`` decorates, wherever it is called.
+        One device for most tasks, several for a task with the annotation ``devices``, none for a
+        task with ``device=None``. Also the devices of a function that ``on_device([0, 1])``
+        decorates, wherever it is called.
 
     Raises
     ------
     RuntimeError
-        No task runs here, or the task has no device.
+        No task of a worker with the plugin runs here.
 
     Notes
     -----
@@ -45,12 +48,30 @@ def task_devices() -> tuple[Device, ...]:
     """
     found = _of_this_task.get()
     if found is None:
+        if any(is_task() for is_task in _tell_tasks):
+            return ()
         raise RuntimeError(
             "task_devices() works inside a task of a worker with DevicePlugin, on the task's own "
-            "thread, if the task has a device; and inside a function of on_device([0, 1]). Here "
-            "is neither. Device.current() returns the current device anywhere"
+            "thread, and inside a function of on_device([0, 1]). Here is neither. "
+            "Device.current() returns the current device anywhere"
         )
     return found if isinstance(found, tuple) else (found,)
+
+
+@contextmanager
+def tasks_told(is_task: Callable[[], bool]) -> Iterator[None]:
+    """While it is open, :func:`task_devices` is empty where a task without a device runs.
+
+    Parameters
+    ----------
+    is_task
+        Returns whether the caller is a task.
+    """
+    _tell_tasks.append(is_task)
+    try:
+        yield
+    finally:
+        _tell_tasks.remove(is_task)
 
 
 def note_devices(devices: Noted) -> Noted:

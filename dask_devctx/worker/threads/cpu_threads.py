@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import psutil
 from dask.system import CPU_COUNT
-from distributed import Worker
+from distributed import Worker, get_worker
 from tornado.ioloop import PeriodicCallback
 
+from dask_devctx.cuda.several import tasks_told
 from dask_devctx.dask_internals.threads import (
     ThreadPoolExecutor,
     end_idle_threads,
@@ -31,6 +33,8 @@ _WAITING = 0.1
 def threads_without_a_device(worker: Worker, count: int | None, part: float) -> Iterator[None]:
     """While it is open, a worker runs fewer tasks without a device at a time than ``nthreads``.
 
+    In these tasks, ``task_devices()`` is empty.
+
     Parameters
     ----------
     worker
@@ -40,6 +44,19 @@ def threads_without_a_device(worker: Worker, count: int | None, part: float) -> 
     part
         The part of the machine's devices that the worker has, and so of its CPUs.
     """
+    with tasks_told(partial(_is_task_of, worker)), _fewer_threads(worker, count, part):
+        yield
+
+
+def _is_task_of(worker: Worker) -> bool:
+    try:
+        return get_worker() is worker
+    except ValueError:  # no task runs here
+        return False
+
+
+@contextmanager
+def _fewer_threads(worker: Worker, count: int | None, part: float) -> Iterator[None]:
     executor = worker.executors["default"]
     nthreads = worker.state.nthreads
     least = count or max(round(CPU_COUNT * part), 1)

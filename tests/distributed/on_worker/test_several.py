@@ -212,9 +212,19 @@ async def test_tasks_of_one_device_know_it(client: Any, scheduler: Any, worker: 
     with dask.annotate(device=2):
         assert await client.submit(mine, key="function") == (2,)
         assert await client.submit(coroutine, key="coroutine") == (2,)
+
+
+@with_plugin()
+async def test_a_task_without_a_device_has_none(client: Any, scheduler: Any, worker: Any) -> None:
+    async def coroutine() -> tuple[Device, ...]:
+        await asyncio.sleep(0)
+        return task_devices()
+
     with dask.annotate(device=None):
-        error = await client.submit(task_devices, key="none").exception()
-    assert isinstance(error, RuntimeError)
+        assert await client.submit(task_devices, key="function") == ()
+        assert await client.submit(coroutine, key="coroutine") == ()
+    await client.unregister_worker_plugin("devctx")
+    assert isinstance(await client.submit(task_devices, key="later").exception(), RuntimeError)
 
 
 # -- shares
