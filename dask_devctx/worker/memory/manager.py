@@ -162,10 +162,13 @@ class DeviceMemory:
         """
         with self._lock:
             self.books.touch(kept)
-            if not kept.is_away:
-                return kept.value
-            assert kept.form is not None
-            return kept if whole else Sent(kept.form, kept.index)
+            if kept.is_away:
+                assert kept.form is not None
+                return kept if whole else Sent(kept.form, kept.index)
+            value, after = kept.value, kept.after
+        if after is not None:
+            after.hold_back_readers()
+        return value
 
     # -- memory that ran out
 

@@ -294,6 +294,20 @@ def test_a_task_reads_after_the_copy_that_brings_its_input(
         assert ("wait", LEGACY_STREAM) in between
 
 
+def test_a_value_is_sent_after_the_copy_that_brings_it() -> None:
+    with threads(2 * MIB, 1, move_inputs=False) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        memory, worker = memory_of(client), worker_of(client)
+        memory.leaving.spill_all(Device(0))
+        kept = worker.data.peek(made.key)
+        faults = noting_steps()
+        memory.pin(kept, None)
+        assert read_it(memory.to_send(kept, whole=False)) == 16384
+        memory.unpin([kept])
+        faults.clear()
+        assert ("wait", LEGACY_STREAM) in steps[steps.index("copy") : steps.index("read")]
+
+
 def test_a_task_that_was_cancelled_reads_after_the_copy_too() -> None:
     """It may be requested again while it runs: then its result counts."""
     with threads(2 * MIB, 1) as client:
