@@ -18,6 +18,7 @@ from dask_devctx.worker.memory.manager import DeviceMemory
 class Use:
     """One task's use of device memory: its inputs on a device, and room for its result.
 
+    Make it on the task's thread, whose further work comes after the copies that bring the inputs.
     It is a ``with`` block, at whose end the inputs may leave again.
 
     Parameters
@@ -73,6 +74,9 @@ class Use:
             for key, kept in away:
                 self.data[key] = memory.pin(kept, device, wait=wait)
                 self._pinned.append(kept)
+            for kept in self._pinned:
+                if kept.after is not None:
+                    kept.after.hold_back_readers()
             if expected and device is not None:
                 memory.reservations.make_room(device, expected, wait=wait)
                 self._expected = expected
@@ -136,12 +140,10 @@ class HostTask(TaskStandIn):
         if self.task.is_coro:  # type: ignore[attr-defined]
             return self._await(data)
         with self._use(data, wait=True) as use:
-            self._hold_back(data)
             return self.task(use.data)
 
     async def _await(self, data: Any) -> Any:
         with self._use(data, wait=False) as use:
-            self._hold_back(data)
             return await self.task(use.data)
 
     def _use(self, data: Any, *, wait: bool) -> Use:
@@ -151,9 +153,3 @@ class HostTask(TaskStandIn):
             if self.has_failed():
                 raise Reschedule from error
             raise
-
-    @staticmethod
-    def _hold_back(data: Any) -> None:
-        for value in data.values() if data else ():
-            if value.__class__ is Kept and value.after is not None:
-                value.after.hold_back_readers()

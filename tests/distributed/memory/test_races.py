@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import dask
@@ -16,9 +17,11 @@ from cuda.bindings.driver import CUresult
 from distributed import Client, Event, Worker, secede, wait
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
+from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
+from dask_devctx.worker.memory.use import Use
 from tests.distributed.memory.test_spilling import MIB, full, threads
 
 
@@ -244,6 +247,67 @@ def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
         within(10, lambda: made.key not in worker.data)
         del kept
         assert used(now) == now.books.count("spilled", Device(0)) == 0
+
+
+steps: list[object] = []
+
+
+def read_it(value: SimulatedArray) -> int:
+    steps.append("read")
+    return int(value.sum())
+
+
+async def read_it_later(value: SimulatedArray) -> int:
+    return read_it(value)
+
+
+def noting_steps() -> Any:
+    """Let no work of a device be done, and note the copies to devices and what waits for them."""
+
+    def note(name: str, *args: Any) -> bool:
+        steps.append((name, int(args[0])) if name == "wait" else name)
+        return False
+
+    steps.clear()
+    faults = driver.backend().machine.faults
+    faults.inject("cuMemcpyHtoDAsync", None, when=partial(note, "copy"))
+    faults.inject("cuStreamWaitEvent", None, times=10**6, when=partial(note, "wait"))
+    faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
+    return faults
+
+
+@pytest.mark.parametrize("task", [read_it, read_it_later])
+@pytest.mark.parametrize("device", [0, None])
+@pytest.mark.parametrize("moved", [True, False], ids=["moved", "left where they are"])
+def test_a_task_reads_after_the_copy_that_brings_its_input(
+    task: Callable[[Any], Any], device: int | None, moved: bool
+) -> None:
+    with threads(2 * MIB, 1, move_inputs=moved) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        memory = memory_of(client)
+        memory.leaving.spill_all(Device(0))
+        faults = noting_steps()
+        with dask.annotate(device=device):
+            assert client.submit(task, made, pure=False).result() == 16384
+        faults.clear()
+        between = steps[steps.index("copy") : steps.index("read")]
+        assert ("wait", LEGACY_STREAM) in between
+
+
+def test_a_task_that_was_cancelled_reads_after_the_copy_too() -> None:
+    """It may be requested again while it runs: then its result counts."""
+    with threads(2 * MIB, 1) as client:
+        wait(made := client.submit(full, 1, pure=False))
+        memory, worker = memory_of(client), worker_of(client)
+        memory.leaving.spill_all(Device(0))
+        kept = worker.data.peek(made.key)
+        made.release()
+        within(10, lambda: made.key not in worker.data)
+        faults = noting_steps()
+        with Device(0) as device, Use("task", memory, {"k": kept}, device) as use:
+            assert read_it(use.data["k"]) == 16384
+        faults.clear()
+        assert ("wait", LEGACY_STREAM) in steps[steps.index("copy") : steps.index("read")]
 
 
 class Row:
