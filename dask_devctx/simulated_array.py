@@ -244,11 +244,12 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return self._data
 
     def item(self, *args: Any) -> Any:
-        """Return one element as a Python number."""
-        return _check(self).item(*args)
+        """Return one element as a Python number; any device may be current."""
+        return self._readable().item(*args)
 
     def tolist(self) -> Any:
-        return _check(self).tolist()
+        """Return the values as Python numbers in lists; any device may be current."""
+        return self._readable().tolist()
 
     def __float__(self) -> float:
         return float(self.item())
@@ -257,13 +258,13 @@ class SimulatedArray(NDArrayOperatorsMixin):
         return int(self.item())
 
     def __index__(self) -> int:
-        return _check(self).__index__()
+        return self._readable().__index__()
 
     def __complex__(self) -> complex:
         return complex(self.item())
 
     def __bool__(self) -> bool:
-        return bool(_check(self))
+        return bool(self._readable())
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         raise TypeError(
