@@ -9,7 +9,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.driver.work import LEGACY_STREAM
-from dask_devctx.errors import DriverError
+from dask_devctx.errors import DeviceMemoryError, DriverError
 from dask_devctx.transfer.events import Event
 from dask_devctx.transfer.timing import timed
 
@@ -26,8 +26,8 @@ def connect(device: Device, peer: Device) -> bool:
 
     Notes
     -----
-    This asks the driver once per pair of contexts. On a machine without such a path the answer is
-    False, and copies go through the host.
+    This asks the driver once per pair of contexts, and again where memory was short. On a machine
+    without such a path the answer is False, and copies go through the host.
 
     References
     ----------
@@ -40,7 +40,10 @@ def connect(device: Device, peer: Device) -> bool:
         known = _pairs.setdefault(device._backend, {})
         found = known.get(pair)
         if found is None:
-            found = known[pair] = _enable(device, peer) and _enable(peer, device)
+            try:
+                found = known[pair] = _enable(device, peer) and _enable(peer, device)
+            except DeviceMemoryError:  # later, there may be enough
+                return False
     return found
 
 
@@ -53,6 +56,8 @@ def _enable(device: Device, peer: Device) -> bool:
             device._backend.calls.enable_peer_access(context)
     except DriverError as error:  # too many peers, for example: copies are slower, but correct
         logger.info("%s does not reach %s directly: %s", device, peer, error)
+        if isinstance(error, DeviceMemoryError):
+            raise
         return False
     return True
 

@@ -267,6 +267,15 @@ def test_without_peer_access_it_still_moves(machine, x):
     assert not connect(Device(3), Device(0))
 
 
+def test_peer_access_is_tried_again_where_memory_was_short(machine, x):
+    status = cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    machine.faults.inject("cuCtxEnablePeerAccess", status)
+    assert device_of(to_device(x, 3)) is Device(3)
+    assert device_of(to_device(x, 3)) is Device(3)
+    assert connect(Device(3), Device(0))
+    assert machine.faults.calls["cuCtxEnablePeerAccess"] == 3
+
+
 def test_an_array_without_elements(x):
     with Device(0):
         empty = SimulatedArray((0, 3))
