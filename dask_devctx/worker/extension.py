@@ -263,8 +263,13 @@ class DeviceExtension:
                 self._done(key, ts)
         elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
             self._ended_later(key, ts, start)
-        if self.memory is not None and (ts is None or ts.state not in _MAY_GET_A_VALUE):
-            self.memory.reservations.handed_over(key)
+        memory = self.memory
+        if (
+            memory is not None
+            and memory.reservations.handed
+            and (ts is None or ts.state not in _MAY_GET_A_VALUE)
+        ):
+            memory.reservations.handed_over(key)
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)

@@ -96,7 +96,7 @@ class Reservations:
 
     def handed_over(self, key: Hashable) -> None:
         """Undo the reservation for a key's value, if there is one."""
-        if key in self.handed:  # called for each transition of each task
+        if key in self.handed:
             with self._books.lock:
                 device, nbytes = self.handed.pop(key, (None, 0))
                 if device is not None:
