@@ -263,13 +263,9 @@ class DeviceExtension:
                 self._done(key, ts)
         elif start in _RUNNING and ts is not None and ts.state in ("memory", "error"):
             self._ended_later(key, ts, start)
-        memory = self.memory
-        if (
-            memory is not None
-            and memory.reservations.handed
-            and (ts is None or ts.state not in _MAY_GET_A_VALUE)
-        ):
-            memory.reservations.handed_over(key)
+        reserved = self.memory and self.memory.reservations
+        if reserved and reserved.handed and (ts is None or ts.state not in _MAY_GET_A_VALUE):
+            reserved.handed_over(key)
         if start == "memory":
             if self.inputs is not None:
                 self.inputs.forget(key)
@@ -390,8 +386,7 @@ class DeviceExtension:
     def _written(self, key: Hashable, value: object) -> None:
         """Called when dask is about to write a value to disk; its work may still be running."""
         ts = self._tasks.get(key)
-        made = None if ts is None else _work_of(ts)
-        if made is not None:
+        if ts is not None and (made := _work_of(ts)) is not None:
             made.hold_back_readers()
 
     def _read_back(self, key: Hashable, value: object) -> None:
