@@ -214,7 +214,10 @@ def test_the_event_loop_runs_on_while_a_copy_is_waited_for(pair: Pair) -> None:
     client.run(_forget_faults)
 
 
-@pytest.mark.parametrize("where", [0, 1], ids=["a new buffer", "opens a buffer"])
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param(0, marks=pytest.mark.long, id="a new one"), pytest.param(1, id="opens one")],
+)
 def test_small_values_go_on_while_a_buffer_is_waited_for(where: int) -> None:
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)

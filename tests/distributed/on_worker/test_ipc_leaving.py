@@ -291,7 +291,10 @@ async def _look(dask_worker: Worker) -> None:
     await dask_worker.plugins["devctx"].extension.peers.way.look()
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["retired", "killed"])
+@pytest.mark.parametrize(
+    "killed",
+    [pytest.param(False, marks=pytest.mark.long, id="retired"), pytest.param(True, id="killed")],
+)
 def test_a_worker_that_left_is_forgotten(killed: bool) -> None:
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
