@@ -90,7 +90,7 @@ _lock = ProcessLock()  # a ``__del__`` may copy, too
 
 
 def take(device: Device) -> Lane:
-    """Return a lane of the current device; :func:`give` it back when its work is done."""
+    """Return a lane of the current device; :func:`finish` or :func:`drop` it in the end."""
     with _lock:
         lanes = _free.setdefault(device._backend, {}).setdefault(device, [])
         lane = lanes.pop() if lanes else None
@@ -113,6 +113,17 @@ def give(lane: Lane) -> None:
     """Make a lane available again; all its work is done."""
     with _lock:
         _free[lane.device._backend][lane.device].append(lane)
+
+
+def finish(lane: Lane) -> None:
+    """Wait until all work of a lane is done, and make it available again."""
+    with lane.device:
+        try:
+            lane.wait()
+        except BaseException:
+            drop(lane)
+            raise
+        give(lane)
 
 
 def drop(lane: Lane) -> None:

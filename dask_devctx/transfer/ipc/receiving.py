@@ -112,13 +112,7 @@ class Receiving:
     def finish(self, lane: Lane, opened: Opened) -> None:
         """Wait until a piece has arrived."""
         try:
-            with self.device:
-                try:
-                    lane.wait()
-                except BaseException:
-                    lanes.drop(lane)
-                    raise
-                lanes.give(lane)
+            lanes.finish(lane)
         finally:
             self._opened.end(opened)
 

@@ -124,13 +124,7 @@ class Sending:
     def finish(self, lane: Lane) -> None:
         """Wait until a piece is in staging memory."""
         try:
-            with lane.device:
-                try:
-                    lane.wait()
-                except BaseException:
-                    lanes.drop(lane)
-                    raise
-                lanes.give(lane)
+            lanes.finish(lane)
         finally:
             self._ended(next(index for index, one in tuple(self._copies.items()) if one is lane))
 

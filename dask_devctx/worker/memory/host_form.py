@@ -98,11 +98,10 @@ class HostForm:
                     lane.after_current_streams()
                 for part, (_, block) in zip(parcel.parts, parts, strict=True):
                     lane.copy_out(block.address, part.pointer, part.nbytes)
-                lane.wait()
             except BaseException:
                 lanes.drop(lane)
                 raise
-            lanes.give(lane)
+            lanes.finish(lane)
         form = cls(parcel.pickled, parcel.buffers, parts, device)
         form.are_arrays = are_arrays(values)
         return form
