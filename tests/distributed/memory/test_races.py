@@ -8,13 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import dask
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, Event, Worker, secede, wait
+from distributed import Client, Event, Future, Worker, secede, wait
+from distributed.utils_test import poll_for
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.driver.work import LEGACY_STREAM
@@ -35,6 +37,16 @@ def worker_of(client: Client) -> Any:
 def memory_of(client: Client) -> DeviceMemory:
     memory: DeviceMemory = worker_of(client).data.memory
     return memory
+
+
+@contextmanager
+def one_value(**how: Any) -> Iterator[tuple[Client, Future, DeviceMemory, Any, Kept]]:
+    """A value on the one device of a worker: with its future, and as the worker keeps it."""
+    with threads(2 * MIB, 1, **how) as client:
+        made = client.submit(full, 1, pure=False)
+        wait(made)
+        worker = worker_of(client)
+        yield client, made, worker.data.memory, worker, worker.data.peek(made.key)
 
 
 def used(memory: DeviceMemory) -> int:
@@ -76,22 +88,15 @@ def test_no_room_stays_reserved_for_the_result_of_a_task_that_seceded() -> None:
             seceded = Event("seceded")
             seceded.clear()
             future = client.submit(aside, n, key=f"aside-{n}")
-            within(10, lambda: any(client.run(long_running).values()))
+            poll_for(lambda: any(client.run(long_running).values()), timeout=10)
             seceded.set()
             wait(future)
         ledger = memory_of(client).books.ledgers[Device(0)]
-        within(10, lambda: ledger.incoming == 0)
+        poll_for(lambda: ledger.incoming == 0, timeout=10)
 
 
 def long_running(dask_worker: Worker) -> bool:
     return bool(dask_worker.state.long_running)
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value() -> None:
@@ -102,10 +107,10 @@ def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value
         wait(first)
         worker = worker_of(client)
         memory_of(client).leaving.spill_all(Device(0))
-        within(10, lambda: worker.data.peek("k").is_away)
+        poll_for(lambda: worker.data.peek("k").is_away, timeout=10)
         kept = worker.data.peek("k")
         first.release()
-        within(10, lambda: "k" not in worker.data)
+        poll_for(lambda: "k" not in worker.data, timeout=10)
         with dask.annotate(device=1):
             second = client.submit(full, 2, key="k")
         wait(second)
@@ -154,10 +159,7 @@ def opcodes(
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
 def test_dask_asks_for_the_size_of_a_value_that_moves(leaves: bool) -> None:
-    with threads(2 * MIB, 1) as client:
-        wait(made := client.submit(full, 1, pure=False))
-        memory, worker = memory_of(client), worker_of(client)
-        kept = worker.data.peek(made.key)
+    with one_value() as (_, _, memory, _, kept):
 
         def leave() -> None:
             memory.spill_clean(MIB)
@@ -198,8 +200,7 @@ def removed_while_it_leaves(key: str, dask_worker: Worker) -> list[int]:
 
 
 def test_a_plugin_is_removed_while_a_value_leaves() -> None:
-    with threads(2 * MIB, 1) as client:
-        wait(made := client.submit(full, 1, pure=False))
+    with one_value() as (client, made, *_):
         (found,) = client.run(removed_while_it_leaves, made.key).values()
         assert set(found) == {16384}
         assert len(found) > 20
@@ -208,12 +209,9 @@ def test_a_plugin_is_removed_while_a_value_leaves() -> None:
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
 def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
     """The value was counted in the books of the plugin before."""
-    with threads(2 * MIB, 1) as client:
-        wait(made := client.submit(full, 1, pure=False))
-        memory, worker = memory_of(client), worker_of(client)
-        kept = worker.data.peek(made.key)
+    with one_value() as (client, made, memory, worker, kept):
         memory.leaving.spill_all(Device(0))
-        within(10, lambda: made.key in worker.data.raw)
+        poll_for(lambda: made.key in worker.data.raw, timeout=10)
         if leaves:
             memory.read(kept)
             memory.spill_clean(MIB)
@@ -244,7 +242,7 @@ def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
         assert now.books.count("held", Device(0)) == 16384 * 8
         assert now.books.count("spilled", Device(0)) == 0
         made.release()
-        within(10, lambda: made.key not in worker.data)
+        poll_for(lambda: made.key not in worker.data, timeout=10)
         del kept
         assert used(now) == now.books.count("spilled", Device(0)) == 0
 
@@ -282,9 +280,7 @@ def noting_steps() -> Any:
 def test_a_task_reads_after_the_copy_that_brings_its_input(
     task: Callable[[Any], Any], device: int | None, moved: bool
 ) -> None:
-    with threads(2 * MIB, 1, move_inputs=moved) as client:
-        wait(made := client.submit(full, 1, pure=False))
-        memory = memory_of(client)
+    with one_value(move_inputs=moved) as (client, made, memory, _, _):
         memory.leaving.spill_all(Device(0))
         faults = noting_steps()
         with dask.annotate(device=device):
@@ -295,11 +291,8 @@ def test_a_task_reads_after_the_copy_that_brings_its_input(
 
 
 def test_a_value_is_sent_after_the_copy_that_brings_it() -> None:
-    with threads(2 * MIB, 1, move_inputs=False) as client:
-        wait(made := client.submit(full, 1, pure=False))
-        memory, worker = memory_of(client), worker_of(client)
+    with one_value(move_inputs=False) as (_, _, memory, _, kept):
         memory.leaving.spill_all(Device(0))
-        kept = worker.data.peek(made.key)
         faults = noting_steps()
         memory.pin(kept, None)
         assert read_it(memory.to_send(kept, whole=False)) == 16384
@@ -310,13 +303,10 @@ def test_a_value_is_sent_after_the_copy_that_brings_it() -> None:
 
 def test_a_task_that_was_cancelled_reads_after_the_copy_too() -> None:
     """It may be requested again while it runs: then its result counts."""
-    with threads(2 * MIB, 1) as client:
-        wait(made := client.submit(full, 1, pure=False))
-        memory, worker = memory_of(client), worker_of(client)
+    with one_value() as (_, made, memory, worker, kept):
         memory.leaving.spill_all(Device(0))
-        kept = worker.data.peek(made.key)
         made.release()
-        within(10, lambda: made.key not in worker.data)
+        poll_for(lambda: made.key not in worker.data, timeout=10)
         faults = noting_steps()
         with Device(0) as device, Use("task", memory, {"k": kept}, device) as use:
             assert read_it(use.data["k"]) == 16384

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Worker
+from distributed.utils_test import poll_for
 
 from dask_devctx import (
     Device,
@@ -46,10 +47,7 @@ def ordinals(cluster: LocalDeviceCluster) -> list[list[int]]:
 
 def until_there_are(cluster: LocalDeviceCluster, n_workers: int) -> None:
     """Wait for the cluster's own list of workers: the scheduler knows of each one earlier."""
-    deadline = time.monotonic() + 10
-    while len(cluster.workers) != n_workers:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    poll_for(lambda: len(cluster.workers) == n_workers, timeout=10)
 
 
 def threads(cluster: LocalDeviceCluster) -> list[int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import dask
 import pytest
 from distributed import Client, Event, Scheduler, Worker, get_worker
-from distributed.utils_test import async_poll_for
+from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster, report
 from dask_devctx.worker.placement import giving_back, standstill
@@ -41,13 +41,6 @@ def address_of_worker(_: object) -> str:
     time.sleep(0.01)
     address: str = get_worker().address
     return address
-
-
-def until(done: Callable[[], object], timeout_s: float = 15) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +112,7 @@ def test_tasks_go_to_other_devices_until_the_actor_ends(
     assert server.where().result() == 1
     del server
     gc.collect()
-    until(lambda: not changed(cluster.scheduler))
+    poll_for(lambda: not changed(cluster.scheduler), timeout=15)
     assert set(results(client, client.map(nap, range(60), pure=False))) == {0, 1, 2}
 
 
@@ -129,7 +122,7 @@ def test_tasks_that_were_there_before_the_actor_move(
     futures = client.map(wait_for_event, ["open"] * 40, pure=False)
     scheduler = cluster.scheduler
     address = worker_of(cluster, 1).address
-    until(lambda: len(scheduler.workers[address].processing) > 2)
+    poll_for(lambda: len(scheduler.workers[address].processing) > 2, timeout=15)
     with dask.annotate(device=1, device_share=1, priority=9):
         server = client.submit(Server, actor=True)
     Event("open").set()
@@ -145,7 +138,7 @@ def test_root_tasks_still_wait_in_the_schedulers_queue(
     server = serve(client, device=1, device_share=1)
     scheduler, address = cluster.scheduler, worker_of(cluster, 1).address
     futures = client.map(wait_for_event, ["queue"] * 100, pure=False)
-    until(lambda: scheduler.queued)
+    poll_for(lambda: scheduler.queued, timeout=15)
     time.sleep(0.3)
     assert len(scheduler.queued) > 50
     assert {ts.key for ts in scheduler.workers[address].processing} == set()
@@ -199,7 +192,7 @@ def test_where_all_workers_have_actors_tasks_wait_for_the_first_to_end(
 ) -> None:
     servers = [serve(client, device=n, device_share=1) for n in range(3)]
     futures = client.map(nap, range(80), pure=False)
-    until(lambda: report(client).waiting)
+    poll_for(lambda: report(client).waiting, timeout=15)
     assert all(future.status == "pending" for future in futures)
     assert servers[0].where().result() == 0
     del servers[2]
@@ -209,9 +202,9 @@ def test_where_all_workers_have_actors_tasks_wait_for_the_first_to_end(
 
 def test_a_worker_that_leaves_with_its_actor(client: Client, cluster: LocalDeviceCluster) -> None:
     server = serve(client, device=1, device_share=1)
-    until(lambda: changed(cluster.scheduler))
+    poll_for(lambda: changed(cluster.scheduler), timeout=15)
     client.sync(worker_of(cluster, 1).close)  # dask retires no worker that has an actor
-    until(lambda: not changed(cluster.scheduler))
+    poll_for(lambda: not changed(cluster.scheduler), timeout=15)
     assert set(results(client, client.map(nap, range(20), pure=False))) == {0, 2}
     del server
 
@@ -220,12 +213,12 @@ def test_the_others_leave(client: Client, cluster: LocalDeviceCluster) -> None:
     """Then tasks wait for the actor's end, as on the only worker."""
     server = serve(client, device=1, device_share=1)
     blocked = client.map(wait_for_event, ["leave"] * 80, pure=False)
-    until(lambda: cluster.scheduler.queued)
+    poll_for(lambda: cluster.scheduler.queued, timeout=15)
     client.retire_workers([worker_of(cluster, n).address for n in (0, 2)])
     address = worker_of(cluster, 1).address
     Event("leave").set()
-    until(lambda: cluster.scheduler.workers[address].processing)
-    until(lambda: report(client).waiting)
+    poll_for(lambda: cluster.scheduler.workers[address].processing, timeout=15)
+    poll_for(lambda: report(client).waiting, timeout=15)
     del server
     gc.collect()
     assert results(client, blocked)[1] > 0
@@ -258,7 +251,8 @@ def test_several_devices_beside_an_actor() -> None:
 def test_other_devices_of_the_same_worker_run_what_waits_behind_an_actor() -> None:
     with cluster_of(1, devices=range(3)) as cluster, Client(cluster) as client:
         futures = client.map(wait_for_event, ["same"] * 12, pure=False)
-        until(lambda: len(cluster.scheduler.workers[cluster.workers[0].address].processing) == 12)
+        state = cluster.scheduler.workers[cluster.workers[0].address]
+        poll_for(lambda: len(state.processing) == 12, timeout=15)
         with dask.annotate(device=1, device_share=1, priority=9):
             server = client.submit(Server, actor=True)
         time.sleep(0.2)
