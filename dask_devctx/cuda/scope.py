@@ -172,7 +172,8 @@ def leave_nothing_current() -> None:
 class NothingCurrent:
     """A scope in which no context is current on the calling thread; for one ``with`` at a time.
 
-    It starts no driver: without one, nothing is current.
+    What was current before is current again after it: nothing, if nothing was. It starts no driver:
+    without one, nothing is current.
     """
 
     __slots__ = ("_previous",)
@@ -186,6 +187,8 @@ class NothingCurrent:
     def __exit__(self, *error: object) -> None:
         if self._previous:
             driver.backend().calls.set_current(self._previous)
+        elif driver.current_backend() is not None:
+            leave_nothing_current()
 
 
 def _empty(calls: Calls) -> None:

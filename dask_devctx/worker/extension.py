@@ -27,6 +27,7 @@ from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import functions_of_clients
 from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
+from dask_devctx.worker.host_task import HostTask
 from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.inputs.one_input import Input
 from dask_devctx.worker.ipc import PeerTransfers
@@ -36,7 +37,6 @@ from dask_devctx.worker.memory.data import DeviceData
 from dask_devctx.worker.memory.keeping import within_limits
 from dask_devctx.worker.memory.manager import DeviceMemory
 from dask_devctx.worker.memory.surroundings import Surroundings
-from dask_devctx.worker.memory.use import HostTask
 from dask_devctx.worker.metrics.advice import Advice
 from dask_devctx.worker.metrics.history import remembering
 from dask_devctx.worker.metrics.prometheus import exposed
@@ -53,7 +53,6 @@ from dask_devctx.worker.placement.urgency import urgency_of
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
 from dask_devctx.worker.threads.executors import Claimed, device_threads
-from dask_devctx.worker.threads.host_coroutine import HostCoroutine
 from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
 from dask_devctx.worker.tracebacks import of_the_user
 
@@ -119,6 +118,7 @@ class DeviceExtension:
                 self.failure = error
                 self.placement = NoDevices(error)
             used = self.placement.devices
+            self._landing = ordering.in_place_of_the_first(used)
             self.claims = steps.enter_context(
                 _opened(Claims, self.placement, options.tasks_per_device, self.limits)
             )
@@ -342,11 +342,9 @@ class DeviceExtension:
         if self.inputs is not None:
             self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
         tasks.restore(ts)  # if it was given a stand-in before it was requested again
-        if ts.run_spec.is_coro:
-            tasks.replace(ts, HostCoroutine(ts.run_spec))
-        if ts.dependencies and isinstance(self._worker.data, DeviceData):
-            memory = self._worker.data.memory
-            tasks.replace(ts, HostTask(ts.run_spec, memory, self.monitor.has_failed))
+        data = self._worker.data
+        memory = data.memory if isinstance(data, DeviceData) else None
+        tasks.replace(ts, HostTask(ts.run_spec, self._landing, memory, self.monitor.has_failed))
 
     def _done(self, key: Hashable, ts: Any) -> None:
         device = self.placement.remove(key)

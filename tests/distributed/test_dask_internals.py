@@ -32,6 +32,7 @@ from dask_devctx.dask_internals import worker as of_workers
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.serialization import register_instead
 from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.graph import keep
 from dask_devctx.graph.keep import keep_annotations
 from tests.distributed.changes import changes_of
 
@@ -154,6 +155,7 @@ def test_frames_and_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) 
 
     from dask_devctx.dask_internals.graphs import count_elements_on_device
 
+    monkeypatch.setattr(keep._State, "frames_warn", False)  # plugins of other tests may be there
     before = dict(dask.config.config)
     monkeypatch.delattr(_collection, "FrameBase")
     with pytest.raises(UnsupportedDaskError, match=r"_collection\.FrameBase"):

@@ -13,6 +13,14 @@ from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.worker.inputs.inputs import Inputs
 
 
+def in_place_of_the_first(devices: Sequence[Device]) -> Device | None:
+    """Return one of the devices for libraries that would begin to use CUDA's first; None if it is
+    among them.
+    """
+    uses_the_first = any(device.device_id == 0 for device in devices)
+    return None if uses_the_first or not devices else devices[0]
+
+
 @contextmanager
 def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
     """While it is open, data that a worker receives arrives only on the worker's own devices.
@@ -32,13 +40,13 @@ def landing_on(worker: Worker, devices: Sequence[Device]) -> Iterator[None]:
     and that of the ``offload`` executor. When this closes, no device is current on these threads,
     unless other code made another one current.
 
-    Coroutines that are not for a device do not see it:
-    :class:`~dask_devctx.worker.threads.host_coroutine.HostCoroutine`.
+    Tasks that are not for a device do not see it: see
+    :class:`~dask_devctx.worker.host_task.HostTask`.
     """
-    if not devices or any(device.device_id == 0 for device in devices):
+    device, offload = in_place_of_the_first(devices), worker.executors["offload"]
+    if device is None:
         yield
         return
-    device, offload = devices[0], worker.executors["offload"]
     # Set without a scope: several workers of one process open and close in any order.
     device.set_current()
     offload.submit(device.set_current)

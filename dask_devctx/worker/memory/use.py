@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from distributed import Reschedule
-
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
-from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
 
@@ -108,48 +105,3 @@ class Use:
         if self._expected and self._device is not None:
             self._memory.reservations.give_room(self._device, self._expected)
             self._expected = 0
-
-
-class HostTask(TaskStandIn):
-    """A task without a device whose inputs may be in host memory: it gets the values themselves.
-
-    Parameters
-    ----------
-    task
-        The task.
-    memory
-        The manager of the device memory.
-    has_failed
-        Returns whether a device of the worker has failed. Where an input cannot come back for that
-        reason, the task runs on another worker.
-    """
-
-    __slots__ = ("has_failed", "memory")
-
-    def __init__(
-        self,
-        task: Callable[[Any], Any],
-        memory: DeviceMemory,
-        has_failed: Callable[[], bool] = lambda: False,
-    ) -> None:
-        super().__init__(task)
-        self.memory = memory
-        self.has_failed = has_failed
-
-    def __call__(self, data: Any = ()) -> Any:
-        if self.task.is_coro:  # type: ignore[attr-defined]
-            return self._await(data)
-        with self._use(data, wait=True) as use:
-            return self.task(use.data)
-
-    async def _await(self, data: Any) -> Any:
-        with self._use(data, wait=False) as use:
-            return await self.task(use.data)
-
-    def _use(self, data: Any, *, wait: bool) -> Use:
-        try:
-            return Use(self.key, self.memory, data or {}, None, wait=wait)
-        except Exception as error:
-            if self.has_failed():
-                raise Reschedule from error
-            raise

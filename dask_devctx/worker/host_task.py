@@ -1,0 +1,87 @@
+"""A task without a device, as the worker calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from distributed import Reschedule
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.scope import NothingCurrent
+from dask_devctx.cuda.suspending import awaiting
+from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.transfer import nbytes_by_device
+from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.memory.manager import DeviceMemory
+from dask_devctx.worker.memory.use import Use
+
+
+class HostTask(TaskStandIn):
+    """A task without a device: nothing is current while it runs, and nothing stays current.
+
+    Parameters
+    ----------
+    task
+        The task.
+    landing
+        The device that is current for a task whose inputs are on devices: libraries that copy an
+        input to the host begin to use CUDA's first device otherwise. None where the worker uses the
+        first device anyway.
+    memory
+        The manager of the device memory, if values may be in host memory: the task gets the values
+        themselves.
+    has_failed
+        Returns whether a device of the worker has failed. Where an input cannot come back for that
+        reason, the task runs on another worker.
+    """
+
+    __slots__ = ("has_failed", "landing", "memory")
+
+    def __init__(
+        self,
+        task: Callable[[Any], Any],
+        landing: Device | None = None,
+        memory: DeviceMemory | None = None,
+        has_failed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(task)
+        self.landing = landing
+        self.memory = memory
+        self.has_failed = has_failed
+
+    def __call__(self, data: Any = ()) -> Any:
+        if self.task.is_coro:  # type: ignore[attr-defined]
+            return awaiting(self._scope(data), self._await(data))
+        with self._scope(data), self._use(data, wait=True) as inputs:
+            return self.task(inputs)
+
+    async def _await(self, data: Any) -> Any:
+        with self._use(data, wait=False) as inputs:
+            return await self.task(inputs)
+
+    def _scope(self, data: Any) -> AbstractContextManager[Any]:
+        if self.landing is not None and any(map(self._is_on_a_device, dict(data).values())):
+            return NothingCurrent() if self.has_failed() else self.landing
+        return NothingCurrent()
+
+    def _is_on_a_device(self, value: object) -> bool:
+        if self.memory is not None:
+            return value.__class__ is Kept
+        return bool(nbytes_by_device(value))
+
+    @contextmanager
+    def _use(self, data: Any, *, wait: bool) -> Iterator[Any]:
+        """While it is open, the inputs stay where they are; yields them."""
+        if self.memory is None or not data:
+            yield data
+            return
+        try:
+            use = Use(self.key, self.memory, data, None, wait=wait)
+        except Exception as error:
+            if self.has_failed():
+                raise Reschedule from error
+            raise
+        with use:
+            yield use.data
