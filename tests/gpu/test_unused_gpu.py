@@ -1,6 +1,6 @@
 """A worker that does not use the first GPU leaves it alone: it has no context there.
 
-Values of each library are made, sent, kept and dropped. A thread with nothing current that frees
+Values of each library are made, sent, kept, read by a task without a device, and dropped. A thread with nothing current that frees
 memory or sends a value creates a context on the first GPU, which costs half a GiB.
 """
 
@@ -63,7 +63,16 @@ def active(dask_worker: Any) -> list[int]:
     return [d.device_id for d in devices() if Device(d).primary_context.is_active]
 
 
+def read(array: Any) -> Any:
+    """Copy an array to the host, in its library's own words."""
+    for name in ("get", "copy_to_host", "cpu"):
+        if hasattr(array, name):
+            return getattr(array, name)()
+    raise TypeError(type(array))
+
+
 def send_everything() -> dict[str, Any]:
+    import dask
     from distributed import Client
 
     from dask_devctx import LocalDeviceCluster
@@ -83,6 +92,8 @@ def send_everything() -> dict[str, Any]:
             x.result(timeout=60)  # it is packed by the worker
             [y] = client.scatter([x.result(timeout=60)])  # and unpacked
             client.submit(type, y, pure=False).result(timeout=60)
+            with dask.annotate(device=None):  # a task without a device may read it
+                client.submit(read, x, pure=False).result(timeout=60)
             del x, y
             client.submit(int, pure=False).result(timeout=60)
             [seen[name]] = client.run(active).values()
