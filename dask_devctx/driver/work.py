@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
-from dask_devctx.driver.launches import LaunchQueues
 from dask_devctx.driver.relaxed import Look
 from dask_devctx.errors import DeviceMemoryError
 
@@ -31,12 +30,17 @@ class WorkCalls:
     ----------
     look
         Looks at the progress and the health of the current device.
-    queues
-        Knows whether a call that records an event of a context may wait.
+
+    Notes
+    -----
+    A stream has room for about a thousand entries, and a call that adds one to a full stream waits
+    for the device. By an address, it would keep Python's lock meanwhile. So of the calls that add
+    an entry, only those for streams that are made here, which have few entries, go by an address.
+    An event of a whole context adds no entry: its record never waits.
     """
 
     def __init__(self, checked: Checked) -> None:
-        self.queues = LaunchQueues()
+        self._own_streams: set[int] = set()
         self.look = Look(self, checked)
         self.driver = checked.driver
         self.types = checked.types
@@ -60,7 +64,9 @@ class WorkCalls:
 
     def event_record(self, event: int, stream: int) -> None:
         """Make the event stand for all work that the stream has been given so far."""
-        if not self._called("cuEventRecord", 2000, event, stream):
+        if stream not in self._own_streams or not self._called(
+            "cuEventRecord", 2000, event, stream
+        ):
             self._value(
                 self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
             )
@@ -72,9 +78,7 @@ class WorkCalls:
         context is being captured into a graph.
         """
         try:
-            status = None
-            if not self.queues.may_be_full(context):
-                status = self._status("cuCtxRecordEvent", 12050, context, event)
+            status = self._status("cuCtxRecordEvent", 12050, context, event)
             if status is None:
                 function = self.driver.cuCtxRecordEvent
                 (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
@@ -104,11 +108,15 @@ class WorkCalls:
     def stream_create(self) -> int:
         """Create a stream, for which the legacy default stream of its context does not wait."""
         flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        return int(self._value(self.driver.cuStreamCreate, flag))
+        stream = int(self._value(self.driver.cuStreamCreate, flag))
+        self._own_streams.add(stream)
+        return stream
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Make all later work of the stream wait for an event, which may be of any device."""
-        if not self._called("cuStreamWaitEvent", 3020, stream, event, 0):
+        if stream not in self._own_streams or not self._called(
+            "cuStreamWaitEvent", 3020, stream, event, 0
+        ):
             self._value(
                 self.driver.cuStreamWaitEvent,
                 self.types.CUstream(stream),
@@ -252,4 +260,5 @@ class WorkCalls:
 
     def stream_destroy(self, stream: int) -> None:
         """Destroy a stream; the work that it was given is still done."""
+        self._own_streams.discard(stream)
         self._value(self.driver.cuStreamDestroy, self.types.CUstream(stream))

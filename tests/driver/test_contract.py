@@ -300,7 +300,8 @@ def asking_many_destroyed_contexts(kind):
         junk = [bytearray(os.urandom(64 * (number + 1))) for _ in range(500)]  # reuse the heap
         for handle in handles:
             answer = d.cuCtxGetId(types.CUcontext(handle))
-            assert names(answer) == ["CONTEXT_IS_DESTROYED"], (number, hex(handle), answer)
+            found = (number, hex(handle), answer, ids[handle])
+            assert names(answer) == ["CONTEXT_IS_DESTROYED"], found
         del junk
     living = ok(d.cuCtxCreate(None, 0, 0))
     for handle in handles:
@@ -491,7 +492,7 @@ def page_locking(kind):
     pages = mmap.mmap(-1, nbytes)
     host = ctypes.addressof(ctypes.c_char.from_buffer(pages))
     without = names(d.cuMemHostRegister(host, nbytes, portable), d.cuMemHostUnregister(host))
-    assert without == ["INVALID_CONTEXT", "INVALID_CONTEXT"]
+    assert without == ["INVALID_CONTEXT", "HOST_MEMORY_NOT_REGISTERED"]
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     assert names(
         d.cuMemHostUnregister(host),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -24,8 +25,35 @@ extern "C" __global__ void spin(long long ns) {
 """
 
 
-def test_an_event_that_waits_for_a_full_queue_stops_no_other_thread() -> None:
+@pytest.fixture
+def full_stream() -> Iterator[tuple[Device, int]]:
+    """A stream of a device that is full for two seconds, as its number: a thread waits for it."""
     cupy = pytest.importorskip("cupy")
+    with driver.use(backends.real()), Device(0) as device:
+        spin = cupy.RawKernel(SPIN, "spin")
+        stream = cupy.cuda.Stream(non_blocking=True)
+        launched = 0
+
+        def fill() -> None:
+            nonlocal launched
+            with device, stream:
+                spin((1,), (1,), (3_000_000_000,))
+                for launched in range(5000):  # noqa: B007
+                    spin((1,), (1,), (0,))
+
+        spin((1,), (1,), (0,))
+        device.sync()
+        filling = threading.Thread(target=fill)
+        filling.start()
+        time.sleep(1)
+        assert launched < 4999, "all launches had room"
+        yield device, stream.ptr
+        filling.join()
+        device.sync()
+
+
+def test_a_wait_for_a_full_stream_stops_no_other_thread(full_stream: tuple[Device, int]) -> None:
+    device, stream = full_stream
     gaps: list[float] = []
     over = threading.Event()
 
@@ -37,31 +65,26 @@ def test_an_event_that_waits_for_a_full_queue_stops_no_other_thread() -> None:
             gaps.append(now - before)
             before = now
 
-    with driver.use(backends.real()), Device(0) as device:
-        spin = cupy.RawKernel(SPIN, "spin")
-        stream = cupy.cuda.Stream(non_blocking=True)
-
-        def fill() -> None:
-            with device, stream:
-                spin((1,), (1,), (3_000_000_000,))
-                for _ in range(5000):
-                    spin((1,), (1,), (0,))
-
-        spin((1,), (1,), (0,))
-        device.sync()
-        event = Event(device)
-        filling, watching = threading.Thread(target=fill), threading.Thread(target=watch)
-        filling.start()
-        time.sleep(1)  # by then, it waits in a launch
-        watching.start()
-        begun = time.perf_counter()
-        event.record_context(device._handle)
-        took = time.perf_counter() - begun
-        over.set()
-        watching.join()
-        filling.join()
-        device.sync()
-    print(f"the record took {took:.3f} s, and the longest pause was {max(gaps):.3f} s")
-    if took < 0.5:
-        pytest.skip(f"the driver did not wait: the record took {took:.3f} s")
+    event = Event(device)
+    event.record_context(device._handle)
+    watching = threading.Thread(target=watch)
+    watching.start()
+    begun = time.perf_counter()
+    event.holds_back(stream)
+    took = time.perf_counter() - begun
+    over.set()
+    watching.join()
+    print(f"the call took {took:.3f} s, and the longest pause was {max(gaps):.3f} s")
+    assert took > 0.5, "the stream was not full"
     assert max(gaps) < took / 2
+
+
+def test_an_event_of_the_context_waits_for_no_full_stream(full_stream: tuple[Device, int]) -> None:
+    device, _ = full_stream
+    begun = time.perf_counter()
+    event = Event(device)
+    assert event.record_context(device._handle)
+    took = time.perf_counter() - begun
+    print(f"the record took {took:.6f} s")
+    assert took < 0.1
+    assert not event.done()

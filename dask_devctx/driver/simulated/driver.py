@@ -245,11 +245,12 @@ class SimulatedDriver(SimulatedContexts):
 
     @function(0)
     def cuMemHostUnregister(self, host: int) -> tuple[Any, ...]:
+        if int(host) not in self._locked_pages:
+            return (Status.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,)
         status = self._of_current(lambda ctx: None)[0]
-        if status != OK:
-            return (status,)
-        known = self._locked_pages.pop(int(host), None)
-        return (Status.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED if known is None else OK,)
+        if status == OK:
+            self._locked_pages.pop(int(host), None)
+        return (status,)
 
     def _with_host(
         self, pointer: Any, nbytes: int, move: Callable[[int], object]
