@@ -94,9 +94,23 @@ class Look:
             Whether the event was queried and reached, and whether it was recorded. A record that
             fails is no error of the look: probe again to learn whether the device failed meanwhile.
         """
-        by = self._addresses
-        if by is None:
+        by, queues = self._addresses, self._calls.queues
+        if by is None:  # each call releases Python's lock
             return self._in_python(event, context, query, record)
+        waits = record and queues.may_be_full(context)
+        reached, recorded = self._by(by, event, context, query, record and not waits)
+        if reached:
+            queues.reached(event, context)
+        if waits and (reached or not query):
+            with RelaxedCapture(self._calls), suppress(DriverError):
+                recorded = self._calls.event_record_context(event, context)
+        if recorded:
+            queues.recorded(event)
+        return reached, recorded
+
+    def _by(
+        self, by: _Addresses, event: int, context: int, query: bool, record: bool
+    ) -> tuple[bool, bool]:
         if query:
             if record and by.record:
                 failed = invoke_relaxed(

@@ -5,8 +5,11 @@ Scopes do not need them. Copies between devices do, and so do probes of a device
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
+from dask_devctx.driver.launches import LaunchQueues
 from dask_devctx.driver.relaxed import Look
 from dask_devctx.errors import DeviceMemoryError
 
@@ -30,17 +33,15 @@ class WorkCalls:
     ----------
     look
         Looks at the progress and the health of the current device.
-
-    Notes
-    -----
-    A stream has room for about a thousand entries, and a call that adds one to a full stream waits
-    for the device. By an address, it would keep Python's lock meanwhile. So of the calls that add
-    an entry, only those for streams that are made here, which have few entries, go by an address.
-    An event of a whole context adds no entry: its record never waits.
+    queues
+        Knows whether a call that records an event of a context may wait.
+    free_events
+        Events that are not used now, by the number of their context and whether they are timed.
     """
 
     def __init__(self, checked: Checked) -> None:
-        self._own_streams: set[int] = set()
+        self.queues = LaunchQueues()
+        self.free_events: defaultdict[tuple[int | None, bool], list[int]] = defaultdict(list)
         self.look = Look(self, checked)
         self.driver = checked.driver
         self.types = checked.types
@@ -49,27 +50,23 @@ class WorkCalls:
 
     # -- events: points in the work that a device was given
 
+    # Making, recording and awaiting an event can wait for the device: see ``launches``. So these
+    # calls go through the bindings, which give Python's lock away.
+
     def event_create(self, *, timed: bool = False) -> int:
         """Create an event of the current context; ``timed`` ones know when they were reached."""
         flags = 0 if timed else _DISABLE_TIMING
-        made = self._out("cuEventCreate", 2000, 0, flags)
-        if made is None:
-            made = int(self._value(self.driver.cuEventCreate, flags))
-        return made
+        return int(self._value(self.driver.cuEventCreate, flags))
 
     def event_destroy(self, event: int) -> None:
         """Destroy an event; work that waits for it still waits."""
-        if not self._called("cuEventDestroy", 4000, event):
-            self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
+        self._value(self.driver.cuEventDestroy, self.types.CUevent(event))
 
     def event_record(self, event: int, stream: int) -> None:
         """Make the event stand for all work that the stream has been given so far."""
-        if stream not in self._own_streams or not self._called(
-            "cuEventRecord", 2000, event, stream
-        ):
-            self._value(
-                self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
-            )
+        self._value(
+            self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
+        )
 
     def event_record_context(self, event: int, context: int) -> bool:
         """Make the event stand for all work that the context's streams have been given so far.
@@ -78,7 +75,9 @@ class WorkCalls:
         context is being captured into a graph.
         """
         try:
-            status = self._status("cuCtxRecordEvent", 12050, context, event)
+            status = None
+            if not self.queues.may_be_full(context):
+                status = self._status("cuCtxRecordEvent", 12050, context, event)
             if status is None:
                 function = self.driver.cuCtxRecordEvent
                 (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
@@ -108,21 +107,12 @@ class WorkCalls:
     def stream_create(self) -> int:
         """Create a stream, for which the legacy default stream of its context does not wait."""
         flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        stream = int(self._value(self.driver.cuStreamCreate, flag))
-        self._own_streams.add(stream)
-        return stream
+        return int(self._value(self.driver.cuStreamCreate, flag))
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Make all later work of the stream wait for an event, which may be of any device."""
-        if stream not in self._own_streams or not self._called(
-            "cuStreamWaitEvent", 3020, stream, event, 0
-        ):
-            self._value(
-                self.driver.cuStreamWaitEvent,
-                self.types.CUstream(stream),
-                self.types.CUevent(event),
-                0,
-            )
+        function = self.driver.cuStreamWaitEvent
+        self._value(function, self.types.CUstream(stream), self.types.CUevent(event), 0)
 
     # -- memory of the current context
 
@@ -260,5 +250,4 @@ class WorkCalls:
 
     def stream_destroy(self, stream: int) -> None:
         """Destroy a stream; the work that it was given is still done."""
-        self._own_streams.discard(stream)
         self._value(self.driver.cuStreamDestroy, self.types.CUstream(stream))

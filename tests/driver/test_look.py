@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -86,23 +87,40 @@ def test_without_addresses_of_events_a_look_does_the_same(
     test_each_look_probes(look)
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own", "the user's"])
-def test_only_streams_of_its_own_are_called_with_pythons_lock_held(
-    look: Looks, monkeypatch: pytest.MonkeyPatch, own: bool
+def test_an_event_is_recorded_without_pythons_lock_where_a_queue_may_be_full(
+    look: Looks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another may be full: the call waits for the device then, and by address it keeps the lock."""
-    work = look.work
-    by_address: list[str] = []
-    called = work._called
-    monkeypatch.setattr(
-        work,
-        "_called",
-        lambda function, *args: by_address.append(function) or called(function, *args),
-    )
-    with look.device:
-        stream = work.stream_create() if own else int(look.machine.driver.cuStreamCreate(1)[1])
-        work.event_record(look.event, stream)
-        work.stream_wait(stream, look.event)
-    assert by_address == (["cuEventRecord", "cuStreamWaitEvent"] if own else [])
-    assert look.machine.faults.calls["cuEventRecord"] == 1
-    assert look.machine.faults.calls["cuStreamWaitEvent"] == 1
+    """A record by address keeps the lock, and waits for the device where a queue is full."""
+    now = [0.0]
+    monkeypatch.setattr("dask_devctx.driver.launches.perf_counter", lambda: now[0])
+    by_bindings = []
+    driver = look.machine.driver
+    record = driver.cuCtxRecordEvent
+
+    def through_the_bindings(context: Any, event: Any) -> Any:
+        caller = inspect.currentframe().f_back.f_code.co_name  # type: ignore[union-attr]
+        by_bindings.append(caller != "_record")
+        return record(context, event)
+
+    monkeypatch.setattr(driver, "cuCtxRecordEvent", through_the_bindings)
+
+    def records(**what: bool) -> bool:
+        by_bindings.clear()
+        assert look(record=True, **what)[0][1]
+        (found,) = by_bindings
+        by_bindings.clear()
+        with look.device:
+            event = look.work.event_create()
+            assert look.work.event_record_context(event, look.device._handle)
+        assert by_bindings == [found]
+        return found
+
+    addressed = look.work.look._addresses is not None
+    assert records() is True  # nothing is known of the queues
+    assert records(query=True) is not addressed  # they were empty a moment ago
+    now[0] += 1e-3
+    assert records(query=True) is not addressed
+    now[0] += 1.0
+    assert records() is True
+    assert look(query=True)[0] == (True, False)
+    assert records() is not addressed

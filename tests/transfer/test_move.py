@@ -113,8 +113,9 @@ def test_whether_it_is_done_is_asked_until_it_is(machine, x):
     machine.faults.inject("cuEventQuery", NOT_READY, times=2)
     assert [made.done() for _ in range(4)] == [False, False, True, True]
     assert machine.faults.calls["cuEventQuery"] == 3
-    assert machine.faults.calls["cuEventDestroy"] == machine.faults.calls["cuEventCreate"] == 1
     assert made.devices == (Device(0),)
+    stamp(x)
+    assert machine.faults.calls["cuEventCreate"] == 1, "the event of what is done is free"
 
 
 def test_where_it_cannot_be_asked_it_is_waited_for(machine, x, calls):
@@ -244,10 +245,30 @@ def test_a_stamp_is_waited_for_on_another_thread(x, calls):
     assert names(calls) == [("cuStreamWaitEvent", 2)]
 
 
-def test_events_are_destroyed(machine, x):
-    to_device(x, 1)
-    release_held()
-    assert machine.faults.calls["cuEventDestroy"] == machine.faults.calls["cuEventCreate"] == 2
+def test_events_are_used_again(machine, x):
+    for _ in range(3):
+        to_device(x, 1)
+        release_held()
+        assert machine.faults.calls["cuEventCreate"] == 2
+    assert machine.faults.calls["cuEventDestroy"] == 0
+
+
+def test_few_free_events_are_kept(machine, x, monkeypatch):
+    monkeypatch.setattr("dask_devctx.transfer.events._FREE_AT_MOST", 2)
+    made = [stamp(x) for _ in range(5)]
+    assert machine.faults.calls["cuEventCreate"] == 5
+    made.clear()
+    assert machine.faults.calls["cuEventDestroy"] == 3
+
+
+def test_events_end_with_their_context(machine):
+    for made in (1, 2):
+        with Device(0):
+            for _ in range(2):
+                assert stamp(SimulatedArray.asarray(np.ones(3))).done()
+        assert machine.faults.calls["cuEventCreate"] == made
+        Device(0).primary_context.release()
+        assert not Device(0).primary_context.is_active
 
 
 def test_peer_access_is_enabled_once_per_pair(machine, x):
