@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
 
     The exit status is 1 if a subject cannot run, dask-devctx fails, or no case contains the TEXT.
     """
-    size = TINY if tiny else FULL
+    size = replace(TINY if tiny else FULL, only=only)
     about = machine.describe()
     click.echo("\n".join(machine.lines(about)))
     if tiny:
@@ -51,14 +52,13 @@ def main(names: tuple[str, ...], tiny: bool, output: Path, only: tuple[str, ...]
         report.write_json(path, {"when": when, "tiny": tiny, "machine": about, "subjects": found})
 
     failed = False
-    texts = [text.casefold() for text in only]
     for name in names or subjects.NAMES:
         subject = subjects.load(name)
         click.echo(f"\n== {name}: {subject.TITLE}")
         found[name] = {"title": subject.TITLE, "cases": []}
         try:
             for case in subject.cases(size):
-                if texts and not any(text in case.name.casefold() for text in texts):
+                if not size.wants(case.name):
                     continue
                 measured = measure(case, size)
                 failed |= any(m.failed for m in measured if m.contender.role == "ours")

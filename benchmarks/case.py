@@ -104,11 +104,18 @@ class Size:
         The least time of such a turn; 0 for a single repetition.
     tiny
         Whether the run only shows that everything works.
+    only
+        Texts of which one is in the name of each case to measure; empty for all cases.
     """
 
     rounds: int
     round_s: float
     tiny: bool = False
+    only: tuple[str, ...] = ()
+
+    def wants(self, name: str) -> bool:
+        """Return whether to measure the case of this name."""
+        return not self.only or any(text.casefold() in name.casefold() for text in self.only)
 
 
 FULL = Size(rounds=31, round_s=0.02)

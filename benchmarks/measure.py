@@ -10,7 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import click
+
 from benchmarks.case import Case, Contender, ContenderFailedError, Measured, Size
+
+_LONG_S = 2.0
 
 
 class Spread(NamedTuple):
@@ -32,7 +36,8 @@ def measure(case: Case, size: Size) -> list[Measured]:
 
     The order changes from round to round, so that no contender always follows the same neighbour.
     Garbage is collected between turns and not within them. A contender that fails gets no more
-    turns, and loses its earlier values.
+    turns, and loses its earlier values. Long turns are told as they end: a run that is interrupted
+    has shown them.
     """
     taking_part = [_Part(one) for one in case.contenders]
     for part in taking_part:
@@ -76,22 +81,27 @@ class _Part:
         self._count = 1
 
     def warm_up(self, round_s: float) -> None:
-        with self._noting():
+        with self._noting("first"):
             self._count = _repetitions(self.contender, round_s)
 
     def turn(self) -> None:
         started = time.perf_counter()
-        with self._noting():
+        with self._noting("next"):
             self.values.append(_turn(self.contender, self._count))
         self.spent_s += time.perf_counter() - started
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _noting(self, turn: str) -> Iterator[None]:
+        started = time.perf_counter()
         try:
             yield
         except ContenderFailedError as error:
             self.failed = str(error)
             self.values.clear()
+        took = time.perf_counter() - started
+        if took > _LONG_S:
+            end = "failed after" if self.failed else "took"
+            click.echo(f"  {self.contender.name}: the {turn} turn {end} {took:.1f} s", err=True)
 
 
 def _repetitions(contender: Contender, round_s: float) -> int:

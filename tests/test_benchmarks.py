@@ -116,6 +116,14 @@ def test_cases_are_chosen_by_their_names(tmp_path: Path) -> None:
     assert (tmp_path / "results.json").read_text() == before
 
 
+def test_clusters_start_only_for_the_cases_that_are_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.subjects.memory.field.n_devices", lambda: 2)
+    monkeypatch.setattr("benchmarks.subjects.memory.started", pytest.fail)
+    assert not list(subjects.load("memory").cases(dataclasses.replace(TINY, only=("absent",))))
+
+
 def test_ours_failing_is_told_by_the_status(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,6 +257,25 @@ def test_a_contender_over_its_time_gets_fewer_turns() -> None:
         measured = measure(one, Size(rounds=3, round_s=0))
         assert len(measured[1].values) == len(measured[1].ratios) == rounds
     assert "1 of 5 rounds" in table(capped, measured)
+
+
+def test_a_long_turn_is_told_when_it_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.measure._LONG_S", 0.01)
+
+    def slow(count: int) -> float:
+        time.sleep(0.02)
+        return 1.0
+
+    case = Case("a case", "with", [_constant("ours", 3.0, role="ours"), Contender("slow", slow)])
+    measure(case, Size(rounds=2, round_s=0))
+    told = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" took ")[0] for line in told] == [
+        "  slow: the first turn",
+        "  slow: the next turn",
+        "  slow: the next turn",
+    ]
 
 
 def test_a_contender_can_have_a_target_of_its_own() -> None:

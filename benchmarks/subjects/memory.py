@@ -16,6 +16,7 @@ _MODULE = "benchmarks.subjects.memory_hosted"
 _NOOPS = "benchmarks.subjects.tasks_hosted"
 _OF_BARE, _OF_OFF = 1.2, 1.02
 _ANSWER_S = 120.0
+_CAP_S = 60.0
 
 
 class _Limited(NamedTuple):
@@ -60,14 +61,24 @@ _TINY = (
 
 def cases(size: Size) -> Iterator[Case]:
     n_devices = field.n_devices()
-    first, *others = _TINY if size.tiny else _FULL
-    with _clusters(n_devices, first) as (hosts, missing):
-        yield _there_and_back(hosts[0][1], size)
-        yield from _jobs(first, hosts, missing, size)
-    for limited in others:
-        with _clusters(n_devices, limited) as (hosts, missing):
-            yield from _jobs(limited, hosts, missing, size)
-    yield from _empty_tasks(n_devices, size)
+    alone, *_ = all_limited = _TINY if size.tiny else _FULL
+    nbytes, tasks = (2**20, 20) if size.tiny else (2**30, 2000)
+    back = f"an array of {nbytes // 2**20} MiB to host memory and back{field.where()}"
+    empty = f"{tasks} empty tasks, with limits and without{field.where()}"
+    for limited in all_limited:  # clusters start for the cases that are wanted
+        names = [_name(limited, job) for job in limited.jobs] + [back] * (limited is alone)
+        if any(map(size.wants, names)):
+            with _clusters(n_devices, limited) as (hosts, missing):
+                if limited is alone:
+                    yield _there_and_back(back, nbytes, hosts[0][1], size)
+                yield from _jobs(limited, hosts, missing, size)
+    if size.wants(empty):
+        yield from _empty_tasks(empty, tasks, n_devices, size)
+
+
+def _name(limited: _Limited, job: str) -> str:
+    whole, part = (" × ".join(f"{n:,}" for n in one) for one in limited.jobs[job][1:])
+    return f"{job}, {limited.limit // 10**6:,} MB a device: {whole} in {part}{field.where()}"
 
 
 @contextlib.contextmanager
@@ -85,11 +96,9 @@ def _clusters(
         yield hosts, [*missing, *failed]
 
 
-def _there_and_back(host: Host, size: Size) -> Case:
-    nbytes = 2**20 if size.tiny else 2**30
-
+def _there_and_back(name: str, nbytes: int, host: Host, size: Size) -> Case:
     return Case(
-        f"an array of {nbytes // 2**20} MiB to host memory and back{field.where()}",
+        name,
         per="array",
         single=True,
         rounds=None if size.tiny else 11,
@@ -111,13 +120,13 @@ def _jobs(
     limited: _Limited, hosts: list[tuple[Entry, Host]], missing: list[Missing], size: Size
 ) -> Iterator[Case]:
     for job, (method, *shapes) in limited.jobs.items():
-        whole, part = (" × ".join(f"{n:,}" for n in one) for one in shapes)
         yield Case(
-            f"{job}, {limited.limit // 10**6:,} MB a device: {whole} in {part}{field.where()}",
+            _name(limited, job),
             per="job",
             single=True,
             rounds=None if size.tiny else 3,
             target=None if size.tiny else limited.of_dask_cuda,
+            cap_s=_CAP_S,
             contenders=[
                 entry.contender(_turn(host, method, job, *shapes)) for entry, host in hosts
             ],
@@ -133,11 +142,10 @@ def _turn(host: Host, method: str, *args: object) -> Callable[[int], float]:
     return run
 
 
-def _empty_tasks(n_devices: int, size: Size) -> Iterator[Case]:
-    tasks = 20 if size.tiny else 2000
+def _empty_tasks(name: str, tasks: int, n_devices: int, size: Size) -> Iterator[Case]:
     on, off = (
-        Entry(name, f"{_NOOPS}:ours", (field.library(), n_devices, None, limit), {"role": role})
-        for name, limit, role in (("with limits", "auto", "ours"), ("without", 0, "variant"))
+        Entry(which, f"{_NOOPS}:ours", (field.library(), n_devices, None, limit), {"role": role})
+        for which, limit, role in (("with limits", "auto", "ours"), ("without", 0, "variant"))
     )
     with started([on, off]) as (hosts, failed):
         if failed:
@@ -149,7 +157,7 @@ def _empty_tasks(n_devices: int, size: Size) -> Iterator[Case]:
             )
 
         yield Case(
-            f"{tasks} tasks that do nothing, with limits and without{field.where()}",
+            name,
             per="task",
             single=True,
             rounds=None if size.tiny else 21,
