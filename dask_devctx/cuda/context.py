@@ -15,6 +15,7 @@ from dask_devctx.cuda.any_context import AnyContext
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.flags import ContextFlags, joined, written
 from dask_devctx.cuda.primary import PrimaryContext
+from dask_devctx.cuda.scope import lives
 from dask_devctx.cuda.temporary import Temporary
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
@@ -189,7 +190,7 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
     def _check_alive(self) -> None:
         if not self._handle:
             self._bind()
-        if not self._lives(self._handle, self._identity):
+        if not lives(self._backend, self._handle, self._identity):
             raise DeviceScopeError(
                 self, "cannot be entered: the context was destroyed by somebody else"
             )

@@ -62,8 +62,7 @@ class Scope(ScopeBase):
         backend = self._backend
         calls = backend.calls
         previous = calls.current()
-        # The previous context may be destroyed before it is restored: its number identifies it.
-        identity = 0 if previous in backend.lasting else calls.context_id(previous)
+        identity = _identity(backend, previous)
         entries = stack()
         depth = len(entries)
         try:
@@ -118,28 +117,7 @@ class Scope(ScopeBase):
         return False
 
     def _restore(self, previous: int, identity: int | None) -> None:
-        calls = self._backend.calls
-        if previous == 0:
-            _empty(self._backend.calls)
-            return
-        if identity == 0 or self._lives(previous, identity):
-            calls.set_current(previous)
-            return
-        # Making it current would end the process: the driver does not check that it is alive.
-        _empty(self._backend.calls)
-        when = "before this scope was entered" if identity is None else "in the meantime"
-        raise DeviceScopeError(
-            self,
-            f"cannot restore the context 0x{previous:x}, which was destroyed {when}; this thread "
-            "has no current context now. Close a context after the scopes inside it",
-        )
-
-    def _lives(self, handle: int, identity: int | None) -> bool:
-        """Return whether a handle still means the context with this number."""
-        backend = self._backend
-        if identity is None or identity in backend.destroyed:
-            return False
-        return backend.calls.context_id(handle) == identity
+        _restore(self, self._backend, previous, identity)
 
     def _leave_out_of_order(self, entries: Stack) -> NoReturn:
         """Raise, after taking this scope off the stack so that the others restore correctly."""
@@ -169,26 +147,103 @@ def leave_nothing_current() -> None:
         _empty(backend.calls)
 
 
-class NothingCurrent:
-    """A scope in which no context is current on the calling thread; for one ``with`` at a time.
+class Restored:
+    """A scope after which the same context is current as before; for one ``with`` at a time.
 
-    What was current before is current again after it: nothing, if nothing was. It starts no driver:
-    without one, nothing is current.
+    Nothing is current after it, if nothing was before. It starts no driver: without one, nothing is
+    current.
     """
 
-    __slots__ = ("_previous",)
+    __slots__ = ("_identity", "_previous")
 
     def __enter__(self) -> None:
-        backend = driver.current_backend()
-        self._previous = 0 if backend is None else backend.current_context()
-        if self._previous:
-            leave_nothing_current()
+        self._remember()
 
-    def __exit__(self, *error: object) -> None:
-        if self._previous:
-            driver.backend().calls.set_current(self._previous)
-        elif driver.current_backend() is not None:
-            leave_nothing_current()
+    def _remember(self) -> Backend | None:
+        """Remember the current context; return the driver if there is one."""
+        backend = _usable()
+        self._previous = 0 if backend is None else backend.current_context()
+        if backend is not None and self._previous:
+            self._identity = _identity(backend, self._previous)
+        return backend
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        backend = _usable()
+        if backend is None:
+            return
+        try:
+            if self._previous:
+                _restore(self, backend, self._previous, self._identity)
+            elif backend.current_context():
+                _empty(backend.calls)
+        except DevctxError as error:
+            raise_or_note(error, exc)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+
+class NothingCurrent(Restored):
+    """A scope in which no context is current on the calling thread; otherwise as its base."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        backend = self._remember()
+        if backend is not None and self._previous:
+            if self._identity is None:  # it is destroyed already: nothing to come back to
+                self._previous = 0
+            _empty(backend.calls)
+
+
+def is_any_current() -> bool:
+    """Return whether a context is current on this thread; starts no driver."""
+    backend = _usable()
+    return backend is not None and backend.current_context() != 0
+
+
+def _usable() -> Backend | None:
+    """Return the driver that may have made a context current on this thread; None if none can."""
+    backend = driver.current_backend()
+    return None if backend is None or backend.calls.checked.forked else backend
+
+
+def _identity(backend: Backend, context: int) -> int | None:
+    """Return the number by which :func:`_restore` knows whether a context lives; 0 if it always
+    does, None if it is destroyed already.
+    """
+    return 0 if context in backend.lasting else backend.calls.context_id(context)
+
+
+def _restore(scope: object, backend: Backend, previous: int, identity: int | None) -> None:
+    """Make the context current again that was so before a scope."""
+    calls = backend.calls
+    if previous == 0:
+        _empty(calls)
+        return
+    if identity == 0 or lives(backend, previous, identity):
+        calls.set_current(previous)
+        return
+    # Making it current would end the process: the driver does not check that it is alive.
+    _empty(calls)
+    when = "before this scope was entered" if identity is None else "in the meantime"
+    raise DeviceScopeError(
+        scope,
+        f"cannot restore the context 0x{previous:x}, which was destroyed {when}; this thread "
+        "has no current context now. Close a context after the scopes inside it",
+    )
+
+
+def lives(backend: Backend, handle: int, identity: int | None) -> bool:
+    """Return whether a handle still means the context with this number."""
+    if identity is None or identity in backend.destroyed:
+        return False
+    return backend.calls.context_id(handle) == identity
 
 
 def _empty(calls: Calls) -> None:

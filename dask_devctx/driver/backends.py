@@ -137,6 +137,8 @@ class Backend:
         ForkedProcessError
             This process was forked after CUDA was initialised.
         """
+        if self.initialised:
+            return self.calls.current()  # which keeps Python's lock
         try:
             return self.calls.current_or_uninitialised()
         except DevctxError:

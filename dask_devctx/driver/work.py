@@ -5,8 +5,6 @@ Scopes do not need them. Copies between devices do, and so do probes of a device
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
 from dask_devctx.driver.launches import LaunchQueues
@@ -35,13 +33,11 @@ class WorkCalls:
         Looks at the progress and the health of the current device.
     queues
         Knows whether a call that records an event of a context may wait.
-    free_events
-        Events that are not used now, by the number of their context and whether they are timed.
     """
 
     def __init__(self, checked: Checked) -> None:
         self.queues = LaunchQueues()
-        self.free_events: defaultdict[tuple[int | None, bool], list[int]] = defaultdict(list)
+        self._free_events: dict[tuple[int, bool], tuple[int | None, list[int]]] = {}
         self.look = Look(self, checked)
         self.driver = checked.driver
         self.types = checked.types
@@ -57,6 +53,17 @@ class WorkCalls:
         """Create an event of the current context; ``timed`` ones know when they were reached."""
         flags = 0 if timed else _DISABLE_TIMING
         return int(self._value(self.driver.cuEventCreate, flags))
+
+    def free_events(self, context: int, identity: int | None, *, timed: bool) -> list[int]:
+        """Return the list of a context's events that are not used now; the caller changes it.
+
+        The context's events end with it. A later context can have the same handle, and then has
+        another number, ``identity``.
+        """
+        found = self._free_events.get((context, timed))
+        if found is None or found[0] != identity:
+            found = self._free_events[context, timed] = identity, []
+        return found[1]
 
     def event_destroy(self, event: int) -> None:
         """Destroy an event; work that waits for it still waits."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.process_lock import ProcessLock
@@ -17,9 +17,6 @@ from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.location import nbytes_by_device
 from dask_devctx.transfer.streams import current_streams
-
-# Events that nobody uses are kept for the next, up to this many in each context.
-_FREE_AT_MOST: Final = 1024
 
 
 class Event:
@@ -31,22 +28,18 @@ class Event:
         self._handle = 0
         calls = device._backend.calls
         self._calls = calls.work
-        # By the context's number: its events end with it, and a later one can have its handle.
-        self._free = self._calls.free_events[calls.context_id(device._handle), timed]
+        context = device._handle
+        self._free = self._calls.free_events(context, calls.context_id(context), timed=timed)
         try:
             self._handle = self._free.pop()
         except IndexError:
             self._handle = self._calls.event_create(timed=timed)
 
     def __del__(self) -> None:
-        if not self._handle:
-            return
-        if len(self._free) < _FREE_AT_MOST:
+        # No call, which could wait: this may run on any thread, at any moment. The next one that
+        # needs an event uses it; there are never more than were used at a time.
+        if self._handle:
             self._free.append(self._handle)
-            return
-        # If the process ends or its CUDA is broken, no caller can handle the error.
-        with suppress(Exception):
-            self._calls.event_destroy(self._handle)
 
     def record(self, stream: int) -> Self:
         self._calls.event_record(self._handle, stream)

@@ -339,12 +339,16 @@ class DeviceExtension:
 
     def _leave_without_device(self, ts: Any) -> None:
         self._done(ts.key, None)  # if it had a device before it was requested again
-        if self.inputs is not None:
-            self.inputs.hold_back_for(dep.key for dep in ts.dependencies)
         tasks.restore(ts)  # if it was given a stand-in before it was requested again
+        if self.failure is not None:  # it runs as without this package
+            return
+        keys = [dep.key for dep in ts.dependencies]
+        after = [] if self.inputs is None else self.inputs.stamps_of(keys)
         data = self._worker.data
         memory = data.memory if isinstance(data, DeviceData) else None
-        tasks.replace(ts, HostTask(ts.run_spec, self._landing, memory, self.monitor.has_failed))
+        stand_in = HostTask(ts.run_spec, self._landing, memory, self.monitor.has_failed)
+        stand_in.reads_after(after, theirs="executor" in (ts.annotations or ()))
+        tasks.replace(ts, stand_in)
 
     def _done(self, key: Hashable, ts: Any) -> None:
         device = self.placement.remove(key)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from distributed import Reschedule
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.scope import NothingCurrent
+from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
 from dask_devctx.cuda.suspending import awaiting
 from dask_devctx.dask_internals.tasks import TaskStandIn
-from dask_devctx.transfer import nbytes_by_device
+from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
 from dask_devctx.worker.memory.use import Use
+from dask_devctx.worker.tracebacks import begins_with_the_task
 
 
 class HostTask(TaskStandIn):
@@ -37,7 +38,7 @@ class HostTask(TaskStandIn):
         reason, the task runs on another worker.
     """
 
-    __slots__ = ("has_failed", "landing", "memory")
+    __slots__ = ("_after", "_theirs", "has_failed", "landing", "memory")
 
     def __init__(
         self,
@@ -50,18 +51,41 @@ class HostTask(TaskStandIn):
         self.landing = landing
         self.memory = memory
         self.has_failed = has_failed
+        self._after: Sequence[Stamp] = ()
+        self._theirs = False
+
+    def reads_after(self, stamps: Sequence[Stamp], *, theirs: bool) -> None:
+        """Let the task's thread read the inputs after some work; call it on the event loop.
+
+        Parameters
+        ----------
+        stamps
+            Stamps of the work that makes the inputs.
+        theirs
+            Whether the task runs on an executor of the user's own. If a context is current on its
+            threads, it stays so. If it is for processes, they get inputs that this one has read.
+        """
+        self._after, self._theirs = stamps, theirs
+        if theirs:
+            self._hold_back(stamps)
 
     def __call__(self, data: Any = ()) -> Any:
         if self.task.is_coro:  # type: ignore[attr-defined]
-            return awaiting(self._scope(data), self._await(data))
-        with self._scope(data), self._use(data, wait=True) as inputs:
+            return self._in_scope(data)
+        with begins_with_the_task, self._scope(data), self._use(data, wait=True) as inputs:
             return self.task(inputs)
+
+    async def _in_scope(self, data: Any) -> Any:
+        with begins_with_the_task:
+            return await awaiting(self._scope(data), self._await(data))
 
     async def _await(self, data: Any) -> Any:
         with self._use(data, wait=False) as inputs:
             return await self.task(inputs)
 
     def _scope(self, data: Any) -> AbstractContextManager[Any]:
+        if self._theirs and not self.task.is_coro and is_any_current():  # type: ignore[attr-defined]
+            return Restored()
         if self.landing is not None and any(map(self._is_on_a_device, dict(data).values())):
             return NothingCurrent() if self.has_failed() else self.landing
         return NothingCurrent()
@@ -74,6 +98,9 @@ class HostTask(TaskStandIn):
     @contextmanager
     def _use(self, data: Any, *, wait: bool) -> Iterator[Any]:
         """While it is open, the inputs stay where they are; yields them."""
+        # Here, and not on the event loop: the driver waits where a stream is full.
+        after, self._after = self._after, ()
+        self._hold_back(after)
         if self.memory is None or not data:
             yield data
             return
@@ -85,3 +112,8 @@ class HostTask(TaskStandIn):
             raise
         with use:
             yield use.data
+
+    @staticmethod
+    def _hold_back(stamps: Sequence[Stamp]) -> None:
+        for stamp in stamps:
+            stamp.hold_back_readers()

@@ -12,13 +12,14 @@ import pickle
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 from cuda.bindings.driver import CUcontext, CUresult
 
 from dask_devctx import Device, devices, driver
 from dask_devctx.cuda.context import Context
-from dask_devctx.cuda.scope import NothingCurrent, open_scopes
+from dask_devctx.cuda.scope import NothingCurrent, Restored, open_scopes
 from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DeviceScopeError, DriverError, ForkedProcessError
 
@@ -775,3 +776,52 @@ def test_a_scope_without_a_device_starts_no_driver() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("scope", [NothingCurrent, Restored])
+def test_what_was_current_before_is_current_again_after_it(machine: object, scope: type) -> None:
+    with Device(1), scope():
+        Device(2).set_current()
+    with pytest.raises(ValueError, match="the body's own"), Device(1), scope():
+        raise ValueError("the body's own")
+    assert current() == 0
+    with scope():
+        Device(2).set_current()
+    assert current() == 0
+
+
+def test_a_context_that_is_current_stays_so_inside(machine: object) -> None:
+    with Device(1), Restored():
+        assert Device.current() is Device(1)
+
+
+@pytest.mark.parametrize("scope", [NothingCurrent, Restored])
+def test_a_context_that_was_destroyed_meanwhile_is_not_made_current(
+    machine: object, scope: type
+) -> None:
+    """A process with a real driver would die."""
+    context = Context(Device(1))
+    context.set_current()
+    with pytest.raises(DeviceScopeError, match="destroyed in the meantime"), scope():
+        on_thread(context.close)
+    assert current() == 0
+
+
+def test_a_failing_restore_does_not_hide_the_bodys_exception(machine: Any) -> None:
+    with pytest.raises(ValueError, match="the body's own") as caught, NothingCurrent():
+        Device(2).set_current()
+        machine.faults.inject("cuCtxSetCurrent", FAILED)
+        raise ValueError("the body's own")
+    assert "While leaving the device scope" in caught.value.__notes__[0]
+    Device.unset_current()
+
+
+def test_a_scope_without_a_device_in_a_forked_process(machine: object) -> None:
+    with Device(1):
+        pass
+
+    def passes() -> bool:
+        with NothingCurrent():
+            return True
+
+    assert forked(passes)

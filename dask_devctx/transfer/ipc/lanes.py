@@ -87,6 +87,7 @@ _free: weakref.WeakKeyDictionary[Backend, dict[Device, list[Lane]]] = weakref.We
 _shared: weakref.WeakKeyDictionary[Backend, dict[tuple[Device, str], Lane]]
 _shared = weakref.WeakKeyDictionary()
 _lock = ProcessLock()  # a ``__del__`` may copy, too
+_sharing = ProcessLock()  # another one: while a lane is made, the driver may wait for the device
 
 
 def take(device: Device) -> Lane:
@@ -102,10 +103,11 @@ def shared(device: Device, name: str) -> Lane:
 
     Its users wait for their copies by events, and may so wait for the copies of others, too.
     """
-    with _lock:
-        lane = _shared.setdefault(device._backend, {}).get((device, name))
+    with _sharing:
+        lanes = _shared.setdefault(device._backend, {})
+        lane = lanes.get((device, name))
         if lane is None or not lane.usable:
-            lane = _shared[device._backend][device, name] = Lane(device)
+            lane = lanes[device, name] = Lane(device)
     return lane
 
 

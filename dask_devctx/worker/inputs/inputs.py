@@ -131,16 +131,15 @@ class Inputs:
         lifetime = self.lifetimes.get(key)
         return () if lifetime is None or not lifetime.copied else self.replicas.devices(lifetime)
 
-    def hold_back_for(self, keys: Iterable[Hashable]) -> None:
-        """Let further work on this thread's streams wait for the work that makes some values.
+    def stamps_of(self, keys: Iterable[Hashable]) -> list[Stamp]:
+        """Return the stamps of the work that makes some values, as far as it is known."""
+        known = self.lifetimes
+        return [after for key in keys if key in known and (after := known[key].after) is not None]
 
-        This is for values that are read without :meth:`bring`, on the worker's default streams.
-        """
-        for key in keys:
-            lifetime = self.lifetimes.get(key)
-            after = None if lifetime is None else lifetime.after
-            if after is not None:
-                after.hold_back_readers()
+    def hold_back_for(self, keys: Iterable[Hashable]) -> None:
+        """Let further work on this thread's streams, which reads values, wait for their work."""
+        for after in self.stamps_of(keys):
+            after.hold_back_readers()
 
     # -- tasks
 

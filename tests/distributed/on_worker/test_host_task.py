@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
 import numpy as np
 import pytest
+from cuda.bindings.driver import CUresult
 from distributed import Worker
+from distributed.utils_test import gen_cluster
 
-from dask_devctx import Device, SimulatedArray, device_of
+from dask_devctx import Device, DevicePlugin, SimulatedArray, device_of, driver
+from dask_devctx.errors import DeviceNotFoundError
 from tests.distributed.devices import here, with_plugin
 
 
@@ -79,3 +84,83 @@ async def here_later(_: object) -> list[int | None]:
     before = here()
     await asyncio.sleep(0.001)
     return [before, here()]
+
+
+@with_plugin(2, devices=[0, 1])
+async def test_the_tasks_thread_waits_for_the_inputs_and_not_the_event_loop(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    """The driver waits for the device where a stream is full."""
+    faults, pending, threads = driver.backend().machine.faults, [True], []
+
+    def note(*_: object) -> bool:
+        threads.append(threading.get_ident())
+        return False
+
+    not_ready = CUresult.CUDA_ERROR_NOT_READY
+    faults.inject("cuEventQuery", not_ready, times=10**6, when=lambda event: pending[0])
+    faults.inject("cuStreamWaitEvent", not_ready, when=note)
+    try:
+        x = client.submit(make)
+        with dask.annotate(device=None):
+            assert await client.submit(ordinal, x) in (0, 1)
+    finally:
+        pending.clear()
+        pending.append(False)
+        faults.clear()
+    assert threads, "nothing waited for the work that makes the input"
+    assert threading.get_ident() not in threads
+
+
+@with_plugin(2, devices=[0, 1])
+async def test_a_context_that_is_current_on_the_users_own_threads_stays_so(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    with ThreadPoolExecutor(1, initializer=Device(1).set_current) as own:
+        worker.executors["own"] = own
+        x = client.submit(make)
+        with dask.annotate(device=None, executor="own"):
+            for inputs in ((), (x,)):
+                assert await client.submit(leaves_one, *inputs, pure=False) == 1
+        own.submit(Device.unset_current).result(10)
+        with dask.annotate(device=None, executor="own"):
+            assert await client.submit(leaves_one, pure=False) is None
+            assert await client.submit(leaves_one, pure=False) is None
+        del worker.executors["own"]
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
+async def test_where_the_set_up_failed_tasks_run_as_without_the_plugin(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    """On a worker without a driver, each question for the current context takes 100 µs."""
+    with pytest.raises(DeviceNotFoundError):
+        await client.register_plugin(DevicePlugin(devices=[9]))
+    calls = driver.backend().machine.faults.calls
+    before = calls["cuCtxGetCurrent"]
+    assert await client.gather(client.map(int, range(5))) == list(range(5))
+    with dask.annotate(device=None):
+        assert await client.gather(client.map(int, range(5), pure=False)) == list(range(5))
+        assert await client.submit(asyncio.sleep, 0, result=1) == 1
+    assert calls["cuCtxGetCurrent"] == before
+
+
+def fails(*_: object) -> None:
+    raise ValueError
+
+
+async def fails_later(*_: object) -> None:
+    raise ValueError
+
+
+@pytest.mark.parametrize("function", [fails, fails_later])
+@with_plugin(2, devices=[0, 1])
+async def test_a_traceback_begins_with_the_tasks_own_code(
+    client: Any, scheduler: Any, worker: Worker, function: Any
+) -> None:
+    x = client.submit(make)
+    with dask.annotate(device=None):
+        for inputs in ((), (x,)):
+            failed = client.submit(function, *inputs, pure=False)
+            step = await failed._traceback()
+            assert step.tb_frame.f_code.co_name == function.__name__
