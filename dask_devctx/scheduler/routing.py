@@ -177,7 +177,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)
-        self._suspects.moved(key, finish)
+        self._suspects.moved(key, finish, kwargs.get("worker"))
         self.counts.moved(start, finish, kwargs)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:

@@ -202,6 +202,26 @@ def test_a_task_that_must_not_run_twice_errs_and_names_all_suspects(
     check_found(bad)
 
 
+def send_messages_each(seconds: float) -> None:
+    get_worker().batched_stream.interval = seconds
+
+
+def test_a_task_that_must_not_run_twice_may_end_just_before_its_worker_leaves(
+    client: Client, tmp_path: Path
+) -> None:
+    """The scheduler hears of its end after it hears of the failure."""
+    assert client.submit(send_messages_each, 1.5).result(timeout=30) is None
+    with dask.annotate(device=1, priority=1):
+        client.submit(str, 1).result(timeout=30)  # the next message goes much later
+        with dask.annotate(rerun=False):
+            done = client.submit(count_slowly, str(tmp_path), "done", 0.1)
+    with dask.annotate(device=1):
+        bad = client.submit(leave_a_bad_kernel_running, 0.1)
+    error = error_in_the_end(done)
+    assert "its result was lost, and it says rerun=False" in str(error)
+    assert error_in_the_end(bad).suspects[0].startswith(bad.key)
+
+
 def test_rerun_takes_true_and_false_only(client: Client) -> None:
     with dask.annotate(rerun="no"), pytest.raises(TypeError, match="'rerun' is True or False"):
         client.submit(str, 1).result(timeout=30)
@@ -641,3 +661,17 @@ def test_tasks_that_must_not_run_twice_are_refused_if_they_ran_or_their_result_i
     refused = [key for key, ts in scheduler.tasks.items() if REFUSED in ts.annotations]
     assert refused == ["suspect", "lost"]
     assert WATCHED in scheduler.tasks["waited"].annotations
+
+
+def test_one_that_must_not_run_twice_is_refused_if_its_worker_failed_before_its_end_was_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scheduler = _Scheduler("late", "elsewhere", "later", rerun=False)
+    marks = SuspectTasks(scheduler)  # type: ignore[arg-type]
+    marks.failed(WORKER, event("guilty"))
+    marks.moved("late", "memory", WORKER)
+    marks.moved("elsewhere", "memory", "tcp://v")
+    marks.worker_left(WORKER)
+    marks.moved("later", "memory", WORKER)  # another worker has its address
+    assert [key for key, ts in scheduler.tasks.items() if REFUSED in ts.annotations] == ["late"]
+    assert "err if they are needed: late" in caplog.text
