@@ -42,7 +42,7 @@ def may_rerun(annotations: Mapping[str, Any] | None) -> bool:
 
 
 def runs_once(annotations: Mapping[str, Any] | None) -> bool:
-    """Return whether a task with these annotations must not run twice; wrong values do not count."""
+    """Return whether a task with these annotations must not run twice."""
     return bool(annotations) and annotations.get(RERUN) is False
 
 
