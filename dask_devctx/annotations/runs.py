@@ -43,7 +43,7 @@ def may_rerun(annotations: Mapping[str, Any] | None) -> bool:
 
 def runs_once(annotations: Mapping[str, Any] | None) -> bool:
     """Return whether a task with these annotations must not run twice."""
-    return bool(annotations) and annotations.get(RERUN) is False
+    return annotations is not None and annotations.get(RERUN) is False
 
 
 def watched_run(annotations: Mapping[str, Any] | None) -> tuple[int, int]:
