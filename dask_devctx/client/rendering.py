@@ -248,7 +248,7 @@ def _below(report: Report) -> Iterator[str]:
         yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
     elif without:
         yield f"without the plugin: {', '.join(without)}"
-    having = {device.worker for device in report.devices}
+    having = {device.worker for device in report.devices if device.present}
     bare = [worker for worker, runs in report.workers.items() if runs and worker not in having]
     if bare:
         yield f"with the plugin and without devices: {', '.join(bare)}"

@@ -177,15 +177,6 @@ async def unsettled(worker: Worker, keys: Collection[Hashable]) -> set[Hashable]
     return set(keys) & set(processing.get(address, ()))
 
 
-def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]) -> set[Hashable]:
-    """Return the tasks that ended well on a worker, among those with such annotations."""
-    return {
-        key
-        for key, ts in worker.state.tasks.items()
-        if ts.state == "memory" and which(ts.annotations)
-    }
-
-
 def report_error(worker: Worker, key: Hashable, error: Exception) -> None:
     """Tell the scheduler that a task erred, although the task's thread still runs."""
     ts = worker.state.tasks.get(key)

@@ -82,7 +82,8 @@ class SuspectTasks:
         for key in dict.fromkeys((*failure.suspects, *failure.bystanders)):
             ts = self._scheduler.tasks.get(key)
             if ts is None:
-                gone.append(key)
+                if key not in failure.erred:  # calls that are no tasks err at once
+                    gone.append(key)
             elif key in failure.erred:  # it may have retries
                 self._watch(ts, counted=False)
             elif why := self._why_not(ts, suspected=key in failure.suspects):

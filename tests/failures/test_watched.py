@@ -481,9 +481,9 @@ def test_nobody_waits_without_end_for_a_watched_task() -> None:
         return time.monotonic() - began
 
     suspects.started(running)
-    assert 0.2 <= turn("waits for a running one") < 2
+    assert 0.19 <= turn("waits for a running one") < 2
     suspects.ended(running)
-    assert 0.2 <= turn("inner of one that kept its thread", 0) < 2
+    assert 0.19 <= turn("inner of one that kept its thread", 0) < 2
     quarantine.ended("waits for a running one")
     assert turn("outer", 2) < 0.1
     quarantine.seceded("outer")
@@ -629,6 +629,12 @@ def test_only_tasks_that_are_there_are_marked_and_nothing_else_of_theirs_is_chan
     assert scheduler.tasks["x", 0].annotations == {WATCHED: [1, 2]}
     assert scheduler.tasks["y"].annotations is None
     assert "as nobody needs their results: gone" in caplog.text
+    caplog.clear()
+    marks.worker_left(WORKER)
+    marks.failed(
+        WORKER, event("a function of client.run (1)", erred=["a function of client.run (1)"])
+    )
+    assert caplog.messages[0].endswith("Tasks that err: a function of client.run (1)")
 
 
 def test_a_task_is_watched_so_often_as_failures_are_allowed_and_then_refused() -> None:

@@ -13,6 +13,7 @@ from distributed import Worker
 from distributed.core import Status
 
 from dask_devctx.annotations.runs import runs_once
+from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.worker.failures.attribution import Failure, confirm, tell_scheduler
 
@@ -102,7 +103,7 @@ async def end_failed_worker(
         for key, task_error in failure.errors.items():
             internals.report_error(worker, key, task_error)
         reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
-    once = internals.ended_here(worker, runs_once)
+    once = tasks.ended_here(worker, runs_once)
     if once:  # else dask runs such a task again
         await _bounded(_reported(worker, once), "see a task's end reported")
     await _bounded(answered(), "answer the callers of its actors")
