@@ -114,6 +114,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         for address in scheduler.workers:
             self._cluster.join(address, time())
         self._suspects = SuspectTasks(scheduler)
+        self.failures = self._suspects.latest
         acts = {
             ANNOUNCE: self._announced,
             WITHDRAW: self._withdrawn,

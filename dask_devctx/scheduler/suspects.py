@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from time import time
 from typing import Any, Final
 
 from distributed import Scheduler
@@ -30,6 +32,7 @@ FAILED: Final = "devctx_device_failed"
 _ONCE: Final = f"it says {RERUN}=False"
 _LOST: Final = f"its result was lost, and {_ONCE}"
 _NOT_AGAIN: Final = "Tasks that do not run again, and err if they are needed"
+_LATEST: Final = 5
 _SHOWN: Final = 8  # the most keys that a message in the log shows
 
 
@@ -41,6 +44,11 @@ class SuspectTasks:
     scheduler
         The scheduler.
 
+    Attributes
+    ----------
+    latest
+        The latest failures: the worker, the time, and the fields of the error of each.
+
     Notes
     -----
     A task that may run again is watched then, at most ``allowed-failures`` times. The next worker
@@ -51,6 +59,7 @@ class SuspectTasks:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
+        self.latest: deque[tuple[str, float, tuple[Any, ...]]] = deque(maxlen=_LATEST)
         self._scheduler = scheduler
         self._failed: dict[str, tuple[Any, ...]] = {}  # the fields of each worker's error
         self._refused: set[Hashable] = set()
@@ -78,6 +87,7 @@ class SuspectTasks:
         if worker in self._failed:  # the event and the message say the same
             return
         self._failed[worker] = tuple(failure.fields)
+        self.latest.append((worker, time(), self._failed[worker]))
         again, once, gone = [], [], []
         for key in dict.fromkeys((*failure.suspects, *failure.bystanders)):
             ts = self._scheduler.tasks.get(key)

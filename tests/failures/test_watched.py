@@ -27,6 +27,7 @@ from dask_devctx import (
     LocalDeviceCluster,
     devices,
     driver,
+    report,
 )
 from dask_devctx.annotations.runs import REFUSED, WATCHED
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -220,6 +221,11 @@ def test_a_task_that_must_not_run_twice_may_end_just_before_its_worker_leaves(
     error = error_in_the_end(done)
     assert "its result was lost, and it says rerun=False" in str(error)
     assert error_in_the_end(bad).suspects[0].startswith(bad.key)
+    found = report(client)
+    assert [one.uuid for one in found.failures] == [Device(1).uuid] * len(found.failures)
+    assert found.failures[-1].suspects == error_in_the_end(bad).suspects
+    said = "".join(str(found).split())  # the lines are wrapped
+    assert f"CUDA_ERROR_ILLEGAL_ADDRESS;suspects:{bad.key}oncuda:1" in said
 
 
 def test_rerun_takes_true_and_false_only(client: Client) -> None:
