@@ -164,8 +164,8 @@ CASES = [
         },
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
         "process any more: the worker ends, and dask computes its results again. x on cuda:1 "
-        "caused it. Nothing else has run since the device was last seen healthy. "
-        "compute-sanitizer finds the line",
+        "caused it. Nothing else has run since the device was last seen healthy. Run its function "
+        "under compute-sanitizer, which names the line of the kernel",
     ),
     (
         errors.DeviceFailedError(
@@ -175,7 +175,8 @@ CASES = [
         "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
         "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it. "
         "It was watched: no other task ran in the process, and the worker waited for its devices "
-        "before and after it. compute-sanitizer finds the line",
+        "before and after it. Run its function under compute-sanitizer, which names the line of "
+        "the kernel",
     ),
     (
         errors.DeviceFailedError(

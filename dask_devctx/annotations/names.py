@@ -37,6 +37,8 @@ _PURPOSES: Final = {
     MEMORY: ("reserve memory of a device", '"4 GiB"'),
     RERUN: ("let a task run once only", "False"),
 }
+# Options of a cluster that a task cannot set; values of some would mean something for a task.
+_OPTIONS: Final = frozenset({"device_memory_limit", "oom_retries", "tasks_per_device"})
 # Names as like ours as "devcie" and "device_memry". A service and a return are less so.
 _ALIKE: Final = 0.82
 # An annotation that marks tasks whose client has told its user about these annotations.
@@ -48,6 +50,8 @@ def _meant(name: str) -> str:
     """Return the annotation that another name seems to mean; "" if it means none."""
     if name in _PURPOSES:
         return ""
+    if name in _OPTIONS:
+        return name
     near = _MISTAKEN.get(name) or nearest(name, _PURPOSES, _ALIKE)
     return near if name in _MISTAKEN or near[:1] == name[:1] else ""
 
@@ -71,6 +75,11 @@ def mistaken(annotations: Mapping[str, Any]) -> dict[str, str]:
 
 def about_mistaken(name: str, value: object) -> str:
     """Return the warning about an annotation that means nothing."""
+    if name in _OPTIONS:
+        return (
+            f"the annotation {name!r} has no effect: it is an option of all tasks of a cluster. "
+            f"Write LocalDeviceCluster({name}={value!r}) or DevicePlugin({name}={value!r})"
+        )
     meant = _meant(name)
     remedies = [_remedy(meant, value)]
     if meant == DEVICES and not (type(value) is int and value > 1):

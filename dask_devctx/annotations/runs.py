@@ -41,6 +41,11 @@ def may_rerun(annotations: Mapping[str, Any] | None) -> bool:
     return given
 
 
+def runs_once(annotations: Mapping[str, Any] | None) -> bool:
+    """Return whether a task with these annotations must not run twice."""
+    return annotations is not None and annotations.get(RERUN) is False
+
+
 def watched_run(annotations: Mapping[str, Any] | None) -> tuple[int, int]:
     """Return the number of a task's watched run, and how many it may have; zeros if unwatched."""
     if not annotations or WATCHED not in annotations:

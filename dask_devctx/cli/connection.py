@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 import dask
+from dask.utils import parse_timedelta
 from distributed import Client
 from distributed.comm import get_address_host
 from distributed.core import coerce_to_address
@@ -20,6 +21,17 @@ from dask_devctx.errors import MissingPackageError
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PEM = click.Path(exists=True, resolve_path=True)
+
+
+def _duration(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Return a duration as given, if dask can read it."""
+    try:
+        parse_timedelta(value)
+    except (KeyError, ValueError):  # its own text lists 40 units
+        raise click.BadParameter(
+            f"a number with a unit, such as 10s or 500ms, got {value!r}"
+        ) from None
+    return value
 
 
 def finds_scheduler(function: Function) -> Function:
@@ -37,7 +49,11 @@ def finds_scheduler(function: Function) -> Function:
                 "--tls-key", type=_PEM, help="The certificate's private key, in PEM format."
             ),
             click.option(
-                "--timeout", default="10s", show_default=True, help="How long to wait for it."
+                "--timeout",
+                default="10s",
+                show_default=True,
+                callback=_duration,
+                help="How long to wait for the scheduler.",
             ),
         )
     ):

@@ -226,8 +226,8 @@ def _given_device(entry: str, value: str) -> Device:
         return visible_device(entry)
     except DeviceNotFoundError as error:
         hint = (
-            "The argument names devices that are there. In the environment, the driver would "
-            "ignore this entry and all after it"
+            "The argument CUDA_VISIBLE_DEVICES may name only devices that are there. In a variable "
+            "of the environment, the driver would ignore this entry and all after it"
         )
         raise DeviceNotFoundError(entry, error.available, value, hint) from None
 

@@ -17,13 +17,13 @@ async def of_scheduler(client: Client) -> Any:
     """Return the scheduler's part of a report; an empty one where it lacks this package.
 
     It has the devices of workers that left, their transfers, the fields of each worker that was
-    lost, and the tasks that no worker may run.
+    lost, the tasks that no worker may run, and the latest devices that failed.
     """
     try:
         found: Any = await client.run_on_scheduler(_read)
     except Exception:
         found = None
-    return found or ({}, {}, [], {})
+    return found or ({}, {}, [], {}, [])
 
 
 async def now_and_before(client: Client) -> tuple[Any, dict[str, tuple[int, int]]] | None:
@@ -61,7 +61,11 @@ def _read(dask_scheduler: Scheduler) -> Any:
     for ts in dask_scheduler.unrunnable:
         if ts.resource_restrictions:
             unplaced[ts.prefix.name, f"resources={ts.resource_restrictions}"] += 1
-    return counts.past, counts.transfers, _lost(dask_scheduler, counts), dict(unplaced)
+    failures = getattr(dask_scheduler.plugins[DeviceRouting.name], "failures", ())
+    return (
+        *(counts.past, counts.transfers, _lost(dask_scheduler, counts), dict(unplaced)),
+        [(worker, at, *fields[:3], tuple(fields[4])) for worker, at, fields in failures],
+    )
 
 
 def _lost(scheduler: Scheduler, counts: Counts) -> list[tuple[Any, ...]]:

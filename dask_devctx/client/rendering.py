@@ -211,6 +211,15 @@ def _lost(report: Report) -> Iterator[str]:
         yield f"lost at {at}: worker {lost.worker}{f' with {named}' if named else ''}{made}"
 
 
+def _failures(report: Report) -> Iterator[str]:
+    """Yield a line for each of the latest devices that failed."""
+    for one in report.failures:
+        at = time.strftime("%H:%M:%S", time.localtime(one.time))
+        more = f", and {len(one.suspects) - _KINDS} more" if len(one.suspects) > _KINDS else ""
+        named = ", ".join(one.suspects[:_KINDS]) + more or "none"
+        yield f"failed at {at}: {one.device} of {one.worker}, {one.status}; suspects: {named}"
+
+
 def _rate(nbytes: float, seconds: float) -> str:
     """Return a rate as text, "" where too little was timed to say anything."""
     if seconds <= 0 or nbytes < _LEAST_TIMED:
@@ -248,7 +257,7 @@ def _below(report: Report) -> Iterator[str]:
         yield "no worker runs the plugin: client.register_plugin(DevicePlugin())"
     elif without:
         yield f"without the plugin: {', '.join(without)}"
-    having = {device.worker for device in report.devices}
+    having = {device.worker for device in report.devices if device.present}
     bare = [worker for worker, runs in report.workers.items() if runs and worker not in having]
     if bare:
         yield f"with the plugin and without devices: {', '.join(bare)}"
@@ -256,6 +265,7 @@ def _below(report: Report) -> Iterator[str]:
 
 def _problems(report: Report) -> Iterator[str]:
     """Yield the problems whose reasons and remedies are in the text: it is not cut."""
+    yield from _failures(report)
     yield from _refused(report)
     for (prefix, asked), count in list(report.unplaced.items())[:_KINDS]:
         yield (f"waiting for a worker: {count} of {shortened(prefix, 24)}: no worker fits {asked}")

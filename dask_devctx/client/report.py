@@ -95,6 +95,28 @@ class LostWorker:
     results: int
 
 
+@dataclass(frozen=True, slots=True)
+class FailedDevice:
+    """A device that failed, so that its worker ended.
+
+    Parameters
+    ----------
+    worker
+        The worker's address.
+    time
+        The time, in seconds since the epoch by the scheduler's clock.
+    device, uuid, status, suspects
+        As in :class:`~dask_devctx.DeviceFailedError`.
+    """
+
+    worker: str
+    time: float
+    device: str
+    uuid: str
+    status: str
+    suspects: tuple[str, ...]
+
+
 class Report(list[ReportedTask]):
     """The tasks that ran on a cluster's devices, the earliest first.
 
@@ -121,6 +143,8 @@ class Report(list[ReportedTask]):
         The reason why a worker did not answer, by its address. The other attributes lack it.
     lost
         The latest workers that left unexpectedly, each a :class:`LostWorker`.
+    failures
+        The latest devices that failed, each a :class:`FailedDevice`.
     unplaced
         The numbers of tasks whose resources no worker has, by the prefix of their keys and by these
         resources, as a text.
@@ -144,6 +168,7 @@ class Report(list[ReportedTask]):
         without_device: Sequence[ReportedTask] = (),
         hosted: int = 0,
         lost: Sequence[LostWorker] = (),
+        failures: Sequence[FailedDevice] = (),
         unplaced: Mapping[tuple[str, str], int] | None = None,
         by: By = "device",
     ) -> None:
@@ -154,6 +179,7 @@ class Report(list[ReportedTask]):
         self.without_device = list(without_device)
         self.hosted = hosted
         self.lost = list(lost)
+        self.failures = list(failures)
         self.unplaced = dict(unplaced or {})
         self.workers = dict(workers or {})
         self.silent = dict(silent or {})
@@ -241,7 +267,7 @@ async def _report(client: Client, by: By) -> Report:
             hosted += answer["without_device"]
             if text := answer.get("waiting"):
                 waiting[worker] = text
-    past, moved, lost, unplaced = await of_scheduler(client)
+    past, moved, lost, unplaced, failures = await of_scheduler(client)
     devices = _with_past(devices, past)
     for (source, destination, way), (nbytes, copies, saved, seconds, *measured) in moved.items():
         counts = int(nbytes), int(copies), int(saved), seconds
@@ -261,6 +287,7 @@ async def _report(client: Client, by: By) -> Report:
         without_device=on_none,
         hosted=hosted,
         lost=[LostWorker(*one) for one in lost],
+        failures=[FailedDevice(*one) for one in failures],
         unplaced=unplaced,
         by=by,
     )

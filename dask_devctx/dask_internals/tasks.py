@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Final
 
 from dask._task_spec import DataNode, GraphNode, Task
@@ -130,3 +130,12 @@ def is_cancelled(worker: Worker, key: Hashable) -> bool:
 def makes_an_actor(worker: Worker, key: Hashable) -> bool:
     """Return whether a task's result is an actor."""
     return key in worker.state.actors
+
+
+def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]) -> set[Hashable]:
+    """Return the tasks that ended well on a worker, among those with such annotations."""
+    return {
+        key
+        for key, ts in worker.state.tasks.items()
+        if ts.state == "memory" and which(ts.annotations)
+    }

@@ -125,7 +125,7 @@ class DeviceFailedError(DevctxError):
         find = (
             "Take cudaDeviceReset() and numba.cuda.close() out of it"
             if self._was_reset
-            else "compute-sanitizer finds the line"
+            else "Run its function under compute-sanitizer, which names the line of the kernel"
         )
         how = (
             "It was watched: no other task ran in the process, and the worker waited for its "

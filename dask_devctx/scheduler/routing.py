@@ -114,6 +114,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         for address in scheduler.workers:
             self._cluster.join(address, time())
         self._suspects = SuspectTasks(scheduler)
+        self.failures = self._suspects.latest
         acts = {
             ANNOUNCE: self._announced,
             WITHDRAW: self._withdrawn,
@@ -177,7 +178,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         self._wishes.moved(key, finish)
-        self._suspects.moved(key, finish)
+        self._suspects.moved(key, finish, kwargs.get("worker"))
         self.counts.moved(start, finish, kwargs)
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:

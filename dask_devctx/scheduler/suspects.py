@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from time import time
 from typing import Any, Final
 
 from distributed import Scheduler
 
-from dask_devctx.annotations.runs import REFUSED, RERUN, WATCHED, had_all_runs, watched_run
+from dask_devctx.annotations.runs import (
+    REFUSED,
+    RERUN,
+    WATCHED,
+    had_all_runs,
+    runs_once,
+    watched_run,
+)
 from dask_devctx.dask_internals.scheduler import annotate, only_copies, without_annotation
 from dask_devctx.scheduler.announcements import MalformedError, read_failure
 
@@ -21,6 +30,9 @@ ACTION: Final = "device-failed"
 FAILED: Final = "devctx_device_failed"
 
 _ONCE: Final = f"it says {RERUN}=False"
+_LOST: Final = f"its result was lost, and {_ONCE}"
+_NOT_AGAIN: Final = "Tasks that do not run again, and err if they are needed"
+_LATEST: Final = 5
 _SHOWN: Final = 8  # the most keys that a message in the log shows
 
 
@@ -32,6 +44,11 @@ class SuspectTasks:
     scheduler
         The scheduler.
 
+    Attributes
+    ----------
+    latest
+        The latest failures: the worker, the time, and the fields of the error of each.
+
     Notes
     -----
     A task that may run again is watched then, at most ``allowed-failures`` times. The next worker
@@ -42,8 +59,9 @@ class SuspectTasks:
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
+        self.latest: deque[tuple[str, float, tuple[Any, ...]]] = deque(maxlen=_LATEST)
         self._scheduler = scheduler
-        self._failed: set[str] = set()
+        self._failed: dict[str, tuple[Any, ...]] = {}  # the fields of each worker's error
         self._refused: set[Hashable] = set()
 
     def read_event(self, topic: str, event: Any) -> None:
@@ -68,12 +86,14 @@ class SuspectTasks:
         failure = read_failure(message)
         if worker in self._failed:  # the event and the message say the same
             return
-        self._failed.add(worker)
+        self._failed[worker] = tuple(failure.fields)
+        self.latest.append((worker, time(), self._failed[worker]))
         again, once, gone = [], [], []
         for key in dict.fromkeys((*failure.suspects, *failure.bystanders)):
             ts = self._scheduler.tasks.get(key)
             if ts is None:
-                gone.append(key)
+                if key not in failure.erred:  # calls that are no tasks err at once
+                    gone.append(key)
             elif key in failure.erred:  # it may have retries
                 self._watch(ts, counted=False)
             elif why := self._why_not(ts, suspected=key in failure.suspects):
@@ -83,13 +103,13 @@ class SuspectTasks:
                 self._watch(ts)
                 again.append(key)
         for ts in only_copies(self._scheduler, worker):
-            if _runs_once(ts) and ts.key not in self._refused:
-                self._refuse(ts, failure.fields, f"its result was lost, and {_ONCE}")
+            if runs_once(ts.annotations) and ts.key not in self._refused:
+                self._refuse(ts, failure.fields, _LOST)
                 once.append(ts.key)
         said = (
             ("Tasks that err", failure.erred),
             ("Tasks that run again, watched", again),
-            ("Tasks that do not run again, and err if they are needed", once),
+            (_NOT_AGAIN, once),
             ("Suspects that do not run again, as nobody needs their results", gone),
         )
         logger.warning(
@@ -101,10 +121,18 @@ class SuspectTasks:
 
     def worker_left(self, worker: str) -> None:
         """Forget a worker; another one may have its address later."""
-        self._failed.discard(worker)
+        self._failed.pop(worker, None)
 
-    def moved(self, key: Hashable, finish: str) -> None:
-        """Let a task that was refused run if a client asks for it again."""
+    def moved(self, key: Hashable, finish: str, worker: str | None = None) -> None:
+        """Let a task that was refused run if a client asks for it again.
+
+        A worker may tell of a task's end after it told of its failure: its result is lost soon.
+        """
+        if finish == "memory" and worker in self._failed:
+            ts = self._scheduler.tasks.get(key)
+            if ts is not None and runs_once(ts.annotations):
+                self._refuse(ts, self._failed[worker], _LOST)
+                logger.warning("%s: %s", _NOT_AGAIN, key)
         if self._refused and key in self._refused and finish in ("erred", "forgotten"):
             self._refused.discard(key)
             ts = self._scheduler.tasks.get(key)
@@ -118,7 +146,7 @@ class SuspectTasks:
 
     def _why_not(self, ts: Any, *, suspected: bool) -> str:
         """Return the reason why a task does not run again; "" if it does."""
-        return _ONCE if suspected and _runs_once(ts) else had_all_runs(*self._runs(ts))
+        return _ONCE if suspected and runs_once(ts.annotations) else had_all_runs(*self._runs(ts))
 
     def _watch(self, ts: Any, *, counted: bool = True) -> None:
         run, most = self._runs(ts)
@@ -127,10 +155,6 @@ class SuspectTasks:
     def _refuse(self, ts: Any, fields: Sequence[Any], why: str) -> None:
         self._refused.add(ts.key)
         annotate(ts, REFUSED, [*fields[:-1], why])
-
-
-def _runs_once(ts: Any) -> bool:
-    return bool(ts.annotations) and ts.annotations.get(RERUN) is False
 
 
 def _shown(keys: Iterable[Hashable]) -> str:

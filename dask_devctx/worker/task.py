@@ -212,7 +212,7 @@ class DeviceTask(TaskStandIn):
         if use is None:
             return self._run_here(device, data)
         with use:
-            result = self._run_here(device, use.data)
+            result = self._run_here(device, use.data, use)
             use.returned()
             return result
 
@@ -229,15 +229,17 @@ class DeviceTask(TaskStandIn):
         self._memory_s += perf_counter() - begun
         return use
 
-    def _run_here(self, device: Device, data: Any) -> Any:
+    def _run_here(self, device: Device, data: Any, use: Use | None = None) -> Any:
         ranges = self.monitor.ranges  # type: ignore[union-attr]
         if ranges is None:
-            return self._run_function(device, data)
+            return self._run_function(device, data, use)
         with ranges.on_thread(self.task.key):  # type: ignore[attr-defined]
-            return self._run_function(device, data)
+            return self._run_function(device, data, use)
 
-    def _run_function(self, device: Device, data: Any) -> Any:
+    def _run_function(self, device: Device, data: Any, use: Use | None) -> Any:
         task, brought, copies = self._bring(device, data)
+        if copies and use is not None:
+            use.brought(brought, self.known)
         before = note_devices(self.known)
         try:
             result = task(brought)
@@ -254,12 +256,14 @@ class DeviceTask(TaskStandIn):
         if use is None:
             return await self._run_coroutine_here(device, data)
         with use:
-            result = await self._run_coroutine_here(device, use.data)
+            result = await self._run_coroutine_here(device, use.data, use)
             use.returned()
             return result
 
-    async def _run_coroutine_here(self, device: Device, data: Any) -> Any:
+    async def _run_coroutine_here(self, device: Device, data: Any, use: Use | None = None) -> Any:
         task, brought, copies = self._bring(device, data)
+        if copies and use is not None:
+            use.brought(brought, self.known)
         before = note_devices(self.known)
         try:
             result = await task(brought)

@@ -12,6 +12,8 @@ from typing import Any
 from distributed import Worker
 from distributed.core import Status
 
+from dask_devctx.annotations.runs import runs_once
+from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.worker.failures.attribution import Failure, confirm, tell_scheduler
 
@@ -64,8 +66,9 @@ async def end_failed_worker(
 
     1. The worker takes no more tasks.
     2. The scheduler knows the suspects, and watches them when they run again.
-    3. The error of each task that errs reaches the scheduler, also if the task does not end. The
-       errors of actors' methods reach their callers.
+    3. The error of each task that errs reaches the scheduler, also if the task does not end, and
+       so does the end of each task that must not run twice. The errors of actors' methods reach
+       their callers.
     4. The worker leaves the scheduler as expected, so that dask blames no other task. dask computes
        the worker's results again.
     5. The process exits. A nanny starts another.
@@ -100,6 +103,9 @@ async def end_failed_worker(
         for key, task_error in failure.errors.items():
             internals.report_error(worker, key, task_error)
         reported = await _bounded(_reported(worker, failure.errors), "report a task's error")
+    once = tasks.ended_here(worker, runs_once)
+    if once:  # else dask runs such a task again
+        await _bounded(_reported(worker, once), "see a task's end reported")
     await _bounded(answered(), "answer the callers of its actors")
     # If nobody marks and nobody errs, dask itself counts the loss: no task runs without end.
     expected = reported and bool(failure.marks or failure.errors)

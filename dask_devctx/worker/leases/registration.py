@@ -36,7 +36,7 @@ NOT_STARTED = (
     "info` shows what this machine has"
 )
 _WAY_OUT = (
-    "The worker {!r} continues without devices: tasks that ask for a device fail there with this "
+    "Worker {!r} continues without devices: tasks that ask for a device fail there with this "
     "error. But dask keeps the plugin, and gives it to workers that join later. Remove it with "
     'client.unregister_worker_plugin("devctx"), or register it again {}'
 )

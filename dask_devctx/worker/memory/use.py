@@ -81,6 +81,21 @@ class Use:
             self.__exit__(type(error), error, None)
             raise
 
+    def brought(self, inputs: Mapping[Hashable, Any], devices: Device | tuple[Device, ...]) -> None:
+        """Let the values leave whose copies on the task's devices the task gets."""
+        devices = devices if isinstance(devices, tuple) else (devices,)
+        copied = [
+            kept
+            for kept in self._pinned
+            if inputs[kept.key] is not self.data[kept.key]
+            and kept.places.keys().isdisjoint(devices)
+        ]
+        if copied:
+            for kept in copied:
+                self._pinned.remove(kept)
+                del self.data[kept.key]  # the copies have all that is still to be read
+            self._memory.unpin(copied)
+
     def returned(self) -> None:
         """Keep the room for the result until dask has it."""
         if self._expected and self._device is not None:

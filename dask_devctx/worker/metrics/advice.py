@@ -28,13 +28,15 @@ class Advice:
         self._text = ""
         nthreads = worker.state.nthreads
         if nthreads < 2 * running:
+            enough = LOOK_AHEAD * running
             self._text = (
                 f"This worker has nthreads={nthreads}, and its devices run "
                 f"{counted(running, 'task')} at a time: dask will not give it enough tasks to keep "
                 "them busy, and a queue for one device can keep the other devices waiting. Leave "
-                "out threads_per_worker= of LocalDeviceCluster, or --nthreads of dask devctx "
-                f"worker, or give a worker of dask nthreads={LOOK_AHEAD * running}: the devices' "
-                "own threads run the tasks, and nthreads limits how many the worker gets ahead"
+                "out threads_per_worker= of LocalDeviceCluster, and --nthreads of dask devctx "
+                f"worker; for workers of dask write LocalCluster(threads_per_worker={enough}) or "
+                f"dask worker --nthreads {enough}: the devices' own threads run the tasks, and "
+                "nthreads limits how many the worker gets ahead"
             )
 
     def withhold(self) -> None:

@@ -34,7 +34,8 @@ _SHOWN: Final = 8  # the most tasks that the message names
 
 _REMEDY: Final = (
     "Let a task give its place to others while it waits: call distributed.secede() before, or wait "
-    "inside `with distributed.worker_client()`. Or raise tasks_per_device"
+    "inside `with distributed.worker_client()`. A task that uses no GPU needs no place: "
+    "dask.annotate(device=None). Or raise tasks_per_device"
 )
 _MORE_WORKERS: Final = ", or start more workers"
 

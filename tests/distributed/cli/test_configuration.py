@@ -54,6 +54,8 @@ def test_options_devices_and_limits_are_shown() -> None:
             "Error: no scheduler at tcp://127.0.0.1:1",
         ),
         (["tcp://127.0.0.1:1", "--jso"], 2, "--json"),
+        (["tcp://127.0.0.1:1", "--timeout", "bogus"], 2, "such as 10s or 500ms, got 'bogus'"),
+        (["tcp://127.0.0.1:1", "--timeout", "s10"], 2, "such as 10s or 500ms, got 's10'"),
     ],
 )
 def test_what_cannot_be_ends_with_a_status(arguments: list[str], status: int, said: str) -> None:

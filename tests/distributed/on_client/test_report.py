@@ -382,7 +382,13 @@ def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
         with pytest.raises(DeviceNotFoundError):
             client.register_plugin(DevicePlugin(devices=[9]))
         (address,) = found.workers
-        assert str(report(client)).endswith(f"\nwith the plugin and without devices: {address}")
+        without = f"\nwith the plugin and without devices: {address}"
+        assert str(report(client)).endswith(without)
+        client.register_plugin(DevicePlugin())
+        client.submit(str, 1).result()
+        with pytest.raises(DeviceNotFoundError):
+            client.register_plugin(DevicePlugin(devices=[9]))
+        assert str(report(client)).endswith(without)  # beside the counts of the devices it had
         client.register_plugin(DevicePlugin())
         found = report(client)
         assert len(found.devices) == 4

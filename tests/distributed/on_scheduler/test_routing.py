@@ -501,6 +501,7 @@ def test_other_annotations_are_not_ours() -> None:
     assert found.keys() == typos.keys()
     assert all(f"dask.annotate({right}" in found[name] for name, right in typos.items())
     assert "dask.annotate(device=0)" in mistaken({"gpu": 0})["gpu"]
+    assert "Write LocalDeviceCluster(oom_retries=0)" in mistaken({"oom_retries": 0})["oom_retries"]
 
 
 def test_an_annotation_that_is_handed_to_the_function_is_told_of(client: Client) -> None:

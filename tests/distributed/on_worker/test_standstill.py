@@ -104,6 +104,7 @@ def test_four_tasks_that_wait_for_a_fifth(client: Client, caplog: pytest.LogCapt
             "2 tasks wait for a place there",
             "distributed.secede()",
             "worker_client()",
+            "dask.annotate(device=None)",
             "tasks_per_device",
             "more workers",
         ):
