@@ -10,6 +10,8 @@ from typing import Final
 from distributed import Reschedule
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.frames import clear_frames
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.worker.failures.monitor import Monitor
@@ -130,7 +132,7 @@ class MonitoredCall:
         traceback: TracebackType | None,
     ) -> bool:
         outcome = error
-        self._monitor.suspects.ended(self._suspect)
+        self._ended(error)
         try:
             if error is None or isinstance(error, Exception):
                 outcome = self._look(error, wait=self._waits)
@@ -170,7 +172,7 @@ class MonitoredCall:
         traceback: TracebackType | None,
     ) -> bool:
         outcome = error
-        self._monitor.suspects.ended(self._suspect)
+        self._ended(error)
         try:
             if error is None and self._monitor.blame.failure is not None:
                 outcome = self._monitor.blame.error_of(self._key) or Reschedule()
@@ -191,6 +193,12 @@ class MonitoredCall:
             return self._found(found, error)
 
     # -- of both
+
+    def _ended(self, error: BaseException | None) -> None:
+        """Count the call as ended, once its frames hold no memory: others may wait for that."""
+        if error is not None and is_out_of_memory(error):
+            clear_frames(error)
+        self._monitor.suspects.ended(self._suspect)
 
     def _lacked_memory(self) -> bool:
         """Return whether memory ran out for this task before its last attempt, so it runs alone."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import dask
 import dask.array as da
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_devctx import DeviceOutOfMemoryError, SimulatedArray
+from dask_devctx.worker.failures.oom_retries import Retries
 from tests.distributed.memory.test_spilling import (
     MIB,
     array,
@@ -173,6 +174,56 @@ def test_the_last_attempt_has_the_device_for_itself() -> None:
         assert made.result(timeout=60) == 0
         assert client.gather(others) == [0] * 6
     assert seen == [["neighbour"], []]
+
+
+class Refused:
+    """Two tasks: the first holds memory and asks for too much, the second needs what it held."""
+
+    held, lacked, given_back = threading.Event(), threading.Event(), threading.Event()
+    second: ClassVar[list[str]] = []
+
+    @classmethod
+    def asks_for_too_much(cls) -> int:
+        if cls.held.is_set():
+            return 0
+        x = SimulatedArray(3 * MIB // 64)
+        cls.held.set()
+        assert cls.lacked.wait(20)
+        return int(SimulatedArray(MIB // 8).sum() + x.sum())
+
+    @classmethod
+    def needs_it(cls) -> int:
+        assert cls.held.wait(20)
+        try:
+            x = SimulatedArray(6 * MIB // 64)
+        except Exception:
+            cls.second.append("lacked memory")
+            raise
+        finally:
+            cls.lacked.set()
+        cls.second.append("ran")
+        return int(x.sum())
+
+
+def test_the_last_attempt_does_not_begin_before_a_failed_task_gave_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make_room = Retries.make_room
+
+    def make_room_late(self: Retries, key: Any, *args: Any) -> Any:
+        """Free the memory of the first task only after the second task has ended."""
+        if str(key).startswith("asks"):
+            assert Refused.given_back.wait(20)
+        return make_room(self, key, *args)
+
+    monkeypatch.setattr(Retries, "make_room", make_room_late)
+    with threads(1 * MIB, 1, tasks_per_device=2) as client:
+        first = client.submit(Refused.asks_for_too_much)
+        second = client.submit(Refused.needs_it)
+        wait(second, timeout=40)
+        Refused.given_back.set()
+        assert second.result(timeout=20) == first.result(timeout=20) == 0
+    assert Refused.second == ["lacked memory", "ran"]
 
 
 meet = threading.Barrier(2, timeout=20)
