@@ -132,7 +132,9 @@ class MonitoredCall:
         traceback: TracebackType | None,
     ) -> bool:
         outcome = error
-        self._ended(error)
+        if error is not None and is_out_of_memory(error):
+            clear_frames(error)  # others may wait for its end, and for its memory
+        self._monitor.suspects.ended(self._suspect)
         try:
             if error is None or isinstance(error, Exception):
                 outcome = self._look(error, wait=self._waits)
@@ -172,7 +174,9 @@ class MonitoredCall:
         traceback: TracebackType | None,
     ) -> bool:
         outcome = error
-        self._ended(error)
+        if error is not None and is_out_of_memory(error):
+            clear_frames(error)  # others may wait for its end, and for its memory
+        self._monitor.suspects.ended(self._suspect)
         try:
             if error is None and self._monitor.blame.failure is not None:
                 outcome = self._monitor.blame.error_of(self._key) or Reschedule()
@@ -193,12 +197,6 @@ class MonitoredCall:
             return self._found(found, error)
 
     # -- of both
-
-    def _ended(self, error: BaseException | None) -> None:
-        """Count the call as ended, once its frames hold no memory: others may wait for that."""
-        if error is not None and is_out_of_memory(error):
-            clear_frames(error)
-        self._monitor.suspects.ended(self._suspect)
 
     def _lacked_memory(self) -> bool:
         """Return whether memory ran out for this task before its last attempt, so it runs alone."""

@@ -275,10 +275,10 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
                 with dask.annotate(device="none"):
                     await client.submit(type, future, pure=False)
 
-        here = threading.get_ident()
+        event_loop = threading.get_ident()
 
         def note(stream: Any, event: Any, flags: int) -> bool:
-            if threading.get_ident() == here:
+            if (threading.get_ident() == event_loop) == (reader == "client"):
                 waits.append((Device.current().device_id, int(stream)))  # type: ignore[union-attr]
             return False
 
