@@ -14,12 +14,15 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, LocalCluster, Worker
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
 from dask_devctx.errors import LockDirectoryError
+from dask_devctx.scheduler.announcements import SHARE
 from dask_devctx.worker.leases import share
 from dask_devctx.worker.leases.lease import acquire, holders, process_locks
 from tests.distributed.commands import dask_command
+from tests.distributed.devices import with_plugin
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 
@@ -267,3 +270,35 @@ def test_a_holder_gives_signs_of_life(
         for path in paths:
             os.utime(path, (0, 0))
         soon(lambda: all(path.stat().st_mtime > 1 for path in paths), True)
+
+
+def test_a_device_that_its_holder_releases_late_is_taken_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that closes releases its devices one by one; another was given them meanwhile."""
+    monkeypatch.setattr(share, "SIGN_INTERVAL_S", 0.02)
+    one = Device(1)
+
+    @with_plugin(4)
+    async def body(client: Any, scheduler: Any, worker: Worker) -> None:
+        told = worker.handlers[SHARE]
+        uuids = [Device(n).uuid for n in range(4)]
+        await told(uuids=[uuid for uuid in uuids if uuid != one.uuid], version=100)
+        assert of_worker(worker) == [0, 2, 3]
+        try_take, late = process_locks.try_take, [one]
+
+        def held_at_first(devices: Any, *args: Any) -> Any:
+            asked = list(devices)
+            if one in asked and late:
+                return {
+                    late.pop(): "worker 1",
+                    **try_take([d for d in asked if d is not one], *args),
+                }
+            return try_take(asked, *args)
+
+        monkeypatch.setattr(process_locks, "try_take", held_at_first)
+        await told(uuids=uuids, version=101)
+        assert of_worker(worker) == [0, 2, 3]
+        await async_poll_for(lambda: of_worker(worker) == [0, 1, 2, 3], timeout=20)
+
+    body()
