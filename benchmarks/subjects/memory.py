@@ -61,15 +61,17 @@ _TINY = (
 
 def cases(size: Size) -> Iterator[Case]:
     n_devices = field.n_devices()
-    alone, *_ = all_limited = _TINY if size.tiny else _FULL
+    limits = _TINY if size.tiny else _FULL
     nbytes, tasks = (2**20, 20) if size.tiny else (2**30, 2000)
     back = f"an array of {nbytes // 2**20} MiB to host memory and back{field.where()}"
     empty = f"{tasks} empty tasks, with limits and without{field.where()}"
-    for limited in all_limited:  # clusters start for the cases that are wanted
-        names = [_name(limited, job) for job in limited.jobs] + [back] * (limited is alone)
+    for limited in limits:  # clusters start for the cases that are wanted
+        names = [_name(limited, job) for job in limited.jobs]
+        if limited is limits[0]:
+            names.append(back)
         if any(map(size.wants, names)):
             with _clusters(n_devices, limited) as (hosts, missing):
-                if limited is alone:
+                if limited is limits[0]:
                     yield _there_and_back(back, nbytes, hosts[0][1], size)
                 yield from _jobs(limited, hosts, missing, size)
     if size.wants(empty):

@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Final
 
 from dask_devctx.client.tables import aligned, device_names, host_of, shortened
-from dask_devctx.errors.base import counted, nbytes_text
+from dask_devctx.errors.base import counted, listed, nbytes_text
 
 if TYPE_CHECKING:
     from dask_devctx.client.report import Report, ReportedDevice, ReportedTask
@@ -202,22 +202,25 @@ def _lost(report: Report) -> Iterator[str]:
     """Yield a line for each of the latest workers that left unexpectedly."""
     names = _names(report)
     for lost in report.lost:
-        at = time.strftime("%H:%M:%S", time.localtime(lost.time))
         named = ", ".join(sorted(names.get(uuid, uuid[:12]) for uuid in lost.uuids))
         again = [counted(lost.tasks, "task")] if lost.tasks else []
         again += [counted(lost.results, "result")] if lost.results else []
         many = lost.tasks + lost.results != 1
         made = f"; {' and '.join(again)} {'are' if many else 'is'} computed again" if again else ""
+        at = _clock(lost.time)
         yield f"lost at {at}: worker {lost.worker}{f' with {named}' if named else ''}{made}"
 
 
 def _failures(report: Report) -> Iterator[str]:
     """Yield a line for each of the latest devices that failed."""
     for one in report.failures:
-        at = time.strftime("%H:%M:%S", time.localtime(one.time))
-        more = f", and {len(one.suspects) - _KINDS} more" if len(one.suspects) > _KINDS else ""
-        named = ", ".join(one.suspects[:_KINDS]) + more or "none"
-        yield f"failed at {at}: {one.device} of {one.worker}, {one.status}; suspects: {named}"
+        at, suspects = _clock(one.time), listed(one.suspects, _KINDS) or "none"
+        yield f"failed at {at}: {one.device} of {one.worker}, {one.status}; suspects: {suspects}"
+
+
+def _clock(seconds: float) -> str:
+    """Return the time of day of a moment in seconds since the epoch."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
 
 
 def _rate(nbytes: float, seconds: float) -> str:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, dataclass_transform
 
 
 def counted(n: int, noun: str) -> str:
     """Return a number and its noun, for messages: ``"1 device"``, ``"2 devices"``."""
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def listed(names: Sequence[str], at_most: int) -> str:
+    """Return the first of some names, and how many more there are: ``"x, y, and 3 more"``."""
+    more = f", and {len(names) - at_most} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more
 
 
 def nbytes_text(nbytes: int | None) -> str:

@@ -19,6 +19,7 @@ from dask_devctx.annotations.runs import (
     watched_run,
 )
 from dask_devctx.dask_internals.scheduler import annotate, only_copies, without_annotation
+from dask_devctx.errors.base import listed
 from dask_devctx.scheduler.announcements import MalformedError, read_failure
 
 logger = logging.getLogger(__name__)
@@ -158,6 +159,4 @@ class SuspectTasks:
 
 
 def _shown(keys: Iterable[Hashable]) -> str:
-    listed = [str(key) for key in keys]
-    more = f", and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
+    return listed([str(key) for key in keys], _SHOWN)

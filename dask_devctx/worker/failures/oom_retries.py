@@ -105,7 +105,7 @@ class Retries:
         self.counted[device] += 1
         self.on_retry(key, device, error)
         requested = requested_nbytes(error)
-        replicas = self.free(device, error)
+        replicas = self.free(device)
         with self._lock:
             attempts = self.tried[key] = self.tried.pop(key, 0) + 1
             _forget_the_oldest(self.tried)
@@ -130,7 +130,7 @@ class Retries:
             return error
         self.counted[device] += 1
         requested = requested_nbytes(error)
-        failure = self._failure(key, device, error, requested, self.free(device, error), 1)
+        failure = self._failure(key, device, error, requested, self.free(device), 1)
         failure.add_note(
             "A method of an actor is not tried again: it may have changed the actor's state"
         )
@@ -160,12 +160,12 @@ class Retries:
         failure.__cause__ = portable(error)
         return failure
 
-    def free(self, device: Device, error: Exception | None = None) -> int:
+    def free(self, device: Device) -> int:
         """Free all memory of a device that is not in use; return the bytes of dropped copies."""
         dropped = self.drop_replicas(device)
         try:
             with device:
-                release_caches(error)
+                release_caches()
         except DevctxError:  # there is no room for a context, so no cache is on it
             logger.debug("no caches released on %s", device, exc_info=True)
         return dropped

@@ -132,7 +132,7 @@ class Inputs:
         return () if lifetime is None or not lifetime.copied else self.replicas.devices(lifetime)
 
     def stamps_of(self, keys: Iterable[Hashable]) -> list[Stamp]:
-        """Return the stamps of the work that makes some values, as far as it is known."""
+        """Return the stamps of some values' work; values whose work is unknown have none."""
         known = self.lifetimes
         return [after for key in keys if key in known and (after := known[key].after) is not None]
 

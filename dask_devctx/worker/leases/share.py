@@ -94,7 +94,6 @@ class DeviceShare:
         self._version = 0
         self._uuids: frozenset[str] = frozenset()
         self._given_up: dict[Device, float] = {}
-        self._lacks = False  # a device of its own, which its earlier holder has not released yet
         self._steps = ExitStack()
         self._steps.enter_context(answering(worker, {SHARE: self._told}))
         signs = PeriodicCallback(self._give_sign, SIGN_INTERVAL_S * 1000)
@@ -174,7 +173,8 @@ class DeviceShare:
     def _give_sign(self) -> None:
         """Show others that the worker lives; they read it when it has ended."""
         (self._lease or process_locks).touch()
-        if self._lacks and self.is_settled and self.error is None:
+        lacks = self._uuids.difference(device.uuid for device in self._devices)
+        if lacks and self.is_settled and self.error is None:  # their holders released them late
             self._follow()
 
     # -- ways to get devices
@@ -282,7 +282,6 @@ class DeviceShare:
         mine = [device for device in self._candidates if device.uuid in self._uuids]
         more = [device for device in mine if device not in self._devices]
         missing = process_locks.try_take(more, self._holder, self._directory)
-        self._lacks = bool(missing)
         now = tuple(device for device in mine if device not in missing)
         less = [device for device in self._devices if device not in now]
         if now and now != self._devices:

@@ -20,7 +20,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.threads import calls_waited_in
-from dask_devctx.errors.base import counted
+from dask_devctx.errors.base import counted, listed
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.placement.admission import Admission
 
@@ -175,10 +175,9 @@ def _about_calls(
     one = waiting == 1
     by_name = (" that names its device" if one else " that name their device") if named else ""
     names = [f"{key!r} in {call}" for key, call in calls.items()]
-    more = len(names) - _SHOWN
-    shown = ", ".join(names[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
     return (
-        f"All places of {', '.join(map(str, full))} are taken by tasks that wait: {shown}. "
+        f"All places of {', '.join(map(str, full))} are taken by tasks that wait: "
+        f"{listed(names, _SHOWN)}. "
         f"{counted(waiting, 'task')}{by_name} {'waits' if one else 'wait'} for a place there. "
         f"If the first wait for the others, none of them ever ends. {_REMEDY}"
         f"{'' if named else _MORE_WORKERS}"
