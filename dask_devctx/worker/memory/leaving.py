@@ -153,8 +153,10 @@ class Leaving:
             moved = False
         with self._lock:
             ledger.answer(moved)
-            if not moved and not ledger.waiting and self.open:
+            if not moved and not ledger.demand and self.open:
+                ledger.stuck = True
                 ledger.changed.wait(_LOOK_INTERVAL_S / 10)  # until one can leave
+                ledger.stuck = False
 
     def _note_failure(self, ledger: Ledger, error: Exception) -> bool:
         """Note why no values left; return whether the device has failed."""

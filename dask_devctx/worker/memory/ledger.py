@@ -50,6 +50,8 @@ class Ledger:
         Whether values left at the last look.
     waiting
         How many threads wait for room.
+    stuck
+        Whether too much is here, of which nothing could leave when the device's thread last looked.
     stopped
         Whether nothing moves away any more.
     """
@@ -64,7 +66,7 @@ class Ledger:
         self.held = self.incoming = self.spilled = self.demand = 0
         self.spills = self.spilled_nbytes = self.unspills = self.unspilled_nbytes = 0
         self.answers = self.waiting = 0
-        self.moved_last = self.stopped = False
+        self.moved_last = self.stuck = self.stopped = False
         # By the address of an allocation: its size, and the values in it.
         self._blocks: dict[int, tuple[int, list[weakref.ref[Kept]]]] = {}
 

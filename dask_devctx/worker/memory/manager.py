@@ -144,7 +144,7 @@ class DeviceMemory:
             for kept in values:
                 kept.pins -= 1
             for ledger in self.books.ledgers.values():
-                if ledger.waiting:
+                if ledger.stuck:
                     ledger.changed.notify_all()
 
     def read(self, kept: Kept) -> Any:

@@ -75,6 +75,21 @@ def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
         ]
 
 
+def test_a_thread_that_waits_for_room_in_vain_keeps_no_other_thread_busy() -> None:
+    """The device's thread took Python's lock again and again, until the one that waited had it."""
+    with one_value() as (_, _, memory, _, kept):
+        memory.pin(kept, None)  # all that is there is in use
+        ledger = memory.books.ledgers[Device(0)]
+        memory.reservations.make_room(Device(0), ledger.limit)
+        before = ledger.answers
+        for _ in range(50):
+            assert not memory.reservations.make_room(Device(0), 1)
+        looks = ledger.answers - before
+        memory.reservations.give_room(Device(0), ledger.limit + 50)
+        memory.unpin([kept])
+    assert looks <= 3 * 50
+
+
 def aside(n: int) -> Any:
     """An array, or a number; after the event loop knows that the task seceded."""
     secede()
