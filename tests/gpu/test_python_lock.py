@@ -96,11 +96,11 @@ def test_a_wait_in_a_full_stream_stops_no_other_thread(full: Full) -> None:
 
 def test_an_event_of_the_context_stops_no_other_thread(full: Full) -> None:
     took, pause = pauses(lambda: full.event.record_context(full.device._handle))
-    assert not full.event.done()
     if full.legacy:
         assert took > 0.5, "the stream was not full"
         assert pause < took / 2
     else:
+        assert not full.event.done()
         assert took < 0.1
 
 
