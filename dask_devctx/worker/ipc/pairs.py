@@ -124,7 +124,11 @@ class Pairs:
             self.ways.pop(address, None)
         token = self.tokens.pop(address, None)
         if token is not None:
-            self._worker.loop.add_callback(self._run, self._opened.close, token)
+            self._worker.loop.add_callback(self._close, token)
+
+    async def _close(self, token: str) -> None:
+        with suppress(RuntimeError):  # this worker ends, and has closed all that it had open
+            await self._run(self._opened.close, token)
 
     def left(self, address: str) -> None:
         """Forget all about a worker that left the cluster; another may have the address later."""
