@@ -88,8 +88,8 @@ class Options:
         Whether values go to other workers of the machine by CUDA IPC. ``"auto"``: if it works and
         the connection is not as good; True: whenever it works; False: never.
     ipc_staging
-        How much of each device's memory values may take while they are sent: a fraction of its
-        ``device_memory_limit``, or bytes such as ``"2 GiB"``.
+        How much of each device's memory values may take while they are sent: a fraction, which is
+        at most a quarter of its ``device_memory_limit``, or bytes such as ``"2 GiB"``.
     device_memory_limit
         How much of each device's memory the values that dask keeps may take: ``"auto"`` for 0.8 of
         it, a fraction, bytes such as ``"12 GiB"``, 0 or None for no limit. Beyond it, values go to

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _THREADS: Final = 16
 # Staging memory that was not used for this long goes back to its device.
 _IDLE_S: Final = 60.0
+# A fraction of a device's memory may be much of a low limit: then it is one part of so many.
+_OF_LIMIT: Final = 4
 _LOOK_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CONNECT_TIMEOUT_S: Final = 2.0
@@ -96,7 +98,7 @@ class IpcWay:
     staging
         How much of each device's memory may be used for staging: a fraction, or bytes.
     limits
-        The limit of each device's memory; a fraction is one of this limit.
+        The limit of each device's memory; a fraction is at most a quarter of this limit.
     make_room
         Called with a device that has no memory left.
     on_failure
@@ -296,4 +298,4 @@ def _limit(device: Device, staging: float, limit: int | None) -> int:
     if staging > 1:
         return int(staging)
     total = device.memory_info.total
-    return int(min(total, limit or total) * staging)
+    return min(int(total * staging), (limit or total) // _OF_LIMIT)

@@ -336,7 +336,7 @@ def test_staging_memory_is_a_part_of_the_limit_and_is_reported() -> None:
     with peers.cluster(2, device_memory_limit="60 MB") as (client, workers):
         assert peers.send(client, _large, _checked, workers, 60) == (True, True)
         found = {device.worker: device.memory_staging for device in report(client).devices}
-        assert 0 < found[workers[0]] <= 0.04 * 60e6
+        assert 0 < found[workers[0]] <= 60e6 / 4
 
 
 def _large() -> Any:
@@ -472,6 +472,19 @@ def test_staging_memory_goes_back_when_no_other_worker_has_it_open() -> None:
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
         assert client.run(_given_back, workers=workers[:1])[workers[0]] == (True, 0)
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("1 GiB", 2**28), ("8 GiB", int(0.04 * 16 * 2**30)), (0, int(0.64 * 2**30))]
+)
+def test_staging_memory_is_at_most_a_quarter_of_a_low_limit(limit: Any, most: int) -> None:
+    with peers.cluster(2, device_memory_limit=limit) as (client, _):
+        assert set(client.run(_most_staging).values()) == {most}
+
+
+def _most_staging(dask_worker: Worker) -> int:
+    (staging,) = dask_worker.plugins["devctx"].extension.peers.way.stagings.values()
+    return int(staging.limit)
 
 
 def test_staging_memory_makes_room_for_a_task() -> None:
