@@ -45,6 +45,10 @@ class Lane:
         for stream in current_streams(self.device):
             Event(self.device).record(stream).holds_back(self._stream)
 
+    def behind(self, other: Lane) -> None:
+        """Make all later copies wait for those in another lane of the device."""
+        other.reached().holds_back(self._stream)
+
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy between two addresses."""
         self._calls.work.copy(target, source, nbytes, self._stream)

@@ -12,6 +12,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import Stamp, hold
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import Part, allocate
+from dask_devctx.transfer.ipc.lanes import Lane
 from dask_devctx.transfer.ipc.parcel import Parcel, pack, unpack
 from dask_devctx.transfer.page_locked import HostBlock
 from dask_devctx.worker.memory.types import are_arrays, find
@@ -85,6 +86,18 @@ class HostForm:
         Exception
             A value cannot be pickled.
         """
+        return cls.begun(values, device, after, take).finish()
+
+    @classmethod
+    def begun(
+        cls,
+        values: tuple[Any, ...],
+        device: Device,
+        after: Sequence[Stamp],
+        take: Take,
+        behind: Copying | None = None,
+    ) -> Copying:
+        """Begin what :meth:`copied` does, behind another copy of the device that is under way."""
         with device:
             for stamp in after:
                 stamp.hold_back_readers()  # for types that are pickled by their own code
@@ -96,15 +109,16 @@ class HostForm:
                     lane.after(stamp)
                 if parcel.gathered:
                     lane.after_current_streams()
+                if behind is not None:
+                    lane.behind(behind.lane)
                 for part, (_, block) in zip(parcel.parts, parts, strict=True):
                     lane.copy_out(block.address, part.pointer, part.nbytes)
             except BaseException:
                 lanes.drop(lane)
                 raise
-            lanes.finish(lane)
         form = cls(parcel.pickled, parcel.buffers, parts, device)
         form.are_arrays = are_arrays(values)
-        return form
+        return Copying(form, lane, parcel)
 
     def on_device(self, device: Device) -> tuple[tuple[Any, ...], Stamp]:
         """Return the values on a device, and the stamp of the copy; this does not wait for it.
@@ -166,6 +180,33 @@ class HostForm:
     @property
     def descriptions(self) -> list[Description]:
         return [description for description, _ in self.parts]
+
+
+class Copying:
+    """A host form whose copy is under way; :meth:`finish` or :meth:`drop` it."""
+
+    __slots__ = ("_form", "_parcel", "lane")
+
+    def __init__(self, form: HostForm, lane: Lane, parcel: Parcel) -> None:
+        self.lane = lane
+        self._form = form
+        self._parcel: Parcel | None = parcel  # it may have memory that the copy reads
+
+    def finish(self) -> HostForm:
+        """Return the host form when its copy is done.
+
+        Raises
+        ------
+        DriverError
+            The device fails.
+        """
+        lanes.finish(self.lane)
+        self._parcel = None
+        return self._form
+
+    def drop(self) -> None:
+        """Wait for the copy, whose result is not needed."""
+        lanes.drop(self.lane)
 
 
 def wait_for(stamp: Stamp) -> None:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
-import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from time import perf_counter
-from typing import TYPE_CHECKING, Final, TypeGuard
+from typing import TYPE_CHECKING, Final
 
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import is_out_of_memory, release_library_caches
-from dask_devctx.driver import statuses
+from dask_devctx.cuda.out_of_memory import release_library_caches
 from dask_devctx.errors import DriverError
-from dask_devctx.transfer import Stamp, release_held
+from dask_devctx.transfer import release_held
 from dask_devctx.transfer.page_locked import PageLockedPool
 from dask_devctx.worker.memory.books import Books
-from dask_devctx.worker.memory.host_form import HostForm
-from dask_devctx.worker.memory.kept import AWAY, Kept
-from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
+from dask_devctx.worker.memory.departures import Departures, is_sticky
+from dask_devctx.worker.memory.ledger import Ledger
 from dask_devctx.worker.memory.notices import Notices
 from dask_devctx.worker.threads.executors import near_cpus
 
@@ -72,6 +67,7 @@ class Leaving:
         self._on_failure = on_failure
         self._notices = Notices(around.worker_name)
         self._grow = threading.Event()
+        self._departures = Departures(books, pool, around, self._notices, self._grow.set)
         threading.Thread(target=self._grow_ahead, name="devctx-memory-host", daemon=True).start()
         for device, ledger in books.ledgers.items():
             name = f"devctx-memory-{device}"
@@ -104,7 +100,7 @@ class Leaving:
         with self._lock:
             before = ledger.held
         try:
-            self._leave_all(ledger, ledger.limit)
+            self._departures.leave(ledger, ledger.limit)
         except Exception as error:
             self._note_failure(ledger, error)
         release_held()
@@ -160,7 +156,7 @@ class Leaving:
 
     def _note_failure(self, ledger: Ledger, error: Exception) -> bool:
         """Note why no values left; return whether the device has failed."""
-        if _is_sticky(error):
+        if is_sticky(error):
             self._on_failure(ledger.device, error)
             ledger.stopped = True
             return True
@@ -201,121 +197,4 @@ class Leaving:
             release_held()
         if dropped >= wanted:
             return True
-        return self._leave_all(ledger, wanted - dropped) or dropped > 0
-
-    def _leave_all(self, ledger: Ledger, wanted: int) -> bool:
-        """Move values of so many bytes to host memory; return whether any went.
-
-        Others go in the place of one that fails. The first error is raised if none went.
-        """
-        moved, first = False, None
-        failed: set[int] = set()
-        while wanted > 0 and (groups := self._groups(ledger, wanted, failed)):
-            before = len(failed)
-            try:
-                while groups:
-                    group = groups.pop()
-                    gain = ledger.gain(group)
-                    try:
-                        went = self._leave(ledger, group)
-                    except Exception as error:
-                        if _is_sticky(error):
-                            raise
-                        first, went = first or error, False
-                        failed.update(map(id, group))
-                    wanted -= gain if went else 0
-                    moved |= went
-                    with self._lock:
-                        ledger.answer(moved)  # a task may go on before the others have left
-            finally:
-                with self._lock:
-                    for kept in itertools.chain.from_iterable(groups):
-                        kept.leaving = False
-            if len(failed) == before:
-                break
-        if first is not None and not moved:
-            raise first
-        return moved
-
-    def _groups(self, ledger: Ledger, wanted: int, but: Container[int]) -> list[list[Kept]]:
-        """Return values that leave next, the first one last; those that share memory together."""
-        with self._lock:
-            self._books.settle()
-            found: list[list[Kept]] = []
-            gain = 0
-            for kept in in_order_of_leaving(ledger, self._around.next_use):
-                if gain >= wanted:
-                    break
-                if kept.leaving or id(kept) in but:
-                    continue
-                group = ledger.group(kept)
-                if any(one.pins or one.leaving or one.stays or one.is_away for one in group):
-                    continue
-                for one in group:
-                    one.leaving = True
-                found.append(group)
-                gain += ledger.gain(group)
-        return found[::-1]
-
-    def _leave(self, ledger: Ledger, group: list[Kept]) -> bool:
-        """Move values that share memory to host memory; return whether they went."""
-        device, begun = ledger.device, perf_counter()
-        form = group[0].form if len(group) == 1 else None
-        copied = form is None
-        try:
-            forms = self._copied(group, device) if form is None else [form]
-        except Exception as error:
-            with self._lock:
-                for kept in group:
-                    kept.leaving = False
-                    kept.stays = not _passes(error)
-            if not group[0].stays:
-                raise
-            self._notices.stays(group[0].value, error)
-            return False
-        with self._lock:
-            for kept in group:
-                kept.leaving = False
-            if any(kept.pins for kept in group):  # a task needs it now
-                return False
-            values = [kept.value for kept in group]
-            gain = ledger.gain(group)
-            whole = forms[0] if len(forms) == 1 else None  # the values stay together
-            for form in forms:
-                form.home, form.members = device, []
-            for index, kept in enumerate(group):
-                kept.form, kept.index = (forms[index], 0) if whole is None else (whole, index)
-                kept.form.members.append(weakref.ref(kept))
-            for kept in group:
-                kept.value, kept.places, kept.after = AWAY, {}, None
-                kept.books.left(kept)
-            ledger.spills += len(group)
-            ledger.spilled_nbytes += gain
-        values.clear()  # frees the memory
-        if copied:
-            self._around.copied(device, gain, perf_counter() - begun, back=False)
-        self._notices.spilled(device, ledger.limit)
-        for kept in group:
-            self._around.moved(kept)
-        self._grow.set()
-        return True
-
-    def _copied(self, group: Sequence[Kept], device: Device) -> list[HostForm]:
-        """Return a host form of all values, or one of each if they share nothing."""
-        after = []
-        for kept in group:
-            stamp = kept.after or self._around.made_by(kept)
-            if stamp is None or device not in stamp.devices:
-                stamp = Stamp.of_devices([device])
-            after.append(stamp)
-        values = tuple(kept.value for kept in group)
-        form = HostForm.copied(values, device, after, self._pool.take)
-        return form.apart(self._pool.take) or [form]
-
-
-def _is_sticky(error: Exception) -> TypeGuard[DriverError]:
-    return isinstance(error, DriverError) and error.code in statuses.STICKY
-
-
-def _passes(error: Exception) -> bool:
-    return isinstance(error, (DriverError, MemoryError, OSError)) or is_out_of_memory(error)
+        return self._departures.leave(ledger, wanted - dropped) or dropped > 0

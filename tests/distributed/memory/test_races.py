@@ -75,6 +75,23 @@ def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
         ]
 
 
+def test_the_next_value_is_copied_while_the_one_before_is_completed() -> None:
+    with threads(16 * MIB, 1) as client:
+        futures = client.map(full, range(8), pure=False)
+        wait(futures)
+        faults = driver.backend().machine.faults
+        begun: list[int] = []
+
+        def look(*_: object) -> bool:
+            begun.append(faults.calls["cuMemcpyDtoHAsync"])
+            return False
+
+        faults.inject("cuStreamSynchronize", CUresult.CUDA_ERROR_UNKNOWN, when=look)
+        before = faults.calls["cuMemcpyDtoHAsync"]
+        memory_of(client).leaving.spill_all(Device(0))
+        assert [each - before for each in begun] == [2, 3, 4, 5, 6, 7, 8, 8]
+
+
 def test_a_thread_that_waits_for_room_in_vain_keeps_no_other_thread_busy() -> None:
     """The device's thread took Python's lock again and again, until the one that waited had it."""
     with one_value() as (_, _, memory, _, kept):
