@@ -124,9 +124,9 @@ class Pairs:
             self.ways.pop(address, None)
         token = self.tokens.pop(address, None)
         if token is not None:
-            self._worker.loop.add_callback(self._close, token)
+            self._worker.loop.add_callback(self._close_later, token)
 
-    async def _close(self, token: str) -> None:
+    async def _close_later(self, token: str) -> None:
         with suppress(RuntimeError):  # this worker ends, and has closed all that it had open
             await self._run(self._opened.close, token)
 
