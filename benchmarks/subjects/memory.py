@@ -16,7 +16,7 @@ _MODULE = "benchmarks.subjects.memory_hosted"
 _NOOPS = "benchmarks.subjects.tasks_hosted"
 _OF_BARE, _OF_OFF = 1.2, 1.02
 _ANSWER_S = 120.0
-_CAP_S = 60.0
+_CAP_S = 40.0
 
 
 class _Limited(NamedTuple):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _THREADS: Final = 16
 # Staging memory that was not used for this long goes back to its device.
 _IDLE_S: Final = 60.0
-# A fraction of a device's memory may be much of a low limit: then it is one part of so many.
+# A fraction of a device's memory is at most the limit divided by this.
 _OF_LIMIT: Final = 4
 _LOOK_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
@@ -298,4 +298,5 @@ def _limit(device: Device, staging: float, limit: int | None) -> int:
     if staging > 1:
         return int(staging)
     total = device.memory_info.total
-    return min(int(total * staging), (limit or total) // _OF_LIMIT)
+    most = int(total * staging)
+    return min(most, limit // _OF_LIMIT) if limit else most

@@ -1,14 +1,16 @@
-"""The way of values to host memory: one is copied while the one before is completed."""
+"""Values leave for host memory: the next one is copied while the one before is completed."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeGuard
 
+from dask_devctx.cuda.frames import clear_frames
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
@@ -19,11 +21,12 @@ from dask_devctx.worker.memory.host_form import Copying, HostForm
 from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.ledger import Ledger, in_order_of_leaving
 from dask_devctx.worker.memory.notices import Notices
+from dask_devctx.worker.memory.types import are_arrays
 
 if TYPE_CHECKING:
     from dask_devctx.worker.memory.surroundings import Surroundings
 
-# So many copies are under way at a time: one is done while the thread completes the one before.
+# The next copy runs while the thread completes the one before.
 _AT_A_TIME: Final = 2
 
 
@@ -65,44 +68,83 @@ class Departures:
         Others go in the place of one that fails. The first error is raised if none went, and an
         error that broke the device is raised at once.
         """
-        moved, first = False, None
-        failed: set[int] = set()
-        while wanted > 0 and (groups := self._groups(ledger, wanted, failed)):
-            before = len(failed)
-            under_way: deque[_Departure] = deque()
-            completed_at = 0.0
-            try:
-                while groups or under_way:
-                    gain = 0
-                    try:
-                        if groups and len(under_way) < _AT_A_TIME:
-                            group = groups.pop()
-                            under_way.append(self._begin(ledger, group, under_way))
-                            continue
-                        departure = under_way.popleft()
-                        group = departure.group
-                        if self._complete(ledger, departure, completed_at):
-                            gain, moved = departure.gain, True
-                        completed_at = perf_counter()
-                    except Exception as error:
-                        if not self._stay(group, error):
-                            first = first or error
-                            failed.update(map(id, group))
-                    wanted -= gain
-                    with self._lock:
-                        ledger.answer(moved)  # a task may go on before the others have left
-            finally:
-                for departure in under_way:
-                    departure.drop()
-                with self._lock:
-                    left = (departure.group for departure in under_way)
-                    for kept in itertools.chain.from_iterable([*groups, *left]):
-                        kept.leaving = False
-            if len(failed) == before:
-                break
-        if first is not None and not moved:
-            raise first
-        return moved
+        freed = 0
+        failed: dict[int, Exception] = {}
+        try:
+            while wanted > freed and (groups := self._groups(ledger, wanted - freed, failed)):
+                before = len(failed)
+                freed += self._leave_in_turn(ledger, groups, failed)
+                if len(failed) == before:
+                    break
+            if failed and not freed:
+                raise next(iter(failed.values()))
+        finally:
+            failed.clear()  # the errors' frames know it, and so would keep each other
+        return freed > 0
+
+    def _leave_in_turn(
+        self, ledger: Ledger, groups: list[list[Kept]], failed: dict[int, Exception]
+    ) -> int:
+        """Move groups of values, the last one first; return the bytes."""
+        freed, free_at = 0, 0.0
+        under_way: deque[_Departure] = deque()
+        group: list[Kept] = []
+        try:
+            while groups or under_way:
+                if groups and self._may_begin(groups[-1], under_way):
+                    group = groups.pop()
+                    with self._noting(group, failed):
+                        under_way.append(self._begin(ledger, group, under_way))
+                else:
+                    departure, forms = under_way.popleft(), None
+                    group = departure.group
+                    with self._noting(group, failed):
+                        forms = departure.finish(self._pool)
+                    if forms and self._let_go(ledger, departure, forms, free_at):
+                        freed += departure.gain
+                    free_at = perf_counter()
+                    if freed:
+                        with self._lock:
+                            ledger.answer(True)  # a task may go on before the others have left
+                group = []
+        finally:
+            for departure in under_way:
+                departure.drop()
+                groups.append(departure.group)
+            with self._lock:
+                for kept in itertools.chain(group, *groups):
+                    kept.leaving = False
+        return freed
+
+    @staticmethod
+    def _may_begin(group: Sequence[Kept], under_way: Sequence[_Departure]) -> bool:
+        """Return whether a copy may begin before those under way are completed.
+
+        A value that is no plain array may need memory of the full device for its copy.
+        """
+        if not under_way:
+            return True
+        return len(under_way) < _AT_A_TIME and are_arrays(kept.value for kept in group)
+
+    @contextmanager
+    def _noting(self, group: Sequence[Kept], failed: dict[int, Exception]) -> Iterator[None]:
+        """Note that values stay if they cannot be copied, for now or for good."""
+        try:
+            yield
+        except Exception as error:
+            passes = isinstance(error, (DriverError, MemoryError, OSError))
+            passes = passes or is_out_of_memory(error)
+            with self._lock:
+                for kept in group:
+                    kept.leaving = False
+                    kept.stays = not passes
+            if is_sticky(error):
+                raise
+            clear_frames(error)  # they hold the values
+            if passes:
+                failed.update((id(kept), error) for kept in group)
+            else:
+                self._notices.stays(group[0].value, error)
 
     def _groups(self, ledger: Ledger, wanted: int, but: Container[int]) -> list[list[Kept]]:
         """Return values that leave next, the first one last; those that share memory together."""
@@ -127,7 +169,7 @@ class Departures:
     def _begin(
         self, ledger: Ledger, group: list[Kept], under_way: Sequence[_Departure]
     ) -> _Departure:
-        """Begin to copy values that share memory, unless a host form is right still."""
+        """Begin to copy values that share memory, unless their host form is still right."""
         gain, begun_at = ledger.gain(group), perf_counter()
         form = group[0].form if len(group) == 1 else None
         if form is not None:
@@ -139,17 +181,18 @@ class Departures:
                 stamp = Stamp.of_devices([ledger.device])
             after.append(stamp)
         values = tuple(kept.value for kept in group)
-        behind = next((one.copying for one in reversed(under_way) if one.copying), None)
+        behind = under_way[-1].copying if under_way else None
         copying = HostForm.begun(values, ledger.device, after, self._pool.take, behind)
         return _Departure(group, gain, begun_at, None, copying)
 
-    def _complete(self, ledger: Ledger, departure: _Departure, free_at: float) -> bool:
-        """Wait for the copy of values, and let them go; return whether they went.
+    def _let_go(
+        self, ledger: Ledger, departure: _Departure, forms: Sequence[HostForm], free_at: float
+    ) -> bool:
+        """Let values go that have been copied; return whether they went.
 
         ``free_at`` is when the copy before was completed.
         """
         group, device = departure.group, ledger.device
-        forms = departure.finish(self._pool)
         with self._lock:
             for kept in group:
                 kept.leaving = False
@@ -178,19 +221,6 @@ class Departures:
             self._around.moved(kept)
         self._on_taken()
         return True
-
-    def _stay(self, group: Sequence[Kept], error: Exception) -> bool:
-        """Note that values did not leave; return whether they never can."""
-        passes = isinstance(error, (DriverError, MemoryError, OSError)) or is_out_of_memory(error)
-        with self._lock:
-            for kept in group:
-                kept.leaving = False
-                kept.stays = not passes
-        if is_sticky(error):
-            raise error
-        if not passes:
-            self._notices.stays(group[0].value, error)
-        return not passes
 
 
 class _Departure(NamedTuple):

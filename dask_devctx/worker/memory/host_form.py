@@ -98,13 +98,17 @@ class HostForm:
         behind: Copying | None = None,
     ) -> Copying:
         """Begin what :meth:`copied` does, behind another copy of the device that is under way."""
-        with device:
-            for stamp in after:
-                stamp.hold_back_readers()  # for types that are pickled by their own code
-            parcel = pack(values, find)
-            parts = [(part.description, take(part.nbytes)) for part in parcel.parts]
-            lane = lanes.take(device)
-            try:
+        copying = None
+        try:
+            with device:
+                for stamp in after:
+                    stamp.hold_back_readers()  # for types that are pickled by their own code
+                parcel = pack(values, find)
+                parts = [(part.description, take(part.nbytes)) for part in parcel.parts]
+                form = cls(parcel.pickled, parcel.buffers, parts, device)
+                form.are_arrays = are_arrays(values)
+                lane = lanes.take(device)
+                copying = Copying(form, lane, parcel)
                 for stamp in after:
                     lane.after(stamp)
                 if parcel.gathered:
@@ -113,12 +117,11 @@ class HostForm:
                     lane.behind(behind.lane)
                 for part, (_, block) in zip(parcel.parts, parts, strict=True):
                     lane.copy_out(block.address, part.pointer, part.nbytes)
-            except BaseException:
-                lanes.drop(lane)
-                raise
-        form = cls(parcel.pickled, parcel.buffers, parts, device)
-        form.are_arrays = are_arrays(values)
-        return Copying(form, lane, parcel)
+        except BaseException:
+            if copying is not None:
+                copying.drop()
+            raise
+        return copying
 
     def on_device(self, device: Device) -> tuple[tuple[Any, ...], Stamp]:
         """Return the values on a device, and the stamp of the copy; this does not wait for it.

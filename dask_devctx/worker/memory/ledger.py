@@ -51,7 +51,7 @@ class Ledger:
     waiting
         How many threads wait for room.
     stuck
-        Whether too much is here, of which nothing could leave when the device's thread last looked.
+        Whether the device's thread waits since nothing could leave when it last looked.
     stopped
         Whether nothing moves away any more.
     """

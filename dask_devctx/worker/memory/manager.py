@@ -141,11 +141,14 @@ class DeviceMemory:
     def unpin(self, values: Sequence[Kept]) -> None:
         """Let values leave their devices again."""
         with self._lock:
+            may_leave = False
             for kept in values:
                 kept.pins -= 1
-            for ledger in self.books.ledgers.values():
-                if ledger.stuck:
-                    ledger.changed.notify_all()
+                may_leave |= not (kept.pins or kept.stays)
+            if may_leave:
+                for ledger in self.books.ledgers.values():
+                    if ledger.stuck:
+                        ledger.changed.notify_all()
 
     def read(self, kept: Kept) -> Any:
         """Return the value on its device, for any reader; its work on this thread comes after."""

@@ -92,6 +92,64 @@ def test_the_next_value_is_copied_while_the_one_before_is_completed() -> None:
         assert [each - before for each in begun] == [2, 3, 4, 5, 6, 7, 8, 8]
 
 
+class Holder:
+    """An array, whose pickle has a copy of it on the device."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __reduce__(self) -> Any:
+        return Holder, (self.array.copy_to(self.array.device),)
+
+
+class Unpicklable(Holder):
+    def __reduce__(self) -> Any:
+        raise TypeError("no pickle")
+
+
+def test_values_leave_one_by_one_if_their_copies_take_memory_of_the_device() -> None:
+    """All others failed while the first one's copy was under way: the device is nearly full."""
+    with threads(2 * MIB, 1, device_memory_limit="1900 KiB") as client:
+        memory = memory_of(client)
+        memory.leaving.looks_at_others = False
+        with Device(0):
+            arrays = [SimulatedArray((MIB // 8,), "u1") for _ in range(9)]
+            values = [memory.keep(n, Holder(array)) for n, array in enumerate(arrays)]
+            arrays.clear()
+            rest = SimulatedArray((Device(0).memory_info.free - 140 * 1024,), "u1")
+        memory.leaving.spill_all(Device(0))
+        assert [kept is not None and kept.is_away for kept in values] == [True] * 9
+        del rest
+
+
+@pytest.mark.parametrize("how", ["the copy fails", "the pickle fails"])
+def test_who_waits_for_room_does_not_give_up_before_all_have_left_that_can(how: str) -> None:
+    with threads(16 * MIB, 1) as client:
+        memory = memory_of(client)
+        faults = driver.backend().machine.faults
+        faults.inject("cuStreamSynchronize", CUresult.CUDA_ERROR_UNKNOWN, when=slowly)
+        calls = itertools.count(1)
+        if how == "the copy fails":
+            refused = CUresult.CUDA_ERROR_NOT_PERMITTED
+            faults.inject("cuMemcpyDtoHAsync", refused, when=lambda *_: next(calls) == 2)
+        with Device(0):
+            arrays = [SimulatedArray((2 * MIB,), "u1") for _ in range(3)]
+        wrap = Unpicklable if how == "the pickle fails" else lambda array: array
+        values = [
+            memory.keep(n, value) for n, value in enumerate([arrays[0], wrap(arrays[1]), arrays[2]])
+        ]
+        ledger = memory.books.ledgers[Device(0)]
+        needed = ledger.limit - ledger.held + 3 * MIB
+        assert memory.reservations.make_room(Device(0), needed)
+        memory.reservations.give_room(Device(0), needed)
+        assert sum(kept is not None and kept.is_away for kept in values) >= 2
+
+
+def slowly(*_: object) -> bool:
+    time.sleep(0.2)
+    return False
+
+
 def test_a_thread_that_waits_for_room_in_vain_keeps_no_other_thread_busy() -> None:
     """The device's thread took Python's lock again and again, until the one that waited had it."""
     with one_value() as (_, _, memory, _, kept):
