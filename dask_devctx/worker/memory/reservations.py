@@ -58,9 +58,10 @@ class Reservations:
         if ledger is None:
             return True
         lock = self._books.lock
+        in_vain = not wait
         while True:
             over = self._books.used(device) + nbytes - ledger.limit
-            if over <= 0 or not wait or ledger.stopped:
+            if over <= 0 or in_vain or ledger.stopped:
                 break
             if self._around.drop_copies(device, over):
                 release_held()
@@ -75,8 +76,8 @@ class Reservations:
                         ledger.changed.wait(_WAIT_S)
                 finally:
                     ledger.waiting -= 1
-                if ledger.answers != answers and not ledger.moved_last:
-                    break  # nothing can leave now
+                # If nothing can leave now, others may still have left before this was said.
+                in_vain = ledger.answers != answers and not ledger.moved_last
         with lock:
             ledger.incoming += nbytes
         return over <= 0
