@@ -6,6 +6,7 @@ The workers that a cluster spawns import this module again, so it imports very l
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -23,6 +24,8 @@ def main() -> None:
         except Exception as error:
             pipe.send((False, _said(error)))
             return
+        gc.collect()
+        gc.freeze()  # collections skip the objects of imported libraries
         pipe.send((True, None))
         while (request := _request(pipe)) is not None:
             method, given = request

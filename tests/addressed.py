@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 from cuda.bindings import driver as types
@@ -17,14 +16,29 @@ _GetId = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(ctypes.c
 _Exchange = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int))
 _OfOne = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _OfTwo = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_OfFour = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)
 
 
 class AddressedDriver(SimulatedDriver):
-    """Wraps functions of the simulated driver as C functions, which C code calls by address."""
+    """Wraps functions of the simulated driver as C functions, which C code calls by address.
+
+    Attributes
+    ----------
+    enqueued
+        The calls by address that added work to a stream.
+    asked
+        The calls by address that asked about a stream, each with the stream.
+    busy, captured
+        The streams that have work, and those that cannot be asked: one is captured into a graph.
+    """
 
     def __init__(self, machine: SimulatedMachine) -> None:
         super().__init__(machine.gpus, machine.faults)
-        self._functions: dict[bytes, Callable[..., Any]] = {
+        self.enqueued: list[str] = []
+        self.asked: list[tuple[str, int]] = []
+        self.busy: set[int] = set()
+        self.captured: set[int] = set()
+        self._functions: dict[bytes, Any] = {
             b"cuCtxGetCurrent": _GetCurrent(self._get_current),
             b"cuCtxSetCurrent": _SetCurrent(self._set_current),
             b"cuCtxGetId": _GetId(self._get_id),
@@ -32,6 +46,11 @@ class AddressedDriver(SimulatedDriver):
             b"cuMemFree": _OfOne(self._free),
             b"cuEventQuery": _OfOne(self._query),
             b"cuCtxRecordEvent": _OfTwo(self._record),
+            b"cuMemcpyAsync": self._enqueues("cuMemcpyAsync", 4),
+            b"cuEventRecord": self._enqueues("cuEventRecord", 2),
+            b"cuStreamWaitEvent": self._enqueues("cuStreamWaitEvent", 3),
+            b"cuStreamIsCapturing": _OfTwo(self._is_capturing),
+            b"cuStreamQuery": _OfOne(self._query_stream),
         }
 
     def leave_out(self, function: str) -> None:
@@ -67,6 +86,25 @@ class AddressedDriver(SimulatedDriver):
 
     def _record(self, context: int | None, event: int | None) -> int:
         return int(self.cuCtxRecordEvent(context or 0, event or 0)[0])
+
+    def _enqueues(self, name: str, count: int) -> Any:
+        def call(*numbers: int | None) -> int:
+            self.enqueued.append(name)
+            return int(getattr(self, name)(*[number or 0 for number in numbers[:count]])[0])
+
+        return _OfFour(call)
+
+    def _is_capturing(self, stream: int | None, answer: int | None) -> int:
+        self.asked.append(("cuStreamIsCapturing", stream or 0))
+        ctypes.c_int.from_address(answer or 0).value = 0
+        return self._of(stream, self.captured, "STREAM_CAPTURE_IMPLICIT")
+
+    def _query_stream(self, stream: int | None) -> int:
+        self.asked.append(("cuStreamQuery", stream or 0))
+        return self._of(stream, self.busy, "NOT_READY")
+
+    def _of(self, stream: int | None, streams: set[int], status: str) -> int:
+        return int(getattr(types.CUresult, f"CUDA_ERROR_{status}")) if stream in streams else 0
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
         if name not in self._functions:  # the package calls its Python method instead

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,6 +48,8 @@ class Jobs:
         make, function = OPERATIONS[operation]
         inputs = self._done(make(self._random, shape, chunk))
         client.run(clusters.sync_all, library)
+        client.run(gc.collect)  # a full collection takes longer than some operations
+        gc.collect()
         started = time.perf_counter()
         self._done(function(*inputs))
         client.run(clusters.sync_all, library)

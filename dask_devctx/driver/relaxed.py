@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -42,6 +43,8 @@ class _Addresses(NamedTuple):
     probe: int
     query: int
     record: int  # 0 where the driver is too old for it
+    capturing: int  # this, and the next: 0 where the driver does not tell them
+    idle: int
 
 
 class Look:
@@ -61,6 +64,7 @@ class Look:
     def __init__(self, calls: WorkCalls, checked: Checked) -> None:
         self._calls = calls
         self._checked = checked
+        self._answer = array("i", [0])  # whether a stream is captured; nobody reads it
 
     @cached_property
     def _addresses(self) -> _Addresses | None:
@@ -69,7 +73,14 @@ class Look:
         probe, query = address("cuMemFree", 3020), address("cuEventQuery", 2000)
         if invoke_relaxed is None or not (exchange and probe and query):
             return None
-        return _Addresses(exchange, probe, query, address("cuCtxRecordEvent", 12050) or 0)
+        return _Addresses(
+            exchange,
+            probe,
+            query,
+            record=address("cuCtxRecordEvent", 12050) or 0,
+            capturing=address("cuStreamIsCapturing", 10000) or 0,
+            idle=address("cuStreamQuery", 2000) or 0,
+        )
 
     def __call__(
         self, event: int = 0, context: int = 0, *, query: bool = False, record: bool = False
@@ -107,6 +118,18 @@ class Look:
         if recorded:
             queues.recorded(event)
         return reached, recorded
+
+    def is_idle(self, stream: int) -> bool:
+        """Return whether a stream is known to have no work; False if it cannot be asked here.
+
+        A legacy default stream must not be asked while a stream that it waits for is captured into
+        a graph: the graph would be spoiled.
+        """
+        by = self._addresses
+        if by is None or not (by.capturing and by.idle):
+            return False
+        captures = (by.capturing, stream, self._answer.buffer_info()[0])
+        return invoke_relaxed(by.exchange, *captures, by.idle, stream, 0) is None
 
     def _by(
         self, by: _Addresses, event: int, context: int, query: bool, record: bool

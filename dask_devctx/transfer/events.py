@@ -41,15 +41,15 @@ class Event:
         if self._handle:
             self._free.append(self._handle)
 
-    def record(self, stream: int) -> Self:
-        self._calls.event_record(self._handle, stream)
+    def record(self, stream: int, *, at_once: bool = False) -> Self:
+        self._calls.event_record(self._handle, stream, at_once=at_once)
         return self
 
     def record_context(self, context: int) -> bool:
         return self._calls.event_record_context(self._handle, context)
 
-    def holds_back(self, stream: int) -> None:
-        self._calls.stream_wait(stream, self._handle)
+    def holds_back(self, stream: int, *, at_once: bool = False) -> None:
+        self._calls.stream_wait(stream, self._handle, at_once=at_once)
 
     def done(self) -> bool:
         with RelaxedCapture(self._calls):
@@ -123,8 +123,11 @@ class Stamp:
                     for event in events:
                         event.holds_back(stream)
 
-    def hold_back_stream(self, stream: int) -> None:
-        """Make a stream wait for the work; the stream's device is current."""
+    def hold_back_stream_unless_done(self, stream: int) -> None:
+        """Make a stream wait for the work unless it is done; the stream's device is current."""
+        with suppress(DriverError):  # if the work failed, the wait raises the error
+            if self.done():
+                return
         for events in self._events.values():
             for event in events:
                 event.holds_back(stream)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from dask_devctx import Device, driver
 from dask_devctx.driver import backends
 from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.transfer.events import Event
+from dask_devctx.transfer.ipc import lanes
 
 pytestmark = pytest.mark.gpu(count=1)
 
@@ -47,14 +50,18 @@ def full(request: pytest.FixtureRequest) -> Iterator[Full]:
         spin((1,), (1,), (0,))
         event = Event(device)
         assert event.record_context(device._handle)
+        for lane in [lanes.take(device) for _ in range(100)]:  # more than a GPU has queues
+            lanes.give(lane)
+        memory = device._backend.calls.work.allocate(2**20)
         device.sync()
         filling = threading.Thread(target=fill)
         filling.start()
         time.sleep(1)
         assert launched < 4999, "all launches had room"
-        yield Full(device, LEGACY_STREAM if legacy else stream.ptr, event, legacy)
+        yield Full(device, LEGACY_STREAM if legacy else stream.ptr, event, legacy, memory)
         filling.join()
         device.sync()
+        device._backend.calls.work.free(memory)
 
 
 class Full(NamedTuple):
@@ -62,6 +69,7 @@ class Full(NamedTuple):
     stream: int
     event: Event  # reached
     legacy: bool
+    memory: int  # a MiB
 
 
 def pauses(call: Callable[[], object]) -> tuple[float, float]:
@@ -107,3 +115,58 @@ def test_an_event_of_the_context_stops_no_other_thread(full: Full) -> None:
 def test_a_new_event_stops_no_other_thread(full: Full) -> None:
     _, pause = pauses(lambda: Event(full.device))  # some drivers wait
     assert pause < 0.5
+
+
+@pytest.fixture
+def busy() -> Iterator[None]:
+    """A thread that keeps Python's lock whenever it can."""
+    over = False
+
+    def compute() -> None:
+        while not over:
+            sum(range(100))
+
+    computing = threading.Thread(target=compute)
+    computing.start()
+    yield
+    over = True
+    computing.join()
+
+
+def test_a_few_copies_keep_pythons_lock(busy: None) -> None:
+    with driver.use(backends.real()), Device(0) as device:
+        work = device._backend.calls.work
+        memory = work.allocate(2**20)
+        took = []
+        for _ in range(50):
+            lane = lanes.take(device, 3)
+            assert lane.at_once, "the device is idle"
+            begun = time.perf_counter()
+            lane.after_current_streams()
+            for place in range(3):
+                lane.copy(memory + 2**19 + 256 * place, memory + 256 * place, 8)
+            lane.mark()
+            took.append(time.perf_counter() - begun)
+            lanes.finish(lane)
+        work.free(memory)
+    print(f"{sorted(took)}")
+    assert statistics.median(took) < sys.getswitchinterval() / 5
+
+
+def test_copies_wait_for_no_stream_that_is_full_but_the_legacy_one(full: Full) -> None:
+    device, memory = full.device, full.memory
+    assert device._backend.calls.work.has_room(device._handle) is not full.legacy
+    if full.legacy:
+        return
+    assert full.event.record_context(device._handle)
+    begun = time.perf_counter()
+    taken = [lanes.take(device, 1) for _ in range(100)]
+    for lane in taken:
+        lane.copy(memory + 2**19, memory, 8)
+        lane.mark()
+    took = time.perf_counter() - begun
+    assert not full.event.done(), "the stream was not full"
+    assert all(lane.done() for lane in taken)
+    for lane in taken:
+        lanes.finish(lane)
+    assert took < 0.1

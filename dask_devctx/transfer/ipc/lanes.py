@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from contextlib import suppress
+from typing import Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
@@ -12,6 +13,9 @@ from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import Event, Stamp
 from dask_devctx.transfer.streams import current_streams
+
+# As many copies as one transfer may start while it keeps Python's lock: some 5 µs each.
+FEW: Final = 16
 
 
 class Lane:
@@ -21,6 +25,12 @@ class Lane:
     ----------
     device
         The device of the stream; it is current on the calling thread.
+
+    Attributes
+    ----------
+    at_once
+        Whether the calls that add work to it keep Python's lock, since none of them can wait. To
+        get the lock back takes a thread up to a millisecond where others are busy.
     """
 
     def __init__(self, device: Device) -> None:
@@ -29,6 +39,7 @@ class Lane:
         self._context = self._calls.context_id(device.primary_context.handle)
         self._stream = self._calls.work.stream_create()
         self._reached = Event(device)
+        self.at_once = False
 
     @property
     def usable(self) -> bool:
@@ -38,12 +49,13 @@ class Lane:
     def after(self, stamp: Stamp | None) -> None:
         """Make all later copies wait for the work of a stamp."""
         if stamp is not None:
-            stamp.hold_back_stream(self._stream)
+            stamp.hold_back_stream_unless_done(self._stream)
 
     def after_current_streams(self) -> None:
         """Make all later copies wait for the work in this thread's current streams."""
         for stream in current_streams(self.device):
-            Event(self.device).record(stream).holds_back(self._stream)
+            event = Event(self.device).record(stream, at_once=self.at_once)
+            event.holds_back(self._stream, at_once=self.at_once)
 
     def behind(self, other: Lane) -> None:
         """Make all later copies wait for those in another lane of the device."""
@@ -51,7 +63,7 @@ class Lane:
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy between two addresses."""
-        self._calls.work.copy(target, source, nbytes, self._stream)
+        self._calls.work.copy(target, source, nbytes, self._stream, at_once=self.at_once)
 
     def copy_out(self, host: int, source: int, nbytes: int) -> None:
         """Enqueue a copy from the device to a host address."""
@@ -69,7 +81,7 @@ class Lane:
 
     def mark(self) -> None:
         """Mark the end of the copies: :meth:`done` asks about this point."""
-        self._reached.record(self._stream)
+        self._reached.record(self._stream, at_once=self.at_once)
 
     def done(self) -> bool:
         """Return whether all work before the mark is done; does not wait."""
@@ -94,12 +106,19 @@ _lock = ProcessLock()  # a ``__del__`` may copy, too
 _sharing = ProcessLock()  # another one: while a lane is made, the driver may wait for the device
 
 
-def take(device: Device) -> Lane:
-    """Return a lane of the current device; :func:`finish` or :func:`drop` it in the end."""
+def take(device: Device, copies: int | None = None) -> Lane:
+    """Return a lane of the current device; :func:`finish` or :func:`drop` it in the end.
+
+    ``copies`` is how many copies are given to it now, between devices only; None if not known.
+    """
     with _lock:
         lanes = _free.setdefault(device._backend, {}).setdefault(device, [])
         lane = lanes.pop() if lanes else None
-    return lane if lane is not None and lane.usable else Lane(device)
+    if lane is None or not lane.usable:
+        lane = Lane(device)
+    few = copies is not None and copies <= FEW
+    lane.at_once = few and device._backend.calls.work.has_room(device._handle)
+    return lane
 
 
 def shared(device: Device, name: str) -> Lane:
@@ -121,11 +140,12 @@ def give(lane: Lane) -> None:
         _free[lane.device._backend][lane.device].append(lane)
 
 
-def finish(lane: Lane) -> None:
-    """Wait until all work of a lane is done, and make it available again."""
+def finish(lane: Lane, *, is_done: bool = False) -> None:
+    """Wait until all work of a lane is done, unless it is, and make the lane available again."""
     with lane.device:
         try:
-            lane.wait()
+            if not is_done:
+                lane.wait()
         except BaseException:
             drop(lane)
             raise

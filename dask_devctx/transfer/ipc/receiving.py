@@ -89,15 +89,16 @@ class Receiving:
             The peer's buffer does not contain the piece.
         """
         begin, end = index * self._piece, min((index + 1) * self._piece, self.nbytes)
+        spans = tuple(self._layout.spans(begin, end))
         with self.device:
             opened = self._opened.begin(self._peer, where.number, where.handle, self.device)
             try:
                 base = opened.place(where.offset, end - begin)
-                lane = lanes.take(self.device)
+                lane = lanes.take(self.device, len(spans))
                 try:
                     # The libraries reuse memory that earlier work in their streams still reads.
                     lane.after_current_streams()
-                    for span in self._layout.spans(begin, end):
+                    for span in spans:
                         target = self._pointers[span.part] + span.in_part
                         lane.copy(target, base + span.in_piece, span.nbytes)
                     lane.mark()
@@ -109,10 +110,10 @@ class Receiving:
                 raise
         return lane, opened
 
-    def finish(self, lane: Lane, opened: Opened) -> None:
-        """Wait until a piece has arrived."""
+    def finish(self, lane: Lane, opened: Opened, *, is_done: bool = False) -> None:
+        """Wait until a piece has arrived, unless it has."""
         try:
-            lanes.finish(lane)
+            lanes.finish(lane, is_done=is_done)
         finally:
             self._opened.end(opened)
 

@@ -102,15 +102,17 @@ class Sending:
 
     def _started(self, begin: int, end: int, staged: Staged) -> Lane:
         device = self.staging.device
+        spans = tuple(self._layout.spans(begin, end))
+        host = any(self.parts[span.part].on_host for span in spans)
         with device:
-            lane = lanes.take(device)
+            lane = lanes.take(device, None if host else len(spans))
             try:
                 for stamp in self._after:
                     lane.after(stamp)
                 if self._gathered:
                     lane.after_current_streams()
                     self._gathered = False
-                for span in self._layout.spans(begin, end):
+                for span in spans:
                     part = self.parts[span.part]
                     copy = lane.copy_in if part.on_host else lane.copy
                     source = part.pointer + span.in_part
@@ -121,10 +123,10 @@ class Sending:
                 raise
         return lane
 
-    def finish(self, lane: Lane) -> None:
-        """Wait until a piece is in staging memory."""
+    def finish(self, lane: Lane, *, is_done: bool = False) -> None:
+        """Wait until a piece is in staging memory, unless it is there."""
         try:
-            lanes.finish(lane)
+            lanes.finish(lane, is_done=is_done)
         finally:
             self._ended(next(index for index, one in tuple(self._copies.items()) if one is lane))
 

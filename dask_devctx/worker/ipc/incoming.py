@@ -206,7 +206,7 @@ class Incoming:
             if receiving.pieces:
                 lane, opened = receiving.start(0, where)
                 if lane.done_soon(QUICK_S):
-                    receiving.finish(lane, opened)
+                    receiving.finish(lane, opened, is_done=True)
                 else:
                     await self._run(receiving.finish, lane, opened)
             return self._unpacked(receiving, arriving, address)

@@ -6,10 +6,11 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from typing import Any, Final
 
+import numpy as np
 from distributed import Worker
 from distributed.comm import CommClosedError
 from distributed.protocol.serialize import Serialized
@@ -36,6 +37,7 @@ FAMILY: Final = "devctx-ipc"
 # Values up to this size are sent without another thread, if that takes only microseconds.
 QUICK_NBYTES: Final = 2**20
 QUICK_S: Final = 300e-6
+_FEW_ARRAYS: Final = 8
 # A transfer waits this long for other transfers to release staging memory, then goes through the
 # host. It looks when a transfer of this worker gives memory back, and now and then by itself.
 _ROOM_TIMEOUT_S: Final = 10.0
@@ -195,7 +197,7 @@ class Outgoing:
         quick = (
             0 < nbytes <= QUICK_NBYTES
             and all(stamp.done() for stamp in stamps)
-            and all(find(type(value)) is not None for value in values.values())
+            and all(map(_packs_at_once, values.values()))
             and staging.has_room(nbytes)
         )
         begun = begin() if quick else await self._run(_begin_and_stage, begin)
@@ -236,7 +238,7 @@ class Outgoing:
                 lane = sending.start(index)
                 if lane is not None:
                     if lane.done_soon(QUICK_S):
-                        sending.finish(lane)
+                        sending.finish(lane, is_done=True)
                     else:
                         await self._run(sending.finish, lane)
                     return True
@@ -304,6 +306,24 @@ def has_failed(device: Device, error: DriverError) -> bool:
     except DevctxError:
         return True
     return False
+
+
+def _packs_at_once(value: object) -> bool:
+    """Return whether a value is packed in microseconds.
+
+    Such are an array, and a few arrays in a dictionary, as each task of a reduction makes them.
+    """
+    if type(value) is dict:
+        parts: Collection[object] = value.values()
+    else:
+        parts = value if type(value) in (list, tuple) else (value,)  # type: ignore[assignment]
+    return len(parts) <= _FEW_ARRAYS and all(map(_is_array_or_number, parts))
+
+
+def _is_array_or_number(part: object) -> bool:
+    if type(part) is np.ndarray:
+        return part.nbytes <= QUICK_NBYTES and not part.dtype.hasobject
+    return find(type(part)) is not None or isinstance(part, np.generic | int | float | None)
 
 
 def _begin_and_stage(begin: Callable[[], Begun | None]) -> Begun | None:

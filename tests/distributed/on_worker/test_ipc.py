@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from distributed.worker import get_data_from_worker
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.ipc import pairs
+from dask_devctx.transfer.ipc import parcel
+from dask_devctx.worker.ipc import outgoing, pairs
 from tests.distributed import peers
 
 Pair = tuple[Client, list[str]]
@@ -199,6 +201,48 @@ def test_a_type_of_somebody_goes_by_the_frames_that_distributed_knows(pair: Pair
     before = peers.ways(client).get("ipc", 0)
     assert peers.send(client, _table, _told, workers) == (["x", "y"], b"abcdef", True)
     assert peers.ways(client)["ipc"] == before + 1
+
+
+_packed_by: list[bool] = []  # whether it was the event loop
+
+
+def _note_packing() -> None:
+    def noting(*args: Any) -> Any:
+        _packed_by.append(threading.current_thread() is threading.main_thread())
+        return parcel.pack(*args)
+
+    outgoing.pack = noting  # type: ignore[attr-defined]
+
+
+def _packing() -> list[bool]:
+    outgoing.pack = parcel.pack  # type: ignore[attr-defined]
+    found = list(_packed_by)
+    _packed_by.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "by_loop"),
+    [
+        (lambda: peers.array(), True),
+        (lambda: {"total": peers.array(), "n": 7, "mean": np.float32(0.5)}, True),
+        (lambda: (peers.array(), None, np.arange(4)), True),
+        (lambda: {"total": peers.array(), "history": "x" * 2**20}, False),
+        (lambda: [peers.array(), np.zeros(2**18)], False),
+        (lambda: [peers.array(), *range(8)], False),
+        (lambda: [[peers.array()]], False),
+    ],
+    ids=["array", "dict", "tuple", "text", "host array", "many", "nested"],
+)
+def test_what_is_packed_in_microseconds_changes_no_thread(
+    pair: Pair, value: Any, by_loop: bool
+) -> None:
+    """A change of threads takes a transfer longer than the rest where others compute in Python."""
+    client, workers = pair
+    assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+    client.run(_note_packing, workers=workers[:1])
+    peers.send(client, value, type, workers)
+    assert client.run(_packing, workers=workers[:1])[workers[0]] == [by_loop]
 
 
 def test_the_event_loop_runs_on_while_a_copy_is_waited_for(pair: Pair) -> None:
