@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Final
 
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from distributed.protocol.serialize import ObjectDictSerializer
@@ -11,6 +12,8 @@ from distributed.protocol.serialize import ObjectDictSerializer
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.ipc.frames import Part, allocators, is_on_device, part_of
 from dask_devctx.transfer.ipc.parcel import Parts, Reduce
+
+_FEW: Final = 8
 
 _known: dict[type, Reduce | None] = {}
 
@@ -28,6 +31,32 @@ def find(kind: type) -> Reduce | None:
     except KeyError:
         found = _known[kind] = _look_up(kind)
         return found
+
+
+def are_few(value: object, at_most: int) -> bool:
+    """Return whether a value is an array or a few arrays and numbers: it is packed in microseconds.
+
+    Each task of a reduction makes a few, in a dictionary.
+
+    Parameters
+    ----------
+    value
+        The value.
+    at_most
+        The most bytes of each array in host memory.
+    """
+    if type(value) is dict:
+        parts: Collection[object] = value.values()
+    else:
+        parts = value if type(value) in (list, tuple) else (value,)  # type: ignore[assignment]
+    return len(parts) <= _FEW and all(_is_small(part, at_most) for part in parts)
+
+
+def _is_small(part: Any, at_most: int) -> bool:
+    kind = type(part)
+    if kind.__module__ == "numpy":  # an array or a number; it may be not installed
+        return hasattr(part, "dtype") and not part.dtype.hasobject and part.nbytes <= at_most
+    return kind in (int, float, type(None)) or find(kind) is not None
 
 
 def _look_up(kind: type) -> Reduce | None:

@@ -6,11 +6,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any, Final
 
-import numpy as np
 from distributed import Worker
 from distributed.comm import CommClosedError
 from distributed.protocol.serialize import Serialized
@@ -23,7 +22,7 @@ from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.transfer.ipc.staging import Staging
-from dask_devctx.worker.comms.device_types import find
+from dask_devctx.worker.comms.device_types import are_few, find
 from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.places import known_work, on_devices
@@ -37,7 +36,6 @@ FAMILY: Final = "devctx-ipc"
 # Values up to this size are sent without another thread, if that takes only microseconds.
 QUICK_NBYTES: Final = 2**20
 QUICK_S: Final = 300e-6
-_FEW_ARRAYS: Final = 8
 # A transfer waits this long for other transfers to release staging memory, then goes through the
 # host. It looks when a transfer of this worker gives memory back, and now and then by itself.
 _ROOM_TIMEOUT_S: Final = 10.0
@@ -197,7 +195,7 @@ class Outgoing:
         quick = (
             0 < nbytes <= QUICK_NBYTES
             and all(stamp.done() for stamp in stamps)
-            and all(map(_packs_at_once, values.values()))
+            and all(are_few(value, QUICK_NBYTES) for value in values.values())
             and staging.has_room(nbytes)
         )
         begun = begin() if quick else await self._run(_begin_and_stage, begin)
@@ -306,24 +304,6 @@ def has_failed(device: Device, error: DriverError) -> bool:
     except DevctxError:
         return True
     return False
-
-
-def _packs_at_once(value: object) -> bool:
-    """Return whether a value is packed in microseconds.
-
-    Such are an array, and a few arrays in a dictionary, as each task of a reduction makes them.
-    """
-    if type(value) is dict:
-        parts: Collection[object] = value.values()
-    else:
-        parts = value if type(value) in (list, tuple) else (value,)  # type: ignore[assignment]
-    return len(parts) <= _FEW_ARRAYS and all(map(_is_array_or_number, parts))
-
-
-def _is_array_or_number(part: object) -> bool:
-    if type(part) is np.ndarray:
-        return part.nbytes <= QUICK_NBYTES and not part.dtype.hasobject
-    return find(type(part)) is not None or isinstance(part, np.generic | int | float | None)
 
 
 def _begin_and_stage(begin: Callable[[], Begun | None]) -> Begun | None:
