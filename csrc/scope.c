@@ -322,7 +322,7 @@ module_stack(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 
 /* -- Any short function of the driver, by its address
  *
- * A call that takes less than a microsecond keeps the GIL. If it released the GIL, another thread
+ * A call that takes a few microseconds at most keeps the GIL. If it released the GIL, another thread
  * would often have it at the end of the call, and could keep it for milliseconds.
  */
 

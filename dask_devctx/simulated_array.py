@@ -22,7 +22,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.work import LEGACY_STREAM
+from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.errors import (
     DevctxError,
     DeviceMemoryError,

@@ -48,7 +48,6 @@ class AddressedDriver(SimulatedDriver):
             b"cuCtxRecordEvent": _OfTwo(self._record),
             b"cuMemcpyAsync": self._enqueues("cuMemcpyAsync", 4),
             b"cuEventRecord": self._enqueues("cuEventRecord", 2),
-            b"cuStreamWaitEvent": self._enqueues("cuStreamWaitEvent", 3),
             b"cuStreamIsCapturing": _OfTwo(self._is_capturing),
             b"cuStreamQuery": _OfOne(self._query_stream),
         }

@@ -102,7 +102,7 @@ class Checked:
         """Call a short C function by its address; return its status, None without an address.
 
         The bindings release Python's lock around each call. While other threads are busy, this
-        thread often waits milliseconds to get it back. These functions take a microsecond at most.
+        thread often waits milliseconds to get it back. These functions take microseconds at most.
         """
         address = self._addresses.get(function)
         if address is None:

@@ -15,6 +15,10 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Final
 
+# CUDA's handles of the streams that always exist.
+LEGACY_STREAM: Final = 1
+PER_THREAD_STREAM: Final = 2
+
 # In less time than this, no thread fills a queue.
 _FILLS_S: Final = 2e-3
 
@@ -31,9 +35,13 @@ class LaunchQueues:
         self._recorded: dict[int, float] = {}
         self._empty: dict[int, float] = {}
 
-    def recorded(self, event: int) -> None:
-        """Note that an event stands for all work of its context from now on."""
-        self._recorded[event] = perf_counter()
+    def now(self) -> float:
+        """Return a moment for :meth:`recorded`."""
+        return perf_counter()
+
+    def recorded(self, event: int, at: float) -> None:
+        """Note that an event stands for all work that its context had at a moment."""
+        self._recorded[event] = at
 
     def reached(self, event: int, context: int) -> None:
         """Note that a context has done all work that it had when the event was recorded."""

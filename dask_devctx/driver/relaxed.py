@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dask_devctx.driver import statuses
+from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.errors import DriverError
 
 try:
@@ -64,7 +65,7 @@ class Look:
     def __init__(self, calls: WorkCalls, checked: Checked) -> None:
         self._calls = calls
         self._checked = checked
-        self._answer = array("i", [0])  # whether a stream is captured; nobody reads it
+        self._answer = array("i", [0])  # the legacy stream itself is never captured
 
     @cached_property
     def _addresses(self) -> _Addresses | None:
@@ -108,6 +109,7 @@ class Look:
         by, queues = self._addresses, self._calls.queues
         if by is None:  # each call releases Python's lock
             return self._in_python(event, context, query, record)
+        at = queues.now() if record else 0.0
         waits = record and queues.may_be_full(context)
         reached, recorded = self._by(by, event, context, query, record and not waits)
         if reached:
@@ -116,20 +118,20 @@ class Look:
             with RelaxedCapture(self._calls), suppress(DriverError):
                 recorded = self._calls.event_record_context(event, context)
         if recorded:
-            queues.recorded(event)
+            queues.recorded(event, at)
         return reached, recorded
 
-    def is_idle(self, stream: int) -> bool:
-        """Return whether a stream is known to have no work; False if it cannot be asked here.
+    def is_legacy_idle(self) -> bool:
+        """Return whether the legacy default stream of the current context has no work.
 
-        A legacy default stream must not be asked while a stream that it waits for is captured into
-        a graph: the graph would be spoiled.
+        False if it cannot be asked here, or not now: while a stream that it waits for is captured
+        into a graph, a question would spoil the graph.
         """
         by = self._addresses
         if by is None or not (by.capturing and by.idle):
             return False
-        captures = (by.capturing, stream, self._answer.buffer_info()[0])
-        return invoke_relaxed(by.exchange, *captures, by.idle, stream, 0) is None
+        captures = (by.capturing, LEGACY_STREAM, self._answer.buffer_info()[0])
+        return invoke_relaxed(by.exchange, *captures, by.idle, LEGACY_STREAM, 0) is None
 
     def _by(
         self, by: _Addresses, event: int, context: int, query: bool, record: bool

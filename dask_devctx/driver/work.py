@@ -11,9 +11,6 @@ from dask_devctx.driver.launches import LaunchQueues
 from dask_devctx.driver.relaxed import Look
 from dask_devctx.errors import DeviceMemoryError
 
-# CUDA's handles of the streams that always exist.
-LEGACY_STREAM = 1
-PER_THREAD_STREAM = 2
 IPC_HANDLE_NBYTES = 64
 # `CUevent_flags`: the event measures no time, which makes it faster.
 _DISABLE_TIMING = 2
@@ -119,17 +116,15 @@ class WorkCalls:
 
         They are launches into streams that no library uses.
         """
-        return not self.queues.may_be_full(context) or self.look.is_idle(LEGACY_STREAM)
+        return not self.queues.may_be_full(context) or self.look.is_legacy_idle()
 
     def stream_create(self) -> int:
         """Create a stream, for which the legacy default stream of its context does not wait."""
         flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return int(self._value(self.driver.cuStreamCreate, flag))
 
-    def stream_wait(self, stream: int, event: int, *, at_once: bool = False) -> None:
+    def stream_wait(self, stream: int, event: int) -> None:
         """Make all later work of the stream wait for an event, which may be of any device."""
-        if at_once and self._called("cuStreamWaitEvent", 3020, stream, event, 0):
-            return
         function = self.driver.cuStreamWaitEvent
         self._value(function, self.types.CUstream(stream), self.types.CUevent(event), 0)
 

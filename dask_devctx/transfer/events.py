@@ -48,8 +48,8 @@ class Event:
     def record_context(self, context: int) -> bool:
         return self._calls.event_record_context(self._handle, context)
 
-    def holds_back(self, stream: int, *, at_once: bool = False) -> None:
-        self._calls.stream_wait(stream, self._handle, at_once=at_once)
+    def holds_back(self, stream: int) -> None:
+        self._calls.stream_wait(stream, self._handle)
 
     def done(self) -> bool:
         with RelaxedCapture(self._calls):
@@ -125,19 +125,22 @@ class Stamp:
 
     def hold_back_stream_unless_done(self, stream: int) -> None:
         """Make a stream wait for the work unless it is done; the stream's device is current."""
-        with suppress(DriverError):  # if the work failed, the wait raises the error
-            if self.done():
-                return
+        if self._succeeded():
+            return
         for events in self._events.values():
             for event in events:
                 event.holds_back(stream)
 
     def hold_back_unless_done(self, device: Device, *, of: Device | None = None) -> None:
         """Do as :meth:`hold_back`, unless the work is done already: to ask costs less."""
-        with suppress(DriverError):  # if the work failed, the wait raises the error
-            if self.done():
-                return
-        self.hold_back(device, of=of)
+        if not self._succeeded():
+            self.hold_back(device, of=of)
+
+    def _succeeded(self) -> bool:
+        """Return whether the work is done; False if it failed: a wait raises the error."""
+        with suppress(DriverError):
+            return self.done()
+        return False
 
     def hold_back_readers(self) -> None:
         """Make this thread's current streams of all these devices wait for unfinished work.

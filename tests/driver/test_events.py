@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_devctx.driver.work import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.driver.launches import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 

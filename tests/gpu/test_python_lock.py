@@ -13,7 +13,7 @@ import pytest
 
 from dask_devctx import Device, driver
 from dask_devctx.driver import backends
-from dask_devctx.driver.work import LEGACY_STREAM
+from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.transfer.events import Event
 from dask_devctx.transfer.ipc import lanes
 
@@ -139,10 +139,9 @@ def test_a_few_copies_keep_pythons_lock(busy: None) -> None:
         memory = work.allocate(2**20)
         took = []
         for _ in range(50):
-            lane = lanes.take(device, 3)
-            assert lane.at_once, "the device is idle"
+            lane = lanes.take(device)
             begun = time.perf_counter()
-            lane.after_current_streams()
+            assert lane.keep_lock(3, 24), "the device is idle"
             for place in range(3):
                 lane.copy(memory + 2**19 + 256 * place, memory + 256 * place, 8)
             lane.mark()
@@ -155,12 +154,15 @@ def test_a_few_copies_keep_pythons_lock(busy: None) -> None:
 
 def test_copies_wait_for_no_stream_that_is_full_but_the_legacy_one(full: Full) -> None:
     device, memory = full.device, full.memory
-    assert device._backend.calls.work.has_room(device._handle) is not full.legacy
-    if full.legacy:
-        return
-    assert full.event.record_context(device._handle)
+    if not full.legacy:
+        assert full.event.record_context(device._handle)
     begun = time.perf_counter()
-    taken = [lanes.take(device, 1) for _ in range(100)]
+    taken = [lanes.take(device) for _ in range(100)]
+    assert [lane.keep_lock(1, 8) for lane in taken] == [not full.legacy] * 100
+    if full.legacy:
+        for lane in taken:
+            lanes.give(lane)
+        return
     for lane in taken:
         lane.copy(memory + 2**19, memory, 8)
         lane.mark()

@@ -14,8 +14,10 @@ from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import Event, Stamp
 from dask_devctx.transfer.streams import current_streams
 
-# As many copies as one transfer may start while it keeps Python's lock: some 5 µs each.
+# As many copies as one transfer may start while it keeps Python's lock, some 5 µs each.
 FEW: Final = 16
+# The most bytes of them: there may be memory that the driver copies itself.
+FEW_NBYTES: Final = 2**20
 
 
 class Lane:
@@ -26,11 +28,6 @@ class Lane:
     device
         The device of the stream; it is current on the calling thread.
 
-    Attributes
-    ----------
-    at_once
-        Whether the calls that add work to it keep Python's lock, since none of them can wait. To
-        get the lock back takes a thread up to a millisecond where others are busy.
     """
 
     def __init__(self, device: Device) -> None:
@@ -39,7 +36,7 @@ class Lane:
         self._context = self._calls.context_id(device.primary_context.handle)
         self._stream = self._calls.work.stream_create()
         self._reached = Event(device)
-        self.at_once = False
+        self._at_once = False
 
     @property
     def usable(self) -> bool:
@@ -54,8 +51,17 @@ class Lane:
     def after_current_streams(self) -> None:
         """Make all later copies wait for the work in this thread's current streams."""
         for stream in current_streams(self.device):
-            event = Event(self.device).record(stream, at_once=self.at_once)
-            event.holds_back(self._stream, at_once=self.at_once)
+            Event(self.device).record(stream).holds_back(self._stream)
+
+    def keep_lock(self, copies: int, nbytes: int) -> bool:
+        """Keep Python's lock in the copies that come now, if they are few and none can wait.
+
+        To get the lock back takes a thread up to a millisecond where others are busy. The copies
+        are between addresses of the lane's device, or of memory that another process shows.
+        """
+        few = copies <= FEW and nbytes <= FEW_NBYTES
+        self._at_once = few and self._calls.work.has_room(self.device._handle)
+        return self._at_once
 
     def behind(self, other: Lane) -> None:
         """Make all later copies wait for those in another lane of the device."""
@@ -63,7 +69,7 @@ class Lane:
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Enqueue a copy between two addresses."""
-        self._calls.work.copy(target, source, nbytes, self._stream, at_once=self.at_once)
+        self._calls.work.copy(target, source, nbytes, self._stream, at_once=self._at_once)
 
     def copy_out(self, host: int, source: int, nbytes: int) -> None:
         """Enqueue a copy from the device to a host address."""
@@ -81,7 +87,8 @@ class Lane:
 
     def mark(self) -> None:
         """Mark the end of the copies: :meth:`done` asks about this point."""
-        self._reached.record(self._stream, at_once=self.at_once)
+        self._reached.record(self._stream, at_once=self._at_once)
+        self._at_once = False
 
     def done(self) -> bool:
         """Return whether all work before the mark is done; does not wait."""
@@ -106,19 +113,12 @@ _lock = ProcessLock()  # a ``__del__`` may copy, too
 _sharing = ProcessLock()  # another one: while a lane is made, the driver may wait for the device
 
 
-def take(device: Device, copies: int | None = None) -> Lane:
-    """Return a lane of the current device; :func:`finish` or :func:`drop` it in the end.
-
-    ``copies`` is how many copies are given to it now, between devices only; None if not known.
-    """
+def take(device: Device) -> Lane:
+    """Return a lane of the current device; :func:`finish` or :func:`drop` it in the end."""
     with _lock:
         lanes = _free.setdefault(device._backend, {}).setdefault(device, [])
         lane = lanes.pop() if lanes else None
-    if lane is None or not lane.usable:
-        lane = Lane(device)
-    few = copies is not None and copies <= FEW
-    lane.at_once = few and device._backend.calls.work.has_room(device._handle)
-    return lane
+    return lane if lane is not None and lane.usable else Lane(device)
 
 
 def shared(device: Device, name: str) -> Lane:
@@ -136,6 +136,7 @@ def shared(device: Device, name: str) -> Lane:
 
 def give(lane: Lane) -> None:
     """Make a lane available again; all its work is done."""
+    lane._at_once = False  # if an error came before its mark
     with _lock:
         _free[lane.device._backend][lane.device].append(lane)
 

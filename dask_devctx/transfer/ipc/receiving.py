@@ -94,10 +94,11 @@ class Receiving:
             opened = self._opened.begin(self._peer, where.number, where.handle, self.device)
             try:
                 base = opened.place(where.offset, end - begin)
-                lane = lanes.take(self.device, len(spans))
+                lane = lanes.take(self.device)
                 try:
                     # The libraries reuse memory that earlier work in their streams still reads.
                     lane.after_current_streams()
+                    lane.keep_lock(len(spans), end - begin)
                     for span in spans:
                         target = self._pointers[span.part] + span.in_part
                         lane.copy(target, base + span.in_piece, span.nbytes)

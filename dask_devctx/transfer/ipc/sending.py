@@ -26,6 +26,8 @@ class Sending:
         Stamps of the work that makes them.
     gathered
         Whether some of that work was just given to this thread's current streams.
+    on_one_device
+        Whether the parts are on no other device than the staging memory.
 
     Attributes
     ----------
@@ -47,11 +49,13 @@ class Sending:
         after: Iterable[Stamp],
         *,
         gathered: bool = False,
+        on_one_device: bool = False,
     ) -> None:
         self.parts = parts
         self.staging = staging
         self._after = tuple(after)
         self._gathered = gathered
+        self._on_one_device = on_one_device and not any(part.on_host for part in parts)
         self._layout = Layout(part.nbytes for part in parts)
         self._lock = threading.Lock()
         self._staged: dict[int, Staged] = {}
@@ -103,15 +107,16 @@ class Sending:
     def _started(self, begin: int, end: int, staged: Staged) -> Lane:
         device = self.staging.device
         spans = tuple(self._layout.spans(begin, end))
-        host = any(self.parts[span.part].on_host for span in spans)
         with device:
-            lane = lanes.take(device, None if host else len(spans))
+            lane = lanes.take(device)
             try:
                 for stamp in self._after:
                     lane.after(stamp)
                 if self._gathered:
                     lane.after_current_streams()
                     self._gathered = False
+                if self._on_one_device:
+                    lane.keep_lock(len(spans), end - begin)
                 for span in spans:
                     part = self.parts[span.part]
                     copy = lane.copy_in if part.on_host else lane.copy

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Iterable
 from typing import Any, Final
 
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 from distributed.protocol.serialize import ObjectDictSerializer
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer import nbytes_by_device, walk
 from dask_devctx.transfer.ipc.frames import Part, allocators, is_on_device, part_of
+from dask_devctx.transfer.ipc.lanes import FEW
 from dask_devctx.transfer.ipc.parcel import Parts, Reduce
 
-_FEW: Final = 8
+_NUMBERS: Final = (int, float, complex, bool, type(None))
 
 _known: dict[type, Reduce | None] = {}
 
@@ -33,30 +36,51 @@ def find(kind: type) -> Reduce | None:
         return found
 
 
-def are_few(value: object, at_most: int) -> bool:
-    """Return whether a value is an array or a few arrays and numbers: it is packed in microseconds.
+def are_few(values: Iterable[object], at_most: int) -> bool:
+    """Return whether values are a few arrays and numbers: they are packed in microseconds.
 
-    Each task of a reduction makes a few, in a dictionary.
+    Each may be a dictionary, list or tuple of some, such as the partial results of a reduction.
 
     Parameters
     ----------
-    value
-        The value.
+    values
+        The values.
     at_most
-        The most bytes of each array in host memory.
+        The most bytes of their arrays in host memory.
     """
+    left, nbytes = FEW, 0
+    for value in values:
+        parts = _parts(value)
+        left -= len(parts)
+        if left < 0:
+            return False
+        for part in parts:
+            size = _host_nbytes(part)
+            if size is None:
+                return False
+            nbytes += size
+    return nbytes <= at_most
+
+
+def _parts(value: object) -> Collection[object]:
     if type(value) is dict:
-        parts: Collection[object] = value.values()
-    else:
-        parts = value if type(value) in (list, tuple) else (value,)  # type: ignore[assignment]
-    return len(parts) <= _FEW and all(_is_small(part, at_most) for part in parts)
+        plain = all(type(key) in (str, int) for key in value)
+        return value.values() if plain else (value,)
+    return value if type(value) in (list, tuple) else (value,)  # type: ignore[return-value]
 
 
-def _is_small(part: Any, at_most: int) -> bool:
+def _host_nbytes(part: Any) -> int | None:
+    """Return the bytes to pickle of an array or a number; None for anything else."""
     kind = type(part)
-    if kind.__module__ == "numpy":  # an array or a number; it may be not installed
-        return hasattr(part, "dtype") and not part.dtype.hasobject and part.nbytes <= at_most
-    return kind in (int, float, type(None)) or find(kind) is not None
+    if kind in _NUMBERS:
+        return 0
+    if walk.find(kind) is walk.LEAF and find(kind) is not None:
+        is_ready = getattr(part, "is_ready", None)  # JAX's arrays are waited for
+        return 0 if nbytes_by_device(part) and (is_ready is None or is_ready()) else None
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and (kind is numpy.ndarray or isinstance(part, numpy.generic)):
+        return None if part.dtype.hasobject else int(part.nbytes)
+    return None
 
 
 def _look_up(kind: type) -> Reduce | None:

@@ -190,18 +190,21 @@ class Outgoing:
                 for parcel in parcels.values():
                     parts += parcel.parts
                 gathered = any(parcel.gathered for parcel in parcels.values())
-                return Sending(parts, staging, stamps, gathered=gathered), parcels, False
+                here = total.keys() == {device}
+                sending = Sending(parts, staging, stamps, gathered=gathered, on_one_device=here)
+                return sending, parcels, False
 
         quick = (
             0 < nbytes <= QUICK_NBYTES
             and all(stamp.done() for stamp in stamps)
-            and all(are_few(value, QUICK_NBYTES) for value in values.values())
-            and staging.has_room(nbytes)
+            and are_few(values.values(), QUICK_NBYTES)
         )
         begun = begin() if quick else await self._run(_begin_and_stage, begin)
         if begun is None:
             return None
         sending, parcels, staged = begun
+        # A view may be sent with all the memory under it.
+        quick = quick and sending.nbytes <= QUICK_NBYTES and staging.has_room(sending.nbytes)
         try:
             staged = staged or await self._stage(sending, 0, quick=quick)
             if not staged and sending.piece > staging.piece:

@@ -227,12 +227,19 @@ def _packing() -> list[bool]:
         (lambda: peers.array(), True),
         (lambda: {"total": peers.array(), "n": 7, "mean": np.float32(0.5)}, True),
         (lambda: (peers.array(), None, np.arange(4)), True),
-        (lambda: {"total": peers.array(), "history": "x" * 2**20}, False),
-        (lambda: [peers.array(), np.zeros(2**18)], False),
-        (lambda: [peers.array(), *range(8)], False),
+        (lambda: {"total": peers.array(), "ok": True, 3: 1j}, True),
+        (lambda: {"total": peers.array(), "history": "x"}, False),
+        (lambda: {"total": peers.array(), ("a", "key"): 1}, False),
+        (lambda: {"total": peers.array(), "kind": np.dtype("f4")}, False),
+        (lambda: [peers.array(), np.array([None])], False),
+        (lambda: [peers.array(), np.zeros(2**16), np.zeros(2**17)], False),
+        (lambda: [peers.array(), *range(16)], False),
         (lambda: [[peers.array()]], False),
     ],
-    ids=["array", "dict", "tuple", "text", "host array", "many", "nested"],
+    ids=[
+        *("array", "dict", "tuple", "bool", "text", "other key", "not a number", "objects"),
+        *("large host arrays", "many", "nested"),
+    ],
 )
 def test_what_is_packed_in_microseconds_changes_no_thread(
     pair: Pair, value: Any, by_loop: bool
@@ -243,6 +250,27 @@ def test_what_is_packed_in_microseconds_changes_no_thread(
     client.run(_note_packing, workers=workers[:1])
     peers.send(client, value, type, workers)
     assert client.run(_packing, workers=workers[:1])[workers[0]] == [by_loop]
+
+
+def test_many_small_values_in_one_answer_are_packed_on_a_thread(pair: Pair) -> None:
+    client, workers = pair
+    assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
+    made = client.map(_partial_result, range(20), workers=workers[:1], pure=False)
+    wait(made, timeout=30)
+    client.run(_note_packing, workers=workers[:1])
+    use = client.submit(_count, made, workers=workers[1:], pure=False)
+    assert use.result(timeout=30) == 20
+    packing = client.run(_packing, workers=workers[:1])[workers[0]]
+    assert len(packing) == 20
+    assert packing.count(False) > 10, "dask asks for many values at once"
+
+
+def _partial_result(n: int) -> dict[str, Any]:
+    return {"total": peers.array(8), "n": n}
+
+
+def _count(values: list[dict[str, Any]]) -> int:
+    return sum(one["total"].device is Device.current() for one in values)
 
 
 def test_the_event_loop_runs_on_while_a_copy_is_waited_for(pair: Pair) -> None:

@@ -9,8 +9,8 @@ import pytest
 from cuda.bindings.driver import CUresult
 
 from dask_devctx import Device, driver
+from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.driver.work import LEGACY_STREAM
 from dask_devctx.transfer.ipc import lanes
 from tests.addressed import AddressedDriver, addressed
 
@@ -59,48 +59,84 @@ def calls(machine: SimulatedMachine) -> Iterator[AddressedDriver]:
         yield machine.driver
 
 
-def _enqueued(calls: AddressedDriver, copies: int | None) -> list[str]:
-    """Return the calls by address that a copy in a lane takes."""
+def _enqueued(calls: AddressedDriver, copies: int = 1, nbytes: int = 8) -> list[str]:
+    """Return the calls by address that copies in a lane take."""
     work = Device(0)._backend.calls.work
-    memory = work.allocate(1024)
-    lane = lanes.take(Device(0), copies)
+    memory = work.allocate(2 * lanes.FEW_NBYTES + 2)
+    lane = lanes.take(Device(0))
     calls.enqueued.clear()
     lane.after_current_streams()
-    lane.copy(memory + 512, memory, 8)
+    lane.keep_lock(copies, nbytes)
+    for _ in range(copies):
+        lane.copy(memory + nbytes, memory, nbytes)
     lane.mark()
+    found = list(calls.enqueued)
+    lane.copy(memory + nbytes, memory, nbytes)  # more of them need a new look
+    lane.mark()
+    assert calls.enqueued == found
     assert lane.done()
     lanes.finish(lane)
     work.free(memory)
-    return calls.enqueued
+    return found
 
 
-EACH = ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync", "cuEventRecord"]
+QUESTIONS = [("cuStreamIsCapturing", LEGACY_STREAM), ("cuStreamQuery", LEGACY_STREAM)]
 
 
 def test_a_few_copies_keep_pythons_lock_where_no_stream_is_full(calls: AddressedDriver) -> None:
-    assert _enqueued(calls, 1) == EACH
-    asked = [("cuStreamIsCapturing", LEGACY_STREAM), ("cuStreamQuery", LEGACY_STREAM)]
-    assert calls.asked == asked
+    """The events in the streams of libraries do not: these may be full."""
+    assert _enqueued(calls) == ["cuMemcpyAsync", "cuEventRecord"]
+    assert calls.asked == QUESTIONS
+    assert _enqueued(calls, lanes.FEW) == ["cuMemcpyAsync"] * lanes.FEW + ["cuEventRecord"]
+    assert _enqueued(calls, nbytes=lanes.FEW_NBYTES) == ["cuMemcpyAsync", "cuEventRecord"]
     assert _enqueued(calls, lanes.FEW + 1) == []
-    assert _enqueued(calls, None) == []
+    assert _enqueued(calls, nbytes=lanes.FEW_NBYTES + 1) == []
     calls.busy.add(LEGACY_STREAM)
-    assert _enqueued(calls, 1) == []
+    assert _enqueued(calls) == []
 
 
 def test_a_stream_is_not_asked_while_it_would_spoil_a_graph(calls: AddressedDriver) -> None:
     calls.captured.add(LEGACY_STREAM)
-    assert _enqueued(calls, 1) == []
-    assert calls.asked == [("cuStreamIsCapturing", LEGACY_STREAM)]
+    assert _enqueued(calls) == []
+    assert calls.asked == QUESTIONS[:1]
 
 
-def test_a_device_whose_work_was_done_a_moment_ago_is_not_asked(calls: AddressedDriver) -> None:
+def test_a_device_whose_work_was_done_a_moment_ago_is_not_asked(
+    calls: AddressedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("dask_devctx.driver.launches.perf_counter", lambda: now[0])
     device = Device(0)
     work = device._backend.calls.work
     event = work.event_create()
     work.look(event, device._handle, record=True)
     assert work.look(event, device._handle, query=True) == (True, False)
-    assert _enqueued(calls, 1) == EACH
+    now[0] += 1e-3
+    assert _enqueued(calls) == ["cuMemcpyAsync", "cuEventRecord"]
     assert calls.asked == []
+    now[0] += 1.0
+    assert _enqueued(calls) == ["cuMemcpyAsync", "cuEventRecord"]
+    assert calls.asked == QUESTIONS
+
+
+def test_a_record_that_waits_tells_nothing_of_the_time_until_its_end(
+    machine: SimulatedMachine, calls: AddressedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("dask_devctx.driver.launches.perf_counter", lambda: now[0])
+
+    def wait(*_: object) -> bool:
+        now[0] += 1.0
+        return False
+
+    machine.faults.inject("cuCtxRecordEvent", CUresult.CUDA_ERROR_UNKNOWN, when=wait)
+    device = Device(0)
+    work = device._backend.calls.work
+    event = work.event_create()
+    work.look(event, device._handle, record=True)
+    assert now == [1.0]
+    assert work.look(event, device._handle, query=True) == (True, False)
+    assert work.queues.may_be_full(device._handle)
 
 
 @pytest.mark.parametrize("name", ["cuStreamIsCapturing", "cuStreamQuery"])
@@ -108,5 +144,5 @@ def test_a_driver_that_cannot_be_asked_has_its_calls_through_the_bindings(
     calls: AddressedDriver, name: str
 ) -> None:
     calls.leave_out(name)
-    assert _enqueued(calls, 1) == []
+    assert _enqueued(calls) == []
     assert calls.asked == []
