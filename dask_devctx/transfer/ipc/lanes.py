@@ -27,7 +27,6 @@ class Lane:
     ----------
     device
         The device of the stream; it is current on the calling thread.
-
     """
 
     def __init__(self, device: Device) -> None:
