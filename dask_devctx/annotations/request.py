@@ -1,41 +1,52 @@
-"""Requests for several devices, for a part of a device, and for memory of a device."""
+"""A task's request for devices, read from its annotations or from its function."""
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
 from dask.utils import parse_bytes
+from distributed.protocol import pickle
 
-from dask_devctx.annotations.answers import answer_of, is_function
-from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, SHARE
+from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, NAMES, SHARE
 from dask_devctx.cuda import naming
-from dask_devctx.cuda.naming import AUTO, CURRENT, NO_DEVICE
+from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 
+Unannotated = Literal["assign", "leave"]
 ALL: Final = "all"
+_BEYOND_ONE: Final = NAMES - {DEVICE}
 
 
 class Request(NamedTuple):
-    """A task's request that is not just for one device.
+    """The devices that a task asks for; the names of devices are not checked yet.
 
     Parameters
     ----------
     names
         The devices that it names, each an argument for :class:`~dask_devctx.Device`; empty for any.
     number
-        How many devices it asks for; None for all devices of its worker.
+        How many devices it asks for, 0 for none; None for all devices of its worker.
     share
-        The part of each device that it takes, at most 1; None if it does not say.
+        The part of each device that it takes, at most 1; None for a slot.
     nbytes
         The bytes that it reserves on each device; None if it does not say.
+    plain
+        Whether it only says which device: it takes one slot there, and an actor keeps none.
     """
 
     names: tuple[Any, ...] = ()
     number: int | None = 1
     share: float | None = None
     nbytes: int | None = None
+    plain: bool = False
+
+    @property
+    def name(self) -> Any:
+        """The one device that it asks for, as an argument for ``Device``; "auto" for any."""
+        return self.names[0] if self.names else AUTO
 
     @property
     def any_device(self) -> bool:
@@ -49,19 +60,116 @@ class Request(NamedTuple):
         return devices + share + memory
 
 
-def of_function(carried: object) -> tuple[Any, ...]:
-    """Return the devices that a function carries by their names; empty if it carries any or none.
+# Compare with `is`: each request that says the same as one of these is this object.
+ANY_DEVICE: Final = Request(plain=True)
+HOST_ONLY: Final = Request(number=0, plain=True)
+
+
+def carried_device(task: object) -> object:
+    """Return the device that a task's function carries by ``on_device(...)(fn)``, or None.
+
+    A task that dask has fused from several functions carries no device.
+    """
+    fn = getattr(task, "func", None)
+    return fn.which if getattr(type(fn), "carries_device", False) else None  # type: ignore[union-attr]
+
+
+def requested_device(
+    annotations: Mapping[str, Any] | None,
+    key: Hashable,
+    unannotated: Unannotated,
+    task: object = None,
+) -> Request:
+    """Return what a task asks for; an annotation takes precedence over the task's function.
 
     Parameters
     ----------
-    carried
-        The argument of ``on_device``, or None.
+    annotations
+        The task's annotations as they reached the worker.
+    key
+        The task's key, the argument of a callable annotation.
+    unannotated
+        The rule for a task that names no device: ``"assign"`` gives it any device, ``"leave"``
+        gives it none.
+    task
+        The task itself. Its function may carry devices.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An annotation has no meaning, is out of range, or contradicts another one.
+    Exception
+        A function in an annotation raised, here or on the scheduler.
     """
+    carried = carried_device(task)
+    if annotations and not _BEYOND_ONE.isdisjoint(annotations):
+        return _read(annotations, key, carried)
+    if annotations and DEVICE in annotations:
+        asked = _of_one(_said(annotations, DEVICE, key))
+        if carried is None or asked is not ANY_DEVICE:
+            return asked
+    elif carried is None:
+        return ANY_DEVICE if unannotated == "assign" else HOST_ONLY
+    if isinstance(carried, list | tuple):
+        return Request(tuple(carried), len(carried))
+    return _of_one(carried)
+
+
+def _of_one(wanted: Any) -> Request:
+    if wanted is None:
+        return HOST_ONLY
+    if wanted.__class__ is int or isinstance(wanted, str):
+        return _known(wanted)
+    return Request((wanted,), plain=True)
+
+
+@functools.lru_cache(typed=True)
+def _known(wanted: int | str) -> Request:
+    if wanted == NO_DEVICE:
+        return HOST_ONLY
+    # A task's current device is the device that it gets.
+    return ANY_DEVICE if wanted == AUTO or wanted in CURRENT else Request((wanted,), plain=True)
+
+
+def _read(annotations: Mapping[str, Any], key: Hashable, carried: object) -> Request:
+    """Return the request of a task with other annotations than ``device`` alone."""
+    one, several = _said(annotations, DEVICE, key), _said(annotations, DEVICES, key)
+    share, memory = _said(annotations, SHARE, key), _said(annotations, MEMORY, key)
+    if DEVICE in annotations and DEVICES in annotations:
+        raise ValueError(
+            f"the annotations {DEVICE!r} and {DEVICES!r} exclude each other, got "
+            f"{DEVICE}={one!r} and {DEVICES}={several!r}. Give {DEVICE} for one device, {DEVICES} "
+            "for several at once"
+        )
+    if DEVICES in annotations:
+        asked = HOST_ONLY if several is None else _several(several)
+    else:
+        asked = _of_one(one) if DEVICE in annotations else ANY_DEVICE
+    if asked is HOST_ONLY:
+        if share is not None or memory is not None:
+            raise ValueError(
+                f"the task asks for no device ({DEVICE}=None), and for a part of one "
+                f"({SHARE}={share!r}, {MEMORY}={memory!r}). Leave one of them out"
+            )
+        return HOST_ONLY
+    names, number = asked.names, asked.number
+    held = _held(carried)
+    if held and not names and (DEVICES not in annotations or number == len(held)):
+        names, number = held, len(held)
+    elif held and DEVICES in annotations and number is not None and _differ(names, held):
+        shown = list(several) if isinstance(several, tuple) else several
+        raise ValueError(
+            f"the annotation {DEVICES}={shown!r} and the task's function on_device({carried!r}) "
+            "name different devices. Leave one of them out"
+        )
+    return Request(names, number, _share(share), _nbytes(memory))
+
+
+def _held(carried: object) -> tuple[Any, ...]:
+    """Return the devices that a function carries by their names."""
     if isinstance(carried, list | tuple):
         return tuple(carried)
-    if carried is None or (isinstance(carried, str) and carried in CURRENT):
-        return ()
-    return (carried,)
+    return () if carried is None or _of_one(carried) is ANY_DEVICE else (carried,)
 
 
 def _differ(names: Sequence[object], others: Sequence[object]) -> bool:
@@ -72,166 +180,177 @@ def _differ(names: Sequence[object], others: Sequence[object]) -> bool:
     return any(a != b for a, b in pairs if a.kind == b.kind == "ordinal")
 
 
-def carried_by(which: Sequence[object]) -> Request:
-    """Return the request of a function that carries several devices: ``on_device([0, 1])(fn)``."""
-    names = tuple(which)
-    return Request(names, len(names))
+# -- functions as annotations: each is called with the task's key
 
 
-def read(annotations: Mapping[str, Any], key: Hashable, carried: object = None) -> Request | None:
-    """Return the request of a task, or None if it asks for no device.
+def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
+    """Return a task's annotations, with each function replaced by its answer.
 
-    Parameters
-    ----------
-    annotations
-        The task's annotations, with at least one of ``devices``, ``device_share`` and
-        ``device_memory``.
-    key
-        The task's key, the argument of a function.
-    carried
-        The device or devices that its function carries, or None.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An annotation has no meaning, is out of range, or contradicts another one.
+    The scheduler calls this once, so that the worker that it chooses for the device runs the task
+    there. An exception of the function takes its place, and the worker fails the task with it.
     """
-    one, several = _said(annotations, DEVICE, key), _said(annotations, DEVICES, key)
-    share, memory = _said(annotations, SHARE, key), _said(annotations, MEMORY, key)
-    if DEVICE in annotations and DEVICES in annotations:
-        raise ValueError(
-            f"the annotations {DEVICE!r} and {DEVICES!r} exclude each other, got "
-            f"{DEVICE}={one!r} and {DEVICES}={several!r}. Give {DEVICE} for one device, {DEVICES} "
-            "for several at once"
-        )
-    names: tuple[Any, ...] = ()
-    count: int | None = 1
-    none = False
-    if DEVICES in annotations:
-        none = several is None or (isinstance(several, str) and several == NO_DEVICE)
-        if not none:
-            names, count = _several(several)
-    elif DEVICE in annotations:
-        none = one is None or (isinstance(one, str) and one == NO_DEVICE)
-        if not (none or (isinstance(one, str) and (one == AUTO or one in CURRENT))):
-            names = (one,)
-    held = () if none else of_function(carried)
-    if held and not names and (DEVICES not in annotations or count == len(held)):
-        names, count = held, len(held)
-    elif held and DEVICES in annotations and count is not None and _differ(names, held):
-        shown = list(several) if isinstance(several, tuple) else several
-        raise ValueError(
-            f"the annotation {DEVICES}={shown!r} and the task's function on_device({carried!r}) "
-            "name different devices. Leave one of them out"
-        )
-    if none:
-        if share is not None or memory is not None:
-            raise ValueError(
-                f"the task asks for no device ({DEVICE}=None), and for a part of one "
-                f"({SHARE}={share!r}, {MEMORY}={memory!r}). Leave one of them out"
-            )
-        return None
-    return Request(names, count, _share(share), _nbytes(memory))
+    if not annotations:
+        return annotations
+    asked = [name for name in NAMES & annotations.keys() if _is_function(annotations[name])]
+    if not asked:
+        return annotations
+    given = {name: _answer_of(name, annotations[name], key) for name in asked}
+    return {
+        **annotations,
+        **{n: v if _can_be_sent(v) else _unsendable(n, v) for n, v in given.items()},
+    }
 
 
-def _said(annotations: Mapping[str, Any], name: str, key: Hashable) -> object:
+def _said(annotations: Mapping[str, Any], name: str, key: Hashable) -> Any:
     given = annotations.get(name)
-    if is_function(given):
-        given = answer_of(name, given, key)
+    if _is_function(given):
+        given = _answer_of(name, given, key)
     if isinstance(given, Exception):  # the function raised it
         raise given
     return given
 
 
-def _several(given: object) -> tuple[tuple[Any, ...], int | None]:
-    """Return the names and the number of devices that the annotation ``devices`` means."""
-    if isinstance(given, str):
-        if given == ALL:
-            return (), None
-        one = naming.read(given).kind != "unknown"
-        remedy = f". To name one device, write dask.annotate({DEVICE}={given!r})" if one else ""
-        if listed := naming.listed(given):
-            remedy = f". Write dask.annotate({DEVICES}={listed})"
-        raise _not_several(given, remedy)
-    if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray | memoryview):
-        names = tuple(given)
-        if not names:
-            raise ValueError(f"the annotation {DEVICES!r} names no device: got {given!r}")
-        for name in names:
-            if isinstance(name, bool | float) or name is None:
-                raise _not_several(given)
-        return names, len(names)
-    if isinstance(given, bool):
-        raise _not_several(given)
+def _is_function(wanted: object) -> TypeGuard[Callable[[Hashable], object]]:
+    return callable(wanted) and not isinstance(wanted, type)
+
+
+def _answer_of(name: str, function: Callable[[Hashable], object], key: Hashable) -> object:
+    """Return the answer of an annotation's function for a task, or the exception it raises."""
     try:
-        # Devices and their like of other libraries have an ordinal too, but are no number.
-        count = operator.index(given) if isinstance(given, int) else _whole(given)
+        given = function(key)
+    except Exception as error:
+        shown = getattr(function, "__qualname__", type(function).__qualname__)
+        error.add_note(
+            f"Raised by the function {shown} in the annotation {name!r}, which is asked for the "
+            f"device of the task {key!r}"
+        )
+        return error.with_traceback(None)
+    return _no_answer(name, given) if _is_function(given) else given
+
+
+def _can_be_sent(value: object) -> bool:
+    """Return whether a value can be sent to a worker. Any other would end the connection."""
+    if value is None or isinstance(value, (int, str)):
+        return True
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+def _unsendable(name: str, value: object) -> Exception:
+    if not isinstance(value, Exception):
+        return _no_answer(name, value)
+    error = RuntimeError(f"{type(value).__name__}: {value}")
+    for note in getattr(value, "__notes__", ()):
+        error.add_note(note)
+    return error
+
+
+# -- the values of the annotations, and the errors for others
+
+
+def not_an_annotation(wanted: object) -> TypeError:
+    """Return the error for an annotation ``device`` that names no device."""
+    remedy = ""
+    if isinstance(wanted, list | tuple):  # a list reaches the worker as a tuple
+        remedy = f". For several devices at once, write dask.annotate(devices={list(wanted)!r})"
+    return TypeError(
+        f'the annotation \'device\' is {ACCEPTED}; "auto" for any device, None or "none" for '
+        "none; or a function that is given the task's key and returns one of these; got "
+        f"{wanted!r} of type {type(wanted).__name__}{remedy}"
+    )
+
+
+def _no_answer(name: str, given: object) -> TypeError:
+    if name == DEVICE:
+        return not_an_annotation(given)
+    return TypeError(
+        f"the function in the annotation {name!r} must return what the annotation may be, got "
+        f"{given!r} of type {type(given).__name__}"
+    )
+
+
+def _several(given: object) -> Request:
+    """Return what the annotation ``devices`` asks for."""
+    if isinstance(given, str):
+        if given in (ALL, NO_DEVICE):
+            return Request(number=None) if given == ALL else HOST_ONLY
+        if listed := naming.listed(given):
+            raise _not_several(given, f"Write dask.annotate({DEVICES}={listed})")
+        raise _not_several(given, _name_one(given, naming.read(given).kind != "unknown"))
+    if isinstance(given, Sequence) and not isinstance(given, bytes | bytearray | memoryview):
+        if not given:
+            raise ValueError(f"the annotation {DEVICES!r} names no device: got {given!r}")
+        if any(isinstance(name, bool | float) or name is None for name in given):
+            raise _not_several(given)
+        return Request(tuple(given), len(given))
+    try:
+        count = _whole(given)
     except TypeError:
-        remedy = f". To name one device, write dask.annotate({DEVICE}={given!r})"
-        raise _not_several(given, remedy if _looks_like_a_device(given) else "") from None
+        is_device = type(given).__name__.lower().endswith("device")
+        raise _not_several(given, _name_one(given, is_device)) from None
     if count < 1:
         raise ValueError(
-            f"the annotation {DEVICES!r} is a number of devices, at least 1, got {count}. To name "
-            f"one device, write dask.annotate({DEVICE}={count})"
+            f"the annotation {DEVICES!r} is a number of devices, at least 1, got {count}. "
+            f"{_name_one(count)}"
         )
-    return (), count
+    return Request(number=count)
 
 
-def _whole(given: object) -> int:
-    if type(given).__module__.partition(".")[0] != "numpy":
-        raise TypeError(given)
-    return operator.index(given)  # type: ignore[arg-type]
-
-
-def _looks_like_a_device(given: object) -> bool:
-    return type(given).__name__.lower().endswith("device")
+def _name_one(given: object, is_one: bool = True) -> str:
+    return f"To name one device, write dask.annotate({DEVICE}={given!r})" if is_one else ""
 
 
 def _not_several(given: object, remedy: str = "") -> TypeError:
     return TypeError(
         f"the annotation {DEVICES!r} is a number of devices (2), a list of devices "
         f'([0, 1], or UUIDs), "{ALL}" for all devices of a worker, or a function that is given the '
-        f"task's key and returns one of these; got {given!r} of type {type(given).__name__}{remedy}"
+        f"task's key and returns one of these; got {given!r} of type {type(given).__name__}"
+        f"{remedy and '. '}{remedy}"
     )
 
 
-def _share(given: object) -> float | None:
+def _whole(given: Any) -> int:
+    """Return a whole number of Python or NumPy; other libraries' devices are none."""
+    numpys = type(given).__module__.partition(".")[0] == "numpy"
+    if isinstance(given, bool) or not (isinstance(given, int) or numpys):
+        raise TypeError(given)
+    return operator.index(given)
+
+
+def _share(given: Any) -> float | None:
     if given is None:
         return None
-    if isinstance(given, bool | str | bytes):
+    try:
+        share = math.nan if isinstance(given, bool | str | bytes) else float(given)
+    except (TypeError, ValueError):
         share = math.nan
-    else:
-        try:
-            share = float(given)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            share = math.nan
+    about = f"the annotation {SHARE!r} is the part of a device that a task takes, "
     if math.isnan(share):
         raise TypeError(
-            f"the annotation {SHARE!r} is the part of a device that a task takes, a number above 0 "
-            f"and at most 1; got {given!r} of type {type(given).__name__}"
+            f"{about}a number above 0 and at most 1; got {given!r} of type {type(given).__name__}"
         )
     if not 0 < share <= 1:
         raise ValueError(
-            f"the annotation {SHARE!r} is the part of a device that a task takes, above 0 and at "
-            f"most 1, got {given!r}. For several devices, write dask.annotate({DEVICES}=2)"
+            f"{about}above 0 and at most 1, got {given!r}. For several devices, write "
+            f"dask.annotate({DEVICES}=2)"
         )
     return share
 
 
-def _nbytes(given: object) -> int | None:
+def _nbytes(given: Any) -> int | None:
     if given is None:
         return None
     wrong = (
         f"the annotation {MEMORY!r} is the memory that a task reserves on a device: bytes, at "
         f'least 1, or text such as "4 GiB"; got {given!r}'
     )
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
-        try:
-            given = _whole(given)
-        except TypeError:
-            raise TypeError(f"{wrong} of type {type(given).__name__}") from None
     try:
-        nbytes = parse_bytes(given)
+        nbytes = parse_bytes(given if isinstance(given, str | float) else _whole(given))
+    except TypeError:
+        raise TypeError(f"{wrong} of type {type(given).__name__}") from None
     except (ValueError, OverflowError):
         raise ValueError(wrong) from None
     if nbytes < 1:

@@ -12,9 +12,16 @@ from typing import Any, Final, NamedTuple
 
 from distributed import Scheduler
 
-from dask_devctx.annotations import NAMES, Request, Unannotated, carried_device, requested_device
+from dask_devctx.annotations import (
+    ANY_DEVICE,
+    HOST_ONLY,
+    NAMES,
+    Request,
+    Unannotated,
+    carried_device,
+    requested_device,
+)
 from dask_devctx.cuda import naming
-from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.scheduler.holdings import Cluster, Holdings
 from dask_devctx.scheduler.wishes import name_of
@@ -41,20 +48,18 @@ class Left(NamedTuple):
     place: float
     devices: Mapping[str, tuple[float, int | None]]
 
-    def lacks(self, held: Holdings, wanted: object) -> bool:
+    def lacks(self, held: Holdings, asked: Request) -> bool:
         """Return whether a task can never start on the worker while its actors live.
 
         Parameters
         ----------
         held
             The worker's devices.
-        wanted
-            The answer of :func:`~dask_devctx.annotations.requested_device` for the task.
+        asked
+            The request of the task.
         """
-        if wanted is None:
+        if asked is HOST_ONLY:
             return False
-        plain = isinstance(wanted, str) and wanted == AUTO
-        asked = wanted if isinstance(wanted, Request) else Request(() if plain else (wanted,))
         uuids = held.used
         if asked.names:
             found = [naming.among(name_of(name), held.seen) for name in asked.names]
@@ -119,7 +124,7 @@ class Kept:
         self._no_place = {
             address
             for address, left in self._left.items()
-            if self._lacks(address, AUTO if left.unannotated == "assign" else None)
+            if self._lacks(address, ANY_DEVICE if left.unannotated == "assign" else HOST_ONLY)
         }
         full = self._no_place if self._cluster.workers - self._no_place else set()
         changed = full ^ self._full
@@ -133,7 +138,7 @@ class Kept:
         if changed:
             internals.look_at_queue(self._scheduler, changed)
 
-    def _lacks(self, address: str, wanted: object) -> bool:
+    def _lacks(self, address: str, wanted: Request) -> bool:
         held = self._cluster.present.by_worker.get(address)
         return held is not None and self._left[address].lacks(held, wanted)
 

@@ -11,11 +11,17 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.metrics import time
 
 from dask_devctx import config
-from dask_devctx.annotations import NAMES, carried_device, requested_device
-from dask_devctx.annotations.answers import answer
+from dask_devctx.annotations import (
+    ANY_DEVICE,
+    HOST_ONLY,
+    NAMES,
+    Request,
+    answer,
+    carried_device,
+    requested_device,
+)
 from dask_devctx.annotations.names import TOLD, about_no_plugin, mistaken
 from dask_devctx.annotations.runs import GONE, PRESENT
-from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.scheduler.announcements import (
@@ -303,14 +309,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _note(self, tasks: Iterable[Any]) -> None:
         """Restrict the tasks that name a device."""
         for ts in tasks:
-            wanted: object
             try:
                 annotations = answer(ts.annotations, ts.key)
                 internals.set_annotations(ts, annotations)
                 wanted = requested_device(annotations, ts.key, "leave", ts.run_spec)
             except Exception as error:  # of a user's function or object; a worker fails the task
-                wanted = error.with_traceback(None)
-            if wanted is not None and not (isinstance(wanted, str) and wanted == AUTO):
+                wanted = Request((error.with_traceback(None),))
+            if wanted is not ANY_DEVICE and wanted is not HOST_ONLY:
                 self._wishes.note(ts, wanted)
                 if (last := self._wishes.last_worker(ts.key)) is not None:
                     internals.annotate(ts, GONE, last)

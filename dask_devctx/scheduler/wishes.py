@@ -40,7 +40,7 @@ class Demand:
     groups
         The tasks, by the terms on which they ask for it.
     said
-        The numbers and texts with which tasks name it.
+        The requests with which tasks name it.
     """
 
     __slots__ = ("groups", "holders", "name", "said")
@@ -49,7 +49,7 @@ class Demand:
         self.name = name
         self.holders = holders
         self.groups: dict[Terms, Group] = {}
-        self.said: list[tuple[type, object]] = []
+        self.said: list[Request] = []
 
 
 class Group:
@@ -108,7 +108,7 @@ class Wishes:
         # The groups by the keys of their tasks, and the usual ones by the number or text in the
         # annotation.
         self._groups: dict[Hashable, Group] = {}
-        self._usual: dict[tuple[type, object], Group] = {}
+        self._usual: dict[Request, Group] = {}
 
     def __len__(self) -> int:
         """Return the number of groups whose restrictions are kept up to date."""
@@ -116,7 +116,7 @@ class Wishes:
 
     # -- tasks
 
-    def note(self, ts: Any, wanted: object) -> None:
+    def note(self, ts: Any, wanted: Request) -> None:
         """Restrict a task that names a device. It is not scheduled yet, or waits for a worker."""
         key = ts.key
         old = self._groups.get(key)
@@ -124,14 +124,13 @@ class Wishes:
             if old.tasks[key] is ts:
                 return  # its restrictions are those of its group, not its user's
             self.forget(key)
-        said = wanted.__class__, wanted
-        common = _is_plain(wanted) and not (ts.actor or any(restrictions(ts)))
-        group = self._usual.get(said) if common else None
+        common = _is_lasting(wanted) and not (ts.actor or any(restrictions(ts)))
+        group = self._usual.get(wanted) if common else None
         if group is None:
             group = self._group(ts, _name(wanted))
             if common:
-                self._usual[said] = group
-                group.demand.said.append(said)
+                self._usual[wanted] = group
+                group.demand.said.append(wanted)
         group.tasks[key] = ts
         self._groups[key] = group
         if ts.state in _WAITING:
@@ -293,21 +292,17 @@ class Wishes:
         return workers, hosts or None, loose
 
 
-def _is_plain(wanted: object) -> bool:
+def _is_lasting(wanted: Request) -> bool:
     """Return whether a request always means the same, and can be looked up."""
-    if isinstance(wanted, Request):
-        return all(one.__class__ in (int, str) for one in wanted.names)
-    return wanted.__class__ in (int, str)
+    return all(one.__class__ in (int, str) for one in wanted.names)
 
 
-def _name(wanted: object) -> Name | Several:
-    if isinstance(wanted, Request):
-        names = tuple(map(name_of, wanted.names))
-        unknown = [name for name in names if name.kind == "unknown"]
-        if unknown or (len(names) == 1 and wanted.nbytes is None):
-            return (unknown or names)[0]
-        return Several(names, wanted.number, wanted.nbytes or 0)
-    return name_of(wanted)
+def _name(wanted: Request) -> Name | Several:
+    names = tuple(map(name_of, wanted.names))
+    unknown = [name for name in names if name.kind == "unknown"]
+    if unknown or (len(names) == 1 and wanted.nbytes is None):
+        return (unknown or names)[0]
+    return Several(names, wanted.number, wanted.nbytes or 0)
 
 
 def name_of(wanted: object) -> Name:

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from distributed import Reschedule, Status, Worker
 
-from dask_devctx.annotations import Request, Unannotated, requested_device
+from dask_devctx.annotations import ANY_DEVICE, HOST_ONLY, Unannotated, requested_device
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
@@ -275,32 +275,35 @@ class DeviceExtension:
 
     def _assign(self, ts: Any) -> None:
         """Give a task its device, and the device's threads unless it asked for other threads."""
-        key, annotations, dependencies, wanted = ts.key, ts.annotations, ts.dependencies, None
+        key, annotations, dependencies = ts.key, ts.annotations, ts.dependencies
+        named: object = AUTO
         try:
             if dependencies and self.peers.unreadable:
                 self.peers.unreadable.check(ts)
             watched, once = conditions.read(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, key, self._unannotated, ts.run_spec)
-            if wanted is None:
+            if wanted is HOST_ONLY:
                 self._leave_without_device(ts)
                 return
-            asked_for = wanted.__class__ is not str or wanted != AUTO
+            asked_for, plain = wanted is not ANY_DEVICE, wanted.plain
             if not asked_for:  # a task that ran out of memory elsewhere may have a next device
-                wanted = self.monitor.retries.redirect(key) or wanted
+                named = self.monitor.retries.redirect(key) or AUTO
+            elif plain:
+                named = wanted.name
             before = self.placement.placed.get(key)  # if it was requested again
             inputs = self._inputs(ts) if dependencies else []
-            if wanted.__class__ is Request:
+            if not plain:
                 claim = self.claims.make(ts, wanted, inputs, urgency_of(ts))
                 device, devices = claim.devices[0], claim.devices
             else:
-                claim, device = None, self.placement.place(key, ts.prefix, wanted, inputs)
+                claim, device = None, self.placement.place(key, ts.prefix, named, inputs)
                 devices = (device,)
             self.record.placed(ts, device, before, devices[1:])
         except Exception as error:  # dask would log it, and run the task without a device
             # Of the traceback, only the lines of a policy or of an annotation help the user.
             error = error.with_traceback(of_the_user(error))
             failure = conditions.explained(error, annotations)
-            if self._share.gave_up(wanted):  # another worker has the device now
+            if self._share.gave_up(named):  # another worker has the device now
                 tasks.replace(ts, DeviceTask(ts.run_spec, Reschedule()))
                 return
             tasks.replace(ts, DeviceTask(ts.run_spec, failure))

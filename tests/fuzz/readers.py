@@ -7,7 +7,7 @@ import random
 import dask
 
 from dask_devctx import DevicePlugin
-from dask_devctx.annotations import requested_device
+from dask_devctx.annotations import HOST_ONLY, requested_device
 from dask_devctx.cuda.discovery import DeviceInfo, Inventory
 from dask_devctx.cuda.naming import find
 from dask_devctx.driver import settings
@@ -56,15 +56,15 @@ def fuzz_device_names(chance: random.Random) -> str:
 
 def fuzz_annotations(chance: random.Random) -> str:
     value = anything(chance)
-    wanted = requested_device(
+    asked = requested_device(
         chance.choice([{"device": value}, {"device": value, "x": 1}, {}, None]),
         "key",
         chance.choice(["assign", "leave"]),
     )
-    if wanted is None:
+    if asked is HOST_ONLY:
         return "none"
     try:
-        find(wanted, INVENTORY)
+        find(asked.name, INVENTORY)
     except (DeviceNotFoundError, TypeError):
         return "refused"
     return "a device"

@@ -17,7 +17,7 @@ from typing import Any, Final
 from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
 
-from dask_devctx.annotations import Request, Unannotated, requested_device
+from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
 from dask_devctx.scheduler.announcements import KEEP
@@ -152,7 +152,7 @@ class GivingBack:
         if claim is None:
             share, nbytes, number = occupancy.place, 0, 1
             named = task.asked_for
-        elif isinstance(wanted, Request) and wanted.any_device:
+        elif not wanted.plain and wanted.any_device:
             share, nbytes, number, named = claim.share, claim.nbytes, len(claim.devices), False
         else:
             return False

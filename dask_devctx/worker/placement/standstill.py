@@ -15,9 +15,8 @@ from typing import Any, Final
 from distributed import Worker
 from tornado.ioloop import PeriodicCallback
 
-from dask_devctx.annotations import Request, requested_device
+from dask_devctx.annotations import requested_device
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.naming import AUTO
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.threads import calls_waited_in
 from dask_devctx.errors.base import counted, listed
@@ -164,9 +163,7 @@ def _names_devices(ts: Any) -> bool:
         wanted = requested_device(ts.annotations, ts.key, "leave", task)
     except Exception:  # it does not wait for a place: it fails
         return True
-    if isinstance(wanted, Request):
-        return bool(wanted.names)
-    return wanted is not None and not (isinstance(wanted, str) and wanted == AUTO)
+    return bool(wanted.names)
 
 
 def _about_calls(

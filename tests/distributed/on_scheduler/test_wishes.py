@@ -19,9 +19,12 @@ ADDRESSES = [f"tcp://10.0.0.{n}:1" for n in range(3)]
 UUIDS = [f"GPU-{n % 2}33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]
 HOSTS = {"even": set(ADDRESSES[::2]), "odd": set(ADDRESSES[1::2])}
 NOBODY = {"devctx://waiting-for-the-device"}
-NAMES = [
+ONE = [
     *UUIDS, *(uuid[4:].upper() for uuid in UUIDS), UUIDS[0][:6], "GPU-1", "GPU-f", 0, 1, "cuda:2",
     7, "0000:01:00.0", "banana", 1.5, "cuda",
+]  # fmt: skip
+NAMES = [
+    *(Request((name,)) for name in ONE),
     Request(number=2), Request(number=3, nbytes=5), Request(number=None), Request((0, 1), 2),
     Request((UUIDS[0], 1), 2, nbytes=9), Request(("banana",), 1),
 ]  # fmt: skip
@@ -79,8 +82,7 @@ class Model:
         targets = {a for a, held in self.have.items() if has(held, wanted)}
         if not targets:
             lost = any(has(held, wanted) for held, _ in self.left.values())
-            named = wanted.names if isinstance(wanted, Request) else (wanted,)
-            unknown = any(name_of(one).kind == "unknown" for one in named)
+            unknown = any(name_of(one).kind == "unknown" for one in wanted.names)
             may_wait = not said.get("actor") and not unknown
             if may_wait and (lost or self.unheard):
                 return NOBODY, None, False
@@ -103,8 +105,8 @@ def name_of(wanted: Any) -> naming.Name:
 
 def has(held: Holdings, wanted: Any) -> bool:
     """Return whether a worker has all that a task asks for."""
-    if not isinstance(wanted, Request):
-        return held.have(name_of(wanted))
+    if len(wanted.names) == 1 and wanted.nbytes is None:
+        return held.have(name_of(wanted.name))
     uuids = set(held.used)
     if wanted.names:
         names = [name_of(one) for one in wanted.names]
@@ -126,7 +128,7 @@ def having(*uuids: str) -> Holdings:
 _TWO_DEVICES = [
     ("arrive", ADDRESSES[0], having(UUIDS[0])),
     ("arrive", ADDRESSES[1], having(UUIDS[1])),
-    ("submit", {"wanted": UUIDS[0]}),
+    ("submit", {"wanted": Request((UUIDS[0],))}),
 ]
 
 
@@ -242,7 +244,7 @@ def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
             host_restrictions=None,
             loose_restrictions=False,
         )
-        wishes.note(ts, wanted)
+        wishes.note(ts, Request((wanted,)))
         wishes.moved(n, "forgotten")
         if n % 100 == 0:
             sizes.add(len(wishes))
