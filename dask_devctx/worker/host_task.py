@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from distributed import Reschedule
@@ -72,7 +73,7 @@ class HostTask(TaskStandIn):
     def __call__(self, data: Any = ()) -> Any:
         if self.task.is_coro:  # type: ignore[attr-defined]
             return self._in_scope(data)
-        with begins_with_the_task, self._scope(data), self._use(data, wait=True) as inputs:
+        with begins_with_the_task, self._scope(data), self._use(data) as inputs:
             return self.task(inputs)
 
     async def _in_scope(self, data: Any) -> Any:
@@ -80,8 +81,12 @@ class HostTask(TaskStandIn):
             return await awaiting(self._scope(data), self._await(data))
 
     async def _await(self, data: Any) -> Any:
-        with self._use(data, wait=False) as inputs:
-            return await self.task(inputs)
+        use = self._begun(data)
+        if use is not None and use.waits:  # on another thread: this one runs the event loop
+            with self._elsewhere_after_failure():
+                await asyncio.to_thread(use.wait)
+        with nullcontext() if use is None else use:
+            return await self.task(data if use is None else use.data)
 
     def _scope(self, data: Any) -> AbstractContextManager[Any]:
         if self._theirs and not self.task.is_coro and is_any_current():  # type: ignore[attr-defined]
@@ -96,22 +101,34 @@ class HostTask(TaskStandIn):
         return bool(nbytes_by_device(value))
 
     @contextmanager
-    def _use(self, data: Any, *, wait: bool) -> Iterator[Any]:
+    def _use(self, data: Any) -> Iterator[Any]:
         """While it is open, the inputs stay where they are; yields them."""
+        use = self._begun(data)
+        if use is None:
+            yield data
+            return
+        with self._elsewhere_after_failure():
+            use.wait()
+        with use:
+            yield use.data
+
+    def _begun(self, data: Any) -> Use | None:
         # Here, and not on the event loop: the driver waits where a stream is full.
         after, self._after = self._after, ()
         self._hold_back(after)
         if self.memory is None or not data:
-            yield data
-            return
+            return None
+        return Use(self.key, self.memory, data, None)
+
+    @contextmanager
+    def _elsewhere_after_failure(self) -> Iterator[None]:
+        """Let the task run on another worker if its inputs cannot come back to a failed device."""
         try:
-            use = Use(self.key, self.memory, data, None, wait=wait)
+            yield
         except Exception as error:
             if self.has_failed():
                 raise Reschedule from error
             raise
-        with use:
-            yield use.data
 
     @staticmethod
     def _hold_back(stamps: Sequence[Stamp]) -> None:

@@ -7,6 +7,7 @@ the result. The device is current meanwhile, inside a
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import logging
@@ -208,15 +209,19 @@ class DeviceTask(TaskStandIn):
             return await self._run_coroutine(device, data)
 
     def _run(self, device: Device, data: Any) -> Any:
-        use = self._use(device, data, wait=True)
+        use = self._use(device, data)
         if use is None:
             return self._run_here(device, data)
+        if use.waits:
+            begun = perf_counter()
+            use.wait()
+            self._memory_s += perf_counter() - begun
         with use:
             result = self._run_here(device, use.data, use)
             use.returned()
             return result
 
-    def _use(self, device: Device, data: Any, *, wait: bool) -> Use | None:
+    def _use(self, device: Device, data: Any) -> Use | None:
         """Return the task's use of device memory; None if it needs none."""
         memory = self.memory
         if memory is None:
@@ -224,10 +229,7 @@ class DeviceTask(TaskStandIn):
         expected = memory.reservations.expected(self.prefix)
         if not expected and not (data and any(one.__class__ is Kept for one in data.values())):
             return None
-        begun = perf_counter()
-        use = Use(self.key, memory, data, device, expected, wait=wait)
-        self._memory_s += perf_counter() - begun
-        return use
+        return Use(self.key, memory, data, device, expected)
 
     def _run_here(self, device: Device, data: Any, use: Use | None = None) -> Any:
         ranges = self.monitor.ranges  # type: ignore[union-attr]
@@ -252,9 +254,13 @@ class DeviceTask(TaskStandIn):
         return result
 
     async def _run_coroutine(self, device: Device, data: Any) -> Any:
-        use = self._use(device, data, wait=False)
+        use = self._use(device, data)
         if use is None:
             return await self._run_coroutine_here(device, data)
+        if use.waits:  # on another thread: this one runs the worker's event loop
+            begun = perf_counter()
+            await asyncio.to_thread(use.wait)
+            self._memory_s += perf_counter() - begun
         with use:
             result = await self._run_coroutine_here(device, use.data, use)
             use.returned()

@@ -187,6 +187,9 @@ class MonitoredCall:
                 outcome = await asyncio.to_thread(self._look_inside, None, wait=True)
         except BaseException as found:
             outcome = found
+        if outcome is not None and is_out_of_memory(outcome):
+            # Values leave the device: on another thread, this one runs the worker's event loop.
+            return await asyncio.to_thread(self._leave, outcome, error)
         return self._leave(outcome, error)
 
     def _look_inside(self, error: Exception | None, *, wait: bool) -> Exception | None:

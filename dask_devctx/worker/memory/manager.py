@@ -124,19 +124,25 @@ class DeviceMemory:
         wait
             Whether to wait until other values have made room for it.
         """
-        if kept.memory is None:
-            self.adopt(kept)
-        with self._lock:
-            kept.pins += 1
-            self.books.touch(kept)
-            value = kept.value
+        value = self.pin_if_here(kept)
         if value is not AWAY:
             return value
+        with self._lock:
+            kept.pins += 1
         try:
             return self._returning.bring(kept, device, wait=wait)
         except BaseException:
             self.unpin([kept])
             raise
+
+    def pin_if_here(self, kept: Kept) -> Any:
+        """Return a value that is on its device, pinned; or ``AWAY``, not pinned. Never waits."""
+        if kept.memory is None:
+            self.adopt(kept)
+        with self._lock:
+            self.books.touch(kept)
+            kept.pins += kept.value is not AWAY
+            return kept.value
 
     def unpin(self, values: Sequence[Kept]) -> None:
         """Let values leave their devices again."""

@@ -8,15 +8,15 @@ from typing import Any, Self
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
-from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.memory.kept import AWAY, Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
 
 
 class Use:
     """One task's use of device memory: its inputs on a device, and room for its result.
 
-    Make it on the task's thread, whose further work comes after the copies that bring the inputs.
-    It is a ``with`` block, at whose end the inputs may leave again.
+    It is a ``with`` block, at whose end the inputs may leave again. Before it is entered,
+    :meth:`wait` brings what is not there: a coroutine calls it on another thread.
 
     Parameters
     ----------
@@ -30,8 +30,6 @@ class Use:
         The task's device; None leaves each input on the device where it is, or was.
     expected
         The bytes of the result, as far as they are known.
-    wait
-        Whether the task may wait for room: not on the event loop's thread.
 
     Attributes
     ----------
@@ -39,7 +37,7 @@ class Use:
         The inputs themselves.
     """
 
-    __slots__ = ("_device", "_expected", "_key", "_memory", "_pinned", "data")
+    __slots__ = ("_away", "_device", "_expected", "_key", "_memory", "_pinned", "_room", "data")
 
     def __init__(
         self,
@@ -48,35 +46,39 @@ class Use:
         data: Mapping[Hashable, Any],
         device: Device | None,
         expected: int = 0,
-        *,
-        wait: bool = True,
     ) -> None:
         self._key = key
         self._memory = memory
         self._device = device
+        self._room = expected if device is not None else 0
         self._expected = 0
         self._pinned: list[Kept] = []
+        self._away: list[tuple[Hashable, Kept]] = []
         self.data: dict[Hashable, Any] = {}
-        away = []
-        try:
-            # Those that are here stay, before others come.
-            for key, value in data.items():
-                if value.__class__ is Kept:
-                    if value.is_away:
-                        away.append((key, value))
-                        continue
-                    kept, value = value, memory.pin(value, device, wait=wait)
-                    self._pinned.append(kept)
-                self.data[key] = value
-            for key, kept in away:
-                self.data[key] = memory.pin(kept, device, wait=wait)
+        for key, value in data.items():
+            if value.__class__ is Kept:
+                kept, value = value, memory.pin_if_here(value)
+                if value is AWAY:
+                    self._away.append((key, kept))
+                    continue
                 self._pinned.append(kept)
-            for kept in self._pinned:
-                if kept.after is not None:
-                    kept.after.hold_back_readers()
-            if expected and device is not None:
-                memory.reservations.make_room(device, expected, wait=wait)
-                self._expected = expected
+            self.data[key] = value
+
+    @property
+    def waits(self) -> bool:
+        """Whether :meth:`wait` has something to do."""
+        return bool(self._away or self._room)
+
+    def wait(self) -> None:
+        """Bring the inputs that are not on a device, and make room for the result."""
+        try:
+            while self._away:
+                key, kept = self._away.pop()
+                self.data[key] = self._memory.pin(kept, self._device)
+                self._pinned.append(kept)
+            if self._room and self._device is not None:
+                self._memory.reservations.make_room(self._device, self._room)
+                self._expected, self._room = self._room, 0
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -103,6 +105,10 @@ class Use:
             self._expected = 0
 
     def __enter__(self) -> Self:
+        """Let this thread's further work come after the copies that bring the inputs."""
+        for kept in self._pinned:
+            if kept.after is not None:
+                kept.after.hold_back_readers()
         return self
 
     def __exit__(

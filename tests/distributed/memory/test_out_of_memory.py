@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
+from cuda.bindings.driver import CUresult
 from distributed import Client, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_devctx import DeviceOutOfMemoryError, SimulatedArray
+from dask_devctx import DeviceOutOfMemoryError, SimulatedArray, driver
 from dask_devctx.worker.failures.oom_retries import Retries
 from tests.distributed.memory.test_spilling import (
     MIB,
@@ -323,3 +326,59 @@ def test_pieces_that_share_nothing_come_back_one_by_one() -> None:
         total, nbytes = client.submit(alone, pieces[2], pure=False).result()
         assert (total, nbytes) == (sum(range(8192, 12288)), 4096 * 8)
         assert [is_away(client, one.key) for one in pieces] == [True, True, False, True]
+
+
+# -- coroutines, which run on the worker's event loop
+
+
+@contextlib.contextmanager
+def copies_noted(seconds: float = 0.0) -> Iterator[list[int]]:
+    """Note the threads that copy between a device and the host; each copy takes so long."""
+    found: list[int] = []
+
+    def note(*_: object) -> bool:
+        found.append(threading.get_ident())
+        time.sleep(seconds)
+        return False
+
+    faults = driver.backend().machine.faults
+    for name in ("cuMemcpyDtoHAsync", "cuMemcpyHtoDAsync", "cuStreamSynchronize"):
+        faults.inject(name, CUresult.CUDA_ERROR_UNKNOWN, when=note)
+    try:
+        yield found
+    finally:
+        faults.clear()
+
+
+def loop_of(client: Client) -> int:
+    async def ident() -> int:
+        return threading.get_ident()
+
+    (found,) = client.run(ident).values()
+    return int(found)
+
+
+async def larger_than_what_is_free() -> int:
+    return int(SimulatedArray((7 * MIB // 64,)).sum())
+
+
+async def each_is(n: int, *values: SimulatedArray) -> bool:
+    return all((value.get() == n).all() for value in values)
+
+
+@pytest.mark.parametrize("what", ["memory runs out", "inputs come back"])
+def test_a_coroutine_does_not_stop_the_event_loop_for_copies(what: str) -> None:
+    """Each copy takes long: where the event loop waited for them, it stalled for all of them."""
+    with threads(1 * MIB, 1) as client:
+        values = [client.submit(full, 1, pure=False) for _ in range(6)]
+        wait(values)
+        loop = loop_of(client)
+        with copies_noted(0.05) as noted:
+            if what == "memory runs out":
+                assert client.submit(larger_than_what_is_free, pure=False).result(timeout=30) == 0
+            else:
+                fill = client.map(full, [2] * 6, pure=False)
+                wait(fill)
+                assert client.submit(each_is, 1, *values[:3], pure=False).result(timeout=30)
+        assert noted
+        assert loop not in noted

@@ -398,8 +398,11 @@ def test_a_task_that_was_cancelled_reads_after_the_copy_too() -> None:
         made.release()
         poll_for(lambda: made.key not in worker.data, timeout=10)
         faults = noting_steps()
-        with Device(0) as device, Use("task", memory, {"k": kept}, device) as use:
-            assert read_it(use.data["k"]) == 16384
+        with Device(0) as device:
+            use = Use("task", memory, {"k": kept}, device)
+            use.wait()
+            with use:
+                assert read_it(use.data["k"]) == 16384
         faults.clear()
         assert ("wait", LEGACY_STREAM) in steps[steps.index("copy") : steps.index("read")]
 
