@@ -28,8 +28,8 @@ class AddressedDriver(SimulatedDriver):
         The calls by address that added work to a stream.
     asked
         The calls by address that asked about a stream, each with the stream.
-    busy, captured
-        The streams that have work, and those that cannot be asked: one is captured into a graph.
+    busy
+        The streams that have work.
     """
 
     def __init__(self, machine: SimulatedMachine) -> None:
@@ -37,7 +37,6 @@ class AddressedDriver(SimulatedDriver):
         self.enqueued: list[str] = []
         self.asked: list[tuple[str, int]] = []
         self.busy: set[int] = set()
-        self.captured: set[int] = set()
         self._functions: dict[bytes, Any] = {
             b"cuCtxGetCurrent": _GetCurrent(self._get_current),
             b"cuCtxSetCurrent": _SetCurrent(self._set_current),
@@ -95,15 +94,13 @@ class AddressedDriver(SimulatedDriver):
 
     def _is_capturing(self, stream: int | None, answer: int | None) -> int:
         self.asked.append(("cuStreamIsCapturing", stream or 0))
-        ctypes.c_int.from_address(answer or 0).value = 0
-        return self._of(stream, self.captured, "STREAM_CAPTURE_IMPLICIT")
+        status, captured = self.cuStreamIsCapturing(types.CUstream(stream or 0))
+        ctypes.c_int.from_address(answer or 0).value = int(captured or 0)
+        return int(status)
 
     def _query_stream(self, stream: int | None) -> int:
         self.asked.append(("cuStreamQuery", stream or 0))
-        return self._of(stream, self.busy, "NOT_READY")
-
-    def _of(self, stream: int | None, streams: set[int], status: str) -> int:
-        return int(getattr(types.CUresult, f"CUDA_ERROR_{status}")) if stream in streams else 0
+        return int(types.CUresult.CUDA_ERROR_NOT_READY) if stream in self.busy else 0
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> tuple[Any, ...]:
         if name not in self._functions:  # the package calls its Python method instead

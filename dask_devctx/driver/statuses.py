@@ -41,6 +41,8 @@ HARDWARE: Final = frozenset({214, 220, 226})
 
 OUT_OF_MEMORY: Final = 2
 NOT_READY: Final = 600
+# The legacy default stream waits for a stream that is being captured into a graph.
+CAPTURE_IMPLICIT: Final = 906
 # An event cannot stand for all work of a context: a stream there is being captured into a graph, or
 # the driver does not support it.
 NO_EVENT_OF_CONTEXT: Final = frozenset({801, 900})

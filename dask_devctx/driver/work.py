@@ -5,6 +5,8 @@ Scopes do not need them. Copies between devices do, and so do probes of a device
 
 from __future__ import annotations
 
+from array import array
+
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
 from dask_devctx.driver.launches import LaunchQueues
@@ -122,6 +124,23 @@ class WorkCalls:
         """Create a stream, for which the legacy default stream of its context does not wait."""
         flag = int(self.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
         return int(self._value(self.driver.cuStreamCreate, flag))
+
+    def is_capturing(self, stream: int) -> bool:
+        """Return whether a stream is being captured into a graph; this spoils no graph.
+
+        Work for such a stream goes into the graph. The legacy default stream counts while a stream
+        for which it waits is captured: work for it would fail and spoil the graph.
+        """
+        cell = array("i", (0,))
+        status = self._status("cuStreamIsCapturing", 10000, stream, cell.buffer_info()[0])
+        captured: int | None = cell[0]
+        if status is None:
+            status, captured = self.driver.cuStreamIsCapturing(self.types.CUstream(stream))
+        if status == statuses.CAPTURE_IMPLICIT:
+            return True
+        if status != 0:
+            raise self._error("cuStreamIsCapturing", status)
+        return captured != 0
 
     def stream_wait(self, stream: int, event: int) -> None:
         """Make all later work of the stream wait for an event, which may be of any device."""

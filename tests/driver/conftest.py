@@ -9,12 +9,17 @@ from cuda.bindings import driver as types
 
 from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.simulated import SimulatedMachine
+from tests.addressed import AddressedDriver
 
 
-@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.gpu(count=2))])
+@pytest.fixture(
+    params=["simulated", "addressed", pytest.param("real", marks=pytest.mark.gpu(count=2))]
+)
 def calls(request: pytest.FixtureRequest) -> Iterator[Calls]:
     """The calls of a driver, with the primary context of device 0 current."""
-    calls = Calls(SimulatedMachine(2).driver if request.param == "simulated" else types)
+    machine = SimulatedMachine(2)
+    drivers = {"simulated": machine.driver, "addressed": AddressedDriver(machine), "real": types}
+    calls = Calls(drivers[request.param])
     try:
         calls.init()
     except Exception as error:

@@ -1,7 +1,8 @@
 """The contract of a CUDA driver: the same tests run on the simulated and on the real driver.
 
 Each test runs in a new process, where nothing else has used the driver. The expectations were
-measured on two H200s with driver 580. A test that fails on a real driver shows a new behaviour.
+measured on two H200s with driver 580, but those of stream capture are from CUDA's documentation. A
+test that fails on a real driver shows a new behaviour.
 """
 
 # ruff: noqa: F821 - the functions run elsewhere, where the fixture `child` defines these names
@@ -12,6 +13,9 @@ import os
 import signal
 
 import pytest
+from cuda.bindings.driver import CUresult, CUstreamCaptureMode
+
+from dask_devctx import Device
 
 # -- before and without a context
 
@@ -523,6 +527,209 @@ def page_locking(kind):
     assert pages[:2] == b"ab"  # they stay as they are
 
 
+# -- streams that are captured into graphs
+
+
+def capturing(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    mode, status = types.CUstreamCaptureMode, types.CUstreamCaptureStatus
+    own, thread, legacy = ok(d.cuStreamCreate(1)), types.CUstream(2), types.CUstream(1)
+    memory, event = ok(d.cuMemAlloc(8)), ok(d.cuEventCreate(2))
+    host, zeros = ctypes.create_string_buffer(b"1234567", 8), bytes(8)
+    ok(d.cuMemcpyHtoD(memory, ctypes.addressof(ctypes.create_string_buffer(8)), 8))
+    for stream in (own, thread):
+        ok(d.cuStreamBeginCapture(stream, mode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        assert ok(d.cuStreamIsCapturing(stream)) == status.CU_STREAM_CAPTURE_STATUS_ACTIVE
+        ok(d.cuMemcpyHtoDAsync(memory, ctypes.addressof(host), 8, stream))
+        ok(d.cuEventRecord(event, stream))
+        ok(d.cuStreamWaitEvent(stream, event, 0))
+        assert names(d.cuStreamBeginCapture(stream, mode.CU_STREAM_CAPTURE_MODE_RELAXED)) == [
+            "ILLEGAL_STATE"
+        ]
+        assert int(ok(d.cuStreamEndCapture(stream)))
+        assert ok(d.cuStreamIsCapturing(stream)) == status.CU_STREAM_CAPTURE_STATUS_NONE
+        assert d.cuStreamEndCapture(stream)[0].name == "CUDA_ERROR_ILLEGAL_STATE"
+        ok(d.cuStreamSynchronize(stream))
+    ok(d.cuMemcpyDtoH(ctypes.addressof(host), memory, 8))
+    assert host.raw == zeros  # what was captured was not done
+    assert names(
+        d.cuEventQuery(event),  # also after the capture
+        d.cuStreamBeginCapture(legacy, mode.CU_STREAM_CAPTURE_MODE_RELAXED),
+    ) == ["CAPTURED_EVENT", "STREAM_CAPTURE_UNSUPPORTED"]
+    ok(d.cuEventRecord(event, own))
+    ok(d.cuStreamSynchronize(own))
+    ok(d.cuEventQuery(event))
+
+
+def recording_a_context_spoils_its_captures(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    event = ok(d.cuEventCreate(2))
+    relaxed = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    ok(d.cuThreadExchangeStreamCaptureMode(relaxed))  # does not help
+    for mode in types.CUstreamCaptureMode:
+        streams = [ok(d.cuStreamCreate(flags)) for flags in (0, 1)]
+        for stream in streams:
+            ok(d.cuStreamBeginCapture(stream, mode))
+        assert names(d.cuCtxRecordEvent(context, event)) == ["STREAM_CAPTURE_UNSUPPORTED"]
+        for stream in streams:
+            assert ok(d.cuStreamIsCapturing(stream)) == 2
+            assert (
+                names(d.cuEventRecord(event, stream), d.cuStreamEndCapture(stream))
+                == ["STREAM_CAPTURE_INVALIDATED"] * 2
+            )
+            assert ok(d.cuStreamIsCapturing(stream)) == 0
+        ok(d.cuCtxRecordEvent(context, event))
+
+
+def other_contexts_spoil_no_capture(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    if ok(d.cuDeviceGetCount()) < 2:
+        print("skip: one device")
+        return
+    other = ok(d.cuDevicePrimaryCtxRetain(1))
+    ok(d.cuCtxSetCurrent(other))
+    event, stream, legacy = ok(d.cuEventCreate(2)), ok(d.cuStreamCreate(0)), types.CUstream(1)
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    mine = ok(d.cuStreamCreate(0))
+    ok(d.cuStreamBeginCapture(mine, types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL))
+    ok(d.cuCtxSetCurrent(other))
+    ok(d.cuCtxRecordEvent(other, event))
+    assert ok(d.cuStreamIsCapturing(legacy)) == 0
+    ok(d.cuEventRecord(event, legacy))
+    ok(d.cuStreamWaitEvent(stream, event, 0))
+    assert int(ok(d.cuStreamEndCapture(mine)))
+
+
+def the_legacy_stream_while_another_is_captured(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
+    relaxed = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    event, host, memory = (
+        ok(d.cuEventCreate(2)),
+        ctypes.create_string_buffer(8),
+        ok(d.cuMemAlloc(8)),
+    )
+    blocking, nonblocking = ok(d.cuStreamCreate(0)), ok(d.cuStreamCreate(1))
+    for use in (
+        lambda legacy: d.cuEventRecord(event, legacy),
+        lambda legacy: d.cuStreamWaitEvent(legacy, event, 0),
+        lambda legacy: d.cuStreamSynchronize(legacy),
+        lambda legacy: d.cuMemcpyAsync(memory, memory, 8, legacy),
+        lambda legacy: d.cuMemcpyDtoH(ctypes.addressof(host), memory, 8),
+    ):
+        for legacy in map(types.CUstream, (0, 1)):
+            ok(d.cuStreamBeginCapture(nonblocking, relaxed))
+            assert ok(d.cuStreamIsCapturing(legacy)) == 0
+            assert names(use(legacy)) == ["SUCCESS"]
+            assert int(ok(d.cuStreamEndCapture(nonblocking)))
+            ok(d.cuStreamBeginCapture(blocking, relaxed))
+            assert names(d.cuStreamIsCapturing(legacy)) == ["STREAM_CAPTURE_IMPLICIT"]
+            assert ok(d.cuStreamIsCapturing(blocking)) == 1  # the question spoils nothing
+            assert names(use(legacy), d.cuStreamEndCapture(blocking)) == [
+                "STREAM_CAPTURE_IMPLICIT",
+                "STREAM_CAPTURE_INVALIDATED",
+            ]
+
+
+def what_a_capture_cannot_depend_on(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    mode = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    stream, other, outside, inside = (
+        *(ok(d.cuStreamCreate(1)) for _ in range(2)),
+        *(ok(d.cuEventCreate(2)) for _ in range(2)),
+    )
+    ok(d.cuEventRecord(outside, other))
+    for expected, calls in {
+        "CAPTURED_EVENT": [d.cuEventQuery, d.cuEventSynchronize],
+        "STREAM_CAPTURE_UNSUPPORTED": [
+            lambda event: d.cuStreamSynchronize(stream),
+            lambda event: d.cuCtxSynchronize(),
+        ],
+        "STREAM_CAPTURE_ISOLATION": [lambda event: d.cuStreamWaitEvent(stream, outside, 0)],
+    }.items():
+        for call in calls:
+            ok(d.cuStreamBeginCapture(stream, mode))
+            ok(d.cuEventRecord(inside, stream))
+            assert names(call(inside), d.cuStreamEndCapture(stream)) == [
+                expected,
+                "STREAM_CAPTURE_INVALIDATED",
+            ]
+    ok(d.cuStreamBeginCapture(stream, mode))
+    ok(d.cuStreamBeginCapture(other, mode))
+    ok(d.cuEventRecord(inside, stream))
+    assert names(
+        d.cuStreamWaitEvent(other, inside, 0),
+        d.cuStreamEndCapture(stream),
+        d.cuStreamEndCapture(other),
+    ) == ["STREAM_CAPTURE_MERGE", *["STREAM_CAPTURE_INVALIDATED"] * 2]
+
+
+def unsafe_calls_while_a_stream_is_captured(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    stream, mode = ok(d.cuStreamCreate(1)), types.CUstreamCaptureMode
+    everywhere, relaxed = mode.CU_STREAM_CAPTURE_MODE_GLOBAL, mode.CU_STREAM_CAPTURE_MODE_RELAXED
+
+    def allocates(own, answers):
+        ok(d.cuCtxSetCurrent(context))
+        before = ok(d.cuThreadExchangeStreamCaptureMode(own))
+        answers.append(names(d.cuMemAlloc(8))[0])
+        ok(d.cuThreadExchangeStreamCaptureMode(before))
+
+    for captured in mode:
+        for own in mode:
+            for same in (True, False):
+                answers = []
+                ok(d.cuStreamBeginCapture(stream, captured))
+                if same:
+                    allocates(own, answers)
+                else:
+                    thread = threading.Thread(target=allocates, args=(own, answers))
+                    thread.start()
+                    thread.join()
+                refused = relaxed not in (captured, own)
+                if not same:
+                    refused = captured == own == everywhere
+                ended = names(d.cuStreamEndCapture(stream))
+                expected = ["SUCCESS"] * 2
+                if refused:
+                    expected = ["STREAM_CAPTURE_UNSUPPORTED", "STREAM_CAPTURE_INVALIDATED"]
+                assert answers + ended == expected, (captured, own, same)
+
+
+def ending_a_capture_on_another_thread(kind):
+    d = make(kind)
+    ok(d.cuInit(0))
+    context = ok(d.cuDevicePrimaryCtxRetain(0))
+    ok(d.cuCtxSetCurrent(context))
+    stream, answers = ok(d.cuStreamCreate(1)), []
+
+    def end():
+        ok(d.cuCtxSetCurrent(context))
+        answers.extend(names(d.cuStreamEndCapture(stream)))
+
+    for mode in types.CUstreamCaptureMode:
+        ok(d.cuStreamBeginCapture(stream, mode))
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+        if answers[-1] != "SUCCESS":
+            ok(d.cuStreamEndCapture(stream))
+    assert answers == ["STREAM_CAPTURE_WRONG_THREAD"] * 2 + ["SUCCESS"]
+
+
 # -- fork
 
 
@@ -596,6 +803,13 @@ CONTRACT = [
     peer_access_to_itself,
     peer_access,
     page_locking,
+    capturing,
+    recording_a_context_spoils_its_captures,
+    other_contexts_spoil_no_capture,
+    the_legacy_stream_while_another_is_captured,
+    what_a_capture_cannot_depend_on,
+    unsafe_calls_while_a_stream_is_captured,
+    ending_a_capture_on_another_thread,
     forked_after_init,
     forked_before_init,
     environment_is_read_once,
@@ -687,3 +901,20 @@ def test_refuses_what_it_cannot_simulate(machine):
         machine.driver.cuLaunchKernel  # noqa: B018
     with pytest.raises(AttributeError, match="has no nvmlDeviceGetPowerUsage"):
         machine.nvml.nvmlDeviceGetPowerUsage  # noqa: B018
+
+
+def test_refuses_a_stream_that_joins_a_capture(machine):
+    driver = machine.driver
+    with Device(0):
+        streams = [driver.cuStreamCreate(1)[1] for _ in range(2)]
+        event = driver.cuEventCreate(2)[1]
+        driver.cuStreamBeginCapture(streams[0], CUstreamCaptureMode(2))
+        driver.cuEventRecord(event, streams[0])
+        with pytest.raises(AttributeError, match="no streams that join a capture"):
+            driver.cuStreamWaitEvent(streams[1], event, 0)
+        with pytest.raises(AttributeError, match="destroys no stream that is captured"):
+            driver.cuStreamDestroy(streams[0])
+        driver.cuStreamEndCapture(streams[0])
+        # an event that a capture left behind
+        (status,) = driver.cuStreamWaitEvent(streams[1], event, 0)
+        assert status == CUresult.CUDA_ERROR_CAPTURED_EVENT

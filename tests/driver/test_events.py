@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from cuda.bindings.driver import CUstreamCaptureMode
 
 from dask_devctx.driver.launches import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.errors import DeviceMemoryError, DriverError
@@ -52,6 +53,20 @@ def test_an_event_of_a_context(calls):
     assert calls.work.event_record_context(event, calls.contexts[0])
     calls.synchronize()
     assert calls.work.event_done(event)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_whether_a_stream_is_captured(calls, blocking):
+    driver = calls.driver
+    stream = driver.cuStreamCreate(0 if blocking else 1)[1]
+    every = 0, LEGACY_STREAM, PER_THREAD_STREAM, int(stream)
+    assert [calls.work.is_capturing(one) for one in every] == [False] * 4
+    driver.cuStreamBeginCapture(stream, CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+    assert [calls.work.is_capturing(one) for one in every] == [blocking, blocking, False, True]
+    assert driver.cuStreamEndCapture(stream)[0] == 0  # no question spoilt it
+    calls.set_current(0)
+    with pytest.raises(DriverError, match=r"cuStreamIsCapturing failed .*INVALID_CONTEXT"):
+        calls.work.is_capturing(LEGACY_STREAM)
 
 
 def test_another_contexts_stream_waits_for_an_event(calls):

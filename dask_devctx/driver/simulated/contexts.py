@@ -34,7 +34,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Context] = []
-        self.capture_mode = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+        self.capture_mode: Any = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 
 
 class SimulatedContexts(SimulatedDevices):
@@ -47,7 +47,7 @@ class SimulatedContexts(SimulatedDevices):
         self._handles = itertools.count(0x7000_0000, 0x100)
         self._ids = itertools.count(1)
 
-    def _lost(self, function: str) -> Any:
+    def _refused(self, function: str) -> Any:
         context = self._current()
         if function in WORKING_CALLS and context is not None and context.gpu.lost:
             return Status.CUDA_ERROR_UNKNOWN

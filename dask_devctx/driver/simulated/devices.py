@@ -30,8 +30,8 @@ class SimulatedDevices:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the simulated driver has no {name}: it cannot be simulated")
 
-    def _lost(self, function: str) -> Any:
-        """Return the status of a call whose GPU fell off the bus; None where it did not."""
+    def _refused(self, function: str) -> Any:
+        """Return the status of a call that fails whatever its arguments; None if it does not."""
         return None
 
     # -- the process

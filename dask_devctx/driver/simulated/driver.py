@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuda.bindings import driver as types
 
+from dask_devctx.driver.simulated.captures import Capture, CaptureMode, Captures, Stream
 from dask_devctx.driver.simulated.contexts import SimulatedContexts
 from dask_devctx.driver.simulated.faults import Faults
 from dask_devctx.driver.simulated.function import OK, Status, function
@@ -17,7 +19,7 @@ from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 
 _DEFAULT_STREAMS = (0, 1, 2)
-_UNKNOWN = object()
+_PER_THREAD_STREAM = 2
 _HANDLE_NBYTES = 64
 # `CUevent_flags`
 _DISABLE_TIMING = 2
@@ -32,12 +34,21 @@ class SimulatedDriver(SimulatedContexts):
         self._events: dict[int, Context] = {}
         # When each event that measures time was recorded last, by the event.
         self._reached: dict[int, float | None] = {}
-        self._streams: dict[int, Context] = {}
+        # By the handle; the default streams by their context, and the thread or None.
+        self._streams: dict[int | tuple[int, int | None], Stream] = {}
+        self._captures = Captures()
+        self._captured: dict[int, Capture] = {}  # by the event that was recorded in it last
         self._locked_pages: dict[int, int] = {}  # the number of bytes by the first address
 
     def _end(self, context: Context) -> None:
         super()._end(context)
         self._memory.end(context)
+        for stream in [each for each in self._streams.values() if each.context is context]:
+            self._captures.forget(stream)
+
+    def _refused(self, function: str) -> Any:
+        mode = self._thread.capture_mode
+        return super()._refused(function) or self._captures.of_call(function, self._current(), mode)
 
     # -- events: each is reached as soon as it is recorded
 
@@ -56,27 +67,51 @@ class SimulatedDriver(SimulatedContexts):
     def cuEventDestroy(self, event: Any) -> tuple[Any, ...]:
         found = self._events.pop(int(event), None)
         self._reached.pop(int(event), None)
+        self._captured.pop(int(event), None)
         return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
 
     @function(0)
     def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
-        status, current = self._of_current(lambda ctx: ctx)
-        if status != OK:
-            return (status,)
-        same = self._events.get(int(event)) is current and self._on(stream) in (None, current)
-        if same and int(event) in self._reached:
-            self._reached[int(event)] = time.perf_counter()
-        return (OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
+        def record(found: Stream) -> Any:
+            if not self._events.get(int(event)) is found.context is self._current():
+                return Status.CUDA_ERROR_INVALID_HANDLE
+            status = self._captures.of_stream(found)
+            if status == OK:
+                self._captured.pop(int(event), None)
+                if found.capture is not None:
+                    self._captured[int(event)] = found.capture
+                elif int(event) in self._reached:
+                    self._reached[int(event)] = time.perf_counter()
+            return status
+
+        return (self._on(stream, record),)
 
     @function(0)
     def cuCtxRecordEvent(self, context: Any, event: Any) -> tuple[Any, ...]:
-        same = self._events.get(int(event)) is self._known(context)
-        return (OK if same else Status.CUDA_ERROR_INVALID_HANDLE,)
+        found = self._known(context)
+        if self._events.get(int(event)) is not found:
+            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+        status = self._captures.of_context(found)
+        if status == OK:
+            self._captured.pop(int(event), None)
+        return (status,)
 
     @function(0)
     def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
-        known = int(event) in self._events
-        return (OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
+        return (self._state(event),)
+
+    @function(0)
+    def cuEventSynchronize(self, event: Any) -> tuple[Any, ...]:
+        return (self._state(event),)
+
+    def _state(self, event: Any) -> Any:
+        if int(event) not in self._events:
+            return Status.CUDA_ERROR_INVALID_HANDLE
+        capture = self._captured.get(int(event))
+        if capture is None:
+            return OK
+        capture.valid = False
+        return Status.CUDA_ERROR_CAPTURED_EVENT
 
     @function(1)
     def cuEventElapsedTime(self, start: Any, end: Any) -> tuple[Any, ...]:
@@ -88,17 +123,26 @@ class SimulatedDriver(SimulatedContexts):
 
     @function(0)
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
-        known = int(event) in self._events and self._on(stream) is not _UNKNOWN
-        status = self._of_current(lambda ctx: None)[0]
-        if status != OK:
-            return (status,)
-        return (OK if known else Status.CUDA_ERROR_INVALID_HANDLE,)
+        def wait(found: Stream) -> Any:
+            if int(event) not in self._events:
+                return Status.CUDA_ERROR_INVALID_HANDLE
+            return self._captures.of_wait(found, self._captured.get(int(event)))
+
+        return (self._on(stream, wait),)
 
     # -- streams: each has always finished its work
 
-    def _on(self, stream: Any) -> Any:
-        """Return the context of a stream; None for the default ones, which every context has."""
-        return None if int(stream) in _DEFAULT_STREAMS else self._streams.get(int(stream), _UNKNOWN)
+    def _on(self, handle: Any, do: Callable[[Stream], Any]) -> Any:
+        """Return the status of what is done on a stream; the default ones are of this context."""
+        status, current = self._of_current(lambda ctx: ctx)
+        if status != OK:
+            return status
+        stream = self._streams.get(int(handle))
+        if int(handle) in _DEFAULT_STREAMS:
+            legacy = int(handle) != _PER_THREAD_STREAM
+            key = current.id, None if legacy else threading.get_ident()
+            stream = self._streams.setdefault(key, Stream(current, True, legacy))
+        return Status.CUDA_ERROR_INVALID_HANDLE if stream is None else do(stream)
 
     @function(1)
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
@@ -108,30 +152,55 @@ class SimulatedDriver(SimulatedContexts):
         if int(flags) not in (0, 1):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         stream = types.CUstream(next(self._handles))
-        self._streams[int(stream)] = context
+        self._streams[int(stream)] = Stream(context, blocking=int(flags) == 0)
         return OK, stream
 
     @function(0)
     def cuStreamDestroy(self, stream: Any) -> tuple[Any, ...]:
-        found = self._streams.pop(int(stream), None)
+        found = self._streams.get(int(stream))
+        if found is not None and found.capture is not None:
+            raise AttributeError("the simulated driver destroys no stream that is captured")
+        self._streams.pop(int(stream), None)
         return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
 
     @function(0)
     def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
-        return self._given(stream, lambda ctx: True)
+        return (self._on(stream, self._captures.of_synchronizing),)
 
-    def _given(self, stream: Any, work: Callable[[Context], bool]) -> tuple[Any, ...]:
-        """Do a stream's work at once; the work returns False where an argument is wrong."""
-        status, current = self._of_current(lambda ctx: ctx)
-        if status != OK:
-            return (status,)
-        if self._on(stream) is _UNKNOWN:
-            return (Status.CUDA_ERROR_INVALID_HANDLE,)
-        return (OK if work(current) else Status.CUDA_ERROR_INVALID_VALUE,)
+    def _given(self, stream: Any, work: Callable[[], bool]) -> tuple[Any, ...]:
+        """Do a stream's work at once, or not at all while the stream is captured.
+
+        The work returns False where an argument is wrong.
+        """
+
+        def give(found: Stream) -> Any:
+            status = self._captures.of_stream(found)
+            if status != OK or found.capture is not None or work():
+                return status
+            return Status.CUDA_ERROR_INVALID_VALUE
+
+        return (self._on(stream, give),)
+
+    # -- streams that are captured
+
+    @function(0)
+    def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[Any, ...]:
+        return (self._on(stream, lambda found: self._captures.begin(found, mode)),)
+
+    @function(1)
+    def cuStreamEndCapture(self, stream: Any) -> tuple[Any, ...]:
+        status = self._on(stream, self._captures.end)
+        return (status, types.CUgraph(next(self._handles))) if status == OK else (status,)
+
+    @function(1)
+    def cuStreamIsCapturing(self, stream: Any) -> tuple[Any, ...]:
+        answer: list[Any] = []
+        status = self._on(stream, lambda found: self._captures.status(found, answer))
+        return (status, *answer)
 
     @function(1)
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
-        before, self._thread.capture_mode = self._thread.capture_mode, mode
+        before, self._thread.capture_mode = self._thread.capture_mode, CaptureMode(int(mode))
         return OK, before
 
     # -- memory
@@ -180,7 +249,7 @@ class SimulatedDriver(SimulatedContexts):
 
     @function(0)
     def cuMemcpyAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> tuple[Any, ...]:
-        return self._given(stream, lambda ctx: self._copy(target, source, nbytes))
+        return self._given(stream, lambda: self._copy(target, source, nbytes))
 
     @function(0)
     def cuMemcpyPeerAsync(
@@ -192,42 +261,37 @@ class SimulatedDriver(SimulatedContexts):
             status, _ = self._of_context(self._known(each), lambda ctx: None)
             if status != OK:
                 return (status,)
-        return self._given(stream, lambda ctx: self._copy(target, source, nbytes))
+        return self._given(stream, lambda: self._copy(target, source, nbytes))
 
     def _copy(self, target: Any, source: Any, nbytes: int) -> bool:
         return not nbytes or self._memory.copy(int(target), int(source), nbytes)
 
     @function(0)
     def cuMemcpyDtoH(self, host: int, source: Any, nbytes: int) -> tuple[Any, ...]:
-        return self._with_host(
-            source, nbytes, lambda address: ctypes.memmove(host, address, nbytes)
-        )
+        return self._given(0, lambda: self._move(source, nbytes, lambda at: (host, at)))
 
     @function(0)
     def cuMemcpyHtoD(self, target: Any, host: int, nbytes: int) -> tuple[Any, ...]:
-        return self._with_host(
-            target, nbytes, lambda address: ctypes.memmove(address, host, nbytes)
-        )
+        return self._given(0, lambda: self._move(target, nbytes, lambda at: (at, host)))
 
     @function(0)
     def cuMemcpyDtoHAsync(
         self, host: int, source: Any, nbytes: int, stream: Any
     ) -> tuple[Any, ...]:
-        if self._on(stream) is _UNKNOWN:
-            return (Status.CUDA_ERROR_INVALID_HANDLE,)
-        return self._with_host(
-            source, nbytes, lambda address: ctypes.memmove(host, address, nbytes)
-        )
+        return self._given(stream, lambda: self._move(source, nbytes, lambda at: (host, at)))
 
     @function(0)
     def cuMemcpyHtoDAsync(
         self, target: Any, host: int, nbytes: int, stream: Any
     ) -> tuple[Any, ...]:
-        if self._on(stream) is _UNKNOWN:
-            return (Status.CUDA_ERROR_INVALID_HANDLE,)
-        return self._with_host(
-            target, nbytes, lambda address: ctypes.memmove(address, host, nbytes)
-        )
+        return self._given(stream, lambda: self._move(target, nbytes, lambda at: (at, host)))
+
+    def _move(self, pointer: Any, nbytes: int, ends: Callable[[int], tuple[int, int]]) -> bool:
+        """Copy between device and host: ``ends`` gives target and source, by host addresses."""
+        block = self._memory.find(int(pointer), nbytes)
+        if nbytes and block is not None:
+            ctypes.memmove(*ends(block.host_address(int(pointer))), nbytes)
+        return not nbytes or block is not None
 
     @function(0)
     def cuMemHostRegister(self, host: int, nbytes: int, flags: int) -> tuple[Any, ...]:
@@ -251,18 +315,6 @@ class SimulatedDriver(SimulatedContexts):
         if status == OK:
             self._locked_pages.pop(int(host), None)
         return (status,)
-
-    def _with_host(
-        self, pointer: Any, nbytes: int, move: Callable[[int], object]
-    ) -> tuple[Any, ...]:
-        status, block = self._of_current(lambda ctx: self._memory.find(int(pointer), nbytes))
-        if status != OK:
-            return (status,)
-        if nbytes and block is None:
-            return (Status.CUDA_ERROR_INVALID_VALUE,)
-        if nbytes:
-            move(block.host_address(int(pointer)))
-        return (OK,)
 
     # -- memory between processes
 

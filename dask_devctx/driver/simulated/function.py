@@ -24,7 +24,7 @@ def function(outputs: int, needs_init: bool = True) -> Callable[[Any], Any]:
             if status is None and needs_init and self._pid != os.getpid():
                 status = Status.CUDA_ERROR_NOT_INITIALIZED
             if status is None:
-                status = self._lost(body.__name__)
+                status = self._refused(body.__name__)
             if status is None:
                 status, *values = body(self, *args)
             else:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from cuda.bindings.driver import CUresult
+from cuda.bindings.driver import CUresult, CUstreamCaptureMode
 
 from dask_devctx import Device, driver
 from dask_devctx.driver.launches import LEGACY_STREAM
@@ -96,9 +96,11 @@ def test_a_few_copies_keep_pythons_lock_where_no_stream_is_full(calls: Addressed
 
 
 def test_a_stream_is_not_asked_while_it_would_spoil_a_graph(calls: AddressedDriver) -> None:
-    calls.captured.add(LEGACY_STREAM)
-    assert _enqueued(calls) == []
+    stream = calls.cuStreamCreate(0)[1]
+    calls.cuStreamBeginCapture(stream, CUstreamCaptureMode(2))
+    assert not Device(0)._backend.calls.work.has_room(Device(0)._handle)
     assert calls.asked == QUESTIONS[:1]
+    assert calls.cuStreamEndCapture(stream)[0] == 0
 
 
 def test_a_device_whose_work_was_done_a_moment_ago_is_not_asked(
