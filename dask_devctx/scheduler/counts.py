@@ -114,12 +114,12 @@ class Counts:
         # dask has dropped the state of a worker by the time that it says that the worker left.
         self._states = dict(scheduler.workers)
 
-    def moved(self, start: str, finish: str, content: Mapping[str, Any]) -> None:
-        """Count a task's outcome; called for each transition of each task."""
-        if start != "processing" or "startstops" not in content:
-            return
-        worker, times = content.get("worker"), content["startstops"]
-        compute = next((t for t in reversed(times or ()) if t["action"] == "compute"), None)
+    def ended(self, finish: str, content: Mapping[str, Any]) -> None:
+        """Count the outcome of a task that a worker ran, by the content of its transition."""
+        worker, compute = content.get("worker"), None
+        for times in content["startstops"] or ():
+            if times["action"] == "compute":
+                compute = times
         if worker is None or compute is None:
             return
         metadata = content.get("metadata") or {}

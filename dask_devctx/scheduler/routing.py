@@ -17,7 +17,6 @@ from dask_devctx.annotations import (
     NAMES,
     Request,
     answer,
-    carried_device,
     requested_device,
 )
 from dask_devctx.annotations.names import TOLD, about_no_plugin, mistaken
@@ -101,13 +100,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     # -- dask's hooks
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Start to restrict tasks, also those that are on the scheduler already.
-
-        Raises
-        ------
-        UnsupportedDaskError
-            The scheduler's dask lacks a name that this plugin uses.
-        """
+        """Start to restrict tasks, also those that are on the scheduler already."""
         check_scheduler(scheduler)
         self.scheduler = scheduler
         self._grace_s = config.seconds("missing-device-timeout") or 0
@@ -162,10 +155,15 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         if ours and not (self._cluster.present.by_worker or self._cluster.unheard):
             self._warn_if_unused(ours[0])
         annotated = set().union(*(annotations[name] for name in ours))
-        touched = [ts for key in tasks if (ts := scheduler.tasks.get(key)) is not None]
-        self._note(
-            ts for ts in touched if ts.key in annotated or carried_device(ts.run_spec) is not None
-        )
+        asking = []
+        for key in tasks:
+            ts = scheduler.tasks.get(key)
+            if ts is None:
+                continue
+            function = getattr(ts.run_spec, "func", None)
+            if key in annotated or getattr(function.__class__, "carries_device", False):
+                asking.append(ts)
+        self._note(asking)
 
     def _warn_if_unused(self, name: str) -> None:
         """Warn that no worker of the cluster heeds an annotation, if there are workers."""
@@ -183,9 +181,13 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 internals.warn_clients(self.scheduler, text)
 
     def transition(self, key: Hashable, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        self._wishes.moved(key, finish)
-        self._suspects.moved(key, finish, kwargs.get("worker"))
-        self.counts.moved(start, finish, kwargs)
+        """Note the end of a task; dask calls this six times for each, so it calls little itself."""
+        if finish == "forgotten" and key in self._wishes.groups:
+            self._wishes.forget(key)
+        if start == "processing" and "startstops" in kwargs:
+            self.counts.ended(finish, kwargs)
+        if self._suspects.failed_workers or self._suspects.refused:
+            self._suspects.moved(key, finish, kwargs.get("worker"))
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         holdings = self._cluster.join(worker, time())

@@ -49,6 +49,9 @@ class SuspectTasks:
     ----------
     latest
         The latest failures: the worker, the time, and the fields of the error of each.
+    failed_workers, refused
+        The fields of each failed worker's error, and the keys of tasks that are refused. While both
+        are empty, :meth:`moved` has nothing to do.
 
     Notes
     -----
@@ -62,8 +65,8 @@ class SuspectTasks:
     def __init__(self, scheduler: Scheduler) -> None:
         self.latest: deque[tuple[str, float, tuple[Any, ...]]] = deque(maxlen=_LATEST)
         self._scheduler = scheduler
-        self._failed: dict[str, tuple[Any, ...]] = {}  # the fields of each worker's error
-        self._refused: set[Hashable] = set()
+        self.failed_workers: dict[str, tuple[Any, ...]] = {}
+        self.refused: set[Hashable] = set()
 
     def read_event(self, topic: str, event: Any) -> None:
         """Mark the tasks that the event of a failure names; refuse a malformed event."""
@@ -85,10 +88,10 @@ class SuspectTasks:
         if not isinstance(worker, str) or worker not in self._scheduler.workers:
             raise MalformedError("it comes from no worker of this cluster")
         failure = read_failure(message)
-        if worker in self._failed:  # the event and the message say the same
+        if worker in self.failed_workers:  # the event and the message say the same
             return
-        self._failed[worker] = tuple(failure.fields)
-        self.latest.append((worker, time(), self._failed[worker]))
+        self.failed_workers[worker] = tuple(failure.fields)
+        self.latest.append((worker, time(), self.failed_workers[worker]))
         again, once, gone = [], [], []
         for key in dict.fromkeys((*failure.suspects, *failure.bystanders)):
             ts = self._scheduler.tasks.get(key)
@@ -104,7 +107,7 @@ class SuspectTasks:
                 self._watch(ts)
                 again.append(key)
         for ts in only_copies(self._scheduler, worker):
-            if runs_once(ts.annotations) and ts.key not in self._refused:
+            if runs_once(ts.annotations) and ts.key not in self.refused:
                 self._refuse(ts, failure.fields, _LOST)
                 once.append(ts.key)
         said = (
@@ -122,20 +125,20 @@ class SuspectTasks:
 
     def worker_left(self, worker: str) -> None:
         """Forget a worker; another one may have its address later."""
-        self._failed.pop(worker, None)
+        self.failed_workers.pop(worker, None)
 
     def moved(self, key: Hashable, finish: str, worker: str | None = None) -> None:
         """Let a task that was refused run if a client asks for it again.
 
         A worker may tell of a task's end after it told of its failure: its result is lost soon.
         """
-        if finish == "memory" and worker in self._failed:
+        if finish == "memory" and worker in self.failed_workers:
             ts = self._scheduler.tasks.get(key)
             if ts is not None and runs_once(ts.annotations):
-                self._refuse(ts, self._failed[worker], _LOST)
+                self._refuse(ts, self.failed_workers[worker], _LOST)
                 logger.warning("%s: %s", _NOT_AGAIN, key)
-        if self._refused and key in self._refused and finish in ("erred", "forgotten"):
-            self._refused.discard(key)
+        if self.refused and key in self.refused and finish in ("erred", "forgotten"):
+            self.refused.discard(key)
             ts = self._scheduler.tasks.get(key)
             if ts is not None:
                 without_annotation(ts, REFUSED)
@@ -154,7 +157,7 @@ class SuspectTasks:
         annotate(ts, WATCHED, [run + 1 if counted else max(run, 1), most])
 
     def _refuse(self, ts: Any, fields: Sequence[Any], why: str) -> None:
-        self._refused.add(ts.key)
+        self.refused.add(ts.key)
         annotate(ts, REFUSED, [*fields[:-1], why])
 
 

@@ -67,11 +67,9 @@ class Group:
         dask's other two restrictions, which are set where the user's own restrictions apply.
     tasks
         The tasks, by key.
-    waiting
-        The keys of the tasks that wait for a worker.
     """
 
-    __slots__ = ("demand", "hosts", "loose", "restrictions", "tasks", "terms", "waiting")
+    __slots__ = ("demand", "hosts", "loose", "restrictions", "tasks", "terms")
 
     def __init__(self, demand: Demand, terms: Terms) -> None:
         self.demand = demand
@@ -80,7 +78,6 @@ class Group:
         self.hosts: frozenset[str] | None = None
         self.loose = False
         self.tasks: dict[Hashable, Any] = {}
-        self.waiting: dict[Hashable, None] = {}
 
     def restrict(self, ts: Any) -> None:
         """Give a task the restrictions of the group."""
@@ -96,6 +93,11 @@ class Wishes:
         The workers and their devices. Its owner calls :meth:`review` after each change.
     workers_on
         Returns the addresses of a host's workers.
+
+    Attributes
+    ----------
+    groups
+        The group of each task that names devices, by key.
     """
 
     def __init__(self, cluster: Cluster, workers_on: Callable[[str], Iterable[str]]) -> None:
@@ -105,9 +107,8 @@ class Wishes:
         self._for_several: set[Demand] = set()
         # The same, by the number of workers that have the device: none and all matter.
         self._by_count: defaultdict[int, set[Demand]] = defaultdict(set)
-        # The groups by the keys of their tasks, and the usual ones by the number or text in the
-        # annotation.
-        self._groups: dict[Hashable, Group] = {}
+        self.groups: dict[Hashable, Group] = {}
+        # The usual groups by what their tasks ask for.
         self._usual: dict[Request, Group] = {}
 
     def __len__(self) -> int:
@@ -119,7 +120,7 @@ class Wishes:
     def note(self, ts: Any, wanted: Request) -> None:
         """Restrict a task that names a device. It is not scheduled yet, or waits for a worker."""
         key = ts.key
-        old = self._groups.get(key)
+        old = self.groups.get(key)
         if old is not None:
             if old.tasks[key] is ts:
                 return  # its restrictions are those of its group, not its user's
@@ -132,28 +133,13 @@ class Wishes:
                 self._usual[wanted] = group
                 group.demand.said.append(wanted)
         group.tasks[key] = ts
-        self._groups[key] = group
-        if ts.state in _WAITING:
-            group.waiting[key] = None
+        self.groups[key] = group
         group.restrict(ts)
-
-    def moved(self, key: Hashable, state: str) -> None:
-        """Note the new state of a task."""
-        group = self._groups.get(key)
-        if group is None:
-            return
-        if state in _WAITING:
-            group.waiting[key] = None
-            return
-        group.waiting.pop(key, None)
-        if state == "forgotten":
-            self.forget(key)
 
     def forget(self, key: Hashable) -> None:
         """Forget a task."""
-        group = self._groups.pop(key)
+        group = self.groups.pop(key)
         del group.tasks[key]
-        group.waiting.pop(key, None)
         if not group.tasks and group.terms[1:] != _ANYWHERE[1:]:  # there may be many such groups
             del group.demand.groups[group.terms]
 
@@ -173,7 +159,7 @@ class Wishes:
         return group
 
     def _demand(self, name: Name | Several) -> Demand:
-        if len(self._demands) > _KEPT and len(self._demands) > 2 * len(self._groups):
+        if len(self._demands) > _KEPT and len(self._demands) > 2 * len(self.groups):
             self._forget_unnamed(list(self._demands.values()))
         demand = self._demands[name] = Demand(name, self._cluster.present.holders(name))
         self._by_count[len(demand.holders)].add(demand)
@@ -200,14 +186,14 @@ class Wishes:
 
     def last_worker(self, key: Hashable) -> str | None:
         """Return the last worker with a task's device if it left for good and no worker has it."""
-        group = self._groups.get(key)
+        group = self.groups.get(key)
         if group is None or group.demand.holders:
             return None
         return self._cluster.had(group.demand.name)
 
     def is_for_nobody(self, key: Hashable) -> bool:
         """Return whether a task goes to a worker that fails it, since no worker has its device."""
-        group = self._groups.get(key)
+        group = self.groups.get(key)
         if group is None or group.demand.holders or not self._cluster.present.using:
             return False
         return group.restrictions.isdisjoint(_NOBODY)
@@ -254,7 +240,8 @@ class Wishes:
 
     def _lead_all(self, demands: Iterable[Demand]) -> list[Any]:
         changed = [g for demand in demands for g in demand.groups.values() if self._lead(g)]
-        return [group.tasks[key] for group in changed for key in group.waiting]
+        tasks = (ts for group in changed for ts in group.tasks.values())
+        return [ts for ts in tasks if ts.state in _WAITING]
 
     def _lead(self, group: Group) -> bool:
         """Bring a group's restrictions up to date; return whether they have changed."""

@@ -160,7 +160,7 @@ def test_restrictions_are_as_if_made_from_the_beginning(happening: list[Any]) ->
         elif event == "forget":
             if known:
                 key = list(known)[what[0] % len(known)]
-                wishes.moved(key, "forgotten")
+                wishes.forget(key)
                 del known[key], before[key]
         elif event == "wait":
             now += what[0]
@@ -245,7 +245,7 @@ def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
             loose_restrictions=False,
         )
         wishes.note(ts, Request((wanted,)))
-        wishes.moved(n, "forgotten")
+        wishes.forget(n)
         if n % 100 == 0:
             sizes.add(len(wishes))
     assert max(sizes) < 1200

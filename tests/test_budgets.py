@@ -1,0 +1,211 @@
+"""The budgets: lines, files, circles of imports, and the package's own calls for each task.
+
+Each limit is a ratchet. A change that gets by with less lowers its limit; no change raises one.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from distributed import wait
+
+import dask_devctx
+from dask_devctx.simulated_array import SimulatedArray
+from tests.distributed import conftest as on_devices
+from tests.distributed.devices import with_plugin
+
+# What is counted, and the most that it may be. The aims: 22,000 lines and 150 files in the package,
+# 6,500 lines in its worker, 22,000 lines of tests, no circle of more than two files, and 65 calls
+# for an empty task or 105 for one with an input and a result on the device.
+LINES = {"dask_devctx": 39_200, "dask_devctx/worker": 13_600, "tests": 40_600}
+FILES = {"dask_devctx": 263}
+CIRCLE = 16
+# On the scheduler, on the worker's event loop, and on the device's thread.
+CALLS = {
+    "empty": {"scheduler": 5.9, "loop": 59.4, "thread": 54.2},
+    "input and result": {"scheduler": 4.1, "loop": 99.4, "thread": 118.3},
+}
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = Path(dask_devctx.__file__).parent
+
+
+def python_files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("folder", LINES)
+def test_lines(folder: str) -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in python_files(folder))
+    assert lines <= LINES[folder]
+
+
+@pytest.mark.parametrize("folder", FILES)
+def test_files(folder: str) -> None:
+    assert len(python_files(folder)) <= FILES[folder]
+
+
+# -- circles
+
+
+def imports() -> dict[str, set[str]]:
+    """Return what each module of the package imports of it at its top, for type checkers too."""
+    names = {_module(path): path for path in python_files("dask_devctx")}
+    return {name: {*_imported(path, names)} - {name} for name, path in names.items()}
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def _imported(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    inside = [ast.parse(path.read_text())]
+    for node in inside:
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                inside.append(child)
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names if one.name in known)
+        elif isinstance(node, ast.ImportFrom) and node.module in known:
+            for one in node.names:
+                submodule = f"{node.module}.{one.name}"
+                yield submodule if submodule in known else node.module
+
+
+def test_circles() -> None:
+    graph = imports()
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        reached[start], todo = set(), [start]
+        while todo:
+            new = graph[todo.pop()] - reached[start]
+            reached[start] |= new
+            todo += new
+    circles = {
+        frozenset(other for other in found if start in reached[other])
+        for start, found in reached.items()
+        if start in found
+    }
+    largest: frozenset[str] = max(circles, key=len, default=frozenset())
+    assert len(largest) <= CIRCLE, sorted(largest)
+
+
+# -- calls
+
+TASKS = 300
+_calls: Counter[str] = Counter()
+_rooms: dict[str, str] = {}
+_loop = 0
+
+
+def room_of(file: str) -> str:
+    """Return the package's folder or module that has a file; "" for others and the simulation."""
+    if file not in _rooms:
+        inside = file.startswith(f"{PACKAGE}{os.sep}")
+        room = file[len(str(PACKAGE)) + 1 :].split(os.sep)[0] if inside else ""
+        _rooms[file] = "" if room in ("driver", "simulated_array.py") else room
+    return _rooms[file]
+
+
+def count(frame: FrameType, event: str, arg: object) -> None:
+    """Count a call of the package's own functions: a function for ``sys.setprofile``."""
+    if event == "call" and room_of(frame.f_code.co_filename):
+        _calls["thread" if threading.get_ident() != _loop else _side(frame)] += 1
+
+
+def _side(frame: FrameType | None) -> str:
+    """Return for whom the event loop runs: this is the scheduler's, the worker's and the client's.
+
+    The first function of dask's or of the scheduler's room tells.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if room_of(file) == "scheduler" or file.endswith("distributed/scheduler.py"):
+            return "scheduler"
+        if file.endswith(("distributed/worker.py", "distributed/worker_state_machine.py")):
+            return "loop"
+        if file.endswith("distributed/client.py"):
+            return "client"
+        frame = frame.f_back
+    return "loop"
+
+
+def count_on_this_thread(on: bool) -> None:
+    sys.setprofile(count if on else None)
+
+
+def empty(number: int) -> None:
+    pass
+
+
+def make(number: int) -> SimulatedArray:
+    return SimulatedArray((1024,), "u1")
+
+
+def double(value: SimulatedArray) -> SimulatedArray:
+    return value + value
+
+
+async def calls_for_each_task(client: Any, function: Callable[..., Any], given: Any) -> Any:
+    """Return the calls for each task of a map of which one result is fetched."""
+    _calls.clear()
+    futures = client.map(function, given, pure=False)
+    await wait(futures)
+    await futures[0]
+    counted = {side: calls / TASKS for side, calls in _calls.items()}
+    for future in futures:
+        future.release()
+    await asyncio.sleep(0.1)
+    return counted
+
+
+@pytest.mark.usefixtures("on_simulated_devices", "lock_directory")
+@with_plugin(devices=[0], tasks_per_device=1)
+async def test_calls(client: Any, scheduler: Any, worker: Any) -> None:
+    global _loop
+    _loop = threading.get_ident()
+    inputs = client.map(make, range(TASKS), pure=False)
+    await wait(inputs)
+    for callback in worker.periodic_callbacks.values():
+        callback.stop()
+    least: dict[str, dict[str, float]] = {}
+    await client.submit(count_on_this_thread, True, pure=False)
+    count_on_this_thread(True)
+    try:
+        for _ in range(3):
+            for kind, function, given in (
+                ("empty", empty, range(TASKS)),
+                ("input and result", double, inputs),
+            ):
+                counted = await calls_for_each_task(client, function, given)
+                best = least.setdefault(kind, counted)
+                best.update({side: min(best[side], calls) for side, calls in counted.items()})
+    finally:
+        count_on_this_thread(False)
+        await client.submit(count_on_this_thread, False, pure=False)
+    found = {
+        kind: {side: round(least[kind][side], 1) for side in limits}
+        for kind, limits in CALLS.items()
+    }
+    print(found, {kind: round(sum(sides.values()), 1) for kind, sides in found.items()})
+    for kind, limits in CALLS.items():
+        for side, limit in limits.items():
+            assert found[kind][side] > 0
+            assert found[kind][side] <= limit + 0.5, (kind, side, found)
+
+
+simulation, on_simulated_devices, lock_directory = (
+    on_devices.simulation,
+    on_devices.on_simulated_devices,
+    on_devices.lock_directory,
+)
