@@ -105,7 +105,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.scheduler = scheduler
         self._grace_s = config.seconds("missing-device-timeout") or 0
         self._cluster = Cluster(set())
-        self._wishes = Wishes(self._cluster, self._workers_on)
+        self._wishes = Wishes(self._cluster, lambda host: internals.addresses_at(scheduler, host))
         self._kept = Kept(scheduler, self._cluster)
         self._pages = DevicePages(scheduler)
         self.history = DeviceHistory(scheduler, lambda: self._cluster.present.using)
@@ -327,10 +327,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _move(self, tasks: Iterable[Any]) -> None:
         """Let dask look again for a worker for tasks that wait."""
         internals.schedule_again(self.scheduler, tasks)
-
-    def _workers_on(self, host: str) -> Iterable[str]:
-        """Return the addresses of a host's workers."""
-        return internals.addresses_at(self.scheduler, host)
 
     # -- waiting
 
