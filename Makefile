@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: ready demo gallery test soak trials blame upstream fuzz audit lint docs dist-check format clean
+.PHONY: ready demo gallery test test-long soak trials blame upstream fuzz audit lint docs dist-check format clean
 
 # The virtual environment alone.
 ready: $(VENV)/ready
@@ -21,7 +21,11 @@ gallery: $(VENV)/ready
 	$(BIN)/python -m examples --out demo
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -m 'not long' $(TEST_ARGS)
+
+# The tests that take long. They run before a change lands, and once a day where there is a CI.
+test-long: $(VENV)/ready
+	$(BIN)/python -m pytest -m long $(TEST_ARGS)
 
 # Many tasks while things break, on simulated devices; SOAK_ARGS="--help" says what can be set.
 soak: $(VENV)/ready

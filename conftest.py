@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu(count=2): needs that many real GPUs")
-    config.addinivalue_line("markers", "long: takes so long that CI leaves it to `make test`")
+    config.addinivalue_line("markers", "long: takes so long that only `make test-long` runs it")
 
 
 def pytest_unconfigure() -> None:

@@ -169,7 +169,7 @@ class DeviceExtension:
             )
             self.peers.traffic.on_copy = self.history.copied
             self.record.memory["staging"] = self.peers.staging_nbytes
-            steps.enter_context(exposed(self.record, self.monitor, self.history, self._transfers))
+            steps.enter_context(exposed(self.record, self.monitor, self._transfers))
             drop_replicas = self.monitor.retries.drop_replicas
             self.monitor.retries.drop_replicas = lambda device: (
                 drop_replicas(device) + self.peers.free_staging(device)

@@ -9,7 +9,8 @@ from distributed import Worker
 from dask_devctx.config.options import LOOK_AHEAD
 from dask_devctx.errors.base import counted
 
-logger = logging.getLogger(__name__)
+# A child of dask's own: it is a line of the worker's log as dask's own are.
+logger = logging.getLogger("distributed.worker.dask_devctx")
 
 
 class Advice:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -20,7 +20,7 @@ from distributed import Worker
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.scheduler.announcements import ANSWER_LIMIT, HISTORY
-from dask_devctx.scheduler.rows import HOST, KINDS
+from dask_devctx.scheduler.rows import KINDS
 
 # Ten minutes of heartbeats.
 _SAMPLES: Final = 1200
@@ -92,8 +92,6 @@ class History:
     ----------
     tasks, copies, incidents, samples
         The rings.
-    spilled
-        The bytes that left each device for the host, by its UUID.
     refresh
         Called before each answer: it may add rows.
     """
@@ -106,7 +104,6 @@ class History:
         self.copies = Ring(limit)
         self.incidents = Ring(limit)
         self.samples = Ring(min(_SAMPLES, limit) * len(devices))
-        self.spilled: Counter[str] = Counter()
         self.refresh: Callable[[], object] = lambda: None
         self._offset = offset
         self._epoch = f"{time.time()}-{next(_epochs)}"
@@ -140,8 +137,6 @@ class History:
         timed
             Whether the duration is that of the copy itself.
         """
-        if way == "spill" and target == HOST:
-            self.spilled[source] += nbytes
         start = self.now() - seconds if begun is None else begun + self._offset()
         self.copies.append((source, target, nbytes, start, start + seconds, way, values, timed))
 

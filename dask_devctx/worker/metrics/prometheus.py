@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.metrics.record import Record
 
 PREFIX: Final = "dask_devctx"
@@ -27,7 +26,6 @@ class _Source:
 
     record: Record
     monitor: Monitor
-    history: History
     transfers: Callable[[], list[dict[str, Any]]]
 
 
@@ -38,14 +36,13 @@ _sources: list[_Source] = []
 def exposed(
     record: Record,
     monitor: Monitor,
-    history: History,
     transfers: Callable[[], list[dict[str, Any]]],
 ) -> Iterator[None]:
     """While it is open, the counts of a worker are on the page ``/metrics`` of its process.
 
     Parameters
     ----------
-    record, monitor, history
+    record, monitor
         The worker's.
     transfers
         Returns a row for each source, destination and way.
@@ -57,7 +54,7 @@ def exposed(
 
     if not _sources:
         REGISTRY.register(_collector)
-    source = _Source(record, monitor, history, transfers)
+    source = _Source(record, monitor, transfers)
     _sources.append(source)
     try:
         yield
@@ -125,6 +122,7 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
             sums["tasks"][uuid, "error"] += row["failed"]
             sums["busy_seconds"][(uuid,)] += row["busy_s"]
             sums["occupied_seconds"][(uuid,)] += row["occupied_s"]
+            sums["spilled_bytes"][(uuid,)] += row["spilled_nbytes"]
             for why in ("place", "inputs", "memory"):
                 sums["waiting_seconds"][uuid, why] += row[f"{why}_s"]
             sums["tasks_under_way"][uuid, "running"] += row["running"]
@@ -147,8 +145,6 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
         for kind, by_device in source.monitor.failures().items():
             for uuid, count in by_device.items():
                 sums["failures"][uuid, kind] += count
-        for uuid, nbytes in source.history.spilled.items():
-            sums["spilled_bytes"][(uuid,)] += nbytes
     for name, values in state.items():
         sums[name].update(values)
     return sums

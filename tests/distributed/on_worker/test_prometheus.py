@@ -78,7 +78,7 @@ async def test_its_numbers_are_those_of_the_report(
     assert sum(device.done for device in found.devices) == 22
 
 
-@with_plugin(devices=[0, 1])
+@with_plugin(devices=[0, 1], device_memory_limit="1 MiB")
 async def test_retries_and_spilled_bytes(client: Any, scheduler: Any, worker: Worker) -> None:
     left = [1]
 
@@ -89,14 +89,13 @@ async def test_retries_and_spilled_bytes(client: Any, scheduler: Any, worker: Wo
 
     with dask.annotate(device=1):
         await client.submit(run_out)
-    extension = worker.plugins["devctx"].extension
-    uuid = worker.plugins["devctx"].worker_devices[1].uuid
-    extension.history.copied(uuid, "host", 123, 0.1, "spill")
-    extension.history.copied("host", uuid, 100, 0.1, "spill")
+        made = client.map(SimulatedArray, [(300, 300)] * 4, pure=False)
+        await client.gather(client.map(lambda x: None, made))
+    one = (await report(client)).devices[1]
     samples = await scraped(worker)
-    assert value(samples, "failures_total", device=uuid, kind="out-of-memory") == 1
-    assert value(samples, "spilled_bytes_total", device=uuid) == 123
-    assert (await report(client)).devices[1].out_of_memory == 1
+    assert value(samples, "failures_total", device=one.uuid, kind="out-of-memory") == 1
+    assert value(samples, "spilled_bytes_total", device=one.uuid) == one.spilled_nbytes > 0
+    assert one.out_of_memory == 1
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
