@@ -231,6 +231,9 @@ class DeviceCounts:
         How many values came back from the host to the device, and their bytes.
     memory_staging
         As in :class:`Sample`.
+    spills_for_retries
+        How many of the ``spills`` made room for a task, or for an arriving value, that found no
+        memory.
     """
 
     device_id: int
@@ -260,6 +263,7 @@ class DeviceCounts:
     unspills: int = 0
     unspilled_nbytes: int = 0
     memory_staging: int | None = None
+    spills_for_retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,8 @@ class MonitoredCall:
             outcome = found
         if outcome is not None and is_out_of_memory(outcome):
             # Values leave the device: on another thread, this one runs the worker's event loop.
-            return await asyncio.to_thread(self._leave, outcome, error)
+            outcome = await asyncio.to_thread(self._decided, outcome)
+            return self._end(outcome, error)
         return self._leave(outcome, error)
 
     def _look_inside(self, error: Exception | None, *, wait: bool) -> Exception | None:
@@ -289,16 +290,19 @@ class MonitoredCall:
         monitor, key = self._monitor, self._key
         if outcome is None and monitor.blame.failure is not None:
             outcome = monitor.blame.error_of(key)
-        if self._once:
-            monitor.blame.once.pop(key, None)
         if outcome is None:
+            if self._once:
+                monitor.blame.once.pop(key, None)
             if self._watched or self._alone:
                 monitor.quarantine.ended(key)
             monitor.retries.forget(key)
             self.unfinished = False
             return False
+        return self._end(self._decided(outcome), raised)
+
+    def _end(self, outcome: BaseException | None, raised: BaseException | None) -> bool:
+        """Raise what was decided, or return whether ``raised`` is to be suppressed."""
         try:
-            outcome = self._decided(outcome)
             if outcome is None:
                 return True
             if outcome is raised:
@@ -314,6 +318,8 @@ class MonitoredCall:
     def _decided(self, error: BaseException) -> BaseException | None:
         """Return the exception that a call ends with, or None to try it again."""
         monitor, key, device = self._monitor, self._key, self._device
+        if self._once:
+            monitor.blame.once.pop(key, None)
         if isinstance(error, DriverError) and error.code in statuses.STICKY:
             error = self._found(error, None)
         if self._watched or self._alone:

@@ -63,6 +63,8 @@ class Retries:
         self._most = most
         self._lock = threading.Lock()
         self._next_device: OrderedDict[Hashable, Device] = OrderedDict()
+        # The tasks that asked for more than their device has: nothing that is freed helps them.
+        self._hopeless: OrderedDict[Hashable, bool] = OrderedDict()
 
     def redirect(self, key: Hashable) -> Device | None:
         """Return, once, the device for a task's next attempt; None for any device."""
@@ -73,7 +75,7 @@ class Retries:
 
     def is_last(self, key: Hashable) -> bool:
         """Return whether a task ran out of memory as often as it may: it runs alone once more."""
-        return 0 < self._most <= self.tried.get(key, 0)
+        return key not in self._hopeless and 0 < self._most <= self.tried.get(key, 0)
 
     def make_room(
         self, key: Hashable, movable: bool, device: Device, error: Exception
@@ -105,8 +107,12 @@ class Retries:
         self.counted[device] += 1
         self.on_retry(key, device, error)
         requested = requested_nbytes(error)
-        replicas = self.free(device)
+        hopeless = requested is not None and requested > (_memory_info(device)[1] or requested)
+        replicas = 0 if hopeless else self.free(device)
         with self._lock:
+            if hopeless:
+                self._hopeless[key] = True
+                _forget_the_oldest(self._hopeless)
             attempts = self.tried[key] = self.tried.pop(key, 0) + 1
             _forget_the_oldest(self.tried)
         if attempts > self._most:
@@ -180,6 +186,7 @@ class Retries:
         if self.tried:  # called for each task
             with self._lock:
                 self.tried.pop(key, None)
+                self._hopeless.pop(key, None)
 
 
 def _forget_the_oldest(remembered: OrderedDict[Hashable, Any]) -> None:

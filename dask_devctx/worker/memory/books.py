@@ -66,7 +66,7 @@ class Books:
     # The limit, the bytes on the device and those that left it; then the moves since the start.
     counts: Final = (
         *("limit", "held", "spilled"),
-        *("spills", "spilled_nbytes", "unspills", "unspilled_nbytes"),
+        *("spills", "spilled_nbytes", "unspills", "unspilled_nbytes", "spills_for_retries"),
     )
 
     def __init__(

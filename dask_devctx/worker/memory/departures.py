@@ -62,18 +62,18 @@ class Departures:
         self._notices = notices
         self._on_taken = on_taken
 
-    def leave(self, ledger: Ledger, wanted: int) -> bool:
+    def leave(self, ledger: Ledger, wanted: int, *, retry: bool = False) -> bool:
         """Move values of so many bytes to host memory; return whether any went.
 
         Others go in the place of one that fails. The first error is raised if none went, and an
-        error that broke the device is raised at once.
+        error that broke the device is raised at once. ``retry`` says that memory ran out.
         """
         freed = 0
         failed: dict[int, Exception] = {}
         try:
             while wanted > freed and (groups := self._groups(ledger, wanted - freed, failed)):
                 before = len(failed)
-                freed += self._leave_in_turn(ledger, groups, failed)
+                freed += self._leave_in_turn(ledger, groups, failed, retry)
                 if len(failed) == before:
                     break
             if failed and not freed:
@@ -83,7 +83,11 @@ class Departures:
         return freed > 0
 
     def _leave_in_turn(
-        self, ledger: Ledger, groups: list[list[Kept]], failed: dict[int, Exception]
+        self,
+        ledger: Ledger,
+        groups: list[list[Kept]],
+        failed: dict[int, Exception],
+        retry: bool,
     ) -> int:
         """Move groups of values, the last one first; return the bytes."""
         freed, free_at = 0, 0.0
@@ -100,7 +104,7 @@ class Departures:
                     group = departure.group
                     with self._noting(group, failed):
                         forms = departure.finish(self._pool)
-                    if forms and self._let_go(ledger, departure, forms, free_at):
+                    if forms and self._let_go(ledger, departure, forms, free_at, retry):
                         freed += departure.gain
                     free_at = perf_counter()
                     if freed:
@@ -186,7 +190,12 @@ class Departures:
         return _Departure(group, gain, begun_at, None, copying)
 
     def _let_go(
-        self, ledger: Ledger, departure: _Departure, forms: Sequence[HostForm], free_at: float
+        self,
+        ledger: Ledger,
+        departure: _Departure,
+        forms: Sequence[HostForm],
+        free_at: float,
+        retry: bool,
     ) -> bool:
         """Let values go that have been copied; return whether they went.
 
@@ -212,11 +221,14 @@ class Departures:
                 kept.books.left(kept)
             ledger.spills += len(group)
             ledger.spilled_nbytes += gain
+            ledger.spills_for_retries += len(group) if retry else 0
+            over = ledger.held + ledger.incoming + ledger.spilled > ledger.limit and not retry
         values.clear()  # frees the memory
         if departure.copying is not None:
             seconds = perf_counter() - max(departure.begun_at, free_at)
             self._around.copied(device, gain, seconds, back=False)
-        self._notices.spilled(device, ledger.limit)
+        if over:
+            self._notices.spilled(device, ledger.limit)
         for kept in group:
             self._around.moved(kept)
         self._on_taken()

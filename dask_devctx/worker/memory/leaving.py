@@ -100,7 +100,7 @@ class Leaving:
         with self._lock:
             before = ledger.held
         try:
-            self._departures.leave(ledger, ledger.limit)
+            self._departures.leave(ledger, ledger.limit, retry=True)
         except Exception as error:
             self._note_failure(ledger, error)
         release_held()

@@ -65,6 +65,7 @@ class Ledger:
         self.stop = int(limit * _STOP)
         self.held = self.incoming = self.spilled = self.demand = 0
         self.spills = self.spilled_nbytes = self.unspills = self.unspilled_nbytes = 0
+        self.spills_for_retries = 0
         self.answers = self.waiting = 0
         self.moved_last = self.stuck = self.stopped = False
         # By the address of an allocation: its size, and the values in it.

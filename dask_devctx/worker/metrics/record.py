@@ -334,6 +334,7 @@ class Record:
                     "spilled_nbytes": memory.get("spilled_nbytes", 0),
                     "unspills": memory.get("unspills", 0),
                     "unspilled_nbytes": memory.get("unspilled_nbytes", 0),
+                    "spills_for_retries": memory.get("spills_for_retries", 0),
                     "memory_staging": memory.get("staging"),
                 }
             )

@@ -17,7 +17,7 @@ from distributed import Client, wait
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_devctx import DeviceOutOfMemoryError, SimulatedArray, driver
+from dask_devctx import DeviceOutOfMemoryError, SimulatedArray, driver, report
 from dask_devctx.worker.failures.oom_retries import Retries
 from tests.distributed.memory.test_spilling import (
     MIB,
@@ -382,3 +382,21 @@ def test_a_coroutine_does_not_stop_the_event_loop_for_copies(what: str) -> None:
                 assert client.submit(each_is, 1, *values[:3], pure=False).result(timeout=30)
         assert noted
         assert loop not in noted
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_only_a_task_that_can_fit_makes_others_leave(
+    fits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ask() -> int:
+        return int(SimulatedArray((MIB - 1024 if fits else MIB + 1,), "u1").sum())
+
+    with threads(1 * MIB, 1) as client:
+        values = client.map(full, range(3), pure=False)  # less than half the limit
+        wait(values)
+        asked = client.submit(ask, pure=False)
+        error = asked.exception(timeout=30)
+        row = report(client).devices[0]
+    assert (error is None) is fits
+    assert row.spills == row.spills_for_retries == (3 if fits else 0)
+    assert not [one for one in caplog.messages if "more than its limit" in one]
