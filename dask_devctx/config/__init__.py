@@ -14,7 +14,7 @@ import dask
 import yaml
 from dask.utils import parse_timedelta
 
-from dask_devctx.errors.nearest import nearest
+from dask_devctx.errors.nearest import about_unknown, is_told, variable, warn_of_variables
 
 
 def _read(name: str) -> Any:
@@ -41,31 +41,27 @@ def get(key: str, given: Any = None) -> Any:
     return dask.config.get(f"devctx.{key}", defaults["devctx"][key])
 
 
+# A variable, but no key of the file.
+_KNOWN = (*defaults["devctx"], "simulated-host")
+
+
 def unknown_keys() -> list[str]:
     """Return a sentence for each unknown key; dask itself accepts a mistyped key."""
-    known = [*defaults["devctx"], "simulated-host"]  # a variable, not a key of the file
-    said = []
-    for key in dask.config.get("devctx", {}):
-        name = key.replace("_", "-")
-        if name not in known:
-            near = nearest(name, known)
-            meant = f"; devctx.{near}?" if near else ""
-            said.append(f"there is no devctx.{name} (in the environment {_variable(key)}){meant}")
+    keys = dask.config.get("devctx", {})
+    said = [text for key in keys if (text := about_unknown(key, _KNOWN)) is not None]
     for key in dask.config.config:
         if key.startswith("devctx_"):  # one underscore is part of a word
-            variable = _variable(key.removeprefix("devctx_"))
-            said.append(f"DASK_{key.upper()} means nothing; {variable}?")
+            meant = variable(key.removeprefix("devctx_"))
+            said.append(f"DASK_{key.upper()} means nothing; {meant}?")
     return said
 
 
 def warn_of_unknown_keys() -> None:
-    """Warn of unknown keys."""
+    """Warn of unknown keys; of one that a variable sets, once in a process."""
+    warn_of_variables(_KNOWN)
     for text in unknown_keys():
-        warnings.warn(text, stacklevel=3)
-
-
-def _variable(key: str) -> str:
-    return f"DASK_DEVCTX__{key.upper().replace('-', '_')}"
+        if not is_told(text):
+            warnings.warn(text, stacklevel=3)
 
 
 def seconds(key: str) -> float | None:

@@ -18,6 +18,7 @@ from dask_devctx.errors import DriverUnavailableError
 __all__ = ["SIMULATED_DEVICES_VARIABLE", "backend", "current_backend", "use"]
 
 _active: Backend | None = None
+_real: Backend | None = None  # the machine's own, once it was chosen
 _lock = ProcessLock()
 
 
@@ -32,9 +33,11 @@ def backend() -> Backend:
 
     Notes
     -----
-    The choice is made once per process, on any thread. It does not initialise CUDA or NVML.
+    The choice is made once per process, on any thread. It does not initialise CUDA or NVML. Where
+    the machine turns out to have no driver, a later setting of simulated devices still counts.
     """
-    return _active or _choose()
+    chosen = _active
+    return _choose() if chosen is None or chosen.unavailable else chosen
 
 
 def current_backend() -> Backend | None:
@@ -62,19 +65,25 @@ def use(other: Backend) -> Iterator[Backend]:
 
 
 def _choose() -> Backend:
-    global _active
+    global _active, _real
     with _lock:
-        if _active is None:
-            count = settings.simulated_devices()
-            try:
-                chosen = _simulated(count) if count else real()
-            except ImportError as error:
-                raise DriverUnavailableError(
-                    f"cuda-bindings and nvidia-ml-py cannot be loaded: {error}",
-                    "Install both for this Python. A subinterpreter cannot load cuda-bindings: use "
-                    "the main interpreter, or a process",
-                ) from error
-            _active = _active or chosen  # a signal handler may have chosen meanwhile
+        chosen = _active
+        if chosen is not None and chosen is not _real:
+            return chosen
+        settings.warn_of_unknown_variables()
+        count = settings.simulated_devices()
+        if chosen is not None and not count:
+            return chosen
+        try:
+            chosen = _simulated(count) if count else real()
+        except ImportError as error:
+            raise DriverUnavailableError(
+                f"cuda-bindings and nvidia-ml-py cannot be loaded: {error}",
+                "Install both for this Python. A subinterpreter cannot load cuda-bindings: use "
+                "the main interpreter, or a process",
+            ) from error
+        if _active is None or _active is _real:  # else a signal handler has chosen meanwhile
+            _active, _real = chosen, None if count else chosen
         return _active
 
 

@@ -49,6 +49,7 @@ class Backend:
         self.machine = machine
         self.calls = Calls(driver)
         self.initialised = False
+        self.unavailable = False  # until a later attempt succeeds
         # Handles that are always safe to make current: 0 for no context, and the primary contexts
         # that this process retains. Any other context may be destroyed before it is restored.
         self.lasting: Handles = {0}
@@ -83,7 +84,9 @@ class Backend:
         if not self.initialised:
             with self._lock:
                 if not self.initialised:
+                    self.unavailable = True
                     self._initialise()
+                    self.unavailable = False
         return self.calls
 
     def _initialise(self) -> None:

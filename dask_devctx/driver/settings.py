@@ -12,9 +12,14 @@ from typing import Final
 
 from dask_devctx.driver.backends import SIMULATED_DEVICES_VARIABLE
 from dask_devctx.errors import DriverUnavailableError
+from dask_devctx.errors.nearest import variable, warn_of_variables
 
-_SIMULATED_MEMORY_VARIABLE: Final = "DASK_DEVCTX__SIMULATED_MEMORY"
+_SIMULATED_MEMORY_VARIABLE: Final = variable("simulated-memory")
 _SIMULATED_MEMORY: Final = "16 GiB"
+# What dask has read, if it was imported before this module; a variable may change afterwards.
+_AT_IMPORT: Final = {
+    name: text for name, text in os.environ.items() if name.startswith(variable(""))
+}
 _SIZE: Final = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGNORECASE)
 
 
@@ -73,6 +78,16 @@ def _configured(key: str, variable: str, default: object) -> object:
     value: object = None
     if "dask.config" in sys.modules:
         value = sys.modules["dask.config"].get(f"devctx.{key}", None)
-    if value is None or value == "":  # dask keeps an empty variable as ""
-        value = os.environ.get(variable) or default
+    # dask reads the variable when it is imported, and keeps an empty one as "".
+    if value is None or str(value) in ("", str(default), _AT_IMPORT.get(variable)):
+        return os.environ.get(variable) or default
     return value
+
+
+def warn_of_unknown_variables() -> None:
+    """Warn of variables of the environment that set nothing, of each once in a process."""
+    # Not by the package that reads this file: it imports dask.
+    package = os.path.dirname(os.path.dirname(__file__))
+    with open(os.path.join(package, "config", "devctx.yaml"), encoding="utf-8") as file:
+        keys = re.findall(r"^  ([\w-]+):", file.read(), re.MULTILINE)
+    warn_of_variables([*keys, "simulated-host"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
+from pathlib import Path
 
 import dask
 import pytest
 
-import dask_devctx.config  # noqa: F401 - the section's defaults
+import dask_devctx.config
 from dask_devctx.driver import settings
 from dask_devctx.errors import DriverUnavailableError
 
@@ -59,3 +61,103 @@ def without_dask():
 def test_a_program_without_dask_reads_the_environment(child, said):
     done = child(without_dask, env={**os.environ, "DASK_DEVCTX__SIMULATED_MEMORY": said})
     assert done.stdout.split() == [str(3 * 2**30), "False"]
+
+
+@pytest.mark.parametrize("key", ["simulated-devices", "simulated-memory"])
+@pytest.mark.parametrize("before", [None, "3"])
+@pytest.mark.parametrize("imports", ["dask_devctx.config", "dask", "os"])
+def test_a_variable_that_changes_after_the_import_counts(child, key, before, imports):
+    def change(key, imports):
+        import importlib
+
+        for name in ("dask_devctx", imports):
+            importlib.import_module(name)
+        os.environ[f"DASK_DEVCTX__{key.upper().replace('-', '_')}"] = "2"
+        from dask_devctx.driver import settings
+
+        assert getattr(settings, key.replace("-", "_"))() == 2
+        if imports != "os":
+            import dask
+
+            with dask.config.set({f"devctx.{key}": 5}):
+                assert getattr(settings, key.replace("-", "_"))() == 5
+
+    child(change, key, imports, env={f"DASK_DEVCTX__{key.upper().replace('-', '_')}": before})
+
+
+@pytest.mark.parametrize("remedy", ["variable", "configuration"])
+def test_the_remedy_works_in_the_process_that_had_no_devices(child, remedy):
+    def without_devices(remedy):
+        from types import SimpleNamespace
+
+        import pynvml
+        import pytest
+
+        import dask_devctx
+        from dask_devctx import driver
+        from dask_devctx.driver.backends import Backend
+
+        def missing(*args):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+        driver.real = lambda: Backend(
+            SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing),
+            SimpleNamespace(nvmlInit=missing),
+        )
+        for use in (dask_devctx.devices, dask_devctx.Device, dask_devctx.devices):
+            with pytest.raises(dask_devctx.DriverUnavailableError, match="SIMULATED_DEVICES=4"):
+                use()
+        assert dask_devctx.Device.current() is None
+        if remedy == "variable":
+            os.environ["DASK_DEVCTX__SIMULATED_DEVICES"] = "2"
+        else:
+            import dask
+
+            dask.config.set({"devctx.simulated-devices": 2})
+        with dask_devctx.Device(1) as device:
+            assert dask_devctx.devices() == (dask_devctx.Device(0), device)
+        os.environ["DASK_DEVCTX__SIMULATED_DEVICES"] = "3"
+        assert len(dask_devctx.devices()) == 2  # what was found stays
+
+    child(without_devices, remedy, env={"DASK_DEVCTX__SIMULATED_DEVICES": None})
+
+
+@pytest.mark.parametrize("dask_first", [True, False])
+def test_a_misspelt_variable_is_told_where_devices_are_looked_for(child, dask_first):
+    def look(dask_first):
+        import warnings
+
+        if dask_first:
+            from dask_devctx import DevicePlugin
+        from dask_devctx import devices
+
+        assert dask_first == ("dask" in sys.modules)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            devices()
+            devices()
+            if dask_first:
+                DevicePlugin()
+        for warning in said:
+            print(warning.message)
+
+    variables = {"SIMULATED_DEVICE": "4", "HISTORY": "10", "SIMULATED_HOST": "test"}
+    env = {f"DASK_DEVCTX__{name}": text for name, text in variables.items()}
+    done = child(look, dask_first, env=env)
+    assert done.stdout.splitlines() == [
+        "there is no devctx.simulated-device (in the environment DASK_DEVCTX__SIMULATED_DEVICE); "
+        "devctx.simulated-devices?"
+    ]
+
+
+def test_the_version_of_a_source_tree_that_is_not_installed(monkeypatch):
+    def version(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    installed = dask_devctx.__version__
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    project = Path(dask_devctx.__file__).parents[1] / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("an installed package")
+    assert f'version = "{dask_devctx.__version__}"' in project.read_text()
+    assert installed
