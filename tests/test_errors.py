@@ -214,7 +214,7 @@ CASES = [
             "replicas_nbytes": 2**30,
             "attempts": 2,
         },
-        "cuda:1 (GPU-b) has not enough memory; the task was tried 2 times (2.0 GiB asked for; "
+        "cuda:1 (GPU-b) has not enough memory; the task ran 2 times (2.0 GiB asked for; "
         "1.0 GiB of 16.0 GiB are free after the task gave its memory back; held by process 7 "
         "8.0 GiB, process 8 an unknown amount; 1.0 GiB of copies were dropped). Make the task's "
         "parts smaller, or keep fewer results there",
@@ -222,21 +222,21 @@ CASES = [
     (
         errors.DeviceOutOfMemoryError("cuda:1", "GPU-b", None, 2**34 - 2**28, 2**34),
         {"attempts": 1},
-        "cuda:1 (GPU-b) has not enough memory; the task was tried once (15.8 GiB of 16.0 GiB are "
+        "cuda:1 (GPU-b) has not enough memory; the task ran once (15.8 GiB of 16.0 GiB are "
         "free after the task gave its memory back). Make the task's parts smaller, or run fewer "
         "tasks there at a time (tasks_per_device, if it is above 1)",
     ),
     (
         errors.DeviceOutOfMemoryError("cuda:1", "GPU-b"),
         {"free_nbytes": None},
-        "cuda:1 (GPU-b) has not enough memory; the task was tried once. Make the task's parts "
+        "cuda:1 (GPU-b) has not enough memory; the task ran once. Make the task's parts "
         "smaller, run fewer tasks there at a time (tasks_per_device, if it is above 1), or keep "
         "fewer results there",
     ),
     (
         errors.DeviceOutOfMemoryError("cuda:1", "GPU-b", 300_000_000, 2**26, 2**26),
         {"requested_nbytes": 300_000_000},
-        "cuda:1 (GPU-b) has not enough memory; the task was tried once (286.1 MiB asked for; "
+        "cuda:1 (GPU-b) has not enough memory; the task ran once (286.1 MiB asked for; "
         "64.0 MiB of 64.0 MiB are free after the task gave its memory back). The task asks for "
         "more than the device has: make the task's parts smaller",
     ),

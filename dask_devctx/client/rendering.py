@@ -273,7 +273,7 @@ def _problems(report: Report) -> Iterator[str]:
     for (prefix, asked), count in list(report.unplaced.items())[:_KINDS]:
         yield (f"waiting for a worker: {count} of {shortened(prefix, 24)}: no worker fits {asked}")
     for worker, reason in report.waiting.items():
-        yield f"standstill of {worker}: {reason}"
+        yield f"waiting on {worker}: {reason}"
 
 
 # -- in notebooks

@@ -149,8 +149,8 @@ class Report(list[ReportedTask]):
         The numbers of tasks whose resources no worker has, by the prefix of their keys and by these
         resources, as a text.
     waiting
-        The tasks that hold all places of a device while they wait for others, or the actors for
-        whose end tasks wait, and the remedies, as a text by the worker's address.
+        The actors that hold devices for which tasks wait, and the remedy, as a text by the worker's
+        address.
     by
         ``"device"`` or ``"prefix"``: the lines of its text.
     """

@@ -98,23 +98,9 @@ def about_to_begin(worker: Worker) -> Iterator[Any]:
             yield ts
 
 
-def not_begun(worker: Worker) -> Iterator[Any]:
-    """Yield the states of the tasks that a worker could run, and that no thread runs yet."""
-    with worker.active_threads_lock:
-        begun = set(worker.active_threads.values())
-    for ts in worker.state.tasks.values():
-        if ts.state == "ready" or (ts.state == "executing" and ts.key not in begun):
-            yield ts
-
-
 def add_metadata(ts: Any, name: str, value: str) -> None:
     """Add an entry to the metadata of a task, which its worker sends to the scheduler."""
     ts.metadata[name] = value
-
-
-def ready(worker: Worker) -> int:
-    """Return how many tasks of a worker could begin, if it had more threads."""
-    return len(worker.state.ready)
 
 
 def is_cancelled(worker: Worker, key: Hashable) -> bool:

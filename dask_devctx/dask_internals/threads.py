@@ -1,23 +1,22 @@
-"""dask's thread pools: their queues, tasks that go to another pool, and calls that wait."""
+"""dask's thread pools: their queues, and tasks that go to another pool."""
 
 from __future__ import annotations
 
 import asyncio
 import queue
-import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
-from distributed import Reschedule, Worker
+from distributed import Reschedule
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor  # its users too
 from distributed.threadpoolexecutor import secede, thread_state
+from distributed.utils import thread_state as task_state
 
 Priority = tuple[Any, ...]
 
@@ -52,6 +51,12 @@ def error_in(outcome: Any) -> BaseException | None:
 def has_seceded() -> bool:
     """Return whether this thread of a pool has seceded from it."""
     return not getattr(thread_state, "proceed", True)
+
+
+def key_of_this_thread() -> Hashable:
+    """Return the key of the task that runs on this thread, or ran last; None without one."""
+    key: Hashable = getattr(task_state, "key", None)
+    return key
 
 
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
@@ -120,57 +125,6 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
                 self._threads.add(thread)
                 event.set()
         return bool(waiting)
-
-
-# -- the calls in which tasks wait
-
-# A thread that waits is here; the call that waits is the first frame of another module.
-_WAITING_MODULES = frozenset({"concurrent.futures._base", "queue", "threading"})
-# A thread of a pool waits for its next call here. dask may still list an actor's last call for it.
-_IDLE = "_worker"
-
-
-def calls_waited_in(worker: Worker) -> dict[Hashable, str]:
-    """Return the calls of dask's in which the tasks of a worker's threads wait.
-
-    Returns
-    -------
-    dict
-        The call, such as ``"Event.wait"``, by the task's key; empty if there is no task, or if any
-        task does something else. A coroutine always counts as such.
-    """
-    tasks = worker.state.tasks
-    for key in worker.active_keys:
-        ts = tasks.get(key)
-        if ts is not None and ts.run_spec is not None and ts.run_spec.is_coro:
-            return {}
-    with worker.active_threads_lock:
-        active = dict(worker.active_threads)
-    frames = sys._current_frames()
-    found: dict[Hashable, str] = {}
-    for thread, key in active.items():
-        call = _waits_in(frames.get(thread))
-        if call is None:
-            return {}
-        if call != _IDLE:
-            found[key] = call
-    return found
-
-
-def _waits_in(frame: FrameType | None) -> str | None:
-    """Return the call of dask's in which a thread waits, or None."""
-    if frame is None or _module_of(frame) not in _WAITING_MODULES:
-        return None
-    while frame is not None and _module_of(frame) in _WAITING_MODULES:
-        frame = frame.f_back
-    name = None
-    while frame is not None and _module_of(frame).startswith("distributed."):
-        name, frame = frame.f_code.co_qualname, frame.f_back
-    return name
-
-
-def _module_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
 
 
 # The executor and the priority of the next task of this context. A reader takes the entry out of

@@ -215,7 +215,7 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         )
         times = "once" if self.attempts == 1 else f"{self.attempts} times"
         return (
-            f"{self.device} ({self.uuid}) has not enough memory; the task was tried {times}"
+            f"{self.device} ({self.uuid}) has not enough memory; the task ran {times}"
             f"{f' ({facts})' if facts else ''}. {self._remedy()}"
         )
 

@@ -103,9 +103,8 @@ class Incident:
     ----------
     what
         ``"error"`` for a task that failed, ``"out-of-memory"`` for a task that is tried again,
-        ``"device-failed"``, ``"refused"`` for a task that got no device, ``"standstill"`` for tasks
-        that hold all places while they wait for others, or ``"lost"`` for rows that were dropped
-        before a reader saw them.
+        ``"device-failed"``, ``"refused"`` for a task that got no device, or ``"lost"`` for rows
+        that were dropped before a reader saw them.
     time
         The time.
     uuid

@@ -48,7 +48,6 @@ from dask_devctx.worker.placement.giving_back import giving_back
 from dask_devctx.worker.placement.no_devices import NoDevices
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
-from dask_devctx.worker.placement.standstill import noticing_standstill
 from dask_devctx.worker.placement.urgency import urgency_of
 from dask_devctx.worker.task import DeviceTask
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
@@ -187,12 +186,15 @@ class DeviceExtension:
             around.tell(self.memory, self.record, self.monitor.retries)
             self.claims.memory = None if self.memory is None else self.memory.reservations
             self.pools = self.claims.pools = steps.enter_context(
-                device_threads(worker, used, options.tasks_per_device, self.claims.admission)
+                device_threads(
+                    worker,
+                    used,
+                    options.tasks_per_device,
+                    self.claims.admission,
+                    self.monitor.seceded,
+                )
             )
             self.record.waiting = self.claims.admission.waiting_for
-            self._standstill = steps.enter_context(
-                noticing_standstill(worker, self.claims.admission, self.history)
-            )
             self._actors = steps.enter_context(
                 DeviceActors(worker, self.monitor, move_inputs=options.move_inputs)
             )
@@ -239,7 +241,7 @@ class DeviceExtension:
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""
-        waiting = self._standstill.text
+        waiting = self.claims.admission.waits_for_actors()
         return {**self.record.report(), "transfers": self._transfers(), "waiting": waiting}
 
     def _transfers(self) -> list[dict[str, Any]]:

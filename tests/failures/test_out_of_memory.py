@@ -9,7 +9,7 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client
+from distributed import Client, wait, worker_client
 
 from dask_devctx import (
     Device,
@@ -17,6 +17,7 @@ from dask_devctx import (
     DevicePlugin,
     LocalDeviceCluster,
     driver,
+    report,
 )
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -262,3 +263,63 @@ def test_in_a_method_of_an_actor(client: Client) -> None:
         assert raised.value.attempts == 1
         assert "is not tried again" in raised.value.__notes__[0]
         assert isinstance(raised.value.__cause__, DeviceMemoryError)
+
+
+def test_tasks_that_secede_twice(machine: SimulatedMachine) -> None:
+    """The last attempt, alone on its device, gives it up for the task that it waits for."""
+
+    def inner(number: int) -> int:
+        return number
+
+    def outer(number: int) -> int:
+        with worker_client() as client:
+            client.submit(inner, number, pure=False).result()
+        raise DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory")
+
+    with (
+        LocalDeviceCluster(
+            processes=False, dashboard_address=":0", devices=[0], tasks_per_device=2
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        for future in client.map(outer, range(2), pure=False):
+            assert isinstance(future.exception(timeout=20), DeviceOutOfMemoryError)
+
+
+def allocate_while_others_release(nbytes: int) -> int:
+    runs.append(0)
+    try:
+        return allocate(nbytes)
+    finally:
+        if len(runs) == 2:
+            driver.backend().machine.gpus[0].used_memory = 0
+
+
+def test_memory_that_others_release_during_the_last_attempt(
+    client: Client, machine: SimulatedMachine
+) -> None:
+    occupy(machine, 2**20, 0, 0, 0)
+    with dask.annotate(device=0):
+        assert client.submit(allocate_while_others_release, 2**30).result(timeout=20) == 0
+    assert len(runs) == 3
+
+
+@pytest.mark.parametrize("client", [{"device_memory_limit": 0.5}], indirect=True)
+def test_what_no_device_has_frees_nothing(client: Client) -> None:
+    with dask.annotate(device=0):
+        value = client.submit(SimulatedArray, 2**20, np.uint8)
+        wait(value)
+        error = client.submit(allocate, 17 * GIB).exception(timeout=20)
+    assert isinstance(error, DeviceOutOfMemoryError)
+    assert "asks for more than the device has" in str(error)
+    assert "ran 2 times" in str(error)
+    row = report(client).devices[0]
+    assert (row.memory_held, row.memory_spilled, row.spills) == (2**20, 0, 0)
+
+
+def test_rows_of_the_history(client: Client) -> None:
+    """A task that runs twice and fails was tried again once."""
+    client.submit(run_out_of_memory, 5, key="greedy").exception(timeout=20)
+    (worker,) = client.cluster.workers.values()
+    rows = worker.plugins["devctx"].extension.history.answer()["rows"]["incidents"]
+    assert [row[0] for row in rows if row[3] == "greedy"] == ["out-of-memory", "error"]

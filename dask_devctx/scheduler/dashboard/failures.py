@@ -21,7 +21,6 @@ _NAMES: Final = {
     "out-of-memory": "out of memory, runs again",
     "device-failed": "device failed",
     "refused": "got no device",
-    "standstill": "all wait",
     "lost": "history lost",
 }
 _STYLE: Final = """

@@ -117,7 +117,7 @@ class MonitoredCall:
                 if self._watched:
                     self._monitor.drain(self._key, self._device)
                 if self._alone:
-                    self._monitor.retries.clear(self._device)
+                    self._monitor.retries.prepare_last(self._key, self._device)
                 if not self._begin(stay=True):
                     continue
             except BaseException as error:
@@ -159,7 +159,9 @@ class MonitoredCall:
                 if self._watched:
                     await asyncio.to_thread(self._monitor.drain, self._key, self._device)
                 if self._alone:
-                    await asyncio.to_thread(self._monitor.retries.clear, self._device)
+                    await asyncio.to_thread(
+                        self._monitor.retries.prepare_last, self._key, self._device
+                    )
                 if not self._begin(stay=False):
                     continue
             except BaseException as error:

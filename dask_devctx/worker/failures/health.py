@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -39,6 +40,7 @@ class Checkup:
         self, suspects: Suspects, on_failure: Callable[[Device, DriverError], object]
     ) -> None:
         self.left_behind: Counter[Device] = Counter()
+        self._lock = threading.Lock()
         self._suspects = suspects
         self._on_failure = on_failure
         self._warned_at: dict[Device, float] = {}
@@ -117,7 +119,8 @@ class Checkup:
             logger.debug("the progress of %s is unknown: %s", device, error)
 
     def _note_left_behind(self, key: Hashable, device: Device) -> None:
-        self.left_behind[device] += 1
+        with self._lock:
+            self.left_behind[device] += 1
         now = time.monotonic()
         if now - self._warned_at.get(device, -_WARN_EVERY_S) >= _WARN_EVERY_S:
             self._warned_at[device] = now

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from distributed import Reschedule
@@ -22,8 +23,21 @@ logger = logging.getLogger(__name__)
 # another worker is never done here, so the oldest tasks are forgotten beyond this number.
 _REMEMBERED_RETRIES = 10_000
 
+# After its last attempt, a task is tried again so often if more memory is free than before it:
+# others released memory late.
+_MORE = 3
+
 # The limit of a device in bytes, None without one, and the bytes that could not leave, by reason.
 Stock = tuple[int | None, Mapping[str, int]]
+
+
+@dataclass(slots=True)
+class _Tried:
+    """A task's attempts so far."""
+
+    attempts: int = 0
+    fits: bool = True  # whether the device has as many bytes as the task asked for last
+    free_nbytes: int | None = None  # before the last attempt, in which it is alone on its device
 
 
 class Retries:
@@ -41,7 +55,7 @@ class Retries:
     counted
         How often memory ran out, by device.
     tried
-        The tasks that ran out of memory and are not done, with the number of their attempts.
+        The tasks that ran out of memory and are not done, with their attempts.
     drop_replicas
         Frees the copies of other devices' values on a device; returns their bytes.
     clear
@@ -54,7 +68,7 @@ class Retries:
 
     def __init__(self, devices: Sequence[Device], most: int) -> None:
         self.counted: Counter[Device] = Counter()
-        self.tried: OrderedDict[Hashable, int] = OrderedDict()
+        self.tried: OrderedDict[Hashable, _Tried] = OrderedDict()
         self.drop_replicas: Callable[[Device], int] = lambda device: 0
         self.clear: Callable[[Device], object] = lambda device: None
         self.stock: Callable[[Hashable, Device], Stock] = lambda key, device: (None, {})
@@ -64,7 +78,6 @@ class Retries:
         self._lock = threading.Lock()
         self._next_device: OrderedDict[Hashable, Device] = OrderedDict()
         # The tasks that asked for more than their device has: nothing that is freed helps them.
-        self._hopeless: OrderedDict[Hashable, bool] = OrderedDict()
 
     def redirect(self, key: Hashable) -> Device | None:
         """Return, once, the device for a task's next attempt; None for any device."""
@@ -75,7 +88,22 @@ class Retries:
 
     def is_last(self, key: Hashable) -> bool:
         """Return whether a task ran out of memory as often as it may: it runs alone once more."""
-        return key not in self._hopeless and 0 < self._most <= self.tried.get(key, 0)
+        tried = self.tried.get(key)
+        return tried is not None and tried.fits and 0 < self._most <= tried.attempts
+
+    def prepare_last(self, key: Hashable, device: Device) -> None:
+        """Free a device for a task that has it for itself now."""
+        tried = self.tried.get(key)
+        self.clear(device)
+        if tried is not None:
+            tried.free_nbytes, _ = _memory_info(device)
+
+    def _has_more(self, device: Device, tried: _Tried) -> bool:
+        """Return whether more memory is free than before a task's last attempt."""
+        free, _ = _memory_info(device)
+        before = tried.free_nbytes
+        most = self._most + _MORE
+        return None not in (free, before) and free > before and tried.attempts <= most  # type: ignore[operator]
 
     def make_room(
         self, key: Hashable, movable: bool, device: Device, error: Exception
@@ -104,21 +132,19 @@ class Retries:
             if not isinstance(error, Reschedule):
                 self.forget(key)
             return error
-        self.counted[device] += 1
-        self.on_retry(key, device, error)
         requested = requested_nbytes(error)
-        hopeless = requested is not None and requested > (_memory_info(device)[1] or requested)
-        replicas = 0 if hopeless else self.free(device)
         with self._lock:
-            if hopeless:
-                self._hopeless[key] = True
-                _forget_the_oldest(self._hopeless)
-            attempts = self.tried[key] = self.tried.pop(key, 0) + 1
+            self.counted[device] += 1
+            tried = self.tried[key] = self.tried.pop(key, _Tried())
             _forget_the_oldest(self.tried)
-        if attempts > self._most:
+            tried.attempts += 1
+            tried.fits = fits(requested, device)
+        replicas = self.free(device) if tried.fits else 0
+        if tried.attempts > self._most and not self._has_more(device, tried):
             self.forget(key)
-            return self._failure(key, device, error, requested, replicas, attempts)
-        best = self._most_free(device) if movable else device
+            return self._failure(key, device, error, requested, replicas, tried.attempts)
+        self.on_retry(key, device, error)
+        best = self._most_free(device) if movable and tried.attempts <= self._most else device
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
         if best is device:
             return None
@@ -134,7 +160,8 @@ class Retries:
         """Return the exception of an actor's method, which is not tried again."""
         if not is_out_of_memory(error):
             return error
-        self.counted[device] += 1
+        with self._lock:
+            self.counted[device] += 1
         requested = requested_nbytes(error)
         failure = self._failure(key, device, error, requested, self.free(device), 1)
         failure.add_note(
@@ -186,7 +213,12 @@ class Retries:
         if self.tried:  # called for each task
             with self._lock:
                 self.tried.pop(key, None)
-                self._hopeless.pop(key, None)
+
+
+def fits(requested: int | None, device: Device) -> bool:
+    """Return whether a device has so much memory at all; else it is freed in vain."""
+    _, total = _memory_info(device)
+    return requested is None or total is None or requested <= total
 
 
 def _forget_the_oldest(remembered: OrderedDict[Hashable, Any]) -> None:

@@ -7,12 +7,12 @@ from types import TracebackType
 from typing import Literal
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import is_out_of_memory, release_caches
+from dask_devctx.cuda.out_of_memory import is_out_of_memory, release_caches, requested_nbytes
 from dask_devctx.cuda.several import known_as_the_tasks
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.oom_retries import portable
+from dask_devctx.worker.failures.oom_retries import fits, portable
 from dask_devctx.worker.failures.suspects import Suspect
 
 
@@ -90,7 +90,8 @@ class Others:
                 raise
             error.add_note(f"After it, {device} was found unwell: {found}")
             return
-        if error is not None and is_out_of_memory(error):  # the call is tried again
+        if error is not None and is_out_of_memory(error) and fits(requested_nbytes(error), device):
+            # the call is tried again
             monitor.retries.drop_replicas(device)
             try:
                 with device:

@@ -17,10 +17,16 @@ from time import monotonic
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.errors.base import counted, listed
 from dask_devctx.worker.placement.occupancy import Occupancy
 
 # Where durations are unknown, less urgent tasks start on a reserved device for so long.
 PATIENCE_S: Final = 1.0
+_SHOWN: Final = 8  # the most actors that a report names
+_REMEDY: Final = (
+    "Release the actor when it is not needed (del its future), give it a smaller device_share, or "
+    "let tasks name no device"
+)
 
 
 class Claim:
@@ -238,6 +244,19 @@ class Admission:
         """Return the claims that hold a part of a device."""
         with self.lock:
             return tuple(self.occupancy.holding[device])
+
+    def waits_for_actors(self) -> str:
+        """Return which actors hold devices that tasks wait for, and the remedy; "" without any."""
+        found = []
+        with self.lock:
+            for device, holding in self.occupancy.holding.items():
+                keys = [repr(claim.key) for claim in holding if claim.for_life]
+                if keys and (count := self.waiting_for(device)):
+                    found.append(
+                        f"{device} is held by {listed(keys, _SHOWN)} until their futures are "
+                        f"released, and {counted(count, 'task')} queued for it"
+                    )
+        return f"{'; '.join(found)}. {_REMEDY}" if found else ""
 
     # -- decisions, with the lock held
 

@@ -108,9 +108,11 @@ class ClaimedTask(DeviceTask):
         """Let values that dask keeps leave the devices, until the reserved bytes are free there."""
         claim, room = self.claim, self.room
         if room is not None and claim.nbytes:
+            made: list[Device] = []
+            claim.given_back = partial(_give_room, room, made, claim.nbytes)
             for device in claim.devices:
                 room.make_room(device, claim.nbytes)
-            claim.given_back = partial(_give_room, room, claim.devices, claim.nbytes)
+                made.append(device)
 
     def _all(self) -> Others:
         assert self.monitor is not None

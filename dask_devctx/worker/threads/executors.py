@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -26,6 +26,7 @@ from dask_devctx.dask_internals.threads import (
     Priority,
     TaskThreadPoolExecutor,
     error_in,
+    key_of_this_thread,
     rescheduled,
     sending_tasks_on,
 )
@@ -48,6 +49,8 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         The CPUs on which the threads run; None for any that the process may use.
     calls
         The queue of calls; its admission decides which of them may start.
+    on_secede
+        Called with a task's key on the thread that secedes.
 
     Notes
     -----
@@ -59,8 +62,14 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     """
 
     def __init__(
-        self, name: str, threads: int, cpus: frozenset[int] | None, calls: DeviceQueue | None = None
+        self,
+        name: str,
+        threads: int,
+        cpus: frozenset[int] | None,
+        calls: DeviceQueue | None = None,
+        on_secede: Callable[[Hashable], object] = lambda key: None,
     ) -> None:
+        self._on_secede = on_secede
         self._max_workers: int
         self._calls = calls or DeviceQueue()
         super().__init__(name, threads, self._calls)
@@ -103,6 +112,9 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
 
     def seceding(self) -> None:
         self._calls.left()
+        # A task that seceded, rejoined and secedes again makes no transition.
+        if (key := key_of_this_thread()) is not None:
+            self._on_secede(key)
 
     def _work(
         self,
@@ -149,7 +161,11 @@ class Claimed:
 
 @contextmanager
 def device_threads(
-    worker: Worker, devices: Sequence[Device], threads: int, admission: Admission
+    worker: Worker,
+    devices: Sequence[Device],
+    threads: int,
+    admission: Admission,
+    on_secede: Callable[[Hashable], object],
 ) -> Iterator[dict[Device, DeviceThreadPoolExecutor]]:
     """While it is open, a worker has threads for each device, and runs the device's tasks there.
 
@@ -175,6 +191,7 @@ def device_threads(
             threads,
             near_cpus(device.info.cpu_affinity),
             DeviceQueue(admission, device),
+            on_secede,
         )
         for device in devices
     }
@@ -282,10 +299,13 @@ class _Outcome(asyncio.Future[Any]):
     for a place on a device. They have not run, so other workers run them, and there is no line.
     """
 
-    begun = False
+    def __init__(self, *, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        # Who takes it first decides: the thread that begins the task, or a cancellation.
+        self.take = partial(threading.Lock().acquire, blocking=False)
 
     def cancel(self, msg: Any = None) -> bool:
-        if self.begun or self.done():
+        if self.done() or not self.take():
             return super().cancel(msg)
         self.set_result(rescheduled())
         return True
@@ -302,12 +322,14 @@ class _LoopCall(NamedTuple):
 
     def give_back(self) -> bool:
         """Let the scheduler send the task again, if it has not begun; on its event loop."""
-        return not self.future.begun and self.future.cancel()
+        if not self.future.take():
+            return False
+        self.future.set_result(rescheduled())
+        return True
 
     def run(self) -> None:
-        if self.future.done():
+        if not self.future.take():
             return
-        self.future.begun = True
         result, error = None, None
         try:
             result = self.fn()

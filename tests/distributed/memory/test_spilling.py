@@ -284,7 +284,7 @@ def test_a_task_that_needs_more_than_there_is_fails_with_the_numbers() -> None:
     with threads(1 * MIB, 1) as client:
         futures = client.map(full, range(8), pure=False)
         wait(futures)
-        with pytest.raises(Exception, match=r"has not enough memory; the task was tried 2 times"):
+        with pytest.raises(Exception, match=r"has not enough memory; the task ran 2 times"):
             client.submit(lambda: SimulatedArray((2**20,)), pure=False).result(timeout=30)
         sums = client.map(lambda x: int(x.sum()), futures)
         assert client.gather(sums) == [n * 16384 for n in range(8)]

@@ -85,6 +85,48 @@ async def test_an_actor_keeps_its_devices(client: Any, scheduler: Any, worker: A
 
 
 @with_plugin()
+async def test_a_report_says_which_actor_tasks_wait_for(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=1, device_share=1):
+        actor = await client.submit(Model, actor=True, key="the-model")
+    with dask.annotate(device=1):
+        waiting = client.submit(mine, key="waits")
+    while not (text := worker.plugins["devctx"].extension.report()["waiting"]):
+        await asyncio.sleep(0.01)
+    assert "cuda:1 is held by 'the-model'" in text
+    assert "1 task queued for it" in text
+    assert "smaller device_share" in text
+    del actor
+    gc.collect()
+    assert await waiting == (1,)
+    assert worker.plugins["devctx"].extension.report()["waiting"] == ""
+
+
+@with_plugin(device_memory_limit=0.5)
+async def test_room_that_cannot_be_made_on_the_second_device(
+    client: Any, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was reserved on the first device is given back."""
+    reservations = worker.plugins["devctx"].extension.memory.reservations
+    make_room, used = reservations.make_room, reservations._books.used
+
+    def fail_on_the_second(device: Device, nbytes: int, **how: Any) -> bool:
+        if device == Device(2):
+            raise RuntimeError("no room")
+        return bool(make_room(device, nbytes, **how))
+
+    monkeypatch.setattr(reservations, "make_room", fail_on_the_second)
+    with (
+        dask.annotate(devices=[1, 2], device_memory="1 MiB"),
+        pytest.raises(RuntimeError, match="no room"),
+    ):
+        await client.submit(mine)
+    await nothing_held(worker)
+    assert [used(Device(number)) for number in range(4)] == [0] * 4
+
+
+@with_plugin()
 async def test_a_coroutine_has_its_devices_until_it_ends(
     client: Any, scheduler: Any, worker: Any
 ) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from distributed.threadpoolexecutor import rejoin, secede
@@ -171,3 +173,29 @@ def test_the_loop_is_gone_before_the_task_ends(pool: DeviceThreadPoolExecutor) -
     asyncio.run(run())
     go_on.set()
     assert pool.submit(lambda: "still at work").result(10) == "still at work"
+
+
+def test_a_task_that_is_cancelled_as_it_begins_runs_once(pool: DeviceThreadPoolExecutor) -> None:
+    """It runs here or is sent again by the scheduler, and never both."""
+    ran: list[int] = []
+
+    async def submit_and_cancel(rounds: int) -> list[int]:
+        sent_again = []
+        for number in range(rounds):
+            future = pool.submit_task((0,), ran.append, number)
+            for _ in range(number % 200):
+                pass
+            future.cancel()
+            with suppress(asyncio.CancelledError):
+                if await future is not None:  # type: ignore[misc]
+                    sent_again.append(number)
+        return sent_again
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        sent_again = asyncio.run(submit_and_cancel(20_000))
+    finally:
+        sys.setswitchinterval(interval)
+    pool.submit(bool).result(10)
+    assert not set(sent_again) & set(ran)
