@@ -58,6 +58,7 @@ NAMES: Final = (
     "distributed.client:Client.persist",
     "distributed.client:Client.submit",
     "distributed.core:ConnectionPool.connect",
+    "distributed.protocol.core:pickle.loads",
     "distributed.protocol.serialize:Serialized",
     "distributed.shuffle._rechunk:ArrayRechunkRun.add_partition",
     "distributed.shuffle._rechunk:ArrayRechunkRun.get_output_partition",
@@ -113,6 +114,7 @@ ON_A_WORKER: Final = (
     "state.data",
     "state.ready",
     "stream_handlers[close]",
+    "stream_handlers[compute-task]",
     "stream_handlers[remove-worker]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.

@@ -14,7 +14,9 @@ from dask_devctx.annotations import ANY_DEVICE, HOST_ONLY, Unannotated, requeste
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker, tasks
+from dask_devctx.dask_internals.late_tasks import unpickled_later
 from dask_devctx.dask_internals.worker import in_memory, metric, own_logs
 from dask_devctx.transfer import Stamp
 from dask_devctx.transfer.lifetime import Lifetime
@@ -150,6 +152,7 @@ class DeviceExtension:
                 steps.enter_context(ordering.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
             serialization.register()
+            steps.enter_context(unpickled_later(worker, is_out_of_memory))
             steps.enter_context(rechunks.through_host_memory())
             self.peers = steps.enter_context(
                 _opened(

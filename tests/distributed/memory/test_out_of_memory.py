@@ -13,12 +13,13 @@ import dask.array as da
 import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client, wait
+from distributed import Client, wait, worker_client
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_devctx import DeviceOutOfMemoryError, SimulatedArray, driver, report
 from dask_devctx.worker.failures.oom_retries import Retries
+from tests.distributed import peers
 from tests.distributed.memory.test_spilling import (
     MIB,
     array,
@@ -400,3 +401,32 @@ def test_only_a_task_that_can_fit_makes_others_leave(
     assert (error is None) is fits
     assert row.spills == row.spills_for_retries == (3 if fits else 0)
     assert not [one for one in caplog.messages if "more than its limit" in one]
+
+
+# -- arrays that arrive as arguments
+
+
+def eight(n: int) -> SimulatedArray:
+    return SimulatedArray((8 * MIB,), "u1")
+
+
+def submits_an_array(n: int) -> int:
+    x = SimulatedArray((6 * MIB,), "u1")
+    with worker_client() as client:
+        future = client.submit(lambda x: int(x.sum()) + n, x, pure=False)
+        del x
+        return int(future.result())
+
+
+def test_arguments_that_find_no_memory_on_arrival_do_not_end_the_worker() -> None:
+    """They arrived on the event loop, where the error ended the scheduler's stream."""
+    with (
+        dask.config.set({"devctx.simulated-memory": "64 MiB"}),
+        peers.cluster(1, memory_limit=0) as (client, workers),
+    ):
+        values = client.map(eight, range(6), pure=False)
+        wait(values)
+        futures = client.map(submits_an_array, range(8), pure=False)
+        wait(futures, timeout=60)
+        assert client.gather(futures) == list(range(8))
+        assert list(client.scheduler_info()["workers"]) == workers
