@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
 
 from distributed import Status, Worker
+from distributed.core import error_message
 from distributed.worker import get_data_from_worker
-from distributed.worker_state_machine import RemoveReplicasEvent
+from distributed.worker_state_machine import (
+    GatherDepFailureEvent,
+    GatherDepSuccessEvent,
+    WorkerState,
+)
 
 Connect = Callable[..., Awaitable[Any]]
+
+# While a worker gathers the inputs of tasks: the errors of the values that cannot be read.
+UNREAD: Final[ContextVar[dict[Hashable, Exception] | None]] = ContextVar(
+    "devctx-unread", default=None
+)
 
 
 @contextmanager
@@ -70,7 +83,86 @@ async def data_of(
     return found
 
 
-def drop_replicas(worker: Worker, keys: Iterable[Hashable]) -> None:
-    """Let a worker drop, later, values that other workers have too and that no task needs."""
-    event = RemoveReplicasEvent(keys=list(keys), stimulus_id=f"devctx-{time.time()}")
-    worker.loop.add_callback(worker.handle_stimulus, event)
+@contextmanager
+def tasks_fail_with_unread_inputs(worker: Worker) -> Iterator[None]:
+    """While it is open, tasks fail with the errors that :data:`UNREAD` has of their inputs.
+
+    With dask alone, such a task waits without end (distributed's issue 6705).
+    """
+    _register()
+    gather_dep = worker.gather_dep
+
+    async def gather(address: str, *args: Any, **kwargs: Any) -> Any:
+        unread: dict[Hashable, Exception] = {}
+        token = UNREAD.set(unread)
+        try:
+            event = await gather_dep(address, *args, **kwargs)
+        finally:
+            UNREAD.reset(token)
+        if unread and isinstance(event, GatherDepSuccessEvent):
+            return _PartlyRead.of(event, unread)
+        return event
+
+    worker.gather_dep = gather
+    try:
+        yield
+    finally:
+        if vars(worker).get("gather_dep") is gather:
+            del worker.gather_dep
+
+
+@dataclass
+class _PartlyRead(GatherDepFailureEvent):  # type: ignore[misc]
+    """The answer of another worker, some of whose values could not be read."""
+
+    __slots__: ClassVar = ("data", "errors")
+
+    data: dict[Hashable, Any]
+    errors: dict[Hashable, tuple[Any, ...]]
+
+    @classmethod
+    def of(cls, event: Any, unread: Mapping[Hashable, Exception]) -> _PartlyRead:
+        errors = {key: _message(error) for key, error in unread.items()}
+        first = next(iter(errors.values()))
+        return cls(event.stimulus_id, event.worker, event.total_nbytes, *first, event.data, errors)
+
+    def to_loggable(self, *, handled: float) -> Any:
+        found = copy(self)
+        found.handled, found.data = handled, dict.fromkeys(self.data)
+        return found
+
+
+def _message(error: Exception) -> tuple[Any, ...]:
+    said = error_message(error)
+    return tuple(
+        said[name] for name in ("exception", "traceback", "exception_text", "traceback_text")
+    )
+
+
+@functools.cache
+def _register() -> None:
+    """Let the states of workers handle the event; this lasts as long as the process."""
+    vars(WorkerState)["_handle_event"].register(_PartlyRead, _handle_partly_read)
+    WorkerState._TRANSITIONS_TABLE.setdefault(("waiting", "error"), _waiting_error)
+
+
+def _handle_partly_read(state: WorkerState, event: _PartlyRead) -> Any:
+    data = {**event.data, **event.errors}
+    read = GatherDepSuccessEvent(event.stimulus_id, event.worker, event.total_nbytes, data)
+    recommendations, instructions = state._handle_event(read)
+    for key, error in event.errors.items():
+        ts = state.tasks[key]
+        recommendations[ts] = ("error", *error, ts.run_id)
+        for waiter in ts.waiters:
+            if waiter.state == "waiting":
+                recommendations[waiter] = ("error", *error, waiter.run_id)
+    return recommendations, instructions
+
+
+def _waiting_error(state: WorkerState, ts: Any, *error: Any, stimulus_id: str) -> Any:
+    # Through "released", dask would also release the input, which it keeps as long as the task.
+    state.waiting.discard(ts)
+    ts.waiting_for_data.clear()
+    for dependency in ts.dependencies:
+        dependency.waiters.discard(ts)
+    return state._transition_generic_error(ts, *error, stimulus_id=stimulus_id)

@@ -271,20 +271,14 @@ class DeviceExtension:
         reserved = self.memory and self.memory.reservations
         if reserved and reserved.handed and (ts is None or ts.state not in _MAY_GET_A_VALUE):
             reserved.handed_over(key)
-        if start == "memory":
-            if self.inputs is not None:
-                self.inputs.forget(key)
-            self.peers.unreadable.forget(key)
-        elif finish == "error" and self.peers.unreadable and ts is not None:
-            self.peers.unreadable.let_go(ts)
+        if start == "memory" and self.inputs is not None:
+            self.inputs.forget(key)
 
     def _assign(self, ts: Any) -> None:
         """Give a task its device, and the device's threads unless it asked for other threads."""
         key, annotations, dependencies = ts.key, ts.annotations, ts.dependencies
         named: object = AUTO
         try:
-            if dependencies and self.peers.unreadable:
-                self.peers.unreadable.check(ts)
             watched, once = conditions.read(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, key, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:

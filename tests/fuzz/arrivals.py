@@ -18,6 +18,7 @@ from typing import Any
 from distributed.comm import CommClosedError
 
 from dask_devctx import Device, driver
+from dask_devctx.dask_internals.connections import UNREAD
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.headers import MalformedHeaderError, read_header
@@ -25,11 +26,10 @@ from dask_devctx.transfer.ipc.layout import Layout
 from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
 from dask_devctx.transfer.ipc.parcel import _Place
 from dask_devctx.worker.comms import device_types
-from dask_devctx.worker.ipc import incoming, unreadable
+from dask_devctx.worker.ipc import incoming
 from dask_devctx.worker.ipc.incoming import Arriving, Incoming
 from dask_devctx.worker.ipc.messages import NEXT
 from dask_devctx.worker.ipc.traffic import Traffic
-from dask_devctx.worker.ipc.unreadable import Unreadable, UnreadableValues
 from tests.fuzz.inputs import UUIDS, anything, replaced
 
 HOST, NBYTES = "fuzz", 8192
@@ -37,6 +37,7 @@ HOST, NBYTES = "fuzz", 8192
 _EXPORT = """
 import sys
 from dask_devctx import Device, driver
+from dask_devctx.dask_internals.connections import UNREAD
 from dask_devctx.driver.simulated import SimulatedMachine
 with driver.use(SimulatedMachine(2, host="fuzz").backend()), Device(0) as device:
     work = device._backend.calls.work
@@ -63,7 +64,7 @@ class Sender:
             [Device(0), self.device],
             self._opened,
             pairs,
-            UnreadableValues(worker),
+            lambda: False,
             lambda device: 0,
             self._run,
             Traffic(),
@@ -99,8 +100,7 @@ _senders: list[Sender] = []
 @contextmanager
 def sender() -> Iterator[None]:
     """While it is open, another process has memory that can be opened here."""
-    for module in (incoming, unreadable):
-        logging.getLogger(module.__name__).setLevel(logging.ERROR)
+    logging.getLogger(incoming.__name__).setLevel(logging.ERROR)
     assert device_types  # it knows how to allocate simulated memory
     process = subprocess.Popen(
         [sys.executable, "-c", _EXPORT, str(NBYTES)],
@@ -161,12 +161,17 @@ def fuzz_arrivals(chance: random.Random) -> str:
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return "not unpacked"  # distributed fails its key
     msg = {"data": {"key": arriving, "host": 1}, incoming.FAMILY: replaced(chance, about, 0.02)}
+    unread: dict[Any, Exception] = {}
+    token = UNREAD.set(unread)
     try:
         data = to.read(msg)
     except CommClosedError:
         return "refused"
+    finally:
+        UNREAD.reset(token)
     assert not to.failed
-    if isinstance(data["key"], Unreadable):
+    assert unread.keys() | data.keys() == {"key", "host"}
+    if unread:
         return "unreadable"
     assert not isinstance(data["key"], Arriving)
     return "read"

@@ -22,7 +22,6 @@ from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.ipc import incoming
 from dask_devctx.worker.ipc.connections import Connections
 from dask_devctx.worker.ipc.traffic import Traffic
-from dask_devctx.worker.ipc.unreadable import UnreadableValues
 from dask_devctx.worker.ipc.ways import DasksWay, IpcWay
 
 if TYPE_CHECKING:
@@ -62,8 +61,6 @@ class PeerTransfers:
     ----------
     metric
         The name of the counts that the worker's heartbeat carries.
-    unreadable
-        The values that arrived and could not be read.
     way
         The way that the values take.
     """
@@ -85,7 +82,6 @@ class PeerTransfers:
         memory: Callable[[], DeviceMemory | None] = lambda: None,
     ) -> None:
         incoming.register()
-        self.unreadable = UnreadableValues(worker, has_failed)
         self.traffic = Traffic()
         by_ucx = worker.address.partition("://")[0].startswith("ucx")
         # A UCX comm sends the values from device to device.
@@ -101,12 +97,15 @@ class PeerTransfers:
                 make_room=make_room,
                 on_failure=on_failure,
                 memory=memory,
-                unreadable=self.unreadable,
+                has_failed=has_failed,
                 traffic=self.traffic,
             )
         with ExitStack() as steps:
             connections = Connections(
-                worker, self.unreadable, self.way, takes_host_forms=lambda: memory() is not None
+                worker,
+                self.way,
+                has_failed=has_failed,
+                takes_host_forms=lambda: memory() is not None,
             )
             steps.callback(self.way.close, connections)
             steps.callback(connections.close)

@@ -16,9 +16,15 @@ from distributed import Worker
 from distributed.comm import CommClosedError
 
 from dask_devctx.cuda.frames import clear_frames
-from dask_devctx.dask_internals.connections import Connect, data_of, wrapped_connect
+from dask_devctx.dask_internals.connections import (
+    UNREAD,
+    Connect,
+    data_of,
+    tasks_fail_with_unread_inputs,
+    wrapped_connect,
+)
 from dask_devctx.dask_internals.worker import wrapped_handler
-from dask_devctx.worker.ipc.unreadable import UnreadableValues, without_unreadable
+from dask_devctx.worker.ipc.unreadable import could_not_be_read
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +63,10 @@ class Connections:
     ----------
     worker
         The worker.
-    unreadable
-        Collects the values that cannot be read.
     way
         The way that the values take.
+    has_failed
+        Returns whether a device of the worker has failed, so that the worker ends.
     takes_host_forms
         Returns whether values may arrive in host memory, although they belong on devices.
 
@@ -79,18 +85,19 @@ class Connections:
     def __init__(
         self,
         worker: Worker,
-        unreadable: UnreadableValues,
         way: Way,
         *,
+        has_failed: Callable[[], bool] = lambda: False,
         takes_host_forms: Callable[[], bool] = lambda: False,
     ) -> None:
         self._worker = worker
-        self._unreadable = unreadable
+        self._has_failed = has_failed
         self._way = way
         self._takes_host_forms = takes_host_forms
         self._open = True
         self.under_way = 0
         with ExitStack() as steps:
+            steps.enter_context(tasks_fail_with_unread_inputs(worker))
             steps.enter_context(wrapped_connect(worker, self._around_connect))
             steps.enter_context(wrapped_handler(worker, "get_data", self._around_get_data))
             self._steps = steps.pop_all()
@@ -205,12 +212,14 @@ class _Asking:
             self._comm.abort()  # the rest of the answer is not read
             raise
         logger.warning("an answer from %s could not be read", address, exc_info=failure)
-        self._answered = True
         keys = list(request["keys"])
-        if len(keys) == 1:
-            value = of._unreadable.add(keys[0], failure, address)
-            return {"status": "OK", "data": {keys[0]: value}}
-        return await of._one_by_one(address, keys, request.get("who"))
+        if UNREAD.get() is None:  # no task asked
+            raise failure
+        self._answered = True
+        if len(keys) > 1:
+            return await of._one_by_one(address, keys, request.get("who"))
+        could_not_be_read(keys[0], failure, address, device_failed=of._has_failed())
+        return {"status": "OK", "data": {}}
 
 
 class _Answering:
@@ -227,7 +236,6 @@ class _Answering:
 
     async def write(self, msg: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(msg, dict) and "data" in msg:
-            msg = {**msg, "data": without_unreadable(msg["data"])}
             try:
                 prepared = await self._prepare(msg)
             except CommClosedError:

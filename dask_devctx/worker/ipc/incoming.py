@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Worker
@@ -31,7 +31,7 @@ from dask_devctx.worker.ipc.messages import NEXT
 from dask_devctx.worker.ipc.outgoing import FAMILY, QUICK_NBYTES, QUICK_S, has_failed
 from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.traffic import Traffic
-from dask_devctx.worker.ipc.unreadable import UnreadableValues
+from dask_devctx.worker.ipc.unreadable import could_not_be_read
 
 if TYPE_CHECKING:
     from dask_devctx.worker.memory.manager import DeviceMemory
@@ -82,8 +82,8 @@ class Incoming:
         The buffers of other workers that it has open.
     pairs
         Knows the workers whose memory it can read.
-    unreadable
-        Collects the values that cannot be put together.
+    has_failed
+        Returns whether a device of the worker has failed, so that the worker ends.
     make_room
         Called with a device that has no memory left.
     run
@@ -102,7 +102,7 @@ class Incoming:
         devices: Sequence[Device],
         opened: OpenedBuffers,
         pairs: Pairs,
-        unreadable: UnreadableValues,
+        has_failed: Callable[[], bool],
         make_room: Callable[[Device], object],
         run: Any,
         traffic: Traffic,
@@ -114,7 +114,7 @@ class Incoming:
         self._first = devices[0]
         self._opened = opened
         self._pairs = pairs
-        self._unreadable = unreadable
+        self._has_failed = has_failed
         self._make_room = make_room
         self._run = run
         self._traffic = traffic
@@ -149,10 +149,14 @@ class Incoming:
             room.give_room(device, receiving.nbytes)
             await self._run(room.make_room, device, receiving.nbytes)
         try:
-            data.update(await self._received(address, header, receiving, arriving))
+            found = await self._received(address, header, receiving, arriving)
+            data.update(found)
+            for key, value in found.items():
+                if isinstance(value, _Unread):
+                    self._fail(data, {key: arriving[key]}, value.error, address)
         except (DevctxError, OSError) as error:
             if is_out_of_memory(error):
-                data.update(self._failed(arriving, error, address))
+                self._fail(data, arriving, error, address)
                 return
             if isinstance(error, DriverError) and has_failed(receiving.device, error):
                 self._on_failure(receiving.device, error)
@@ -162,7 +166,7 @@ class Incoming:
         except MalformedHeaderError as error:
             raise await self._refused(address, error) from error
         except Exception as error:
-            data.update(self._failed(arriving, error, address))
+            self._fail(data, arriving, error, address)
             return
         finally:
             if room is not None:  # the room is theirs until dask has them
@@ -183,10 +187,12 @@ class Incoming:
         await self._pairs.refuse(address, f"it sent a malformed header: {error}")
         return CommClosedError(f"values from {address} could not be read: {error}")
 
-    def _failed(
-        self, arriving: dict[Hashable, Arriving], error: Exception, address: str
-    ) -> dict[Hashable, Any]:
-        return {key: self._unreadable.add(key, error, address) for key in arriving}
+    def _fail(
+        self, data: dict[Hashable, Any], keys: Iterable[Hashable], error: Exception, address: str
+    ) -> None:
+        for key in keys:
+            del data[key]
+            could_not_be_read(key, error, address, device_failed=self._has_failed())
 
     async def _received(
         self,
@@ -209,16 +215,16 @@ class Incoming:
                     receiving.finish(lane, opened, is_done=True)
                 else:
                     await self._run(receiving.finish, lane, opened)
-            return self._unpacked(receiving, arriving, address)
+            return self._unpacked(receiving, arriving)
         last = receiving.pieces - 1
         found: dict[Hashable, Any]
         if last < 1:
             # All in one go: each change of threads takes time.
-            found = await self._run(self._read_and_unpacked, receiving, where, arriving, address)
+            found = await self._run(self._read_and_unpacked, receiving, where, arriving)
             return found
         await self._run(self._allocate, receiving)
         await self._pieces(address, header.number, receiving, where, last)
-        found = await self._run(self._unpacked, receiving, arriving, address)
+        found = await self._run(self._unpacked, receiving, arriving)
         return found
 
     async def _pieces(
@@ -271,19 +277,15 @@ class Incoming:
         receiving.allocate()
 
     def _read_and_unpacked(
-        self,
-        receiving: Receiving,
-        where: Description,
-        arriving: dict[Hashable, Arriving],
-        address: str,
+        self, receiving: Receiving, where: Description, arriving: dict[Hashable, Arriving]
     ) -> dict[Hashable, Any]:
         self._allocate(receiving)
         if receiving.pieces:
             _read(receiving, 0, where)
-        return self._unpacked(receiving, arriving, address)
+        return self._unpacked(receiving, arriving)
 
     def _unpacked(
-        self, receiving: Receiving, arriving: dict[Hashable, Arriving], address: str
+        self, receiving: Receiving, arriving: dict[Hashable, Arriving]
     ) -> dict[Hashable, Any]:
         found: dict[Hashable, Any] = {}
         with receiving.device:
@@ -292,8 +294,13 @@ class Incoming:
                 try:
                     found[key] = value.complete(memory)
                 except Exception as error:
-                    found[key] = self._unreadable.add(key, error, address)
+                    found[key] = _Unread(error)
         return found
+
+
+class _Unread:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 def _read(receiving: Receiving, index: int, where: Description) -> None:

@@ -27,7 +27,6 @@ from dask_devctx.worker.ipc.outgoing import Outgoing
 from dask_devctx.worker.ipc.pairs import Pairs
 from dask_devctx.worker.ipc.places import on_devices
 from dask_devctx.worker.ipc.traffic import Traffic
-from dask_devctx.worker.ipc.unreadable import UnreadableValues
 
 if TYPE_CHECKING:
     from dask_devctx.worker.memory.manager import DeviceMemory
@@ -105,8 +104,8 @@ class IpcWay:
         Called with a device that failed, and the driver's error.
     memory
         Returns the manager of the device memory; None if there is none.
-    unreadable
-        Collects the values that cannot be read.
+    has_failed
+        Returns whether a device of the worker has failed, so that the worker ends.
     traffic
         Counts the transfers.
     """
@@ -122,7 +121,7 @@ class IpcWay:
         make_room: Callable[[Device], object],
         on_failure: Callable[[Device, DriverError], object],
         memory: Callable[[], DeviceMemory | None],
-        unreadable: UnreadableValues,
+        has_failed: Callable[[], bool],
         traffic: Traffic,
     ) -> None:
         self._worker = worker
@@ -144,7 +143,7 @@ class IpcWay:
             devices,
             self._opened,
             self._pairs,
-            unreadable,
+            has_failed,
             make_room,
             self._run,
             traffic,
