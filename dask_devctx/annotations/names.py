@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
+
+from dask.utils import parse_bytes
 
 from dask_devctx.annotations.runs import RERUN
 from dask_devctx.errors.nearest import nearest
@@ -70,7 +73,22 @@ def mistaken(annotations: Mapping[str, Any]) -> dict[str, str]:
     one = annotations.get(DEVICES)
     if type(one) is int and one == 1:
         found[DEVICES] = ABOUT_ONE
+    given = annotations.get(MEMORY)
+    with suppress(TypeError, ValueError):
+        if isinstance(given, int | float | str) and 1 <= (nbytes := parse_bytes(given)) < 2**20:
+            found[MEMORY] = (
+                f"the annotation {MEMORY}={given!r} reserves {nbytes} bytes. "
+                f"{_remedy(MEMORY, None)}"
+            )
     return found
+
+
+def item_on_each(function: str, devices: Sequence[object]) -> str:
+    """Return the call that runs a function for one item on each device."""
+    return (
+        f"[client.submit(on_device(n)({function}), item) for n, item in "
+        f"zip({list(devices)!r}, items)]"
+    )
 
 
 def about_mistaken(name: str, value: object) -> str:

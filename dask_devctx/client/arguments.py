@@ -164,10 +164,12 @@ def has_nannies(kept: Mapping[str, Any]) -> bool:
 def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
     if "device" in given:
         which = given["device"]
+        devices, of_a_task = list(which) if isinstance(which, list | tuple) else [which], ""
+        if not isinstance(which, list | tuple):
+            of_a_task = f". For a task: with dask.annotate(device={which!r})"
         raise TypeError(
-            f"{owner.__name__} has no option 'device': the cluster's devices are a list, "
-            f"devices=[{which!r}], and a single task's device is an annotation: "
-            f"with dask.annotate(device={which!r})"
+            f"{owner.__name__} has no option 'device', which is the annotation of a task. The "
+            f"cluster's devices are a list: {owner.__name__}(devices={devices!r}){of_a_task}"
         )
     for name in _MEANT.keys() & given.keys():
         raise TypeError(f"{owner.__name__} has no option {name!r}: {_MEANT[name]}")

@@ -14,6 +14,7 @@ from typing import Any
 import dask
 from distributed.core import Status
 
+from dask_devctx import driver
 from dask_devctx.client.arguments import has_nannies, without_dask_cudas
 from dask_devctx.client.free import held_by_others
 from dask_devctx.client.main_module import refuse_unguarded_main
@@ -29,12 +30,13 @@ from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_also
+from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.dask_internals.submits import users_level
-from dask_devctx.errors import DevicesInUseError
+from dask_devctx.errors import DevicesInUseError, VisibleDevicesError
 from dask_devctx.errors.base import counted
 from dask_devctx.errors.leases import held_text
 from dask_devctx.plugin import DevicePlugin
@@ -83,6 +85,8 @@ class LocalDeviceCluster(WatchedCluster):
         An argument is unknown, or ``plugin`` is given together with its options.
     ValueError
         The workers need more devices than there are. Scaling up raises this too.
+    VisibleDevicesError
+        ``CUDA_VISIBLE_DEVICES`` hides all devices.
     WorkerSetupError
         A worker cannot set the plugin up, such as where a module of ``pre_import`` fails. Scaling
         up raises this too.
@@ -134,6 +138,8 @@ class LocalDeviceCluster(WatchedCluster):
             raise TypeError(f"give either a plugin or its options, got both: {', '.join(given)}")
         else:
             used = named_devices(plugin.options.devices)
+        if not used:
+            raise _all_hidden()
         require_packages(plugin.options)
         warn_of_limit(plugin.options.device_memory_limit, used)
         held = held_by_others(used, plugin.options, n_workers, in_process=not has_nannies(kwargs))
@@ -278,6 +284,12 @@ class LocalDeviceCluster(WatchedCluster):
         if self.status in (Status.created, Status.starting, Status.running):
             for error in refused.values():
                 raise error
+
+
+def _all_hidden() -> VisibleDevicesError:
+    found = discovery.inventory(driver.backend())
+    why = ". ".join(["it hides all devices of this machine", *found.problems])
+    return VisibleDevicesError(found.visible_devices, f"{why}. Unset it, or name devices in it")
 
 
 def _warn_of_twice(named: Sequence[object], used: Sequence[Device]) -> None:

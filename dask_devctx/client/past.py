@@ -13,6 +13,15 @@ from dask_devctx.scheduler.routing import DeviceRouting
 _LOST: Final = 5
 
 
+def refuse_unusable(client: object, example: str) -> None:
+    """Refuse an object that is no client, and a client that is closed."""
+    name = example.partition("(")[0]
+    if not isinstance(client, Client):
+        raise TypeError(f"{name} takes a client of the cluster, as in {example}; got {client!r}")
+    if client.status in ("closing", "closed"):
+        raise ValueError(f"{name}: the client is closed. Make another: client = Client(address)")
+
+
 async def of_scheduler(client: Client) -> Any:
     """Return the scheduler's part of a report; an empty one where it lacks this package.
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from distributed import Client, Worker
+from distributed.deploy import Cluster
 
 from dask_devctx.client import rendering
-from dask_devctx.client.past import of_scheduler
+from dask_devctx.client.past import of_scheduler, refuse_unusable
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.counts import PastCounts
 from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer, known
@@ -196,13 +197,13 @@ class Report(list[ReportedTask]):
         return rendering.html(self)
 
 
-def report(client: Client, *, by: By = "device") -> Any:
+def report(client: Client | Cluster, *, by: By = "device") -> Report:
     """Return the tasks that ran on each device of a cluster.
 
     Parameters
     ----------
     client
-        A client of the cluster; an asynchronous one gives an awaitable.
+        A client of the cluster, or the cluster. An asynchronous client gives an awaitable.
     by
         The lines of the report's text: ``"device"``, or ``"prefix"`` for a line for each kind of
         task. The report's content is the same.
@@ -217,8 +218,10 @@ def report(client: Client, *, by: By = "device") -> Any:
 
     Raises
     ------
+    TypeError
+        ``client`` is neither a client nor a cluster.
     ValueError
-        ``by`` is neither.
+        ``by`` is neither, or the client is closed.
 
     Examples
     --------
@@ -233,7 +236,12 @@ def report(client: Client, *, by: By = "device") -> Any:
     """
     if by not in ("device", "prefix"):
         raise ValueError(f"by must be 'device' or 'prefix', got {by!r}")
-    return client.sync(_report, client, by)
+    if isinstance(client, Cluster) and not client.asynchronous:
+        with Client(client, set_as_default=False) as own:
+            return report(own, by=by)
+    refuse_unusable(client, "report(Client(cluster))")
+    found: Report = client.sync(_report, client, by)
+    return found
 
 
 async def _report(client: Client, by: By) -> Report:
@@ -315,22 +323,12 @@ def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> li
         rows.append(device)
     for uuid, before in missing.items():
         counts = {one.name: getattr(before.counts, one.name) for one in fields(PastCounts)}
-        rows.append(
-            ReportedDevice(
-                before.device_id,
-                uuid,
-                before.name,
-                **counts,
-                worker=before.worker,
-                worker_name=before.worker,
-                present=False,
-            )
-        )
+        who: Any = {"worker": before.worker, "worker_name": before.worker, "present": False}
+        rows.append(ReportedDevice(before.device_id, uuid, before.name, **counts, **who))
     return rows
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
-    # A coroutine, so that it runs on the worker's event loop.
     plugin = dask_worker.plugins.get(DevicePlugin.name)
     if not isinstance(plugin, DevicePlugin):
         return None

@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 
 from distributed import Client, Scheduler
 
+from dask_devctx.client.past import refuse_unusable
 from dask_devctx.client.trace_events import Stretch, trace
 from dask_devctx.errors import DevctxError
 from dask_devctx.errors.base import counted
@@ -163,6 +164,10 @@ def timeline(client: Client, path: str | os.PathLike[str]) -> Timeline:
         The scheduler does not have the plugin.
     OSError
         The file cannot be written.
+    TypeError
+        The first argument is no client, or the second no path.
+    ValueError
+        The client is closed.
 
     Notes
     -----
@@ -178,6 +183,11 @@ def timeline(client: Client, path: str | os.PathLike[str]) -> Timeline:
         with timeline(client, "training.json"):
             client.gather(client.map(train, parts))
     """
+    if isinstance(client, str | os.PathLike) and isinstance(path, Client):
+        raise TypeError(f"timeline(client, path): the client comes first, got {client!r}")
+    refuse_unusable(client, "timeline(Client(cluster), path)")
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"timeline(client, path) takes the path of a file, got {path!r}")
     made = Timeline(client, path)
     if not client.asynchronous:
         client.sync(made.written)

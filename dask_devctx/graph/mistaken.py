@@ -13,7 +13,13 @@ import dask
 from dask.utils import funcname
 from distributed import Client
 
-from dask_devctx.annotations.names import NAMES, TOLD, mistaken
+from dask_devctx.annotations.names import (
+    DEVICE,
+    NAMES,
+    TOLD,
+    item_on_each,
+    mistaken,
+)
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.dask_internals.graphs import layers_of
 from dask_devctx.dask_internals.submits import in_a_task, users_level
@@ -85,10 +91,13 @@ def _passed_on(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> I
     function = args[0] if args else kwargs.get("func")
     for one in sorted(NAMES & kwargs.keys()):
         if callable(function) and not _takes(function, one):
+            given, called = kwargs[one], funcname(function)
+            remedy = f"with dask.annotate({one}={given!r}): client.{name}(...)"
+            if one == DEVICE and isinstance(given, list | tuple):
+                remedy = item_on_each(called, given)
             yield (
-                f"{funcname(function)} takes no argument {one!r}, and client.{name} hands it on: "
-                f"the task fails. {one!r} is an annotation: write "
-                f"with dask.annotate({one}={kwargs[one]!r}): client.{name}(...)"
+                f"{called} takes no argument {one!r}, and client.{name} hands it on: the task "
+                f"fails. {one!r} is an annotation: write {remedy}"
             )
 
 

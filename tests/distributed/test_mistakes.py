@@ -8,14 +8,28 @@ import re
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import dask
 import numpy as np
 import pytest
-from distributed import Client
+from distributed import Client, wait
 
-from dask_devctx import Device, DevicesInUseError, LocalDeviceCluster, SimulatedArray, to_device
+from dask_devctx import (
+    Device,
+    DevicesInUseError,
+    LocalDeviceCluster,
+    SimulatedArray,
+    VisibleDevicesError,
+    driver,
+    on_device,
+    report,
+    timeline,
+    to_device,
+)
+from dask_devctx.driver.simulated import SimulatedMachine
 
 START = "LocalDeviceCluster(n_workers=1, dashboard_address=':0')"
 GUARD = 'if __name__ == "__main__":'
@@ -173,3 +187,139 @@ def test_errors_of_python_and_numpy_have_a_note_with_the_remedy() -> None:
             assert "read-only" in str(error)
             (note,) = error.__notes__
             assert "to_device(x, Device.current(), copy=True)" in note
+
+
+# -- item i on device i
+
+
+def _where(_: object) -> int:
+    device = Device.current()
+    assert device is not None
+    return device.device_id
+
+
+def test_the_remedy_for_an_item_on_each_device_works() -> None:
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        with pytest.warns(UserWarning, match="takes no argument 'device'") as told:
+            futures = client.map(_where, ["a", "b"], device=[1, 0])
+        wait(futures)
+        remedy = re.search(r"\[client\.submit\(.*\]$", str(told[0].message))
+        assert remedy is not None, str(told[0].message)
+        names = {"client": client, "_where": _where, "items": "ab", "on_device": on_device}
+        assert client.gather(eval(remedy[0], names)) == [1, 0]
+        with dask.annotate(device=[1, 0]):
+            error = client.submit(_where, 0, pure=False).exception()
+        remedy = re.search(r"\[client\.submit\(.*\]$", str(error))
+        assert remedy is not None, str(error)
+        assert client.gather(eval(remedy[0], {**names, "function": _where})) == [1, 0]
+
+
+def test_the_remedy_for_the_devices_of_a_cluster_works() -> None:
+    with pytest.raises(TypeError) as caught:
+        LocalDeviceCluster(device=[0, 1], processes=False, dashboard_address=":0")
+    remedy = re.search(r"LocalDeviceCluster\((devices=\[0, 1\])\)$", str(caught.value))
+    assert remedy is not None, str(caught.value)
+    with eval(f"LocalDeviceCluster({remedy[1]}, processes=False, dashboard_address=':0')") as found:
+        assert "devices=cuda:0, cuda:1" in repr(found)
+
+
+# -- wrong arguments
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalDeviceCluster]:
+    with LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster:
+        yield cluster
+
+
+def test_the_report_of_a_cluster(cluster: LocalDeviceCluster) -> None:
+    with Client(cluster, set_as_default=False) as client, dask.annotate(device=1):
+        client.submit(_where, 0, key="one-1").result()
+    assert [(task.key, task.device_id) for task in report(cluster)] == [("one-1", 1)]
+
+
+def test_a_report_and_a_timeline_of_something_else(cluster: LocalDeviceCluster, tmp_path) -> None:
+    with Client(cluster, set_as_default=False) as client:
+        path = str(tmp_path / "x.json")
+        with pytest.raises(TypeError, match=r"timeline\(client, path\).*got 'x.json'"):
+            timeline("x.json", client)
+        with pytest.raises(TypeError, match=r"timeline takes a client.*timeline\(Client\(cluster"):
+            timeline(cluster, path)
+        with pytest.raises(TypeError, match=r"report takes a client.*got 'inproc://"):
+            report(cluster.scheduler_address)
+        with pytest.raises(TypeError, match=r"path of a file.*got 3"):
+            timeline(client, 3)
+    for ask in (lambda: report(client), lambda: timeline(client, path)):
+        with pytest.raises(ValueError, match=r"the client is closed.*Client\("):
+            ask()
+
+
+@pytest.mark.parametrize("value", ["7", ""])
+def test_a_variable_that_hides_all_devices(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    with (
+        driver.use(SimulatedMachine(4).backend()),
+        pytest.raises(VisibleDevicesError, match=f"^CUDA_VISIBLE_DEVICES is '{value}': "),
+    ):
+        LocalDeviceCluster(processes=False, dashboard_address=":0")
+
+
+@pytest.mark.parametrize("word", ["any", "Any"])
+def test_a_word_for_any_device(cluster: LocalDeviceCluster, word: str) -> None:
+    with Client(cluster, set_as_default=False) as client, dask.annotate(device=word):
+        error = client.submit(_where, 0, pure=False).exception()
+    assert 'annotate(device="auto")' in str(error)
+
+
+@pytest.mark.parametrize("value", [4, 1000.0, "4", "4 kB"])
+def test_a_reservation_of_a_few_bytes(cluster: LocalDeviceCluster, value: object) -> None:
+    with (
+        Client(cluster, set_as_default=False) as client,
+        dask.annotate(device_memory=value),
+        pytest.warns(UserWarning, match=r'reserves .* bytes.*device_memory="4 GiB"'),
+    ):
+        client.submit(_where, 0, pure=False).result()
+
+
+_NO_PLUGIN = """
+import time, warnings
+import dask
+from distributed import Client
+from dask_devctx import Device
+if __name__ == "__main__":
+    with warnings.catch_warnings(record=True) as told, Client(
+        n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
+    ) as client:
+        warnings.simplefilter("always")
+        client.submit(abs, -1).result()
+        assert not told
+        for number in range(3):
+            with dask.annotate(device=1):
+                client.submit(abs, number).result()
+            time.sleep(0.3)
+    print(*(one.message for one in told if "device" in str(one.message)), sep="\\n")
+"""
+
+
+def test_an_annotation_where_there_is_no_plugin(tmp_path: Path) -> None:
+    """Nobody made a plugin, neither here nor in a worker: the tasks run without a device."""
+    done = run_script(tmp_path / "job.py", _NO_PLUGIN)
+    assert done.returncode == 0, done.stderr
+    (said,) = done.stdout.splitlines()
+    assert "the annotation 'device', and no worker of this cluster uses devices" in said
+    assert "client.register_plugin(DevicePlugin())" in said
+
+
+def test_no_alarm_where_workers_have_the_plugin(cluster: LocalDeviceCluster) -> None:
+    with (
+        Client(cluster, set_as_default=False) as client,
+        warnings.catch_warnings(record=True) as told,
+        dask.annotate(device=1),
+    ):
+        warnings.simplefilter("always")
+        assert client.gather(client.map(_where, range(3))) == [1] * 3
+        time.sleep(0.3)
+    assert not told

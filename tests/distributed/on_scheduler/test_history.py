@@ -161,6 +161,24 @@ async def test_copies_and_retries(client: Any, scheduler: Any, worker: Worker) -
     assert tight.memory_s > 0
 
 
+def always_runs_out() -> None:
+    raise RuntimeError("CUDA out of memory on purpose")
+
+
+@with_plugin(devices=[0])
+async def test_a_task_that_ran_out_of_memory_twice(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    """It ran again once, and then it failed: so say its error and the rows."""
+    error = await client.submit(always_runs_out, key="tight-1").exception()
+    assert "the task ran 2 times" in str(error)
+    rows = [row for row in await all_rows(scheduler) if isinstance(row, Incident)]
+    assert [(row.what, row.key) for row in rows] == [
+        ("out-of-memory", "tight-1"),
+        ("error", "tight-1"),
+    ]
+
+
 @with_plugin(16, 16, tasks_per_device=2)
 async def test_values_between_workers_are_copies(
     client: Any, scheduler: Any, one: Worker, two: Worker
