@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from dask.utils import funcname
-from distributed import Worker, WorkerPlugin
+from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config
 from dask_devctx.config.options import OPTION_NAMES, Options, remembered_tasks
@@ -17,6 +17,7 @@ from dask_devctx.config.signatures import documents_options, refuse_unknown, tak
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals import check_worker
+from dask_devctx.dask_internals.worker import no_more_heartbeats
 from dask_devctx.graph.keep import keep_annotations
 from dask_devctx.worker.allocators import sizes
 from dask_devctx.worker.comms import serialization
@@ -246,6 +247,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self._share.release()
             self._share = None
         self.annotations_kept.close()  # for the process that made the plugin
+        if worker.status is Status.closing:
+            await no_more_heartbeats(worker)
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
         """Follow each task of the worker from state to state."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
@@ -168,6 +170,32 @@ def leave_nanny(worker: Worker) -> str | None:
 
 async def _stay(**kwargs: Any) -> None:
     """Ignore the order to close: the worker is ending already."""
+
+
+async def no_more_heartbeats(worker: Worker, within_s: float = 5.0) -> None:
+    """Stop the heartbeats of a worker that closes, and wait for the one that is under way.
+
+    It would find the worker's connections closed. dask logs this as an error.
+    """
+    heartbeat = worker.periodic_callbacks["heartbeat"]
+    heartbeat.stop()
+    under_way = {
+        task
+        for task in asyncio.all_tasks()
+        if (frame := getattr(task.get_coro(), "cr_frame", None)) is not None
+        and frame.f_locals.get("self") is heartbeat
+        and not _is_closing(task.get_coro())
+    }
+    if under_way:
+        await asyncio.wait(under_way, timeout=within_s)
+
+
+def _is_closing(coroutine: Any) -> bool:
+    """Return whether a heartbeat waits for the worker to close, which the scheduler removed."""
+    close = inspect.unwrap(Worker.close).__code__
+    while coroutine is not None and getattr(coroutine, "cr_code", None) is not close:
+        coroutine = getattr(coroutine, "cr_await", None)
+    return coroutine is not None
 
 
 async def unsettled(worker: Worker, keys: Collection[Hashable]) -> set[Hashable]:

@@ -279,6 +279,26 @@ async def test_a_worker_that_closes_answers_quietly(
     assert "No handler" not in said.getvalue()
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], timeout=30)
+async def test_a_worker_that_closes_ends_its_heartbeat_first(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    asked = asyncio.Event()
+
+    async def slow_metric(worker: Worker) -> int:  # dask asks NVML on a thread
+        asked.set()
+        await asyncio.sleep(0.5)
+        return 1
+
+    await worker.plugin_add(DevicePlugin())
+    worker.metrics["slow"] = slow_metric
+    await asked.wait()
+    with captured_logger("distributed.worker") as said:
+        await worker.close()
+        await asyncio.sleep(1)
+    assert "heartbeat" not in said.getvalue()
+
+
 def _known(dask_worker: Worker) -> set[str]:
     """All other workers' addresses that a worker keeps for its transfers, but for the report's."""
     way = dask_worker.plugins["devctx"].extension.peers.way
