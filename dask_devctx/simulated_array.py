@@ -398,7 +398,9 @@ def _check(array: SimulatedArray) -> _Array:
     memory = array._memory
     if memory is not None and not memory.is_current() and array._data.size:
         if array._device is not (here := _here()):
-            raise DeviceMismatchError(f"an array of shape {array.shape}", array._device, here)
+            raise DeviceMismatchError(
+                f"an array of shape {array.shape}", f"{array._device}", f"{here}"
+            )
         if Device.current() or not memory.is_primary():
             memory.illegal_address()
     return array._data

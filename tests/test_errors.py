@@ -246,18 +246,6 @@ CASES = [
         "there is no driver. Install it",
     ),
     (
-        errors.OneDeviceOnlyError("cuDF", "cuda:0", "cuda:1"),
-        {"library": "cuDF", "device": "cuda:0", "other": "cuda:1"},
-        "cuDF uses one device in a process, here cuda:0, and was to use cuda:1. Start a worker for "
-        "each device: LocalDeviceCluster(), n_workers= the number of devices, or "
-        "devctx.devices-per-worker: 1",
-    ),
-    (
-        errors.ForkedProcessError("forked", "Use 'spawn'"),
-        {"reason": "forked", "remedy": "Use 'spawn'"},
-        "forked. Use 'spawn'",
-    ),
-    (
         errors.DeviceNotFoundError(7, ["cuda:0 (GPU-a)"], "0", "Ordinals go from 0 to 0"),
         {
             "requested": 7,
@@ -351,4 +339,3 @@ def test_an_error_takes_its_fields_and_nothing_else(args, named):
 
 def test_a_lookup_that_fails_is_a_lookup_error():
     assert issubclass(errors.DeviceNotFoundError, LookupError)
-    assert issubclass(errors.ForkedProcessError, errors.DriverUnavailableError)

@@ -10,7 +10,7 @@ from typing import Any, Final
 from dask.utils import parse_bytes
 
 from dask_devctx.annotations.runs import RERUN
-from dask_devctx.errors.nearest import nearest
+from dask_devctx.errors.base import nearest
 
 DEVICE: Final = "device"
 DEVICES: Final = "devices"

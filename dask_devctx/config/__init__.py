@@ -14,7 +14,7 @@ import dask
 import yaml
 from dask.utils import parse_timedelta
 
-from dask_devctx.errors.nearest import about_unknown, is_told, variable, warn_of_variables
+from dask_devctx.errors.base import about_unknown, is_told, variable, warn_of_variables
 
 
 def _read(name: str) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from dask_devctx.config.options import Options
-from dask_devctx.errors.nearest import nearest
+from dask_devctx.errors.base import nearest
 
 # The paragraphs of all options replace this line in a class's docstring.
 _PLACE: Final = "{options}"

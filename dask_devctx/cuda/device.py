@@ -65,7 +65,7 @@ class Device(Scope):
 
     Making the object calls no driver and creates no context. The first scope retains the device's
     primary context, once per process. In a process that was forked after CUDA was initialised,
-    scopes raise ``ForkedProcessError``.
+    scopes raise ``DriverUnavailableError``.
 
     References
     ----------

@@ -137,7 +137,7 @@ class Backend:
         ------
         DriverError
             The driver does not answer.
-        ForkedProcessError
+        DriverUnavailableError
             This process was forked after CUDA was initialised.
         """
         if self.initialised:

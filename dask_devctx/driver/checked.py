@@ -10,7 +10,6 @@ from dask_devctx.errors import (
     DeviceMemoryError,
     DriverError,
     DriverUnavailableError,
-    ForkedProcessError,
 )
 
 try:
@@ -60,7 +59,7 @@ class Checked:
 
     def error(self, function: str, status: Any) -> Exception:
         if self.forked:
-            return ForkedProcessError(
+            return DriverUnavailableError(
                 f"{function} failed: CUDA was initialised before this process was forked",
                 "Start processes that use a GPU with the 'spawn' or 'forkserver' method",
             )

@@ -12,7 +12,7 @@ from typing import Final
 
 from dask_devctx.driver.backends import SIMULATED_DEVICES_VARIABLE
 from dask_devctx.errors import DriverUnavailableError
-from dask_devctx.errors.nearest import variable, warn_of_variables
+from dask_devctx.errors.base import variable, warn_of_variables
 
 _SIMULATED_MEMORY_VARIABLE: Final = variable("simulated-memory")
 _SIMULATED_MEMORY: Final = "16 GiB"

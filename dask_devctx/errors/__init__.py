@@ -8,17 +8,17 @@ from dask_devctx.errors.devices import (
     DeviceScopeError,
     DriverError,
     DriverUnavailableError,
-    ForkedProcessError,
-    OneDeviceOnlyError,
     ValueNotMovableError,
     VisibleDevicesError,
 )
 from dask_devctx.errors.leases import DevicesInUseError, LockDirectoryError
-from dask_devctx.errors.requests import DeviceReservationError, NotEnoughDevicesError
-from dask_devctx.errors.versions import MissingPackageError, UnsupportedDaskError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,
+    DeviceReservationError,
+    MissingPackageError,
+    NotEnoughDevicesError,
+    UnsupportedDaskError,
     WorkerSetupError,
 )
 
@@ -34,11 +34,9 @@ __all__ = [
     "DevicesInUseError",
     "DriverError",
     "DriverUnavailableError",
-    "ForkedProcessError",
     "LockDirectoryError",
     "MissingPackageError",
     "NotEnoughDevicesError",
-    "OneDeviceOnlyError",
     "UnsupportedDaskError",
     "ValueNotMovableError",
     "VisibleDevicesError",

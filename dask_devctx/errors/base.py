@@ -1,8 +1,10 @@
-"""The root of the tree of errors, and how an error keeps its fields."""
+"""The root of the tree of errors, how an error keeps its fields, and the parts of messages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, dataclass_transform
 
 
@@ -27,12 +29,6 @@ def nbytes_text(nbytes: int | None) -> str:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
-
-
-def as_texts(fields: dict[str, Any]) -> None:
-    """Replace the values of an error's fields by their texts."""
-    for name, value in fields.items():
-        fields[name] = str(value)
 
 
 @dataclass_transform(eq_default=False)
@@ -66,14 +62,9 @@ class DevctxError(Exception):
                     f"{cls.__name__} takes {', '.join(names)}; got {len(args)} positional "
                     f"arguments, and by name {by_name}"
                 )
-            self._convert(given)
-            args = tuple(given[name] for name in names)
+            args = tuple(_plain(given[name]) for name in names)
             vars(self).update(zip(names, args, strict=True))
         super().__init__(*args)
-
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        """Replace values that cannot be pickled, or that the receiver could not unpickle."""
 
     def __repr__(self) -> str:
         # dask logs the repr of a failed task's error, and a notebook shows it. So the repr is a
@@ -87,3 +78,55 @@ class DevctxError(Exception):
         # The `result` of a function whose scope could not end (cuda/suspending.py) is not pickled.
         kept = {name: value for name, value in self.__dict__.items() if name != "result"}
         return type(self), self.args, kept
+
+
+def _plain(value: Any) -> Any:
+    """Return a field's value as the receiver of a pickle can have it: its text, if need be."""
+    if type(value) in (bool, float, int, str, type(None)):
+        return value
+    if isinstance(value, Mapping):
+        return dict(value)
+    return tuple(value) if isinstance(value, list | tuple) else repr(value)
+
+
+# -- names that are mistyped
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return the known name that is the most like another one; "" if none is like it."""
+    import difflib  # only messages need it
+
+    return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), "")
+
+
+def variable(key: str) -> str:
+    """Return the environment variable of a key of the section ``devctx``."""
+    return f"DASK_DEVCTX__{key.upper().replace('-', '_')}"
+
+
+def about_unknown(key: str, known: Collection[str]) -> str | None:
+    """Return a sentence about a key that the section ``devctx`` does not have; None if it does."""
+    name = key.lower().replace("_", "-")
+    if name in known:
+        return None
+    near = nearest(name, known)
+    meant = f"; devctx.{near}?" if near else ""
+    return f"there is no devctx.{name} (in the environment {variable(key)}){meant}"
+
+
+_told: set[str] = set()
+
+
+def warn_of_variables(known: Collection[str]) -> None:
+    """Warn of variables of the environment that set nothing, of each once in a process."""
+    prefix = variable("")
+    keys = [name.removeprefix(prefix) for name in os.environ if name.startswith(prefix)]
+    for text in filter(None, (about_unknown(key, known) for key in keys)):
+        if not is_told(text):
+            _told.add(text)
+            warnings.warn(text, stacklevel=3)
+
+
+def is_told(text: str) -> bool:
+    """Return whether :func:`warn_of_variables` has warned with this text."""
+    return text in _told

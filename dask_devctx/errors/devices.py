@@ -1,12 +1,12 @@
-"""The exceptions of devices, contexts and scopes."""
+"""The exceptions of the driver, of devices, scopes and values."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-from dask_devctx.errors.base import DevctxError, as_texts, nbytes_text
+from dask_devctx.errors.base import DevctxError, nbytes_text
 
 # A UUID's first digits name a device, too.
 _REST_OF_A_UUID: Final = re.compile(
@@ -73,10 +73,6 @@ class DriverUnavailableError(DevctxError):
         return f"{self.reason.rstrip('.')}. {self.remedy}"
 
 
-class ForkedProcessError(DriverUnavailableError):
-    """CUDA was initialised before this process was forked, so it cannot be used here."""
-
-
 class DeviceNotFoundError(DevctxError, LookupError):
     """This process does not have the device that was asked for.
 
@@ -96,13 +92,6 @@ class DeviceNotFoundError(DevctxError, LookupError):
     available: Sequence[str] = ()
     visible_devices: str | None = None
     hint: str = ""
-
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        # The request may be any object; the receiver of a pickle may not have its class.
-        requested = fields["requested"]
-        fields["requested"] = requested if type(requested) in (int, str) else repr(requested)
-        fields["available"] = tuple(fields["available"])
 
     def __str__(self) -> str:
         short = [_REST_OF_A_UUID.sub("", one) for one in self.available]
@@ -147,11 +136,6 @@ class DeviceScopeError(DevctxError):
     scope: object
     reason: str
 
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        scope = fields["scope"]
-        fields["scope"] = scope if isinstance(scope, str) else repr(scope)
-
     def __str__(self) -> str:
         return f"the scope of {self.scope} {self.reason}"
 
@@ -169,42 +153,15 @@ class DeviceMismatchError(DevctxError, ValueError):
         The device where it was used.
     """
 
-    value: object
-    device: object
-    current: object
-
-    _convert = staticmethod(as_texts)
+    value: str
+    device: str
+    current: str
 
     def __str__(self) -> str:
         return (
             f"{self.value} lives on {self.device} and cannot be used on {self.current}. Copy it "
             f"there with to_device(value, {self.current!r}), or use it on its own device, inside "
             f"'with Device({self.device!r}):'"
-        )
-
-
-class OneDeviceOnlyError(DevctxError):
-    """A library that can use only one device in a process was asked to use a second one.
-
-    Parameters
-    ----------
-    library
-        The library.
-    device
-        The device that it uses.
-    other
-        The second device.
-    """
-
-    library: str
-    device: str
-    other: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.library} uses one device in a process, here {self.device}, and was to use "
-            f"{self.other}. Start a worker for each device: LocalDeviceCluster(), n_workers= the "
-            "number of devices, or devctx.devices-per-worker: 1"
         )
 
 
@@ -224,10 +181,6 @@ class ValueNotMovableError(DevctxError, TypeError):
     kind: str
     device: str
     reason: str
-
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        fields["device"] = str(fields["device"])
 
     def __str__(self) -> str:
         return (

@@ -1,41 +1,83 @@
-"""The exceptions of workers: one is not set up, its devices fail, or a task has no memory."""
+"""The exceptions of tasks and workers: what they cannot have, how their devices fail, packages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Final
 
-from dask_devctx.errors.base import DevctxError, as_texts, nbytes_text
+from dask_devctx.errors.base import DevctxError, nbytes_text
+
+# The tests ran with these releases of dask and distributed, the oldest and the newest.
+TESTED_DASK: Final = ("2025.4.0", "2026.8.0")
+_NAMED: Final = 8  # the most suspects that a message names
+# A context and the libraries on it take at most so much of a device; more is values.
+_CONTEXT_PART: Final = 0.05
 
 
-class WorkerSetupError(DevctxError):
-    """A worker of a :class:`~dask_devctx.LocalDeviceCluster` cannot use its devices, and left.
+class NotEnoughDevicesError(DevctxError, LookupError):
+    """A task asks for more devices at once than its worker has.
 
     Parameters
     ----------
-    worker
-        The name of the worker.
-    reason
-        The class and the text of the error in the worker, whose log has its traceback.
+    wanted
+        How many devices it asks for.
+    devices
+        A description of each device of the worker.
+    named
+        A description of each device that it names; empty if it asks for any.
+    on_machine
+        How many devices the worker's machine has; None where it is unknown.
     """
 
-    worker: str
-    reason: str
-
-    _convert = staticmethod(as_texts)
+    wanted: int
+    devices: Sequence[str] = ()
+    named: Sequence[str] = ()
+    on_machine: int | None = None
 
     def __str__(self) -> str:
+        have = ", ".join(self.devices) or "none"
+        asked = f" ({', '.join(self.named)})" if self.named else ""
+        lacking = "all of them" if self.named else "so many"
+        failed = (
+            f"the task asks for {self.wanted} devices at once{asked}, and no worker that it may "
+            f"run on has {lacking}: this one has {len(self.devices)} ({have})"
+        )
+        if self.on_machine is not None and self.wanted > self.on_machine:
+            return (
+                f"{failed}, and its machine has {self.on_machine}. Ask for at most "
+                f'{self.on_machine}, or for all devices of a worker with devices="all"'
+            )
+        enough = f", or workers that have enough with devices_per_worker={self.wanted}"
+        enough = "" if self.named else enough
         return (
-            f"the worker {self.worker} cannot use its devices, and leaves the cluster: "
-            f"{self.reason}. The worker's log has the traceback"
+            f"{failed}. The devices of a task belong to one worker. Start one worker for all "
+            f"devices of a machine with LocalDeviceCluster(n_workers=1){enough}"
         )
 
 
-_NAMED = 8  # the most suspects that the message names
-# A context and the libraries on it take at most so much of a device; more is values.
-_CONTEXT_PART = 0.05
+class DeviceReservationError(DevctxError, ValueError):
+    """A task reserves more memory on a device than tasks may have there.
+
+    Parameters
+    ----------
+    nbytes
+        The bytes that it reserves on each of its devices.
+    limits
+        The bytes that tasks may have, by the device's description.
+    """
+
+    nbytes: int
+    limits: Mapping[str, int]
+
+    def __str__(self) -> str:
+        have = ", ".join(f"{nbytes_text(n)} on {device}" for device, n in self.limits.items())
+        return (
+            f"the task reserves {nbytes_text(self.nbytes)} of device memory (device_memory), "
+            f"and can never have more than {have or 'nothing'}. Reserve less, make the task's "
+            "parts smaller, or raise device_memory_limit if the devices have more"
+        )
 
 
 class DeviceFailedError(DevctxError):
@@ -81,59 +123,42 @@ class DeviceFailedError(DevctxError):
     watched: bool = False
     not_again: str = ""
 
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        fields["suspects"] = tuple(fields["suspects"])
-
     def __str__(self) -> str:
-        lost = (
-            ". The device is gone: it fell off the bus. Reset it, or restart the machine (dmesg "
-            "tells why)"
-            if self.lost
-            else ""
-        )
-        end = (
-            "Its context was reset or destroyed, and all data on it is gone"
-            if self._was_reset
-            else "No GPU can be used in this process any more"
-        )
+        was_reset = self.status == "CUDA_ERROR_CONTEXT_IS_DESTROYED"
+        lost = " The device is gone: it fell off the bus. Reset it, or restart the machine"
+        end = "No GPU can be used in this process any more"
+        if was_reset:
+            end = "Its context was reset or destroyed, and all data on it is gone"
         return (
-            f"{self.device} ({self.uuid}) failed with {self.status} ({self.code}){lost}. {end}: "
-            f"the worker ends, and dask computes its results again. {self._cause()}"
+            f"{self.device} ({self.uuid}) failed with {self.status} ({self.code})."
+            f"{f'{lost} (dmesg tells why).' if self.lost else ''} {end}: the worker ends, and dask "
+            f"computes its results again. {self._cause(was_reset)}"
         )
 
-    @property
-    def _was_reset(self) -> bool:
-        return self.status == "CUDA_ERROR_CONTEXT_IS_DESTROYED"
-
-    def _cause(self) -> str:
-        again = (
-            f"It is not run again: {self.not_again}"
-            if self.not_again
-            else "All that are still needed run again, each alone and watched; then the one that "
-            "breaks the device errs"
-        )
+    def _cause(self, was_reset: bool) -> str:
+        again = f"It is not run again: {self.not_again}" if self.not_again else ""
         if not self.suspects:
-            again = again if self.not_again else "The tasks that ran in the process run again"
+            again = again or "The tasks that ran in the process run again"
             return f"No task is suspected. {again}"
         if len(self.suspects) > 1:
             named = "; ".join(self.suspects[:_NAMED])
             if len(self.suspects) > _NAMED:
                 named += f"; and {len(self.suspects) - _NAMED} more (.suspects has all)"
+            again = again or (
+                "All that are still needed run again, each alone and watched; then the one that "
+                "breaks the device errs"
+            )
             return f"Any of these may have caused it: {named}. {again}"
-        suspect = self.suspects[0]
-        find = (
-            "Take cudaDeviceReset() and numba.cuda.close() out of it"
-            if self._was_reset
-            else "Run its function under compute-sanitizer, which names the line of the kernel"
-        )
-        how = (
-            "It was watched: no other task ran in the process, and the worker waited for its "
-            "devices before and after it"
-            if self.watched
-            else "Nothing else has run since the device was last seen healthy"
-        )
-        return f"{suspect} caused it. {how}. {again + '. ' if self.not_again else ''}{find}"
+        how = "Nothing else has run since the device was last seen healthy"
+        if self.watched:
+            how = (
+                "It was watched: no other task ran in the process, and the worker waited for its "
+                "devices before and after it"
+            )
+        find = "Run its function under compute-sanitizer, which names the line of the kernel"
+        if was_reset:
+            find = "Take cudaDeviceReset() and numba.cuda.close() out of it"
+        return ". ".join(filter(None, [f"{self.suspects[0]} caused it", how, again, find]))
 
 
 class DeviceOutOfMemoryError(DevctxError, MemoryError):
@@ -175,49 +200,37 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     limit_nbytes: int | None = None
     stayed_nbytes: Mapping[str, int] = MappingProxyType({})
 
-    @staticmethod
-    def _convert(fields: dict[str, Any]) -> None:
-        fields["holders"] = tuple(fields["holders"])
-        fields["stayed_nbytes"] = dict(fields["stayed_nbytes"])
-
     def __str__(self) -> str:
-        asked = f"{nbytes_text(self.requested_nbytes)} asked for" if self.requested_nbytes else ""
-        free = (
-            f"{nbytes_text(self.free_nbytes)} of {nbytes_text(self.total_nbytes)} are free after "
-            "the task gave its memory back"
-            if self.free_nbytes is not None and self.total_nbytes is not None
-            else ""
-        )
-        held = ", ".join(
-            f"process {pid} {'an unknown amount' if nbytes is None else nbytes_text(nbytes)}"
-            for pid, nbytes in self.holders
-            if nbytes != 0
-        )
-        stayed = ", ".join(
-            f"{nbytes_text(nbytes)} {why}" for why, nbytes in self.stayed_nbytes.items()
-        )
-        facts = "; ".join(
-            filter(
-                None,
-                [
-                    asked,
-                    free,
-                    f"held by {held}" if held else "",
-                    f"{nbytes_text(self.replicas_nbytes)} of copies were dropped"
-                    if self.replicas_nbytes
-                    else "",
-                    f"the limit of values that dask keeps there is {nbytes_text(self.limit_nbytes)}"
-                    if self.limit_nbytes
-                    else "",
-                    f"not moved to host memory: {stayed}" if stayed else "",
-                ],
-            )
-        )
         times = "once" if self.attempts == 1 else f"{self.attempts} times"
+        facts = "; ".join(self._facts())
         return (
             f"{self.device} ({self.uuid}) has not enough memory; the task ran {times}"
             f"{f' ({facts})' if facts else ''}. {self._remedy()}"
         )
+
+    def _facts(self) -> list[str]:
+        facts = []
+        if self.requested_nbytes:
+            facts.append(f"{nbytes_text(self.requested_nbytes)} asked for")
+        if self.free_nbytes is not None and self.total_nbytes is not None:
+            free, total = nbytes_text(self.free_nbytes), nbytes_text(self.total_nbytes)
+            facts.append(f"{free} of {total} are free after the task gave its memory back")
+        held = [
+            f"process {pid} {'an unknown amount' if nbytes is None else nbytes_text(nbytes)}"
+            for pid, nbytes in self.holders
+            if nbytes != 0
+        ]
+        if held:
+            facts.append(f"held by {', '.join(held)}")
+        if self.replicas_nbytes:
+            facts.append(f"{nbytes_text(self.replicas_nbytes)} of copies were dropped")
+        if self.limit_nbytes:
+            limit = nbytes_text(self.limit_nbytes)
+            facts.append(f"the limit of values that dask keeps there is {limit}")
+        stayed = [f"{nbytes_text(nbytes)} {why}" for why, nbytes in self.stayed_nbytes.items()]
+        if stayed:
+            facts.append(f"not moved to host memory: {', '.join(stayed)}")
+        return facts
 
     def _remedy(self) -> str:
         if self.requested_nbytes and self.requested_nbytes > (self.total_nbytes or math.inf):
@@ -237,3 +250,77 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
         if self.stayed_nbytes or self.free_nbytes is None or self.total_nbytes is None:
             return True
         return self.total_nbytes - self.free_nbytes > _CONTEXT_PART * self.total_nbytes
+
+
+class WorkerSetupError(DevctxError):
+    """A worker of a :class:`~dask_devctx.LocalDeviceCluster` cannot use its devices, and left.
+
+    Parameters
+    ----------
+    worker
+        The name of the worker.
+    reason
+        The class and the text of the error in the worker, whose log has its traceback.
+    """
+
+    worker: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"the worker {self.worker} cannot use its devices, and leaves the cluster: "
+            f"{self.reason}. The worker's log has the traceback"
+        )
+
+
+class UnsupportedDaskError(DevctxError):
+    """The installed dask or distributed lacks a name that this package uses.
+
+    Parameters
+    ----------
+    name
+        The missing name, with its module.
+    dask, distributed, dask_devctx
+        The versions that are installed.
+
+    Notes
+    -----
+    It is raised before anything changes.
+    """
+
+    name: str
+    dask: str
+    distributed: str
+    dask_devctx: str
+
+    def __str__(self) -> str:
+        oldest, newest = TESTED_DASK
+        return (
+            f"dask-devctx {self.dask_devctx} uses {self.name}, which is not in dask {self.dask} "
+            f"and distributed {self.distributed}. Nothing was changed. Install a newer "
+            "dask-devctx, or a dask and distributed that this one was tested with: "
+            f"{oldest} to {newest}"
+        )
+
+
+class MissingPackageError(DevctxError, ImportError):
+    """A package that an option needs is not installed.
+
+    Parameters
+    ----------
+    option
+        The option.
+    package
+        The module that could not be found.
+    remedy
+        How to install it.
+    """
+
+    option: str
+    package: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.option} needs the package {self.package}, which is not installed: {self.remedy}"
+        )

@@ -22,7 +22,7 @@ from dask_devctx.cuda.context import Context
 from dask_devctx.cuda.scope import Scope, open_scopes, stack
 from dask_devctx.driver import backends
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DeviceScopeError, DriverError, ForkedProcessError
+from dask_devctx.errors import DeviceScopeError, DriverError, DriverUnavailableError
 from tests.addressed import addressed
 
 native = pytest.importorskip("dask_devctx.driver._scope", reason="the extension was not built")
@@ -273,9 +273,9 @@ def test_after_a_fork_scopes_say_so(machine: SimulatedMachine) -> None:
         if not child:
             code = 1
             try:
-                with pytest.raises(ForkedProcessError), device:
+                with pytest.raises(DriverUnavailableError), device:
                     pass
-                with pytest.raises(ForkedProcessError):
+                with pytest.raises(DriverUnavailableError):
                     device.__exit__(None, None, None)
                 code = 0
             finally:

@@ -21,7 +21,7 @@ from dask_devctx import Device, devices, driver
 from dask_devctx.cuda.context import Context
 from dask_devctx.cuda.scope import NothingCurrent, Restored, open_scopes
 from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import DeviceScopeError, DriverError, ForkedProcessError
+from dask_devctx.errors import DeviceScopeError, DriverError, DriverUnavailableError
 
 FAILED = CUresult.CUDA_ERROR_UNKNOWN
 
@@ -629,7 +629,7 @@ def forked(function):
 def raises_forked(function):
     try:
         function()
-    except ForkedProcessError as error:
+    except DriverUnavailableError as error:
         return "'spawn' or 'forkserver'" in str(error)
     return False
 
@@ -680,7 +680,7 @@ def test_forked_while_another_thread_works_on_a_device(child):
 
         from dask_devctx import Device, driver
         from dask_devctx.driver.simulated import SimulatedMachine
-        from dask_devctx.errors import ForkedProcessError
+        from dask_devctx.errors import DriverUnavailableError
 
         machine = SimulatedMachine(4)
         inside, forked = threading.Event(), threading.Event()
@@ -703,7 +703,7 @@ def test_forked_while_another_thread_works_on_a_device(child):
                 try:
                     with Device("cuda:3"):
                         pass
-                except ForkedProcessError:
+                except DriverUnavailableError:
                     os._exit(0)
                 os._exit(1)
             assert os.waitpid(pid, 0)[1] == 0
@@ -740,7 +740,7 @@ def test_forked_on_both_drivers(kind, child):
         if kind == "simulated":
             os.environ["DASK_DEVCTX__SIMULATED_DEVICES"] = "2"
         from dask_devctx import Device
-        from dask_devctx.errors import ForkedProcessError
+        from dask_devctx.errors import DriverUnavailableError
 
         with Device(0):
             pid = os.fork()
@@ -748,7 +748,7 @@ def test_forked_on_both_drivers(kind, child):
                 try:
                     with Device(0):
                         pass
-                except ForkedProcessError:
+                except DriverUnavailableError:
                     os._exit(0)
                 os._exit(1)
             assert os.waitpid(pid, 0)[1] == 0

@@ -11,7 +11,7 @@ import pytest
 
 from dask_devctx import Device, SimulatedArray, to_device
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import OneDeviceOnlyError
+from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import nbytes_by_device
 
 
@@ -58,7 +58,7 @@ def test_a_second_device_is_refused_with_the_remedy(frame: Any) -> None:
     with Device(1):
         value = frame()
         nbytes_by_device(value)
-    with Device(0), pytest.raises(OneDeviceOnlyError, match="n_workers="):
+    with Device(0), pytest.raises(DevctxError, match="n_workers="):
         nbytes_by_device(frame())
-    with pytest.raises(OneDeviceOnlyError, match="cuDF uses one device in a process, here cuda:1"):
+    with pytest.raises(DevctxError, match="cuDF uses one device in a process, here cuda:1"):
         to_device(value, 2)

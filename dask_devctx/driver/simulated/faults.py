@@ -10,7 +10,7 @@ from typing import Any
 
 from cuda.bindings.driver import CUresult
 
-from dask_devctx.errors.nearest import nearest
+from dask_devctx.errors.base import nearest
 
 # The calls that need a working device. They report a sticky error; calls that only ask for the
 # current context do not.

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import cudf
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.errors import OneDeviceOnlyError
+from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.location import nbytes_by_device
 from dask_devctx.transfer.move import to_device
 
@@ -30,7 +30,7 @@ class _Process:
             if self._device is None:
                 self._device = here or Device(0)
         if here is not None and here is not self._device:
-            raise OneDeviceOnlyError("cuDF", str(self._device), str(here))
+            raise _two_devices(self._device, here)
         return self._device
 
 
@@ -44,7 +44,15 @@ def _bytes(value: Any) -> dict[Device, int]:
 
 
 def _to_device(value: Any, device: Device) -> NoReturn:
-    raise OneDeviceOnlyError("cuDF", str(_process.device()), str(device))
+    raise _two_devices(_process.device(), device)
+
+
+def _two_devices(used: Device, wanted: Device) -> DevctxError:
+    return DevctxError(
+        f"cuDF uses one device in a process, here {used}, and was to use {wanted}. Start a worker "
+        "for each device: LocalDeviceCluster(), n_workers= the number of devices, or "
+        "devctx.devices-per-worker: 1"
+    )
 
 
 def register() -> None:

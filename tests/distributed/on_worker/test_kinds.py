@@ -599,7 +599,7 @@ async def test_a_forked_pool_runs_what_asks_for_no_device(
                 assert await client.submit(abs, -1) == 1
             with dask.annotate(executor="processes", device=1):
                 error = await client.submit(here, pure=False).exception()
-            assert type(error).__name__ == "ForkedProcessError"
+            assert type(error).__name__ == "DriverUnavailableError"
         finally:
             del worker.executors["processes"]
 
