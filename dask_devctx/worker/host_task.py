@@ -16,8 +16,8 @@ from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
-from dask_devctx.worker.memory.use import Use
 from dask_devctx.worker.tracebacks import begins_with_the_task
+from dask_devctx.worker.values.use import Use
 
 
 class HostTask(TaskStandIn):
@@ -118,7 +118,7 @@ class HostTask(TaskStandIn):
         self._hold_back(after)
         if self.memory is None or not data:
             return None
-        return Use(self.key, self.memory, data, None)
+        return Use(None, self.memory, self.task, self.key, "", data, {}, ())
 
     @contextmanager
     def _elsewhere_after_failure(self) -> Iterator[None]:

@@ -30,15 +30,14 @@ from dask_devctx.dask_internals.threads import Submits
 from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
 from dask_devctx.worker.failures.calls import MonitoredCall
 from dask_devctx.worker.failures.others import Others
-from dask_devctx.worker.memory.kept import Kept
-from dask_devctx.worker.memory.use import Use
 from dask_devctx.worker.tracebacks import begins_with_the_task, place_of
+from dask_devctx.worker.values.use import Use
 
 if TYPE_CHECKING:
     from dask_devctx.transfer import Stamp
     from dask_devctx.transfer.lifetime import Lifetime
     from dask_devctx.worker.failures.monitor import Monitor
-    from dask_devctx.worker.inputs.inputs import Copies, Inputs
+    from dask_devctx.worker.inputs.inputs import Inputs
     from dask_devctx.worker.memory.manager import DeviceMemory
 
 logger = logging.getLogger(__name__)
@@ -209,99 +208,56 @@ class DeviceTask(TaskStandIn):
             return await self._run_coroutine(device, data)
 
     def _run(self, device: Device, data: Any) -> Any:
-        use = self._use(device, data)
-        if use is None:
-            return self._run_here(device, data)
+        use = self._use(data)
         if use.waits:
-            begun = perf_counter()
             use.wait()
-            self._memory_s += perf_counter() - begun
-        with use:
-            result = self._run_here(device, use.data, use)
-            use.returned()
-            return result
-
-    def _use(self, device: Device, data: Any) -> Use | None:
-        """Return the task's use of device memory; None if it needs none."""
-        memory = self.memory
-        if memory is None:
-            return None
-        expected = memory.reservations.expected(self.prefix)
-        if not expected and not (data and any(one.__class__ is Kept for one in data.values())):
-            return None
-        return Use(self.key, memory, data, device, expected)
-
-    def _run_here(self, device: Device, data: Any, use: Use | None = None) -> Any:
         ranges = self.monitor.ranges  # type: ignore[union-attr]
         if ranges is None:
-            return self._run_function(device, data, use)
+            return self._run_function(use)
         with ranges.on_thread(self.task.key):  # type: ignore[attr-defined]
-            return self._run_function(device, data, use)
+            return self._run_function(use)
 
-    def _run_function(self, device: Device, data: Any, use: Use | None) -> Any:
-        task, brought, copies = self._bring(device, data)
-        if copies and use is not None:
-            use.brought(brought, self.known)
+    def _use(self, data: Any) -> Use:
+        devices = self.known if self.known.__class__ is tuple else (self.known,)
+        return Use(
+            self.inputs,
+            self.memory,
+            self.task,
+            self.task.key,  # type: ignore[attr-defined]
+            self.prefix,
+            data,
+            self.lifetimes,
+            devices,
+        )
+
+    def _run_function(self, use: Use) -> Any:
         before = note_devices(self.known)
         try:
-            result = task(brought)
-        except BaseException:
-            self._gave_up(device, copies)
-            raise
+            with use:
+                result = use.task(use.data)
+                self._returned(use, result)
         finally:
             note_devices(before)
-        self._returned(device, copies, result)
         return result
 
     async def _run_coroutine(self, device: Device, data: Any) -> Any:
-        use = self._use(device, data)
-        if use is None:
-            return await self._run_coroutine_here(device, data)
+        use = self._use(data)
         if use.waits:  # on another thread: this one runs the worker's event loop
-            begun = perf_counter()
             await asyncio.to_thread(use.wait)
-            self._memory_s += perf_counter() - begun
-        with use:
-            result = await self._run_coroutine_here(device, use.data, use)
-            use.returned()
-            return result
-
-    async def _run_coroutine_here(self, device: Device, data: Any, use: Use | None = None) -> Any:
-        task, brought, copies = self._bring(device, data)
-        if copies and use is not None:
-            use.brought(brought, self.known)
         before = note_devices(self.known)
         try:
-            result = await task(brought)
-        except BaseException:
-            self._gave_up(device, copies)
-            raise
+            with use:
+                result = await use.task(use.data)
+                self._returned(use, result)
         finally:
             note_devices(before)
-        self._returned(device, copies, result)
         return result
 
-    def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
-        """Return the task and its inputs on the device, and the copies among the inputs."""
-        if self.inputs is None:
-            return self.task, data, []
-        task = self.inputs.bring_arguments(self.task, device)
-        if not data:
-            return task, data, []
-        begun = perf_counter()
-        found = self.inputs.bring(data, self.lifetimes, device)
-        self._inputs_s = perf_counter() - begun
-        return task, *found
-
-    def _gave_up(self, device: Device, copies: Copies) -> None:
-        if self.inputs is not None:
-            self.inputs.gave_up(copies, device)
-
-    def _returned(self, device: Device, copies: Copies, result: Any) -> None:
-        if self.inputs is not None:
-            made = self.made = self.inputs.made(result, copies, device)
-            if self.memory is not None and made is not None and made.places:
-                self.memory.reservations.made(self.prefix, made.places.get(device, 0))
+    def _returned(self, use: Use, result: Any) -> None:
+        use.returned(result)
+        self.made = use.made
+        self._inputs_s = use.brought_s
+        self._memory_s += use.waited_s
 
     def __reduce__(self) -> Any:
         given = (_run_elsewhere, self.task, self.device, self.asked_for)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from distributed import Reschedule
 
@@ -14,9 +14,6 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.worker.failures.others import Others
 from dask_devctx.worker.placement.admission import Claim
 from dask_devctx.worker.task import DeviceTask
-
-if TYPE_CHECKING:
-    from dask_devctx.worker.inputs.inputs import Copies
 
 
 class Memory(Protocol):
@@ -127,23 +124,6 @@ class ClaimedTask(DeviceTask):
     async def _run_coroutine(self, device: Device, data: Any) -> Any:
         with self._all():
             return await super()._run_coroutine(device, data)
-
-    def _bring(self, device: Device, data: Any) -> tuple[Any, Any, Copies]:
-        if self.inputs is None:
-            return self.task, data, []
-        devices = self.claim.devices
-        task = self.inputs.bring_arguments(self.task, *devices)
-        if not data:
-            return task, data, []
-        return task, *self.inputs.bring(data, self.lifetimes, *devices)
-
-    def _gave_up(self, device: Device, copies: Copies) -> None:
-        if self.inputs is not None:
-            self.inputs.gave_up(copies, *self.claim.devices)
-
-    def _returned(self, device: Device, copies: Copies, result: Any) -> None:
-        if self.inputs is not None:
-            self.made = self.inputs.made(result, copies, *self.claim.devices)
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -23,7 +23,7 @@ from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory
-from dask_devctx.worker.memory.use import Use
+from dask_devctx.worker.values.use import Use
 from tests.distributed.memory.test_spilling import MIB, full, threads
 
 
@@ -399,10 +399,10 @@ def test_a_task_that_was_cancelled_reads_after_the_copy_too() -> None:
         poll_for(lambda: made.key not in worker.data, timeout=10)
         faults = noting_steps()
         with Device(0) as device:
-            use = Use("task", memory, {"k": kept}, device)
+            use = Use(None, memory, None, "task", "", {kept.key: kept}, {}, (device,))
             use.wait()
             with use:
-                assert read_it(use.data["k"]) == 16384
+                assert read_it(use.data[kept.key]) == 16384
         faults.clear()
         assert ("wait", LEGACY_STREAM) in steps[steps.index("copy") : steps.index("read")]
 
