@@ -23,7 +23,7 @@ from dask_devctx.worker.allocators import sizes
 from dask_devctx.worker.comms import serialization
 from dask_devctx.worker.extension import DeviceExtension
 from dask_devctx.worker.leases import registration
-from dask_devctx.worker.leases.lease import holders, process_locks
+from dask_devctx.worker.leases.lease import holders
 from dask_devctx.worker.leases.share import DeviceShare
 from dask_devctx.worker.threads.interpreter import switch_interval
 
@@ -276,9 +276,4 @@ def held_devices(
     LockDirectoryError
         The directory of the locks cannot be trusted, or cannot be used.
     """
-    directory = config.get("lock-directory")
-    return holders(
-        [d for d in devices if not (in_process and process_locks.has(d, directory))],
-        directory,
-        cluster,
-    )
+    return holders(devices, config.get("lock-directory"), cluster, in_process=in_process)

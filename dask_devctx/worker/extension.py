@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from distributed import Reschedule, Status, Worker
 
 from dask_devctx.annotations import ANY_DEVICE, HOST_ONLY, Unannotated, requested_device
+from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
@@ -177,7 +178,7 @@ class DeviceExtension:
                 drop_replicas(device) + self.peers.free_staging(device)
             )
             if used:
-                steps.enter_context(fair_limit(worker, share.fair_memory))
+                steps.enter_context(fair_limit(worker, fair_memory(len(used))))
             steps.enter_context(
                 counting_host_memory(worker, written=self._written, read_back=self._read_back)
             )

@@ -1,7 +1,7 @@
 """Leases: a worker locks its devices, so that other clusters of the machine leave them.
 
-A worker that takes devices for itself locks their UUIDs:
-:mod:`dask_devctx.worker.leases.locks`.
+A lock's note names its worker and its cluster. All of this may wait for other processes: call it
+on a thread, not on an event loop.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,9 +19,10 @@ from distributed.comm import get_address_host_port
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevicesInUseError
-from dask_devctx.worker.leases.locks import Kept, Lock, LockDirectory, default_directory
+from dask_devctx.worker.leases.locks import Lock, LockDirectory, default_directory
 
-# The choice takes well under a millisecond. A process that takes longer was stopped meanwhile.
+# The choice takes well under a millisecond. A process that takes longer was stopped meanwhile, or
+# asks whether the scheduler of a worker that ended is there.
 _CHOOSING_TIMEOUT_S = 10.0
 # Holders give a sign of life at this interval. The devices of a worker that ended without releasing
 # them are kept for its cluster for this time after the last sign: a nanny may start it again.
@@ -29,31 +31,96 @@ _KEPT_S = 30.0
 # How long a connection to a cluster's scheduler may take; it is on this machine or near it.
 _CONNECTING_S = 1.0
 
+# The locks that workers of this process hold together: they use the same CUDA contexts.
+_of_process: dict[tuple[Path, str], Lock] = {}
+_changing = threading.Lock()
+
 
 class Lease:
-    """The devices that one worker uses.
+    """The devices that one worker has for itself, or with the other workers of its process."""
 
-    Parameters
-    ----------
-    devices
-        The devices.
-    locks
-        The locks that keep other workers from these devices.
-    """
+    def __init__(
+        self, holder: str, directory: str | os.PathLike[str] | None = None, *, alone: bool = False
+    ) -> None:
+        self._holder, self._path, self._alone = holder, _path(directory), alone
+        self._locks: dict[Device, Lock] = {}
+        self._is_released = False
 
-    def __init__(self, devices: Sequence[Device], locks: Sequence[Lock] = ()) -> None:
-        self.devices = tuple(devices)
-        self._locks = tuple(locks)
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices that it has, in the order in which they were taken."""
+        return tuple(self._locks)
+
+    def take(
+        self,
+        devices: Iterable[Device],
+        count: int | None = None,
+        timeout_s: float = _CHOOSING_TIMEOUT_S,
+    ) -> dict[Device, str]:
+        """Take devices, or the first ``count`` that are free; return the holders of the others.
+
+        It raises :class:`DevicesInUseError` and takes none where fewer than ``count`` are free.
+        """
+        held: dict[Device, str] = {}
+        taken: dict[Device, Lock] = {}
+        runs = functools.cache(_runs)
+        with LockDirectory(self._path) as place, place.exclusive(timeout_s):
+            try:
+                for device in devices:
+                    if len(taken) == count:
+                        break
+                    lock = self._lock(place, device, runs)
+                    if isinstance(lock, str):
+                        held[device] = lock
+                        continue
+                    taken[device] = self._locks[device] = lock
+                if count is not None and len(taken) < count:
+                    texts = {str(device.info): who for device, who in held.items()}
+                    raise DevicesInUseError(count, [str(one.info) for one in taken], texts)
+            except BaseException:
+                self.give_up(taken)
+                raise
+        if self._is_released:  # meanwhile, by another thread
+            self.give_up(self.devices)
+        return held
+
+    def give_up(self, devices: Iterable[Device]) -> None:
+        """Release devices; others may take those that no worker of this process uses."""
+        for device in list(devices):
+            with _changing:
+                lock = self._locks.pop(device)
+                lock.users -= 1
+                if not lock.users:
+                    _of_process.pop((self._path, device.uuid), None)
+                    lock.release()
 
     def release(self) -> None:
-        """Release the devices to other workers."""
-        for lock in self._locks:
-            lock.release()
+        """Release all devices for good."""
+        self._is_released = True
+        self.give_up(self.devices)
 
     def touch(self) -> None:
         """Give a sign of life."""
-        for lock in self._locks:
+        for lock in list(self._locks.values()):
             lock.touch()
+
+    def _lock(
+        self, place: LockDirectory, device: Device, runs: Callable[[str], bool]
+    ) -> Lock | str:
+        """Return the lock of a device, or the device's holder."""
+        key = self._path, device.uuid
+        with _changing:
+            known = None if self._alone else _of_process.get(key)
+            if known is not None:
+                known.users += 1
+                return known
+        lock = _opened(place, device, _cluster_of(self._holder), runs)
+        if isinstance(lock, Lock):
+            lock.claim(f"pid {os.getpid()} on {socket.gethostname()}, {self._holder}")
+            if not self._alone:
+                with _changing:
+                    _of_process[key] = lock
+        return lock
 
 
 def acquire(
@@ -63,174 +130,53 @@ def acquire(
     holder: str,
     directory: str | os.PathLike[str] | None = None,
 ) -> Lease:
-    """Take devices that no other worker of this user and machine has taken.
-
-    Parameters
-    ----------
-    devices
-        The devices to choose from; the first free ones are taken.
-    count
-        The number of devices to take.
-    holder
-        The worker that takes them, as ``"worker NAME of SCHEDULER"``, for the error in others.
-    directory
-        Where the locks are; :func:`~dask_devctx.worker.leases.locks.default_directory` by default.
-
-    Raises
-    ------
-    DevicesInUseError
-        Fewer devices are free. Then no device is taken.
-    LockDirectoryError
-        The directory cannot be trusted, or cannot be used.
-
-    Notes
-    -----
-    Processes that use the same directory exclude each other. For containers, mount one directory of
-    the host into all of them. Processes of different users do not exclude each other.
-
-    The devices are free again when the lease is released or when the process has ended for any
-    reason. If it ended without a release, and its scheduler is there, they are kept for a while for
-    the worker that its nanny starts again. Workers choose one at a time: if two workers want three
-    of four devices each, one of them gets its three.
-    """
-    note, kept = _note(holder), _kept_from(holder)
-    free: list[Device] = []
-    locks: list[Lock] = []
-    held: dict[str, str] = {}
-    with LockDirectory(_path(directory)) as place:
-        try:
-            with place.exclusive(_CHOOSING_TIMEOUT_S):
-                for device in devices:
-                    if len(locks) == count:
-                        break
-                    lock = place.try_lock(_name(device), note, kept)
-                    if lock is None:
-                        held[str(device.info)] = _holder_of(place, device)
-                    else:
-                        free.append(device)
-                        locks.append(lock)
-            if len(locks) < count:
-                raise DevicesInUseError(count, [str(device.info) for device in free], held)
-        except BaseException:
-            for lock in locks:
-                lock.release()
-            raise
-    return Lease(free, locks)
+    """Take the first ``count`` free devices for one worker, ``"worker NAME of SCHEDULER"``."""
+    lease = Lease(holder, directory, alone=True)
+    lease.take(devices, count)
+    return lease
 
 
 def holders(
     devices: Iterable[Device],
     directory: str | os.PathLike[str] | None = None,
     cluster: str = "",
+    *,
+    in_process: bool = False,
 ) -> dict[Device, str]:
-    """Return the devices that workers have for themselves now, with their holders.
+    """Return the devices that a new worker of a cluster could not have, with their holders.
 
-    Parameters
-    ----------
-    devices
-        The devices.
-    directory
-        As for :func:`acquire`.
-    cluster
-        The address of the scheduler whose workers may have the devices of its workers that ended;
-        without one, such devices are held.
-
-    Raises
-    ------
-    LockDirectoryError
-        The directory cannot be trusted, or cannot be used.
+    A worker in this process could have those that others in this process share.
     """
-    kept = _kept_from(f"a cluster that starts of {cluster}")
-    with LockDirectory(_path(directory)) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
-        return {
-            device: _holder_of(place, device)
-            for device in devices
-            if not place.is_free(_name(device), kept)
-        }
-
-
-class ProcessLocks:
-    """The locks that the workers of this process hold together, each for all that use its device.
-
-    Notes
-    -----
-    A process holds a device, not a worker: the workers of one process use the same CUDA contexts.
-    """
-
-    def __init__(self) -> None:
-        self._held: dict[tuple[Path, str], tuple[Lock, int]] = {}
-
-    def has(self, device: Device, directory: str | os.PathLike[str] | None) -> bool:
-        """Return whether workers of this process use a device."""
-        return (_path(directory), device.uuid) in self._held
-
-    def try_take(
-        self, devices: Iterable[Device], holder: str, directory: str | os.PathLike[str] | None
-    ) -> Mapping[Device, str]:
-        """Take devices for this process; return those that others hold, with their holders.
-
-        Raises
-        ------
-        LockDirectoryError
-            The directory cannot be trusted, or cannot be used.
-        """
-        held: dict[Device, str] = {}
-        path, kept = _path(directory), _kept_from(holder)
-        taken: list[Device] = []
-        with LockDirectory(path) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
-            try:
-                for device in devices:
-                    known = self._held.get((path, device.uuid))
-                    if known is None:
-                        lock = place.try_lock(_name(device), _note(holder), kept)
-                        if lock is None:
-                            held[device] = _holder_of(place, device)
-                            continue
-                        known = (lock, 0)
-                    self._held[path, device.uuid] = (known[0], known[1] + 1)
-                    taken.append(device)
-            except BaseException:
-                self.release(taken, directory)
-                raise
-        return held
-
-    def release(self, devices: Iterable[Device], directory: str | os.PathLike[str] | None) -> None:
-        """Release devices; others may take those that no worker of this process uses."""
-        path = _path(directory)
+    path, runs = _path(directory), functools.cache(_runs)
+    held: dict[Device, str] = {}
+    with LockDirectory(path) as place, place.exclusive(_CHOOSING_TIMEOUT_S):
         for device in devices:
-            lock, users = self._held.pop((path, device.uuid))
-            if users > 1:
-                self._held[path, device.uuid] = (lock, users - 1)
+            if in_process and (path, device.uuid) in _of_process:
+                continue
+            lock = _opened(place, device, cluster, runs)
+            if isinstance(lock, str):
+                held[device] = lock
             else:
-                lock.release()
-
-    def touch(self) -> None:
-        """Give a sign of life."""
-        for lock, _ in self._held.values():
-            lock.touch()
+                lock.close()
+    return held
 
 
-process_locks = ProcessLocks()
-
-
-def _kept_from(holder: str) -> Kept:
-    """Return whether a device is kept from a worker, for another cluster's worker that ended."""
-    runs = functools.cache(_runs)  # several devices have the same scheduler, and a try takes time
-
-    def kept(left: str, last_sign: float) -> bool:
-        cluster = _cluster_of(left)
-        young = time.time() - last_sign < _KEPT_S
-        return young and cluster != _cluster_of(holder) and runs(cluster)
-
-    return kept
-
-
-def _holder_of(place: LockDirectory, device: Device) -> str:
-    """Return the holder of a device, in words."""
-    note = place.note(_name(device))
-    return (
-        f"{note}, which ended and may be starting again" if place.is_free(_name(device)) else note
-    )
+def _opened(
+    place: LockDirectory, device: Device, cluster: str, runs: Callable[[str], bool]
+) -> Lock | str:
+    """Return the lock of a device that a worker of a cluster can have, or the device's holder."""
+    lock = place.lock(quote(device.uuid, safe="") + ".lock")
+    note = lock.note
+    if not lock.is_held:
+        lock.close()
+        return note or "another process"
+    is_young = time.time() - lock.last_sign < _KEPT_S
+    others = _cluster_of(note)
+    # A note of one that ended: the nanny may start it again. A `runs` may take a second.
+    if note and is_young and others != cluster and runs(others):
+        lock.close()
+        return f"{note}, which ended and may be starting again"
+    return lock
 
 
 def _cluster_of(text: str) -> str:
@@ -248,11 +194,3 @@ def _runs(scheduler: str) -> bool:
 
 def _path(directory: str | os.PathLike[str] | None) -> Path:
     return Path(directory) if directory else default_directory()
-
-
-def _name(device: Device) -> str:
-    return quote(device.uuid, safe="") + ".lock"
-
-
-def _note(holder: str) -> str:
-    return f"pid {os.getpid()} on {socket.gethostname()}, {holder}"

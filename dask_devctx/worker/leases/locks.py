@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,51 +24,57 @@ _POLL_S = 0.005
 _NOTE_NBYTES = 512
 
 
-# Given the note of a process that ended without freeing its lock, and the time of its last sign of
-# life, returns whether the lock is kept for that process's successor.
-Kept = Callable[[str, float], bool]
-
-
 def default_directory() -> Path:
-    """Return the directory of this user's locks, ``/tmp/dask-devctx-<uid>``.
-
-    Notes
-    -----
-    The directory depends only on the user, because processes with different directories do not
-    exclude each other. Under many batch systems, each job has its own ``TMPDIR``.
-    ``XDG_RUNTIME_DIR`` is set in a login session but not in a service, and is deleted when the last
-    session ends. ``systemd-tmpfiles`` does not delete locked files.
-    """
+    """Return the directory of this user's locks, ``/tmp/dask-devctx-<uid>``."""
+    # It depends only on the user: processes with different directories do not exclude each other.
+    # Under many batch systems, each job has its own TMPDIR. XDG_RUNTIME_DIR is set in a login
+    # session but not in a service. systemd-tmpfiles does not delete locked files.
     place = "/tmp" if os.path.isdir("/tmp") else tempfile.gettempdir()
     return Path(place) / f"dask-devctx-{os.geteuid()}"
 
 
 class Lock:
-    """A lock that is held.
+    """An open lock file, which :meth:`close` or :meth:`release` closes."""
 
-    Parameters
-    ----------
-    fd
-        The open file; the lock owns it from now on.
-    """
-
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, is_held: bool) -> None:
         self._fd = fd
-        _held.add(self)
+        self.is_held = is_held  # by this object
+        self.users = 1
+        _open_locks.add(self)
 
-    def release(self) -> None:
-        """Free the lock; nothing happens if it is free already."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.ftruncate(fd, 0)  # a file with a note is one that its holder did not free
-            # Closing is not enough: a forked child may have the file open.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+    @property
+    def note(self) -> str:
+        """The note of the holder, or of one that ended without releasing the lock."""
+        return os.pread(self._fd, _NOTE_NBYTES, 0).decode(errors="replace")
+
+    @property
+    def last_sign(self) -> float:
+        """The time of the holder's last sign of life."""
+        return os.fstat(self._fd).st_mtime
+
+    def claim(self, note: str) -> None:
+        """Leave a note about the holder."""
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, note.encode()[:_NOTE_NBYTES], 0)
 
     def touch(self) -> None:
         """Give a sign of life, as the time of the lock's file."""
         if self._fd >= 0:
             os.utime(self._fd)
+
+    def release(self) -> None:
+        """Free the lock and remove the note; nothing happens if it is free already."""
+        if self._fd >= 0:
+            os.ftruncate(self._fd, 0)
+            self.close()
+
+    def close(self) -> None:
+        """Free the lock; a note stays, as that of a holder that ended."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            if self.is_held:  # closing is not enough: a forked child may have the file open
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
 
     def _leave_to_parent(self) -> None:
         if self._fd >= 0:
@@ -77,24 +83,13 @@ class Lock:
 
 
 class LockDirectory:
-    """The directory of the locks, opened once and checked.
+    """The directory of the locks, opened once and checked; made if it does not exist.
 
-    Parameters
-    ----------
-    path
-        The directory. It is made, with mode 0700, if it does not exist.
-
-    Raises
-    ------
-    LockDirectoryError
-        The path is a symbolic link or no directory, belongs to another user, or others can write
-        there.
-
-    Notes
-    -----
-    Any user may make a directory in ``/tmp``, so only this user's own files are trusted. Files are
-    opened relative to the checked directory, and never through a symbolic link.
+    It raises :class:`LockDirectoryError` where others could write, or where it is a link.
     """
+
+    # Any user may make a directory in /tmp, so only this user's own files are trusted. Files are
+    # opened relative to the checked directory, and never through a symbolic link.
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -108,113 +103,54 @@ class LockDirectory:
         except OSError as error:
             raise LockDirectoryError(str(self.path), _why_not_opened(error)) from error
         if reason := why_not_ours(os.fstat(self._fd), os.geteuid()):
-            self.close()
+            os.close(self._fd)
             raise LockDirectoryError(str(self.path), reason)
-
-    def close(self) -> None:
-        """Close the directory; locks that are held stay held."""
-        os.close(self._fd)
 
     def __enter__(self) -> LockDirectory:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        os.close(self._fd)  # locks that are held stay held
 
-    def try_lock(self, name: str, note: str, kept: Kept | None = None) -> Lock | None:
-        """Return the lock of this name, or None if another process or worker holds it.
-
-        Parameters
-        ----------
-        name
-            The file's name.
-        note
-            The text about the holder, which :meth:`note` returns to others.
-        kept
-            Whether a lock whose holder ended without freeing it is kept; by default, none is.
-
-        Raises
-        ------
-        LockDirectoryError
-            The file is a symbolic link or belongs to another user.
-        """
+    def lock(self, name: str) -> Lock:
+        """Open a lock, and hold it if nobody else does."""
         while True:
-            fd = self._open(name, os.O_RDWR | os.O_CREAT)
+            fd = self._open(name)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 mine, there = os.fstat(fd), self._stat(name)
             except BlockingIOError:
-                os.close(fd)
-                return None
+                return Lock(fd, is_held=False)
             except BaseException:
                 os.close(fd)
                 raise
-            if there is None or (mine.st_ino, mine.st_dev) != (there.st_ino, there.st_dev):
-                os.close(fd)  # it was deleted meanwhile: others would lock a new file
-                continue
-            if _is_kept(fd, kept):
-                os.close(fd)
-                return None
-            lock = Lock(fd)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, note.encode()[:_NOTE_NBYTES], 0)
-            return lock
-
-    def note(self, name: str) -> str:
-        """Return the text that the holder of a lock wrote about itself."""
-        try:
-            fd = self._open(name, os.O_RDONLY)
-        except FileNotFoundError:
-            return "an unknown process, whose lock file is gone"
-        try:
-            return _read(fd) or "another process"
-        finally:
-            os.close(fd)
-
-    def is_free(self, name: str, kept: Kept | None = None) -> bool:
-        """Return whether a process can have a lock; call it while others are excluded.
-
-        ``kept`` is as for :meth:`try_lock`.
-        """
-        fd = self._open(name, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return not _is_kept(fd, kept)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(fd)
+            if there is not None and (mine.st_ino, mine.st_dev) == (there.st_ino, there.st_dev):
+                return Lock(fd, is_held=True)
+            os.close(fd)  # it was deleted meanwhile: others would lock a new file
 
     @contextmanager
     def exclusive(self, timeout_s: float) -> Iterator[None]:
-        """Exclude others from choosing locks in the directory while this is open.
-
-        Raises
-        ------
-        LockDirectoryError
-            Another process chose locks for ``timeout_s`` seconds.
-        """
+        """Exclude others from choosing locks in the directory while this is open."""
         deadline = time.monotonic() + timeout_s
-        note = f"pid {os.getpid()}"
-        while (lock := self.try_lock(_MUTEX, note)) is None:
+        while not (lock := self.lock(_MUTEX)).is_held:
+            who = lock.note
+            lock.close()
             if time.monotonic() > deadline:
-                who = self.note(_MUTEX)
-                raise LockDirectoryError(
-                    str(self.path), f"was kept locked by {who} for {timeout_s} s"
-                )
+                reason = f"was kept locked by {who} for {timeout_s} s"
+                raise LockDirectoryError(str(self.path), reason)
             time.sleep(_POLL_S)
+        lock.claim(f"pid {os.getpid()}")
         try:
             yield
         finally:
             lock.release()
 
-    def _open(self, name: str, flags: int) -> int:
+    def _open(self, name: str) -> int:
         path = str(self.path / name)
-        flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # opening a pipe would wait
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags |= os.O_NONBLOCK  # opening a pipe would wait
         try:
             fd = os.open(name, flags, 0o600, dir_fd=self._fd)
-        except FileNotFoundError:
-            raise
         except OSError as error:
             raise LockDirectoryError(path, _why_not_opened(error)) from error
         found = os.fstat(fd)
@@ -233,26 +169,8 @@ class LockDirectory:
             return None
 
 
-def _read(fd: int) -> str:
-    return os.pread(fd, _NOTE_NBYTES, 0).decode(errors="replace")
-
-
-def _is_kept(fd: int, kept: Kept | None) -> bool:
-    """Return whether the holder of a lock ended without freeing it, and the lock is kept."""
-    left = _read(fd) if kept else ""
-    return bool(kept and left and kept(left, os.fstat(fd).st_mtime))
-
-
 def why_not_ours(found: os.stat_result, uid: int) -> str:
-    """Return the reason why a user cannot trust a directory or file, or "".
-
-    Parameters
-    ----------
-    found
-        The result of ``fstat``.
-    uid
-        The user.
-    """
+    """Return the reason why a user cannot trust a directory or file, or ""."""
     if found.st_uid != uid:
         return f"belongs to user {found.st_uid} and not to {uid}, who runs this process"
     if found.st_mode & 0o022:
@@ -267,12 +185,12 @@ def _why_not_opened(error: OSError) -> str:
     return f"cannot be opened: {error.strerror}"
 
 
-_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+_open_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
     # Without this, a forked child would keep the locks of a worker that was killed.
-    for lock in list(_held):
+    for lock in list(_open_locks):
         lock._leave_to_parent()
 
 

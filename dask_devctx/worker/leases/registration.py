@@ -71,27 +71,10 @@ async def announce(
     *,
     limits: Mapping[Device, int] | None = None,
 ) -> None:
-    """Tell the scheduler which devices a worker has, so that tasks find them.
-
-    Parameters
-    ----------
-    worker
-        The worker; it may not have joined yet.
-    used
-        The devices that it uses. The other devices that it sees are announced too, because the
-        ordinals need them.
-    turn
-        The worker's turn; a new one by default.
-    limits
-        The bytes that tasks may reserve, by device; a device without an entry is unlimited.
-
-    Notes
-    -----
-    This sends :class:`~dask_devctx.scheduler.routing.DeviceRouting` to a scheduler that lacks it.
-    It is no error if the scheduler cannot install it, because this package is missing there: tasks
-    then run on any worker, and a task that names a device of another worker fails. A scheduler that
-    cannot be reached is told again.
-    """
+    """Tell the scheduler which devices a worker has, and the bytes that tasks may reserve there."""
+    # A scheduler that lacks this package gets `DeviceRouting`. If it cannot install that, tasks run
+    # on any worker, and a task that names a device of another worker fails.
+    # The other devices that the worker sees are announced too: the ordinals need them.
     seen = [
         {"device_id": info.device_id, "uuid": info.uuid, "pci_bus_id": info.pci_bus_id}
         for info in discovery.inventory(driver.backend()).devices
@@ -129,13 +112,9 @@ async def announce(
 
 
 def withdraw(worker: Worker) -> None:
-    """Tell the scheduler soon that a worker uses no devices from now on, but stays.
-
-    Notes
-    -----
-    No message is sent if another plugin takes this one's place at once: between the two messages,
-    tasks would go to workers that do not have their device.
-    """
+    """Tell the scheduler soon that a worker uses no devices from now on, but stays."""
+    # If another plugin takes this one's place at once, no message is sent: between two messages,
+    # tasks would go to workers that do not have their device.
     if worker.status in (Status.running, Status.paused):
         worker.loop.add_callback(_withdraw, worker, Turn(worker))
 
@@ -153,31 +132,10 @@ async def _withdraw(worker: Worker, turn: Turn) -> None:
 async def refuse(
     worker: Worker, error: Exception, turn: Turn | None = None, *, leaves: bool = False
 ) -> bool:
-    """Tell the scheduler that a worker has no devices; a worker that joins may leave again.
+    """Tell the scheduler that a worker has no devices; return whether the worker leaves for that.
 
-    Parameters
-    ----------
-    worker
-        The worker. It leaves if it is just joining and could not take its devices. A worker that
-        joined earlier stays, and the client that registered the plugin gets the error.
-    error
-        The reason. For a worker that stays or starts, a note with the remedy is added to it.
-    turn
-        The worker's turn; a new one by default.
-    leaves
-        Whether a worker that joins leaves with any error, and not only where it could not take its
-        devices.
-
-    Returns
-    -------
-    bool
-        Whether the worker leaves: its log and the scheduler have the error then.
-
-    Notes
-    -----
-    If a plugin's setup fails, dask logs the error and lets the worker join. This suits a worker on
-    a machine without GPUs. But if other workers hold the machine's devices, the worker would run
-    tasks on these devices.
+    A worker that joins leaves if other workers hold its devices: it would run tasks on these. With
+    ``leaves``, it leaves with any error. A worker that stays gets a note with the remedy.
     """
     if worker.status not in (Status.running, Status.paused):
         error.add_note(NOT_STARTED)  # the error ends the start
@@ -210,11 +168,10 @@ async def refuse(
 
 
 class Turn:
-    """A worker's turn to announce its devices; void if a newer announcement waits by then.
+    """A worker's turn to announce its devices; void if a newer announcement waits by then."""
 
-    Plugins may replace each other faster than the scheduler answers, and two messages that are on
-    their way at once arrive in any order.
-    """
+    # Plugins may replace each other faster than the scheduler answers, and two messages that are on
+    # their way at once arrive in any order.
 
     _locks: ClassVar[WeakKeyDictionary[Worker, asyncio.Lock]] = WeakKeyDictionary()
     _newest: ClassVar[WeakKeyDictionary[Worker, object]] = WeakKeyDictionary()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -14,13 +15,14 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, LocalCluster, Worker
-from distributed.utils_test import async_poll_for
+from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
 from dask_devctx.errors import LockDirectoryError
 from dask_devctx.scheduler.announcements import SHARE
 from dask_devctx.worker.leases import share
-from dask_devctx.worker.leases.lease import acquire, holders, process_locks
+from dask_devctx.worker.leases.lease import Lease, acquire, holders
+from dask_devctx.worker.leases.locks import LockDirectory
 from tests.distributed.commands import dask_command
 from tests.distributed.devices import with_plugin
 
@@ -190,7 +192,7 @@ def test_a_restarting_workers_devices_are_kept_for_its_cluster(lock_directory: P
         said = rf"cuda:0 .* worker 0 of {mine}, which ended and may be starting again"
         with pytest.raises(DevicesInUseError, match=said):
             acquire(first, 1, holder=other, directory=lock_directory)
-        assert {*process_locks.try_take(first, other, lock_directory)} == {*first}
+        assert {*Lease(other, lock_directory).take(first)} == {*first}
         assert not holders(first, lock_directory, cluster=mine)
         assert {*holders(first, lock_directory)} == {*first}  # a look frees nothing
         acquire(first, 1, holder=f"worker 0 of {mine}", directory=lock_directory).release()
@@ -234,8 +236,7 @@ def test_no_device_stays_taken_where_the_lock_of_another_is_refused(lock_directo
     linked.symlink_to("elsewhere")
     mine = "worker 0 of tcp://127.0.0.1:1"
     with pytest.raises(LockDirectoryError, match="symbolic link"):
-        process_locks.try_take(devices(), mine, lock_directory)
-    assert not any(process_locks.has(device, lock_directory) for device in devices())
+        Lease(mine, lock_directory).take(devices())
     linked.unlink()
     acquire(devices(), 4, holder=mine, directory=lock_directory).release()
 
@@ -273,7 +274,7 @@ def test_a_holder_gives_signs_of_life(
 
 
 def test_a_device_that_its_holder_releases_late_is_taken_then(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, lock_directory: Path
 ) -> None:
     """A worker that closes releases its devices one by one; another was given them meanwhile."""
     monkeypatch.setattr(share, "SIGN_INTERVAL_S", 0.02)
@@ -285,20 +286,32 @@ def test_a_device_that_its_holder_releases_late_is_taken_then(
         uuids = [Device(n).uuid for n in range(4)]
         await told(uuids=[uuid for uuid in uuids if uuid != one.uuid], version=100)
         assert of_worker(worker) == [0, 2, 3]
-        try_take, late = process_locks.try_take, [one]
-
-        def held_at_first(devices: Any, *args: Any) -> Any:
-            asked = list(devices)
-            if one in asked and late:
-                return {
-                    late.pop(): "worker 1",
-                    **try_take([d for d in asked if d is not one], *args),
-                }
-            return try_take(asked, *args)
-
-        monkeypatch.setattr(process_locks, "try_take", held_at_first)
+        address = worker.scheduler.address
+        late = acquire([one], 1, holder=f"worker 1 of {address}", directory=lock_directory)
         await told(uuids=uuids, version=101)
         assert of_worker(worker) == [0, 2, 3]
+        late.release()
         await async_poll_for(lambda: of_worker(worker) == [0, 1, 2, 3], timeout=20)
+
+    body()
+
+
+@pytest.mark.parametrize("options", [{}, {"devices_per_worker": 2}])
+def test_a_worker_that_waits_for_devices_does_not_stop_its_event_loop(
+    options: dict[str, Any], lock_directory: Path
+) -> None:
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+    async def body(client: Any, scheduler: Any, worker: Worker) -> None:
+        with LockDirectory(lock_directory) as place, place.exclusive(1):  # as a stopped process
+            registered = asyncio.ensure_future(client.register_plugin(DevicePlugin(**options)))
+            pauses, last = [], time.monotonic()
+            while time.monotonic() < last + 0.5 and len(pauses) < 50:
+                await asyncio.sleep(0.01)
+                pauses.append(time.monotonic() - last)
+                last = time.monotonic()
+            assert not registered.done()
+        await registered
+        assert max(pauses) < 0.4
+        assert len(of_worker(worker)) == options.get("devices_per_worker", 4)
 
     body()
