@@ -52,6 +52,7 @@ NAMES: Final = (
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
     "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
     "distributed.threadpoolexecutor:thread_state",
+    "distributed.client:Client._gather_remote",
     "distributed.client:Client.compute",
     "distributed.client:Client.get",
     "distributed.client:Client.map",

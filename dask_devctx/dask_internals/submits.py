@@ -52,6 +52,20 @@ def _made_in(around: Around, name: str) -> Callable[..., Any]:
 
 
 @contextmanager
+def around_each_gather(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """While it is open, values come to a client in a context of a function."""
+    before = Client._gather_remote
+
+    @functools.wraps(before)
+    async def gather(self: Client, *args: Any, **kwargs: Any) -> Any:
+        with around():
+            return await before(self, *args, **kwargs)
+
+    with _in_place("_gather_remote", gather):
+        yield
+
+
+@contextmanager
 def _in_place(name: str, method: Callable[..., Any]) -> Iterator[None]:
     before = getattr(Client, name)
     setattr(Client, name, method)

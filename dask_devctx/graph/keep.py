@@ -20,11 +20,11 @@ import dask
 from dask_devctx.dask_internals import check
 from dask_devctx.dask_internals.graphs import before_each_frame
 from dask_devctx.dask_internals.submits import after_each_submit, around_each_call
-from dask_devctx.graph import optimize, unheeded
+from dask_devctx.graph import clients, optimize
 from dask_devctx.graph.mistaken import told_of_mistakes
 from dask_devctx.graph.resubmitted import warn_of_other_device
 
-__all__ = ["Kept", "Optimizer", "keep_annotations", "unheeded"]
+__all__ = ["Kept", "Optimizer", "clients", "keep_annotations"]
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "array_optimize": optimize.optimize_array,
