@@ -9,9 +9,9 @@ from array import array
 
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
-from dask_devctx.driver.launches import LaunchQueues
-from dask_devctx.driver.relaxed import Look
-from dask_devctx.errors import DeviceMemoryError
+from dask_devctx.driver.launches import LEGACY_STREAM, LaunchQueues
+from dask_devctx.driver.relaxed import Look, RelaxedCapture
+from dask_devctx.errors import DeviceMemoryError, DriverError
 
 IPC_HANDLE_NBYTES = 64
 # `CUevent_flags`: the event measures no time, which makes it faster.
@@ -20,6 +20,9 @@ _DISABLE_TIMING = 2
 
 class WorkCalls:
     """Checked calls for work; most of them act on the current context.
+
+    Calls that a library would make for a user, such as :meth:`allocate`, may spoil a graph that
+    another thread captures in the mode "global"; calls that only this package makes do not.
 
     Parameters
     ----------
@@ -76,6 +79,19 @@ class WorkCalls:
         self._value(
             self.driver.cuEventRecord, self.types.CUevent(event), self.types.CUstream(stream)
         )
+
+    def event_record_unless_captured(self, event: int, stream: int) -> bool:
+        """Do as :meth:`event_record`; False where that would spoil or join a graph's capture."""
+        at_once = stream == LEGACY_STREAM and self.look.is_legacy_idle()
+        if not at_once and self.is_capturing(stream):
+            return False
+        try:
+            self.event_record(event, stream, at_once=at_once)
+        except DriverError as error:
+            if error.code != statuses.CAPTURE_IMPLICIT:  # a capture began just now
+                raise
+            return False
+        return True
 
     def event_record_context(self, event: int, context: int) -> bool:
         """Make the event stand for all work that the context's streams have been given so far.
@@ -197,7 +213,8 @@ class WorkCalls:
         """Return a handle with which other processes open the allocation around this address."""
         import ctypes  # not with the module: a subinterpreter cannot load it
 
-        handle = self._value(self.driver.cuIpcGetMemHandle, self.types.CUdeviceptr(pointer))
+        with RelaxedCapture(self):
+            handle = self._value(self.driver.cuIpcGetMemHandle, self.types.CUdeviceptr(pointer))
         return ctypes.string_at(handle.getPtr(), IPC_HANDLE_NBYTES)
 
     def ipc_open(self, handle: bytes) -> int:
@@ -213,10 +230,12 @@ class WorkCalls:
             raise ValueError(f"a handle has {IPC_HANDLE_NBYTES} bytes, got {len(handle)}")
         ctypes.memmove(given.getPtr(), handle, IPC_HANDLE_NBYTES)
         flag = int(self.types.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-        return int(self._value(self.driver.cuIpcOpenMemHandle, given, flag))
+        with RelaxedCapture(self):
+            return int(self._value(self.driver.cuIpcOpenMemHandle, given, flag))
 
     def ipc_close(self, pointer: int) -> None:
-        self._value(self.driver.cuIpcCloseMemHandle, self.types.CUdeviceptr(pointer))
+        with RelaxedCapture(self):
+            self._value(self.driver.cuIpcCloseMemHandle, self.types.CUdeviceptr(pointer))
 
     def copy(
         self, target: int, source: int, nbytes: int, stream: int, *, at_once: bool = False
@@ -269,11 +288,13 @@ class WorkCalls:
     def lock_pages(self, host: int, nbytes: int) -> None:
         """Page-lock host memory for all contexts; whole pages, which are not locked yet."""
         flag = int(self.types.CU_MEMHOSTREGISTER_PORTABLE)
-        self._value(self.driver.cuMemHostRegister, host, nbytes, flag)
+        with RelaxedCapture(self):
+            self._value(self.driver.cuMemHostRegister, host, nbytes, flag)
 
     def unlock_pages(self, host: int) -> None:
         """Undo :meth:`lock_pages` at this address."""
-        self._value(self.driver.cuMemHostUnregister, host)
+        with RelaxedCapture(self):
+            self._value(self.driver.cuMemHostUnregister, host)
 
     def address_range(self, pointer: int) -> tuple[int, int]:
         """Return the start and the size in bytes of the allocation that contains this address."""
@@ -283,7 +304,8 @@ class WorkCalls:
 
     def stream_synchronize(self, stream: int) -> None:
         """Wait until the stream has finished its work."""
-        self._value(self.driver.cuStreamSynchronize, self.types.CUstream(stream))
+        with RelaxedCapture(self):
+            self._value(self.driver.cuStreamSynchronize, self.types.CUstream(stream))
 
     def stream_destroy(self, stream: int) -> None:
         """Destroy a stream; the work that it was given is still done."""

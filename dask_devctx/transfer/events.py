@@ -1,22 +1,32 @@
 """Order of the devices' work, and values that must live until a point in it.
 
-The CPU never waits here. A :class:`Stamp` means "all work that these devices were given until now".
-Streams wait for it, and memory that the work still reads is held until the work is done.
+A :class:`Stamp` stands for the work that a thread gave to some devices. Streams wait for it, and
+memory that the work still reads is held until the work is done.
+
+Nothing here spoils a graph that another thread captures. An event of a whole context would, and so
+would work for the legacy default stream while a stream that it waits for is captured. Therefore
+streams are recorded one by one, and the legacy stream only when no capture forbids it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.location import nbytes_by_device
 from dask_devctx.transfer.streams import current_streams
+
+# A capture that lasts longer than this is not waited for: the driver's error says what is wrong.
+_LONGEST_CAPTURE_S: Final = 60
+_POLL_S: Final = 0.001
 
 
 class Event:
@@ -42,30 +52,55 @@ class Event:
             self._free.append(self._handle)
 
     def record(self, stream: int, *, at_once: bool = False) -> Self:
+        """Record the event in a stream; waits while a capture forbids the legacy stream."""
+        if stream == LEGACY_STREAM:
+            self._wait_for_captures()
         self._calls.event_record(self._handle, stream, at_once=at_once)
         return self
 
-    def record_context(self, context: int) -> bool:
-        return self._calls.event_record_context(self._handle, context)
+    def record_unless_captured(self, stream: int) -> bool:
+        """Record the event unless that would spoil or join a capture; return whether it did."""
+        return self._calls.event_record_unless_captured(self._handle, stream)
 
     def holds_back(self, stream: int) -> None:
+        """Make a stream wait for the event, as :meth:`record` uses a stream."""
+        if stream == LEGACY_STREAM:
+            self._wait_for_captures()
         self._calls.stream_wait(stream, self._handle)
 
+    def _wait_for_captures(self) -> None:
+        """Wait until no other thread's capture forbids the current device's legacy stream."""
+        captured = self._calls.is_capturing
+        if not captured(LEGACY_STREAM):
+            return
+        device = Device.current()
+        streams = () if device is None else current_streams(device)
+        if any(captured(stream) for stream in streams if stream != LEGACY_STREAM):
+            return  # this thread's own capture would never end: the driver says what is wrong
+        until = time.monotonic() + _LONGEST_CAPTURE_S
+        while captured(LEGACY_STREAM) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+
     def done(self) -> bool:
+        """Return whether the device has reached the event."""
         with RelaxedCapture(self._calls):
             return self._calls.event_done(self._handle)
 
     def seconds_since(self, other: Event) -> float:
+        """Return the device's time between two timed events that it has reached."""
         return self._calls.event_seconds(other._handle, self._handle)
 
 
 class Stamp:
-    """All the work that some devices had been given at one moment.
+    """The work that this thread has given to some devices, and all work of their blocking streams.
 
-    :func:`~dask_devctx.transfer.stamp` returns one; ``to_device`` takes it as ``after``.
+    On each device this is the work in the current stream of each loaded library, and in the legacy
+    default stream, which waits for all streams but the non-blocking ones.
 
-    Attributes
+    Parameters
     ----------
+    events
+        Events that stand for the work, by device.
     places
         The bytes per device of the stamped values; None for a stamp without values.
 
@@ -73,9 +108,13 @@ class Stamp:
     -----
     Usable from any thread of the process, any number of times. It cannot be pickled: it means
     nothing in another process.
+
+    While another thread captures a graph in a blocking stream, the legacy stream cannot be
+    recorded. The stamp's first reader does so when the capture is over, and covers more work then.
+    That reader waits.
     """
 
-    __slots__ = ("__weakref__", "_done", "_events", "places")
+    __slots__ = ("__weakref__", "_done", "_events", "_unrecorded", "places")
 
     def __init__(
         self,
@@ -83,6 +122,7 @@ class Stamp:
         places: Mapping[Device, int] | None = None,
     ) -> None:
         self._events = dict(events)
+        self._unrecorded: set[Device] = set()
         self._done = False
         self.places = places
 
@@ -90,13 +130,44 @@ class Stamp:
     def of_devices(
         cls, devices: Iterable[Device], places: Mapping[Device, int] | None = None
     ) -> Self:
-        """Return a stamp of all work of the devices, from every stream and thread."""
-        return cls({device: _everything(device) for device in devices}, places)
+        """Return a stamp of the work that these devices have been given until now."""
+        stamp = cls({}, places)
+        for device in devices:
+            with device:
+                stamp._record(device, (LEGACY_STREAM, *current_streams(device)))
+        return stamp
 
     @classmethod
     def of_streams(cls, devices: Iterable[Device]) -> Self:
         """Return a stamp of the work in the streams that are current on this thread only."""
-        return cls({device: _current(device) for device in devices})
+        stamp = cls({})
+        for device in devices:
+            with device:
+                stamp._record(device, current_streams(device))
+        return stamp
+
+    def _record(self, device: Device, streams: Iterable[int]) -> None:
+        events = []
+        for stream in dict.fromkeys(streams):
+            event = Event(device)
+            if event.record_unless_captured(stream):
+                events.append(event)
+            elif stream == LEGACY_STREAM:
+                self._unrecorded.add(device)
+        self._events[device] = tuple(events)
+
+    def _record_rest(self, *, wait: bool) -> bool:
+        """Record what a capture forbade; return whether nothing remains."""
+        for device in tuple(self._unrecorded):
+            with device:
+                event = Event(device)
+                if wait:
+                    event.record(LEGACY_STREAM)
+                elif not event.record_unless_captured(LEGACY_STREAM):
+                    return False
+            self._events[device] += (event,)  # before the set tells other threads
+            self._unrecorded.discard(device)
+        return True
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -104,43 +175,28 @@ class Stamp:
         return tuple(self._events)
 
     def hold_back(self, device: Device, *, of: Device | None = None) -> None:
-        """Make this thread's current streams of ``device`` wait for the work, from now on.
+        """Make this thread's current streams of ``device`` wait for the work, unless it is done.
 
-        Parameters
-        ----------
-        of
-            The device whose work to wait for; None for all devices of the stamp.
+        ``of`` is the device whose work to wait for; None for all devices of the stamp.
         """
-        events = [
-            event
-            for source, found in self._events.items()
-            if of is None or source is of
-            for event in found
-        ]
-        if events:
-            with device:
-                for stream in current_streams(device):
-                    for event in events:
-                        event.holds_back(stream)
-
-    def hold_back_stream_unless_done(self, stream: int) -> None:
-        """Make a stream wait for the work unless it is done; the stream's device is current."""
-        if self._succeeded():
+        if self._succeeded():  # to ask costs less than a wait
             return
-        for events in self._events.values():
-            for event in events:
-                event.holds_back(stream)
+        with device:
+            for stream in current_streams(device):
+                self._hold_back(stream, of)
 
-    def hold_back_unless_done(self, device: Device, *, of: Device | None = None) -> None:
-        """Do as :meth:`hold_back`, unless the work is done already: to ask costs less."""
+    def hold_back_stream(self, stream: int) -> None:
+        """Make a stream of the current device wait for the work, unless it is done."""
         if not self._succeeded():
-            self.hold_back(device, of=of)
+            self._hold_back(stream, None)
 
-    def _succeeded(self) -> bool:
-        """Return whether the work is done; False if it failed: a wait raises the error."""
-        with suppress(DriverError):
-            return self.done()
-        return False
+    def _hold_back(self, stream: int, of: Device | None) -> None:
+        if self._unrecorded:
+            self._record_rest(wait=True)
+        for source, events in self._events.items():
+            if of is None or source is of:
+                for event in events:
+                    event.holds_back(stream)
 
     def hold_back_readers(self) -> None:
         """Make this thread's current streams of all these devices wait for unfinished work.
@@ -150,7 +206,20 @@ class Stamp:
         """
         with suppress(DevctxError):
             for device in self.devices:
-                self.hold_back_unless_done(device)
+                self.hold_back(device)
+
+    def may_be_read(self) -> bool:
+        """Return whether :meth:`hold_back_readers` would not wait for the end of a capture.
+
+        An event loop asks until it is so.
+        """
+        with suppress(DevctxError):
+            if not self.done():
+                for device in self.devices:
+                    with device:
+                        if device._backend.calls.work.is_capturing(LEGACY_STREAM):
+                            return False
+        return True
 
     def done(self) -> bool:
         """Return whether the work is done; does not wait.
@@ -160,32 +229,23 @@ class Stamp:
         DriverError
             The work failed.
         """
-        if not self._done and all(e.done() for events in self._events.values() for e in events):
-            self._done = True  # this never changes back, so the events can be destroyed
+        if (
+            not self._done
+            and self._record_rest(wait=False)
+            and all(event.done() for events in self._events.values() for event in events)
+        ):
+            self._done = True  # this never changes back, so the events can be used again
             self._events = dict.fromkeys(self._events, ())
         return self._done
 
+    def _succeeded(self) -> bool:
+        """Return whether the work is done; False if it failed: a wait raises the error."""
+        with suppress(DriverError):
+            return self.done()
+        return False
+
     def __repr__(self) -> str:
         return f"<Stamp of {', '.join(map(str, self._events)) or 'nothing'}>"
-
-
-def _everything(device: Device) -> tuple[Event, ...]:
-    with device:
-        event = Event(device)
-        # This thread cannot name a stream that is no longer current when the task ends, or another
-        # thread's default stream. The event of the context covers all streams.
-        if event.record_context(device._handle):
-            return (event,)
-        return _recorded(device)
-
-
-def _current(device: Device) -> tuple[Event, ...]:
-    with device:
-        return _recorded(device)
-
-
-def _recorded(device: Device) -> tuple[Event, ...]:
-    return tuple(Event(device).record(stream) for stream in current_streams(device))
 
 
 def stamp(*values: object) -> Stamp | None:
@@ -196,14 +256,17 @@ def stamp(*values: object) -> Stamp | None:
 
     Notes
     -----
-    The stamp covers all work that the values' devices have been given so far, from every stream and
-    thread: a task may leave work in a stream that it made itself. If the driver cannot do that
-    (before CUDA 12.5, or while a graph is being captured), the stamp covers the streams that are
-    current on this thread.
+    The stamp covers the work in the streams that are current on this thread, one for each loaded
+    library, and in the legacy default stream. This stream waits for all others but those that were
+    made non-blocking, as torch's are: work in such a stream is covered if the stream is current
+    now, or if a covered stream waits for it.
+
+    It spoils no graph that another thread captures. If a blocking stream is captured, readers of
+    the values wait until the capture is over.
 
     References
     ----------
-    ``cuCtxRecordEvent``, ``cuEventRecord``.
+    ``cuEventRecord``, ``cuStreamIsCapturing``.
     """
     places: dict[Device, int] = {}
     for value in values:

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError, ValueNotMovableError
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
@@ -91,7 +93,8 @@ class Move:
         release_held(_LOOK_AT_MOST)
         before, _thread.move = _thread.move, self
         try:
-            return self.take(value)
+            with RelaxedCapture(driver.backend().calls.work):  # libraries allocate
+                return self.take(value)
         finally:
             _thread.move = before
             self._finish()
@@ -174,7 +177,7 @@ class Move:
         if not self._waited_here:
             self._waited_here = True
             for stamp in self._after:
-                stamp.hold_back_unless_done(self.device, of=self.device)
+                stamp.hold_back(self.device, of=self.device)
 
     def _finish(self) -> None:
         if not self._read:

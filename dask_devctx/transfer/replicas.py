@@ -139,7 +139,7 @@ class Replicas:
                 for stamp in (
                     () if after is None else (after,) if isinstance(after, Stamp) else after
                 ):
-                    stamp.hold_back_unless_done(device, of=device)
+                    stamp.hold_back(device, of=device)
             return value
         while True:
             with self._lock:
@@ -161,7 +161,7 @@ class Replicas:
                 first, entry.expected = entry.expected, entry.expected and ahead
                 if not first and not ahead:
                     self.counts.saved(sources, device)
-            stamp.hold_back_unless_done(device)
+            stamp.hold_back(device)
             return moved
 
     def _make(self, key: Hashable, entry: _Entry, value: Any, device: Device, after: After) -> Any:

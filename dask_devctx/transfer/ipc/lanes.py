@@ -45,7 +45,7 @@ class Lane:
     def after(self, stamp: Stamp | None) -> None:
         """Make all later copies wait for the work of a stamp."""
         if stamp is not None:
-            stamp.hold_back_stream_unless_done(self._stream)
+            stamp.hold_back_stream(self._stream)
 
     def after_current_streams(self) -> None:
         """Make all later copies wait for the work in this thread's current streams."""

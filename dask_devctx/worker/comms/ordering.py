@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -11,6 +12,8 @@ from distributed import Worker
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.worker.inputs.inputs import Inputs
+
+_POLL_S = 0.001
 
 
 def in_place_of_the_first(devices: Sequence[Device]) -> Device | None:
@@ -89,7 +92,11 @@ def leaving_after_its_work(worker: Worker, inputs: Inputs) -> Iterator[None]:
         async def get_data_after_its_work(
             comm: Any, keys: Collection[Hashable], **kwargs: Any
         ) -> Any:
-            inputs.hold_back_for(keys)
+            after = inputs.stamps_of(keys)
+            while not all(made.may_be_read() for made in after):  # a graph is being captured
+                await asyncio.sleep(_POLL_S)
+            for made in after:
+                made.hold_back_readers()
             return await get_data(comm, keys=keys, **kwargs)
 
         return get_data_after_its_work

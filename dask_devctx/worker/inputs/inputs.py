@@ -136,11 +136,6 @@ class Inputs:
         known = self.lifetimes
         return [after for key in keys if key in known and (after := known[key].after) is not None]
 
-    def hold_back_for(self, keys: Iterable[Hashable]) -> None:
-        """Let further work on this thread's streams, which reads values, wait for their work."""
-        for after in self.stamps_of(keys):
-            after.hold_back_readers()
-
     # -- tasks
 
     def start_moving(
@@ -250,7 +245,7 @@ class Inputs:
             if others and places.keys() <= {device, *others}:
                 inputs[key] = value
                 for one in {device, *places}:  # any of them may read it, and must find it there
-                    after.hold_back_unless_done(one)
+                    after.hold_back(one)
                 copies.append((lifetime, value))
                 continue
             inputs[key] = here = self.replicas.get(

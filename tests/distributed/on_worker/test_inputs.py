@@ -285,7 +285,7 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
         machine.faults.inject("cuStreamWaitEvent", None, when=note)
         await read(x)
         assert waits == []  # the work is done
-        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=1)
+        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=2)
         await read(y)
         assert waits == [(1, LEGACY_STREAM)]
 

@@ -66,6 +66,7 @@ def _enqueued(calls: AddressedDriver, copies: int = 1, nbytes: int = 8) -> list[
     lane = lanes.take(Device(0))
     calls.enqueued.clear()
     lane.after_current_streams()
+    calls.asked.clear()
     lane.keep_lock(copies, nbytes)
     for _ in range(copies):
         lane.copy(memory + nbytes, memory, nbytes)

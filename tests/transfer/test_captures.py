@@ -1,0 +1,232 @@
+"""Stamps, moves and reads spoil no graph that a thread captures, and none comes too early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from cuda.bindings.driver import CUresult, CUstreamCaptureMode
+
+from dask_devctx import Device, SimulatedArray, to_device
+from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DriverError
+from dask_devctx.transfer import Stamp, events, release_held, stamp
+from dask_devctx.transfer.page_locked import PageLockedPool
+from tests.transfer.order import Order
+
+GLOBAL, THREAD_LOCAL, RELAXED = CUstreamCaptureMode
+_BLOCKING = pytest.mark.parametrize("blocking", [False, True], ids=["non-blocking", "blocking"])
+_MODE = pytest.mark.parametrize("mode", CUstreamCaptureMode, ids=lambda mode: mode.name[23:])
+
+
+@pytest.fixture
+def x(machine: SimulatedMachine) -> Iterator[SimulatedArray]:
+    with Device(0):
+        array = SimulatedArray.asarray([1.0, 2.0])
+    yield array
+    machine.faults.clear()
+    assert release_held() == 0, "something is still held"
+
+
+class Capture:
+    """A stream of device 0 that a thread of its own captures into a graph."""
+
+    def __init__(self, machine: SimulatedMachine, mode: Any, *, blocking: bool) -> None:
+        self._driver = machine.driver
+        self._thread = ThreadPoolExecutor(1)
+        with Device(0):
+            self.stream = self._driver.cuStreamCreate(0 if blocking else 1)[1]
+        self._call(self._driver.cuStreamBeginCapture, mode)
+
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        def call() -> Any:
+            with Device(0):
+                return function(self.stream, *args)
+
+        return self._thread.submit(call).result(10)
+
+    def end(self) -> CUresult:
+        status = self._call(self._driver.cuStreamEndCapture)[0]
+        self._thread.shutdown()
+        return CUresult(status)
+
+
+@contextmanager
+def captured(machine: SimulatedMachine, mode: Any = RELAXED, *, blocking: bool) -> Iterator[None]:
+    capture = Capture(machine, mode, blocking=blocking)
+    try:
+        yield
+    finally:
+        assert capture.end() == 0, "the graph is spoiled"
+
+
+@pytest.fixture
+def later() -> Iterator[Callable[..., Any]]:
+    """Start a call on another thread."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit
+
+
+@_MODE
+@_BLOCKING
+def test_stamps_are_made_meanwhile(
+    machine: SimulatedMachine, x: SimulatedArray, mode: Any, blocking: bool
+) -> None:
+    with captured(machine, mode, blocking=blocking):
+        made = [stamp(x), Stamp.of_devices([Device(0)]), Stamp.of_streams([Device(0)])]
+        assert [one is not None and one.done() for one in made] == [not blocking] * 3
+        release_held()
+    assert all(one is not None and one.done() for one in made)
+    assert made[0] is not None
+    assert made[0].places == {Device(0): x.nbytes}
+
+
+@_MODE
+@_BLOCKING
+@pytest.mark.parametrize("device", [0, 1, "cpu"])
+def test_values_are_moved_meanwhile(
+    machine: SimulatedMachine, x: SimulatedArray, mode: Any, blocking: bool, device: Any
+) -> None:
+    made = stamp(x)
+    with captured(machine, mode, blocking=blocking):
+        moved = to_device([x], device, after=made, copy=True, guard_source=False)[0]
+        host = moved if device == "cpu" else moved.get()
+        assert (host == [1.0, 2.0]).all()
+
+
+@_MODE
+@_BLOCKING
+def test_pages_are_locked_meanwhile(machine: SimulatedMachine, mode: Any, blocking: bool) -> None:
+    with captured(machine, mode, blocking=blocking):
+        pool = PageLockedPool(Device(0), 4 * 2**20)
+        assert pool.take(100).is_page_locked
+        pool.close()
+        assert pool.nbytes == 0
+
+
+def test_a_reader_of_what_was_stamped_meanwhile_waits(
+    machine: SimulatedMachine, x: SimulatedArray, later: Callable[..., Any]
+) -> None:
+    """The legacy stream could not be recorded: it is, when the capture is over."""
+    order = Order(machine)
+    order.give("made", 0)
+    capture = Capture(machine, THREAD_LOCAL, blocking=True)
+    made = stamp(x)
+    assert made is not None
+    assert not made.done()
+    assert not made.may_be_read()
+    reading = [later(made.hold_back, Device(1)), later(made.hold_back, Device(2))]
+    time.sleep(0.05)
+    assert not any(one.done() for one in reading)
+    assert order.before(1) == set()
+    assert capture.end() == 0, "the graph is spoiled"
+    for one in reading:
+        one.result(10)
+    assert made.may_be_read()
+    assert order.before(1) == order.before(2) == {"made"}
+
+
+def test_a_read_in_the_legacy_stream_waits(
+    machine: SimulatedMachine, x: SimulatedArray, later: Callable[..., Any]
+) -> None:
+    order = Order(machine)
+    order.give("made", 0)
+    made = stamp(x)
+    assert made is not None
+    capture = Capture(machine, THREAD_LOCAL, blocking=True)
+    made.hold_back(Device(1))  # no stream of another device is captured
+    assert order.before(1) == {"made"}
+    assert not made.may_be_read()
+    reading = later(made.hold_back_readers)
+    moving = later(to_device, x, 1)
+    time.sleep(0.05)
+    assert not any(one.done() for one in (reading, moving))
+    assert capture.end() == 0, "the graph is spoiled"
+    reading.result(10)
+    assert moving.result(10).device is Device(1)
+    assert order.before_allocations[-1] == (1, {"made"})
+
+
+def test_a_capture_that_begins_just_now_is_noticed(
+    machine: SimulatedMachine, x: SimulatedArray
+) -> None:
+    begun = False
+
+    def begin(*args: object) -> bool:
+        nonlocal begun
+        first, begun = not begun, True
+        return first
+
+    status = CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+    machine.faults.inject("cuEventRecord", status, when=begin)
+    made = stamp(x)
+    assert begun
+    assert made is not None
+    assert made.done()
+
+
+def test_a_thread_does_not_wait_for_its_own_capture(
+    machine: SimulatedMachine, x: SimulatedArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = Order(machine)
+    order.give("made", 0)
+    made = stamp(x)
+    assert made is not None
+    stream = order.stream(0, blocking=True)
+    monkeypatch.setattr(events, "current_streams", lambda device: (LEGACY_STREAM, stream))
+    with Device(0):
+        machine.driver.cuStreamBeginCapture(stream, RELAXED)
+        meanwhile = stamp(x)  # without the captured stream
+        with pytest.raises(DriverError, match="STREAM_CAPTURE_IMPLICIT"):
+            made.hold_back(Device(0))
+        machine.driver.cuStreamEndCapture(stream)
+    monkeypatch.undo()
+    assert meanwhile is not None
+    meanwhile.hold_back(Device(1))
+    assert order.before(1) == {"made"}
+
+
+def test_a_capture_without_an_end_is_waited_for_in_vain(
+    machine: SimulatedMachine, x: SimulatedArray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_LONGEST_CAPTURE_S", 0.01)
+    capture = Capture(machine, RELAXED, blocking=True)
+    made = stamp(x)
+    assert made is not None
+    with pytest.raises(DriverError, match="STREAM_CAPTURE_IMPLICIT"):
+        made.hold_back(Device(1))
+    assert capture.end() == CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+
+
+def test_many_threads(machine: SimulatedMachine) -> None:
+    """Three at a time: one captures, while the others make stamps, move values and read them."""
+    ends = []
+    over = threading.Event()
+
+    def capture() -> None:
+        for index in range(30):
+            one = Capture(machine, (THREAD_LOCAL, RELAXED)[index % 2], blocking=False)
+            time.sleep(0.001)
+            ends.append(one.end())
+        over.set()
+
+    def work(device: int) -> None:
+        with Device(0):
+            value = SimulatedArray.asarray([float(device)])
+        while not over.is_set():
+            moved = to_device(value, device, after=stamp(value))
+            assert moved.get() == device
+            assert to_device(moved, "cpu") == device
+
+    with ThreadPoolExecutor(3) as threads:
+        running = [threads.submit(work, 1), threads.submit(work, 0), threads.submit(capture)]
+        for one in running:
+            one.result(60)
+    assert ends == [0] * 30
+    release_held()
