@@ -180,7 +180,7 @@ def test_the_layout_of_an_array_of_objects_is_kept(order):
 
 
 def test_other_arrays_of_numpy_are_known_by_their_type(caplog):
-    many = [np.ones(2) for _ in range(30_000)]
+    many = [np.ones(2) for _ in range(15_000)]
     for value in (np.ones(3), np.empty((), dtype=object), many, np.array([None] * 30_000)):
         assert nbytes_by_device(value) == {}
         assert to_device(value, 1) is value
