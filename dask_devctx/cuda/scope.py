@@ -19,14 +19,28 @@ from dask_devctx import driver
 from dask_devctx.errors import DevctxError, DeviceScopeError
 
 if TYPE_CHECKING:
-    from dask_devctx.driver._scope import Stack
+    from dask_devctx.driver._scope import Entry, Stack
     from dask_devctx.driver.backends import Backend
     from dask_devctx.driver.calls import Calls
 
 try:
     from dask_devctx.driver._scope import ScopeBase, stack
 except ImportError:  # the extension was not built: no compiler, or a Python without the stable ABI
-    from dask_devctx.driver._python_scope import ScopeBase, stack  # type: ignore[assignment]
+
+    class _Thread(threading.local):
+        def __init__(self) -> None:
+            self.entries: list[Entry] = []
+
+    _thread = _Thread()
+
+    def stack() -> list[Entry]:  # type: ignore[misc]
+        """Return the stack of the calling thread."""
+        return _thread.entries
+
+    class ScopeBase:  # type: ignore[no-redef]
+        """The base of ``Scope``."""
+
+        __slots__ = ("_backend", "_handle")
 
 
 def open_scopes() -> tuple[Scope, ...]:

@@ -23,19 +23,9 @@ _lock = ProcessLock()
 
 
 def backend() -> Backend:
-    """Return the driver and NVML that this process uses; the first call chooses them.
-
-    Raises
-    ------
-    DriverUnavailableError
-        ``devctx.simulated-devices`` is not a count, ``devctx.simulated-memory`` is not a size, or
-        ``cuda-bindings`` or ``nvidia-ml-py`` cannot be loaded.
-
-    Notes
-    -----
-    The choice is made once per process, on any thread. It does not initialise CUDA or NVML. Where
-    the machine turns out to have no driver, a later setting of simulated devices still counts.
-    """
+    """Return the driver and NVML that this process uses; the first call chooses them."""
+    # Chosen once, on any thread; CUDA and NVML are not initialised. Where the machine turns out to
+    # have no driver, a later setting of simulated devices still counts.
     chosen = _active
     return _choose() if chosen is None or chosen.unavailable else chosen
 
@@ -88,6 +78,6 @@ def _choose() -> Backend:
 
 
 def _simulated(count: int) -> Backend:
-    from dask_devctx.driver.simulated.machine import SimulatedMachine
+    from dask_devctx.driver.simulated import SimulatedMachine
 
     return SimulatedMachine(count, total_memory=settings.simulated_memory()).backend()

@@ -12,7 +12,6 @@ from dask_devctx.errors import DevctxError, DriverError, DriverUnavailableError
 
 if TYPE_CHECKING:
     from dask_devctx.driver._scope import Native
-    from dask_devctx.driver.protocol import Driver, Nvml
 
 # The environment variable with the number of GPUs to simulate.
 SIMULATED_DEVICES_VARIABLE: Final = "DASK_DEVCTX__SIMULATED_DEVICES"
@@ -32,19 +31,9 @@ class Handles(Protocol):
 
 
 class Backend:
-    """A driver, the NVML of the same machine, and whether this process initialised them.
+    """A driver, the NVML of the same machine, and whether this process initialised them."""
 
-    Parameters
-    ----------
-    driver
-        ``cuda.bindings.driver``, or an object with its functions.
-    nvml
-        ``pynvml``, or an object with its functions.
-    machine
-        The simulated machine, or None where the devices are real.
-    """
-
-    def __init__(self, driver: Driver, nvml: Nvml, machine: Any = None) -> None:
+    def __init__(self, driver: Any, nvml: Any, machine: Any = None) -> None:
         self.nvml = nvml
         self.machine = machine
         self.calls = Calls(driver)
@@ -74,13 +63,7 @@ class Backend:
         return self.machine is not None
 
     def driver(self) -> Calls:
-        """Return the driver's calls, after ``cuInit``.
-
-        Raises
-        ------
-        DriverUnavailableError
-            There is no driver, or it shows this process no device.
-        """
+        """Return the driver's calls, after ``cuInit``; without one a DriverUnavailableError."""
         if not self.initialised:
             with self._lock:
                 if not self.initialised:
@@ -111,35 +94,15 @@ class Backend:
         self.initialised = True
 
     def uuids(self) -> tuple[str, ...]:
-        """Return the UUIDs of the driver's devices in the order of the ordinals, without a prefix.
-
-        Raises
-        ------
-        DriverUnavailableError
-            There is no driver, or it shows this process no device.
-
-        Notes
-        -----
-        The driver is asked once: its devices are fixed when it is initialised.
-        """
+        """Return the UUIDs of the driver's devices by their ordinals, without a prefix."""
+        # Asked once: the devices are fixed when the driver is initialised.
         calls = self.driver()
         if not self._uuids:
             self._uuids = tuple(str(calls.device_uuid(n)) for n in range(calls.device_count()))
         return self._uuids
 
     def current_context(self) -> int:
-        """Return the context that is current on this thread; 0 where there is none.
-
-        The call initialises nothing. It returns 0 also in a process that has not used CUDA yet, and
-        on a machine without a driver.
-
-        Raises
-        ------
-        DriverError
-            The driver does not answer.
-        DriverUnavailableError
-            This process was forked after CUDA was initialised.
-        """
+        """Return the context that is current on this thread; 0 for none. Initialises nothing."""
         if self.initialised:
             return self.calls.current()  # which keeps Python's lock
         try:

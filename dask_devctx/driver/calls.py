@@ -1,9 +1,4 @@
-"""The driver's calls as this package makes them: checked, and in Python's own types.
-
-Contexts are the integers of their handles, 0 for none; devices are CUDA's ordinals. Each
-method makes one call; the name of the C function is in its body. A call that fails raises
-:class:`~dask_devctx.errors.DriverError`.
-"""
+"""The driver's calls for the process, its devices and contexts: checked, in Python's own types."""
 
 from __future__ import annotations
 
@@ -16,30 +11,13 @@ from dask_devctx.driver.work import WorkCalls
 if TYPE_CHECKING:
     import uuid
 
-    from dask_devctx.driver.protocol import Driver
-
 
 class Calls:
-    """Checked calls of one driver: the process, its devices, and their contexts.
+    """Checked calls of one driver; a call that fails raises a DriverError."""
 
-    Parameters
-    ----------
-    driver
-        ``cuda.bindings.driver``, or anything with its functions.
+    # Contexts are the integers of their handles, 0 for none; devices are CUDA's ordinals.
 
-    Attributes
-    ----------
-    work
-        The calls about events, streams and memory.
-    checked
-        How each call is made.
-
-    Notes
-    -----
-    Thread-safe, as the driver is. Each thread has its own current context.
-    """
-
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Any) -> None:
         self.driver = driver
         self.checked = checked = Checked(driver)
         self.work = WorkCalls(checked)
@@ -181,10 +159,8 @@ class Calls:
         return self._error("cuCtxSetCurrent", status)
 
     def context_id(self, context: int) -> int | None:
-        """Return a number that no other context ever has here; None for a destroyed context.
-
-        The handle must have belonged to a context once: the driver does not check that.
-        """
+        """Return a number that no other context ever has; None for a destroyed context."""
+        # The handle must have belonged to a context once: the driver does not check that.
         cell = array("Q", (0,))
         status = self._status("cuCtxGetId", 12000, context, cell.buffer_info()[0])
         if status is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dask_devctx.driver import statuses
 from dask_devctx.errors import (
@@ -17,27 +17,11 @@ try:
 except ImportError:  # it was not built
     invoke = invoke_out = None  # type: ignore[assignment]
 
-if TYPE_CHECKING:
-    from dask_devctx.driver.protocol import Driver
-
 
 class Checked:
-    """Calls functions of one driver, and raises an error for each status other than success.
+    """Calls functions of one driver, and raises an error for each status but success."""
 
-    Parameters
-    ----------
-    driver
-        ``cuda.bindings.driver``, or anything with its functions.
-
-    Attributes
-    ----------
-    types
-        The bindings' own enumerations and handles. The simulated driver uses them too.
-    forked
-        Whether CUDA was initialised before this process was forked, so that no call can succeed.
-    """
-
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Any) -> None:
         from cuda.bindings import driver as types  # the enumerations; loads no driver
 
         self.driver = driver
@@ -85,10 +69,8 @@ class Checked:
         )
 
     def address(self, function: str, version: int) -> int | None:
-        """Return the address of a C function of the driver; None where the driver does not tell it.
-
-        ``version`` is the version of CUDA that introduced the signature which the caller uses.
-        """
+        """Return the address of a C function; None where the driver does not tell it."""
+        # `version` is the version of CUDA that introduced the signature which the caller uses.
         ask = getattr(self.driver, "cuGetProcAddress", None)
         if ask is None:
             return None
@@ -98,21 +80,16 @@ class Checked:
     # -- calls by address, which keep Python's lock
 
     def status(self, function: str, version: int, *numbers: int) -> int | None:
-        """Call a short C function by its address; return its status, None without an address.
-
-        The bindings release Python's lock around each call. While other threads are busy, this
-        thread often waits milliseconds to get it back. These functions take microseconds at most.
-        """
+        """Call a short C function by its address; return its status, None without an address."""
+        # The bindings release the GIL around each call. While other threads are busy, this thread
+        # often waits milliseconds to get it back. These functions take microseconds at most.
         address = self._addresses.get(function)
         if address is None:
             address = self._found(function, version)
         return invoke(address, *numbers) if address else None
 
     def out(self, function: str, version: int, value: int, *numbers: int) -> int | None:
-        """Call a function whose first argument is a pointer; return the value that it left there.
-
-        ``value`` is there before the call. Without an address the result is None.
-        """
+        """Call a function whose first argument points to `value`; return what it left there."""
         address = self._addresses.get(function)
         if address is None:
             address = self._found(function, version)

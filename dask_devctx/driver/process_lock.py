@@ -8,17 +8,10 @@ import weakref
 
 
 class ProcessLock:
-    """A reentrant lock, used with ``with``.
+    """A reentrant lock that works in a forked process, whichever thread held it at the fork."""
 
-    Notes
-    -----
-    A fork copies one thread only, the one that forks. A lock that another thread holds at that
-    moment is never released in the child. The child would hang there, and not learn that a forked
-    process cannot use CUDA. So the child gets a new lock.
-
-    The lock is reentrant. Code that holds it may be interrupted by code that needs it too: a signal
-    handler, or a ``__del__`` that the garbage collector calls.
-    """
+    # A fork copies one thread only: what another thread holds would never be released in the child.
+    # Reentrant: a signal handler or a `__del__` may need it while this thread holds it.
 
     def __init__(self) -> None:
         self._lock = threading.RLock()

@@ -49,18 +49,9 @@ class _Addresses(NamedTuple):
 
 
 class Look:
-    """A look at the progress and the health of the current device, which waits for nothing.
+    """A look at the progress and the health of the current device, which waits for nothing."""
 
-    A worker looks before and after each task. Where the driver gives the addresses of its
-    functions, a look is one call of the extension. Otherwise it is five calls from Python.
-
-    Parameters
-    ----------
-    calls
-        The calls of one driver.
-    checked
-        Its functions.
-    """
+    # A worker looks before and after each task: with addresses, one call of the extension.
 
     def __init__(self, calls: WorkCalls, checked: Checked) -> None:
         self._calls = calls
@@ -86,26 +77,9 @@ class Look:
     def __call__(
         self, event: int = 0, context: int = 0, *, query: bool = False, record: bool = False
     ) -> tuple[bool, bool]:
-        """Raise if an earlier kernel left a sticky error; return whether the event was reached.
-
-        Parameters
-        ----------
-        event
-            An event of the device.
-        context
-            The device's context.
-        query
-            Whether to query the event.
-        record
-            Whether to let the event stand for all work that the context has now, unless the event
-            is queried and not reached.
-
-        Returns
-        -------
-        tuple of bool
-            Whether the event was queried and reached, and whether it was recorded. A record that
-            fails is no error of the look: probe again to learn whether the device failed meanwhile.
-        """
+        """Raise if the device failed; return whether the event was reached, and was recorded."""
+        # An event that is queried and not reached is not recorded again. A failing record is no
+        # error of the look: probe again to learn whether the device failed meanwhile.
         by, queues = self._addresses, self._calls.queues
         if by is None:  # each call releases Python's lock
             return self._in_python(event, context, query, record)
@@ -122,11 +96,8 @@ class Look:
         return reached, recorded
 
     def is_legacy_idle(self) -> bool:
-        """Return whether the legacy default stream of the current context has no work.
-
-        False if it cannot be asked here, or not now: while a stream that it waits for is captured
-        into a graph, a question would spoil the graph.
-        """
+        """Return whether the legacy default stream is idle; False where it cannot be asked."""
+        # While a stream for which it waits is captured, a question would spoil the graph.
         by = self._addresses
         if by is None or not (by.capturing and by.idle):
             return False

@@ -1,7 +1,4 @@
-"""The settings of simulated devices, from the environment or dask's configuration.
-
-dask's configuration is read only in a program that has imported dask.
-"""
+"""The settings of simulated devices: the environment, and dask's configuration if it is loaded."""
 
 from __future__ import annotations
 
@@ -24,13 +21,7 @@ _SIZE: Final = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt]?)(i?)b)?", re.IGN
 
 
 def simulated_devices() -> int:
-    """Return how many devices are simulated; 0 where the real ones are used.
-
-    Raises
-    ------
-    DriverUnavailableError
-        ``devctx.simulated-devices`` is not a count.
-    """
+    """Return how many devices are simulated; 0 where the real ones are used."""
     value = _configured("simulated-devices", SIMULATED_DEVICES_VARIABLE, 0)
     try:
         count = int(value)  # type: ignore[call-overload]
@@ -45,13 +36,7 @@ def simulated_devices() -> int:
 
 
 def simulated_memory() -> int:
-    """Return how many bytes each simulated device has.
-
-    Raises
-    ------
-    DriverUnavailableError
-        ``devctx.simulated-memory`` is not a size.
-    """
+    """Return how many bytes each simulated device has."""
     value = _configured("simulated-memory", _SIMULATED_MEMORY_VARIABLE, _SIMULATED_MEMORY)
     nbytes = 0 if isinstance(value, bool) else _nbytes(str(value))
     if nbytes < 1:

@@ -38,9 +38,9 @@ class PhysicalDevice(NamedTuple):
         Whether MIG mode is on: then the GPU itself can run nothing.
     """
 
-    uuid: str
-    mig: tuple[str, ...] = ()
-    mig_enabled: bool = False
+    uuid: str  # "GPU-…"
+    mig: tuple[str, ...] = ()  # the "MIG-…" UUIDs of its instances
+    mig_enabled: bool = False  # then the GPU itself can run nothing
 
 
 class Visible(NamedTuple):
@@ -56,23 +56,14 @@ class Visible(NamedTuple):
         Why that entry did so, or "".
     """
 
-    uuids: tuple[str, ...]
-    stopped_at: str | None = None
-    reason: str = ""
+    uuids: tuple[str, ...]  # in CUDA's order: the position is the ordinal
+    stopped_at: str | None = None  # the entry that hid itself and all after it
+    reason: str = ""  # why that entry did so
 
 
 def visible_devices(value: str | None, devices: Sequence[PhysicalDevice]) -> Visible:
-    """Return which of the machine's devices CUDA shows.
+    """Return which of the machine's devices, given in ``CUDA_DEVICE_ORDER``, CUDA shows.
 
-    Parameters
-    ----------
-    value
-        The value of ``CUDA_VISIBLE_DEVICES``; None where it is not set.
-    devices
-        All devices of the machine, in the order that ``CUDA_DEVICE_ORDER`` says.
-
-    Notes
-    -----
     Entries are indices or UUIDs; the first entry decides which. A unique prefix of a UUID is
     enough. The first entry that names no device hides itself and all entries after it. A device
     that is named twice hides every device. A GPU in MIG mode is visible only through its

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from pynvml import NVML_ERROR_GPU_IS_LOST, NVMLError
 
 from dask_devctx.cuda.inventory import DeviceInfo
-from dask_devctx.driver.protocol import Nvml
 
 __all__ = ["NVMLError", "NvmlGPU", "is_lost", "memory_info", "memory_of_others"]
 __all__ += ["processes", "read", "utilization"]
@@ -39,7 +38,7 @@ class NvmlGPU:
     mig: tuple[DeviceInfo, ...] = ()
 
 
-def read(nvml: Nvml) -> tuple[list[NvmlGPU], list[str]]:
+def read(nvml: Any) -> tuple[list[NvmlGPU], list[str]]:
     """Return the GPUs in NVML's order, which is that of the PCI bus, and a list of problems.
 
     Raises
@@ -58,7 +57,7 @@ def read(nvml: Nvml) -> tuple[list[NvmlGPU], list[str]]:
     return found, problems
 
 
-def memory_info(nvml: Nvml, info: DeviceInfo) -> tuple[int, int] | None:
+def memory_info(nvml: Any, info: DeviceInfo) -> tuple[int, int] | None:
     """Return free and total bytes of a device, or None if NVML does not say.
 
     References
@@ -72,7 +71,7 @@ def memory_info(nvml: Nvml, info: DeviceInfo) -> tuple[int, int] | None:
     return int(memory.free), int(memory.total)
 
 
-def processes(nvml: Nvml, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
+def processes(nvml: Any, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
     """Return pairs of a process's id and the bytes that it holds; empty if NVML does not say.
 
     References
@@ -90,7 +89,7 @@ def processes(nvml: Nvml, info: DeviceInfo) -> tuple[tuple[int, int | None], ...
     )
 
 
-def memory_of_others(nvml: Nvml, info: DeviceInfo) -> int | None:
+def memory_of_others(nvml: Any, info: DeviceInfo) -> int | None:
     """Return the bytes that other processes hold on a device, or None if NVML does not say.
 
     References
@@ -103,7 +102,7 @@ def memory_of_others(nvml: Nvml, info: DeviceInfo) -> int | None:
     return sum(nbytes or 0 for pid, nbytes in found if pid != os.getpid())
 
 
-def utilization(nvml: Nvml, info: DeviceInfo) -> tuple[float, float] | None:
+def utilization(nvml: Any, info: DeviceInfo) -> tuple[float, float] | None:
     """Return the shares of the last moment in which a device computed and used its memory.
 
     References
@@ -118,7 +117,7 @@ def utilization(nvml: Nvml, info: DeviceInfo) -> tuple[float, float] | None:
     return rates.gpu / 100, rates.memory / 100
 
 
-def is_lost(nvml: Nvml, info: DeviceInfo) -> bool:
+def is_lost(nvml: Any, info: DeviceInfo) -> bool:
     """Return whether NVML says that a device fell off the bus; False if NVML does not answer."""
     try:
         nvml.nvmlDeviceGetUUID(_handle(nvml, info))
@@ -129,7 +128,7 @@ def is_lost(nvml: Nvml, info: DeviceInfo) -> bool:
     return False
 
 
-def _handle(nvml: Nvml, info: DeviceInfo) -> Any:
+def _handle(nvml: Any, info: DeviceInfo) -> Any:
     if info.nvml_index is None:
         raise LookupError(info)
     nvml.nvmlInit()
@@ -142,7 +141,7 @@ def _handle(nvml: Nvml, info: DeviceInfo) -> Any:
     return handle
 
 
-def _gpu(nvml: Nvml, index: int, handle: Any) -> NvmlGPU:
+def _gpu(nvml: Any, index: int, handle: Any) -> NvmlGPU:
     info = DeviceInfo(
         device_id=-1,
         uuid=_uuid(nvml, handle),
@@ -176,7 +175,7 @@ def _gpu(nvml: Nvml, index: int, handle: Any) -> NvmlGPU:
     return NvmlGPU(info, True, instances)
 
 
-def _instances(nvml: Nvml, handle: Any) -> Iterator[Any]:
+def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
     for number in range(_or_none(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
@@ -196,7 +195,7 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _uuid(nvml: Nvml, handle: Any) -> str:
+def _uuid(nvml: Any, handle: Any) -> str:
     return _text(nvml.nvmlDeviceGetUUID(handle))
 
 
@@ -211,12 +210,12 @@ def _pair(value: tuple[int, int]) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _cpu_affinity(nvml: Nvml, handle: Any) -> frozenset[int] | None:
+def _cpu_affinity(nvml: Any, handle: Any) -> frozenset[int] | None:
     words = -(-(os.cpu_count() or 1) // _WORD_BITS)
     return frozenset(_bits(nvml.nvmlDeviceGetCpuAffinity(handle, words))) or None
 
 
-def _numa_node(nvml: Nvml, handle: Any) -> int | None:
+def _numa_node(nvml: Any, handle: Any) -> int | None:
     """Return the first node of the memory affinity, not the GPU's own node number.
 
     That number (``nvmlDeviceGetNumaNodeId``) only exists if the GPU's memory is itself a node.

@@ -8,10 +8,17 @@ destroyed contexts; memory runs out, and other processes open it; ``cuInit`` rea
 ``AttributeError``.
 """
 
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+
+from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated.contexts import SimulatedCrashError
 from dask_devctx.driver.simulated.driver import SimulatedDriver
+from dask_devctx.driver.simulated.faults import Faults
 from dask_devctx.driver.simulated.gpu import SimulatedGPU
-from dask_devctx.driver.simulated.machine import SimulatedMachine
 from dask_devctx.driver.simulated.nvml import SimulatedNvml
 
 __all__ = [
@@ -21,3 +28,47 @@ __all__ = [
     "SimulatedMachine",
     "SimulatedNvml",
 ]
+
+
+class SimulatedMachine:
+    """Simulated GPUs with a driver and an NVML to talk to them.
+
+    Parameters
+    ----------
+    count
+        How many GPUs.
+    host
+        A name from which the GPUs' UUIDs are made, so that each machine has its own. The default
+        is ``DASK_DEVCTX__SIMULATED_HOST``, or else the host's name.
+    total_memory
+        Bytes per GPU.
+
+    Attributes
+    ----------
+    gpus
+        Their states. Changes before ``cuInit`` make another machine.
+    faults
+        Injects faults into the driver, and counts its calls.
+    driver, nvml
+        Stand-ins for ``cuda.bindings.driver`` and ``pynvml``.
+    """
+
+    def __init__(
+        self, count: int, *, host: str | None = None, total_memory: int = 16 * 2**30
+    ) -> None:
+        host = host or os.environ.get("DASK_DEVCTX__SIMULATED_HOST") or socket.gethostname()
+        self.gpus = [
+            SimulatedGPU(
+                index,
+                f"GPU-{uuid.uuid5(uuid.NAMESPACE_DNS, f'{index}.{host}')}",
+                total_memory=total_memory,
+            )
+            for index in range(count)
+        ]
+        self.faults = Faults(SimulatedDriver)
+        self.driver = SimulatedDriver(self.gpus, self.faults)
+        self.nvml = SimulatedNvml(self.gpus)
+
+    def backend(self) -> Backend:
+        """Return this machine as an argument for :func:`dask_devctx.driver.use`."""
+        return Backend(self.driver, self.nvml, machine=self)

@@ -19,7 +19,7 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.simulated.function import OK, Status
+from dask_devctx.driver.simulated.faults import OK, UNSAFE_CALLS, Status
 from dask_devctx.driver.simulated.gpu import Context
 
 CaptureMode = types.CUstreamCaptureMode
@@ -28,19 +28,6 @@ _RELAXED = CaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 # They give work to the legacy stream and wait for it.
 _SYNCHRONOUS_COPIES = frozenset(("cuMemcpyDtoH", "cuMemcpyHtoD"))
-# A graph would not repeat their effect. CUDA calls them potentially unsafe.
-_UNSAFE_CALLS = _SYNCHRONOUS_COPIES | {
-    "cuEventQuery",
-    "cuEventSynchronize",
-    "cuIpcCloseMemHandle",
-    "cuIpcGetMemHandle",
-    "cuIpcOpenMemHandle",
-    "cuMemAlloc",
-    "cuMemFree",
-    "cuMemHostRegister",
-    "cuMemHostUnregister",
-    "cuStreamSynchronize",
-}
 
 
 @dataclass(eq=False)
@@ -85,7 +72,7 @@ class Captures:
                 return status
         if function == "cuCtxSynchronize" and self.of_context(context) != OK:
             return Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-        if function in _UNSAFE_CALLS:
+        if function in UNSAFE_CALLS:
             thread = threading.get_ident()
             return _spoilt(
                 (one for one in self._active if one.is_refused_to(thread, mode)),

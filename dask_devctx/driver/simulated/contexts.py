@@ -10,8 +10,7 @@ from typing import Any
 from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.devices import SimulatedDevices
-from dask_devctx.driver.simulated.faults import WORKING_CALLS, Faults
-from dask_devctx.driver.simulated.function import OK, Status, function
+from dask_devctx.driver.simulated.faults import OK, WORKING_CALLS, Faults, Status, function
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 
 _SCHEDULING_FLAGS = (0, 1, 2, 4)
@@ -55,7 +54,7 @@ class SimulatedContexts(SimulatedDevices):
 
     # -- primary contexts
 
-    @function(1)
+    @function(1, works=True)
     def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
         with self._lock:
             gpu = self._gpu(device)
@@ -112,7 +111,7 @@ class SimulatedContexts(SimulatedDevices):
         self._contexts[context.handle] = context
         return context
 
-    @function(1)
+    @function(1, works=True)
     def cuCtxCreate(self, params: Any, flags: int, device: Any) -> tuple[Any, ...]:
         if params is not None:
             raise AttributeError("the simulated driver has no context parameters")
@@ -236,14 +235,14 @@ class SimulatedContexts(SimulatedDevices):
             status = Status.CUDA_ERROR_UNSUPPORTED_LIMIT
         return status, limits
 
-    @function(1)
+    @function(1, works=True)
     def cuCtxGetLimit(self, limit: Any) -> tuple[Any, ...]:
         status, limits = self._limits_with(limit)
         if status != OK:
             return (status,)
         return OK, limits[limit]
 
-    @function(0)
+    @function(0, works=True)
     def cuCtxSetLimit(self, limit: Any, value: int) -> tuple[Any, ...]:
         status, limits = self._limits_with(limit)
         if status != OK:
@@ -269,11 +268,11 @@ class SimulatedContexts(SimulatedDevices):
         status, _ = self._of_current(lambda ctx: None)
         return (OK, 0, -5) if status == OK else (status,)
 
-    @function(0)
+    @function(0, works=True)
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
         return self._of_current(lambda ctx: None)[:1]
 
-    @function(0)
+    @function(0, works=True)
     def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> tuple[Any, ...]:
         status, current = self._of_current(lambda ctx: ctx)
         if status != OK or not int(context):

@@ -11,8 +11,7 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.simulated.faults import Faults
-from dask_devctx.driver.simulated.function import OK, Status, function
+from dask_devctx.driver.simulated.faults import OK, Faults, Status, function
 from dask_devctx.driver.simulated.gpu import SimulatedGPU
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 

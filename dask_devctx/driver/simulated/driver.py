@@ -13,8 +13,7 @@ from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.captures import Capture, CaptureMode, Captures, Stream
 from dask_devctx.driver.simulated.contexts import SimulatedContexts
-from dask_devctx.driver.simulated.faults import Faults
-from dask_devctx.driver.simulated.function import OK, Status, function
+from dask_devctx.driver.simulated.faults import OK, Faults, Status, function
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 
@@ -52,7 +51,7 @@ class SimulatedDriver(SimulatedContexts):
 
     # -- events: each is reached as soon as it is recorded
 
-    @function(1)
+    @function(1, works=True)
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
         status, context = self._of_current(lambda ctx: ctx)
         if status != OK:
@@ -70,7 +69,7 @@ class SimulatedDriver(SimulatedContexts):
         self._captured.pop(int(event), None)
         return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
 
-    @function(0)
+    @function(0, works=True)
     def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
         def record(found: Stream) -> Any:
             if not self._events.get(int(event)) is found.context is self._current():
@@ -86,7 +85,7 @@ class SimulatedDriver(SimulatedContexts):
 
         return (self._on(stream, record),)
 
-    @function(0)
+    @function(0, works=True)
     def cuCtxRecordEvent(self, context: Any, event: Any) -> tuple[Any, ...]:
         found = self._known(context)
         if self._events.get(int(event)) is not found:
@@ -96,11 +95,11 @@ class SimulatedDriver(SimulatedContexts):
             self._captured.pop(int(event), None)
         return (status,)
 
-    @function(0)
+    @function(0, works=True, unsafe=True)
     def cuEventQuery(self, event: Any) -> tuple[Any, ...]:
         return (self._state(event),)
 
-    @function(0)
+    @function(0, unsafe=True)
     def cuEventSynchronize(self, event: Any) -> tuple[Any, ...]:
         return (self._state(event),)
 
@@ -113,7 +112,7 @@ class SimulatedDriver(SimulatedContexts):
         capture.valid = False
         return Status.CUDA_ERROR_CAPTURED_EVENT
 
-    @function(1)
+    @function(1, works=True)
     def cuEventElapsedTime(self, start: Any, end: Any) -> tuple[Any, ...]:
         reached = [self._reached.get(int(event)) for event in (start, end)]
         first, last = reached
@@ -121,7 +120,7 @@ class SimulatedDriver(SimulatedContexts):
             return (Status.CUDA_ERROR_INVALID_HANDLE,)
         return OK, 1000 * (last - first)
 
-    @function(0)
+    @function(0, works=True)
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
         def wait(found: Stream) -> Any:
             if int(event) not in self._events:
@@ -144,7 +143,7 @@ class SimulatedDriver(SimulatedContexts):
             stream = self._streams.setdefault(key, Stream(current, True, legacy))
         return Status.CUDA_ERROR_INVALID_HANDLE if stream is None else do(stream)
 
-    @function(1)
+    @function(1, works=True)
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
         status, context = self._of_current(lambda ctx: ctx)
         if status != OK:
@@ -155,7 +154,7 @@ class SimulatedDriver(SimulatedContexts):
         self._streams[int(stream)] = Stream(context, blocking=int(flags) == 0)
         return OK, stream
 
-    @function(0)
+    @function(0, works=True)
     def cuStreamDestroy(self, stream: Any) -> tuple[Any, ...]:
         found = self._streams.get(int(stream))
         if found is not None and found.capture is not None:
@@ -163,7 +162,7 @@ class SimulatedDriver(SimulatedContexts):
         self._streams.pop(int(stream), None)
         return (OK if found else Status.CUDA_ERROR_INVALID_HANDLE,)
 
-    @function(0)
+    @function(0, works=True, unsafe=True)
     def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
         return (self._on(stream, self._captures.of_synchronizing),)
 
@@ -205,14 +204,14 @@ class SimulatedDriver(SimulatedContexts):
 
     # -- memory
 
-    @function(2)
+    @function(2, works=True)
     def cuMemGetInfo(self) -> tuple[Any, ...]:
         status, gpu = self._of_current(lambda ctx: ctx.gpu)
         if status != OK:
             return (status,)
         return OK, gpu.total_memory - gpu.used_memory, gpu.total_memory
 
-    @function(1)
+    @function(1, works=True, unsafe=True)
     def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
         status, context = self._of_current(lambda ctx: ctx)
         if status != OK:
@@ -224,7 +223,7 @@ class SimulatedDriver(SimulatedContexts):
             return (Status.CUDA_ERROR_OUT_OF_MEMORY,)
         return OK, types.CUdeviceptr(base)
 
-    @function(0)
+    @function(0, works=True, unsafe=True)
     def cuMemFree(self, pointer: Any) -> tuple[Any, ...]:
         current = self._current()
         if current is not None and not current.alive:
@@ -232,7 +231,7 @@ class SimulatedDriver(SimulatedContexts):
         freed = not int(pointer) or self._memory.free(int(pointer))
         return (OK if freed else Status.CUDA_ERROR_INVALID_VALUE,)
 
-    @function(2)
+    @function(2, works=True)
     def cuMemGetAddressRange(self, pointer: Any) -> tuple[Any, ...]:
         status, block = self._of_current(lambda ctx: self._memory.find(int(pointer)))
         if status != OK:
@@ -247,11 +246,11 @@ class SimulatedDriver(SimulatedContexts):
 
     # -- copies, which are done when the call returns
 
-    @function(0)
+    @function(0, works=True)
     def cuMemcpyAsync(self, target: Any, source: Any, nbytes: int, stream: Any) -> tuple[Any, ...]:
         return self._given(stream, lambda: self._copy(target, source, nbytes))
 
-    @function(0)
+    @function(0, works=True)
     def cuMemcpyPeerAsync(
         self, target: Any, context: Any, source: Any, of: Any, nbytes: int, stream: Any
     ) -> tuple[Any, ...]:
@@ -266,21 +265,21 @@ class SimulatedDriver(SimulatedContexts):
     def _copy(self, target: Any, source: Any, nbytes: int) -> bool:
         return not nbytes or self._memory.copy(int(target), int(source), nbytes)
 
-    @function(0)
+    @function(0, works=True, unsafe=True)
     def cuMemcpyDtoH(self, host: int, source: Any, nbytes: int) -> tuple[Any, ...]:
         return self._given(0, lambda: self._move(source, nbytes, lambda at: (host, at)))
 
-    @function(0)
+    @function(0, works=True, unsafe=True)
     def cuMemcpyHtoD(self, target: Any, host: int, nbytes: int) -> tuple[Any, ...]:
         return self._given(0, lambda: self._move(target, nbytes, lambda at: (at, host)))
 
-    @function(0)
+    @function(0, works=True)
     def cuMemcpyDtoHAsync(
         self, host: int, source: Any, nbytes: int, stream: Any
     ) -> tuple[Any, ...]:
         return self._given(stream, lambda: self._move(source, nbytes, lambda at: (host, at)))
 
-    @function(0)
+    @function(0, works=True)
     def cuMemcpyHtoDAsync(
         self, target: Any, host: int, nbytes: int, stream: Any
     ) -> tuple[Any, ...]:
@@ -293,7 +292,7 @@ class SimulatedDriver(SimulatedContexts):
             ctypes.memmove(*ends(block.host_address(int(pointer))), nbytes)
         return not nbytes or block is not None
 
-    @function(0)
+    @function(0, works=True, unsafe=True)
     def cuMemHostRegister(self, host: int, nbytes: int, flags: int) -> tuple[Any, ...]:
         status = self._of_current(lambda ctx: None)[0]
         if status != OK:
@@ -307,7 +306,7 @@ class SimulatedDriver(SimulatedContexts):
         self._locked_pages[int(host)] = nbytes
         return (OK,)
 
-    @function(0)
+    @function(0, works=True, unsafe=True)
     def cuMemHostUnregister(self, host: int) -> tuple[Any, ...]:
         if int(host) not in self._locked_pages:
             return (Status.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,)
@@ -318,7 +317,7 @@ class SimulatedDriver(SimulatedContexts):
 
     # -- memory between processes
 
-    @function(1)
+    @function(1, works=True, unsafe=True)
     def cuIpcGetMemHandle(self, pointer: Any) -> tuple[Any, ...]:
         status, context = self._of_current(lambda ctx: ctx)
         if status != OK:
@@ -333,7 +332,7 @@ class SimulatedDriver(SimulatedContexts):
         ctypes.memmove(handle.getPtr(), exported.pack(), _HANDLE_NBYTES)
         return OK, handle
 
-    @function(1)
+    @function(1, works=True, unsafe=True)
     def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
         status, context = self._of_current(lambda ctx: ctx)
         if status != OK:
@@ -350,7 +349,7 @@ class SimulatedDriver(SimulatedContexts):
             return (Status.CUDA_ERROR_PEER_ACCESS_UNSUPPORTED,)
         return self._memory.open(exported, context)
 
-    @function(0)
+    @function(0, works=True, unsafe=True)
     def cuIpcCloseMemHandle(self, pointer: Any) -> tuple[Any, ...]:
         status, closed = self._of_current(lambda ctx: self._memory.close(int(pointer)))
         if status != OK:

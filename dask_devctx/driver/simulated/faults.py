@@ -1,53 +1,27 @@
-"""Faults that are injected into the simulated driver."""
+"""Faults that are injected into the simulated driver, and the frame of each of its functions."""
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cuda.bindings.driver import CUresult
+from cuda.bindings import driver as types
 
 from dask_devctx.errors.base import nearest
 
+Status = types.CUresult
+OK = Status.CUDA_SUCCESS
+
 # The calls that need a working device. They report a sticky error; calls that only ask for the
 # current context do not.
-WORKING_CALLS = frozenset(
-    (
-        "cuCtxCreate",
-        "cuCtxEnablePeerAccess",
-        "cuCtxGetLimit",
-        "cuCtxRecordEvent",
-        "cuCtxSetLimit",
-        "cuCtxSynchronize",
-        "cuDevicePrimaryCtxRetain",
-        "cuEventCreate",
-        "cuEventElapsedTime",
-        "cuEventQuery",
-        "cuEventRecord",
-        "cuIpcCloseMemHandle",
-        "cuIpcGetMemHandle",
-        "cuIpcOpenMemHandle",
-        "cuMemAlloc",
-        "cuMemFree",
-        "cuMemGetAddressRange",
-        "cuMemHostRegister",
-        "cuMemHostUnregister",
-        "cuMemGetInfo",
-        "cuMemcpyAsync",
-        "cuMemcpyDtoH",
-        "cuMemcpyDtoHAsync",
-        "cuMemcpyHtoD",
-        "cuMemcpyHtoDAsync",
-        "cuMemcpyPeerAsync",
-        "cuStreamCreate",
-        "cuStreamDestroy",
-        "cuStreamSynchronize",
-        "cuStreamWaitEvent",
-    )
-)
+WORKING_CALLS: set[str] = set()
+# The calls whose effect a graph would not repeat. CUDA calls them potentially unsafe.
+UNSAFE_CALLS: set[str] = set()
 # The calls among them that wait for the device's work.
 _WAITING_CALLS = ("cuCtxSynchronize", "cuMemcpyDtoH", "cuStreamSynchronize")
 
@@ -146,4 +120,38 @@ class Faults:
             time.sleep(max(0.0, self._sticky_at - time.monotonic()))
         if time.monotonic() >= self._sticky_at:
             return self._sticky
-        return CUresult.CUDA_ERROR_NOT_READY if function == "cuEventQuery" else None
+        return Status.CUDA_ERROR_NOT_READY if function == "cuEventQuery" else None
+
+
+def function(
+    outputs: int, *, needs_init: bool = True, works: bool = False, unsafe: bool = False
+) -> Callable[[Any], Any]:
+    """Make a method a driver function that returns its status and ``outputs`` values.
+
+    ``works`` puts it among the calls that need a working device, ``unsafe`` among those that a
+    capture forbids.
+    """
+
+    def decorate(body: Callable[..., tuple[Any, ...]]) -> Any:
+        if works:
+            WORKING_CALLS.add(body.__name__)
+        if unsafe:
+            UNSAFE_CALLS.add(body.__name__)
+
+        @functools.wraps(body)
+        def call(self: Any, *args: Any) -> tuple[Any, ...]:
+            status = self._faults.of_call(body.__name__, args)
+            # The real driver answers so in a process that was forked after cuInit.
+            if status is None and needs_init and self._pid != os.getpid():
+                status = Status.CUDA_ERROR_NOT_INITIALIZED
+            if status is None:
+                status = self._refused(body.__name__)
+            if status is None:
+                status, *values = body(self, *args)
+            else:
+                values = []
+            return (status, *values, *[None] * (outputs - len(values)))
+
+        return call
+
+    return decorate

@@ -21,39 +21,19 @@ _LIMITS = {
 
 @dataclass(eq=False)
 class SimulatedGPU:
-    """One simulated GPU; its attributes may be changed before ``cuInit``.
-
-    Parameters
-    ----------
-    index
-        Its NVML index.
-    uuid
-        ``"GPU-…"``.
-    total_memory, used_memory
-        Bytes.
-    mig
-        The ``"MIG-…"`` UUIDs of its instances, or None where MIG mode is off.
-    lost
-        Whether it has fallen off the bus.
-    compute_mode
-        ``"default"``, ``"exclusive"`` while another process has it, or ``"prohibited"``.
-    peers
-        The indices of the GPUs whose memory it can reach; None for all.
-    nvlinks
-        The indices of the GPUs that it reaches over NVLink, the others over PCIe; None for all.
-    """
+    """One simulated GPU; its attributes may be changed before ``cuInit``."""
 
     index: int
-    uuid: str
+    uuid: str  # "GPU-…"
     total_memory: int = 16 * 2**30
     name: str = "Simulated GPU"
     compute_capability: tuple[int, int] = (9, 0)
-    mig: tuple[str, ...] | None = None
+    mig: tuple[str, ...] | None = None  # the "MIG-…" UUIDs; None where MIG mode is off
     numa_node: int = 0
-    peers: frozenset[int] | None = None
-    nvlinks: frozenset[int] | None = None
-    compute_mode: str = "default"
-    lost: bool = False
+    peers: frozenset[int] | None = None  # the GPUs whose memory it can reach; None for all
+    nvlinks: frozenset[int] | None = None  # those that it reaches over NVLink; None for all
+    compute_mode: str = "default"  # "exclusive" while another process has it, or "prohibited"
+    lost: bool = False  # whether it has fallen off the bus
     used_memory: int = 0
     primary: Context | None = None
     primary_flags: int = 0

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from cuda.bindings.driver import CUdeviceptr
 
-from dask_devctx.driver.simulated.function import OK, Status
+from dask_devctx.driver.simulated.faults import OK, Status
 from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
@@ -74,23 +74,13 @@ class Handle(NamedTuple):
 
 
 class Block:
-    """One allocation, or memory of another process that was opened here.
-
-    Parameters
-    ----------
-    context
-        The context that owns it.
-    base, nbytes
-        Its address on the device, and its size.
-    contents
-        The host memory behind it; None where it is made when it is needed.
-    """
+    """One allocation, or memory of another process that was opened here."""
 
     def __init__(
         self, context: Context, base: int, nbytes: int, contents: mmap.mmap | None = None
     ) -> None:
         self.context = context
-        self.base = base
+        self.base = base  # its address on the device
         self.nbytes = nbytes
         self.opened: Handle | None = None
         self.uses = 1  # how often it was opened
@@ -100,7 +90,7 @@ class Block:
         self._token = b""
         self._exported = False
         self._lent = False
-        self._keep: Any = contents
+        self._keep: Any = contents  # None: made when it is needed
         self._address = 0 if contents is None else _address(contents)
 
     def lend(self, array: Any) -> None:
@@ -154,12 +144,7 @@ def _address(contents: mmap.mmap) -> int:
 
 
 class Memory:
-    """All memory that one process has on its simulated GPUs.
-
-    Notes
-    -----
-    Thread-safe. No address is used twice.
-    """
+    """All memory that one process has on its simulated GPUs; no address is used twice."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, Block] = {}

@@ -19,7 +19,7 @@ import pytest
 from distributed import Client, Worker, wait
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver, report
-from dask_devctx.driver.simulated.machine import SimulatedMachine
+from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed import peers
 
 MIB = 2**20
