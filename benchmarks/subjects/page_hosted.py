@@ -24,9 +24,9 @@ from tornado.httpclient import AsyncHTTPClient
 from tornado.websocket import websocket_connect
 
 from benchmarks.subjects.scale_hosted import METRICS, StandInComm
-from dask_devctx.scheduler.announcements import ANNOUNCE
 from dask_devctx.scheduler.counts import METRIC
 from dask_devctx.scheduler.history import HISTORY, DeviceHistory
+from dask_devctx.scheduler.messages import ANNOUNCE
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.scheduler.rows import DeviceCounts
 from dask_devctx.worker.metrics.history import History

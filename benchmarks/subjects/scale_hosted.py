@@ -15,7 +15,7 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.comm import CommClosedError
 from distributed.metrics import time as now
 
-from dask_devctx.scheduler.announcements import ANNOUNCE
+from dask_devctx.scheduler.messages import ANNOUNCE
 from dask_devctx.scheduler.routing import DeviceRouting
 
 N_DEVICES = 8

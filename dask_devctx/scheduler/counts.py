@@ -1,14 +1,14 @@
 """The counts of tasks on each device that outlive the workers that ran them.
 
-A worker counts its own tasks, and its heartbeats carry the counts. The scheduler keeps them when
-the worker leaves. A worker that is killed may have run tasks since its last heartbeat: so the
-scheduler also counts each outcome that reaches it, and keeps the larger number.
+A worker's heartbeats carry its counts, and the scheduler keeps them when the worker leaves. A
+worker that is killed may have run tasks since its last heartbeat: so the scheduler also counts each
+outcome that reaches it, and keeps the larger number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from distributed import Scheduler
@@ -26,13 +26,7 @@ _LIMIT: Final = 4096
 
 @dataclass
 class PastCounts:
-    """The counts of a device's tasks that ran on workers that left.
-
-    Parameters
-    ----------
-    done, failed, busy_s, occupied_s, place_s, inputs_s, memory_s, out_of_memory
-        As in :class:`~dask_devctx.scheduler.rows.DeviceCounts`.
-    """
+    """The counts of a device on workers that left; :class:`~.rows.DeviceCounts` has the fields."""
 
     done: int = 0
     failed: int = 0
@@ -43,42 +37,27 @@ class PastCounts:
     memory_s: float = 0.0
     out_of_memory: int = 0
 
-    def add(self, other: PastCounts) -> None:
-        """Add other counts to these."""
-        for one in fields(self):
-            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
-
 
 _NUMBER: Final = int | float
 _TRANSFERRED: Final = ("nbytes", "copies", "saved", "seconds", "measured_nbytes", "measured_s")
-# The fields of rows, and their types.
+# The fields of rows, and their types; workers may have another version.
 _DEVICE: Final[dict[str, Any]] = {
     "uuid": str,
     "device_id": int,
     "name": str | None,
-    **{one.name: _NUMBER | None for one in fields(PastCounts)},  # an older worker has fewer
+    **{one.name: _NUMBER | None for one in fields(PastCounts)},
 }
 _TRANSFER: Final[dict[str, Any]] = {
     "source": str,
     "destination": str,
     "way": str | None,  # within a worker it is missing
-    **dict.fromkeys(_TRANSFERRED[:4], _NUMBER),  # workers may have another version
+    **dict.fromkeys(_TRANSFERRED[:4], _NUMBER),
 }
 
 
 @dataclass
 class PastDevice:
-    """A device of workers that left, and its counts.
-
-    Parameters
-    ----------
-    worker
-        The address of the last of these workers.
-    device_id, name
-        Its ordinal in that worker's process, and its name.
-    counts
-        The counts.
-    """
+    """A device of workers that left: the last of them, its ordinal there, its name and counts."""
 
     worker: str
     device_id: int
@@ -88,11 +67,6 @@ class PastDevice:
 
 class Counts:
     """Counts outcomes of tasks on devices, and keeps the counts of workers that left.
-
-    Parameters
-    ----------
-    scheduler
-        The scheduler.
 
     Attributes
     ----------
@@ -122,8 +96,8 @@ class Counts:
                 compute = times
         if worker is None or compute is None:
             return
-        metadata = content.get("metadata") or {}
-        uuid = compute.get(DEVICE) if finish == "erred" else metadata.get(DEVICE)
+        about = compute if finish == "erred" else content.get("metadata") or {}
+        uuid = about.get(DEVICE)
         if not isinstance(uuid, str):
             return
         seen = self._seen.setdefault(worker, {})
@@ -148,7 +122,7 @@ class Counts:
             del self.used[next(iter(self.used))]
         seen = self._seen.get(address, {})
         for uuid in seen.keys() - used:
-            self._add(PastDevice(address, -1, None, seen.pop(uuid)), uuid)
+            self._add(uuid, PastDevice(address, -1, None, seen.pop(uuid)))
 
     def forget(self, address: str) -> None:
         """Forget a worker's tasks, because it uses no devices from now on."""
@@ -166,14 +140,12 @@ class Counts:
         metrics = {} if state is None else state.metrics
         self._keep_transfers(metrics)
         for row in _rows(metrics, METRIC, _DEVICE):
-            told = PastCounts(**{one.name: row.get(one.name) or 0 for one in fields(PastCounts)})
-            counted = seen.pop(row["uuid"], PastCounts())
-            for one in fields(PastCounts):
-                most = max(getattr(told, one.name), getattr(counted, one.name))
-                setattr(told, one.name, most)
-            self._add(PastDevice(address, row["device_id"], row.get("name"), told), row["uuid"])
-        for uuid, counted in seen.items():  # it left before a heartbeat told of this device
-            self._add(PastDevice(address, -1, None, counted), uuid)
+            counted = asdict(seen.pop(row["uuid"], PastCounts()))
+            most = {name: max(row.get(name) or 0, count) for name, count in counted.items()}
+            device = PastDevice(address, row["device_id"], row.get("name"), PastCounts(**most))
+            self._add(row["uuid"], device)
+        for uuid, counts in seen.items():  # it left before a heartbeat told of this device
+            self._add(uuid, PastDevice(address, -1, None, counts))
 
     def _keep_transfers(self, metrics: Mapping[str, Any]) -> None:
         for name in TRAFFIC:
@@ -181,15 +153,18 @@ class Counts:
                 key = row["source"], row["destination"], row.get("way") or "peer"
                 if key not in self.transfers and len(self.transfers) == _LIMIT:
                     return
-                sums = self.transfers.setdefault(key, [0] * len(_TRANSFERRED))
-                for index, one in enumerate(_TRANSFERRED):
-                    number = row.get(one, 0)
-                    sums[index] += number if isinstance(number, _NUMBER) else 0
+                numbers = [row.get(one, 0) for one in _TRANSFERRED]
+                before = self.transfers.get(key, [0] * len(numbers))
+                self.transfers[key] = [
+                    old + (number if isinstance(number, _NUMBER) else 0)
+                    for old, number in zip(before, numbers, strict=True)
+                ]
 
-    def _add(self, device: PastDevice, uuid: str) -> None:
+    def _add(self, uuid: str, device: PastDevice) -> None:
         before = self.past.pop(uuid, None)
         if before is not None:
-            device.counts.add(before.counts)
+            sums = {n: c + getattr(before.counts, n) for n, c in asdict(device.counts).items()}
+            device.counts = PastCounts(**sums)
             if device.name is None:
                 device.device_id, device.name = before.device_id, before.name
         self.past[uuid] = device
@@ -199,12 +174,11 @@ class Counts:
 
 def _rows(
     metrics: Mapping[str, Any], name: str, expected: Mapping[str, Any]
-) -> list[Mapping[str, Any]]:
-    """Return the rows of a metric that can be read; workers may have another version."""
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a metric that can be read; workers may have another version."""
     rows = metrics.get(name)
-    return [
-        row
-        for row in (rows if isinstance(rows, list | tuple) else ())
-        if isinstance(row, Mapping)
-        and all(isinstance(row.get(name), kind) for name, kind in expected.items())
-    ]
+    for row in rows if isinstance(rows, list | tuple) else ():
+        if isinstance(row, Mapping) and all(
+            isinstance(row.get(field), kind) for field, kind in expected.items()
+        ):
+            yield row

@@ -30,7 +30,7 @@ from distributed.metrics import time
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import ask
-from dask_devctx.scheduler.announcements import (
+from dask_devctx.scheduler.messages import (
     ANSWER_LIMIT,
     HISTORY,
     MalformedError,
@@ -53,18 +53,10 @@ _TEXT: Final = 2_000
 
 
 class Reading(NamedTuple):
-    """The rows since a number.
+    """Pairs of a worker's address and a row since a number, and the number for the next reading.
 
-    Parameters
-    ----------
-    rows
-        Pairs of a worker's address and a row.
-    next
-        The number for the next reading.
-    lost
-        How many rows since the number were dropped before this reading. A row that a worker
-        dropped before it was collected is not among them: an :class:`~.rows.Incident` ``"lost"``
-        tells of it.
+    ``lost`` rows were dropped before this reading. A row that a worker dropped before it was
+    collected is not among them: an :class:`~.rows.Incident` ``"lost"`` tells of it.
     """
 
     rows: list[tuple[str, TaskRun | Copy | Incident]]
@@ -81,17 +73,7 @@ class KnownDevice(NamedTuple):
 
 @dataclass
 class KnownWorker:
-    """A worker whose history was collected.
-
-    Parameters
-    ----------
-    name, host
-        Its name and its host.
-    present
-        Whether it is still there.
-    is_refused
-        Whether its answers are malformed; it is asked no more.
-    """
+    """A worker whose history was collected; it is asked no more once an answer was malformed."""
 
     name: str
     host: str
@@ -104,21 +86,15 @@ class KnownWorker:
 class DeviceHistory:
     """The history of a cluster's devices, collected while somebody reads it.
 
-    Parameters
-    ----------
-    scheduler
-        The scheduler, on whose event loop all methods are called.
-    addresses
-        Returns the addresses of the workers that have devices.
+    Call all methods on the scheduler's event loop. ``addresses`` returns the addresses of the
+    workers that have devices.
 
     Attributes
     ----------
     samples
         The latest samples of each device, the oldest first, by worker and UUID.
-    devices
-        The devices, by worker and UUID.
-    workers
-        The workers of all rows, by address.
+    devices, workers
+        The devices, by worker and UUID; and the workers of all rows, by address.
     patience_s
         How long the collection continues after the last reading.
     """
@@ -189,14 +165,14 @@ class DeviceHistory:
     def _prune(self) -> None:
         """Forget the workers that left long ago, but for those of rows."""
         gone = [address for address, one in self.workers.items() if not one.present]
-        if len(gone) > _GONE:
-            named = {worker for worker, _ in self._rows}
-            for first in gone[: len(gone) // 2]:
-                for table in (self.samples, self.devices):
-                    for key in [key for key in table if key[0] == first]:
-                        del table[key]
-                if first not in named:
-                    del self.workers[first]
+        if len(gone) <= _GONE:
+            return
+        named = {worker for worker, _ in self._rows}
+        first = set(gone[: len(gone) // 2])
+        self.samples = {key: rows for key, rows in self.samples.items() if key[0] not in first}
+        self.devices = {key: one for key, one in self.devices.items() if key[0] not in first}
+        for address in first - named:
+            del self.workers[address]
 
     def event(self, topic: str, event: Any) -> None:
         """Keep the event of a device that failed: its worker ends before it is asked."""
@@ -219,15 +195,14 @@ class DeviceHistory:
             self._look_now()
 
     def _look_now(self) -> None:
-        for address in list(self._addresses()):
-            if (
-                address not in self._asking
-                and address in self._scheduler.workers
-                and not self._known(address).is_refused
-            ):
-                task = asyncio.ensure_future(self._ask(address))
-                self._asking[address] = task
+        for address in self._addresses():
+            there = address not in self._asking and address in self._scheduler.workers
+            if there and not self._known(address).is_refused:
+                self._asking[address] = task = asyncio.ensure_future(self._ask(address))
                 task.add_done_callback(partial(self._asked, address))
+
+    def _asked(self, address: str, task: object) -> None:
+        del self._asking[address]
 
     def _known(self, address: str) -> KnownWorker:
         known = self.workers.get(address)
@@ -236,9 +211,6 @@ class DeviceHistory:
             name, host = (address, "") if ws is None else (str(ws.name), ws.host)
             known = self.workers[address] = KnownWorker(name, host, ws is not None)
         return known
-
-    def _asked(self, address: str, task: object) -> None:
-        del self._asking[address]
 
     async def _ask(self, address: str) -> None:
         known, more = self._known(address), True
@@ -258,18 +230,18 @@ class DeviceHistory:
 
     def _take(self, address: str, known: KnownWorker, answer: object) -> bool:
         """Keep the rows of an answer; return whether the worker has more of them."""
-        said = read_history(answer)
+        said, kept = read_history(answer)
         known.epoch, known.since = said.epoch, said.next
         for uuid, device_id, name in said.devices:
             self.devices[address, uuid] = KnownDevice(device_id, name)
         more = False
-        for rows in said.rows.values():
+        for rows in kept.values():
             more = more or len(rows) == ANSWER_LIMIT
             for row in rows:
                 self._keep(address, row)
-        if said.lost:
-            text = f"{said.lost} rows were dropped before they were collected"
-            self._keep(address, Incident("lost", time(), text=text, count=said.lost))
+        if lost := sum(said.lost.values()) - said.lost["samples"]:
+            text = f"{lost} rows were dropped before they were collected"
+            self._keep(address, Incident("lost", time(), text=text, count=lost))
         return more
 
     def _keep(self, address: str, row: Row) -> None:

@@ -59,24 +59,10 @@ class TaskRun:
 class Copy:
     """Values that went from one device to another, or from a device to the host and back.
 
-    Parameters
-    ----------
-    source, target
-        The devices' UUIDs, or ``"host"``. If values went to another worker through the host, the
-        target is that worker's address.
-    nbytes
-        The bytes.
-    start, stop
-        The times of the start and end. A copy within a worker starts when the device gets its
-        order.
-    way
-        ``"peer"`` within a worker, ``"ipc"`` between workers of one machine, ``"host"`` as dask
-        sends values, or ``"spill"``.
-    values
-        The number of values.
-    timed
-        Whether the time from ``start`` to ``stop`` is that of the copy. A small copy within a
-        worker is not timed: its ``stop`` is its ``start``.
+    ``source`` and ``target`` are UUIDs, or ``"host"``; or the address of a worker that got values
+    through the host. ``way`` is ``"peer"`` within a worker, ``"ipc"`` between workers of one
+    machine, ``"host"`` as dask sends values, or ``"spill"``. A copy within a worker starts when the
+    device gets its order; where it is not ``timed``, its ``stop`` is its ``start``.
     """
 
     source: str
@@ -97,24 +83,11 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """Something that went wrong, or that was tried again.
+    """Something that went wrong, or that was tried again, ``count`` times.
 
-    Parameters
-    ----------
-    what
-        ``"error"`` for a task that failed, ``"out-of-memory"`` for a task that is tried again,
-        ``"device-failed"``, ``"refused"`` for a task that got no device, or ``"lost"`` for rows
-        that were dropped before a reader saw them.
-    time
-        The time.
-    uuid
-        The device's UUID, or None.
-    key
-        The task's key, or None.
-    text
-        A sentence for people.
-    count
-        How often it happened; for ``"lost"``, the number of rows.
+    ``what`` is ``"error"`` for a task that failed, ``"out-of-memory"`` for one that is tried again,
+    ``"device-failed"``, ``"refused"`` for a task that got no device, or ``"lost"`` for rows that
+    were dropped before a reader saw them. ``text`` is a sentence for people.
     """
 
     what: str

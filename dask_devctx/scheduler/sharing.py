@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,21 +22,10 @@ Tell = Callable[[str, Sequence[str], int], Awaitable[object]]
 
 @dataclass
 class Claim:
-    """The devices that a process may use, and the devices that it has.
+    """The devices that a process may use, by its workers' addresses, and those that it has.
 
-    Parameters
-    ----------
-    order
-        Its place among all claims; the first came first.
-    at
-        The time of its latest message.
-    wanted
-        The UUIDs that each of its workers may use, by the worker's address.
-    held
-        The UUIDs that it has.
-    left_at
-        The time when its last worker left; None while it has workers. The claim is kept for a
-        while, for the worker that a nanny starts in the place of the one that left.
+    The first claim in ``order`` came first; ``at`` is the time of its latest message. A claim whose
+    last worker left is kept for a while, for the worker that a nanny starts in its place.
     """
 
     order: int
@@ -56,25 +45,20 @@ def divide(claims: Mapping[str, Claim]) -> dict[str, tuple[str, ...]]:
     shares: dict[str, list[str]] = {process: [] for process in claims}
     owners = {uuid: process for process, claim in claims.items() for uuid in claim.held}
     taken: set[str] = set()
-
-    def next_of(process: str) -> str | None:
-        free = [uuid for uuid in claims[process].candidates if uuid not in taken]
-        own = [uuid for uuid in free if owners.get(uuid) == process]
-        unowned = [uuid for uuid in free if uuid not in owners]
-        # The first devices of a process stay with it.
-        return next(iter([*own, *unowned, *reversed(free)]), None)
-
     open_ = set(claims)
     while open_:
         process = min(
             open_, key=lambda p: (len(shares[p]), len(claims[p].candidates), claims[p].order)
         )
-        uuid = next_of(process)
-        if uuid is None:
+        free = [uuid for uuid in claims[process].candidates if uuid not in taken]
+        own = [uuid for uuid in free if owners.get(uuid) == process]
+        unowned = [uuid for uuid in free if uuid not in owners]
+        if not free:
             open_.remove(process)
-        else:
-            taken.add(uuid)
-            shares[process].append(uuid)
+            continue
+        uuid = [*own, *unowned, *reversed(free)][0]  # the first devices of a process stay with it
+        taken.add(uuid)
+        shares[process].append(uuid)
     return {
         process: tuple(uuid for uuid in claims[process].candidates if uuid in share)
         for process, share in shares.items()
@@ -84,19 +68,9 @@ def divide(claims: Mapping[str, Claim]) -> dict[str, tuple[str, ...]]:
 class Sharing:
     """Divides devices among the processes of a cluster, and tells their workers of changes.
 
-    Parameters
-    ----------
-    tell
-        Tells a worker its devices.
-    workers
-        The addresses of the scheduler's workers, kept up to date by the scheduler.
-    grace_s
-        How long the devices of a worker that left are kept for a worker that takes its place.
-
-    Notes
-    -----
     A device is known by its UUID. So workers in containers that see the same device share it out,
-    too, although they may have different lock directories.
+    too, although they may have different lock directories. The devices of a worker that left are
+    kept ``grace_s`` for a worker that takes its place.
     """
 
     def __init__(self, tell: Tell, workers: Mapping[str, Any], grace_s: float) -> None:
@@ -105,27 +79,15 @@ class Sharing:
         self._workers = workers
         self._claims: dict[str, Claim] = {}
         self._counter = itertools.count(1)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def claim(self, address: str, process: str, candidates: Sequence[str]) -> dict[str, Any]:
         """Return the devices of a worker's process; other processes give up some for it.
 
-        Parameters
-        ----------
-        address
-            The worker.
-        process
-            The name of its process. Workers of one process use the same devices.
-        candidates
-            The UUIDs of the devices that it may use.
-
-        Returns
-        -------
-        dict
-            The ``uuids`` that it may use from now on, none if there are more processes than
-            devices; the ``version`` of this division; and the ``holders``, an address by UUID.
+        ``uuids`` are none if there are more processes than devices, and ``holders`` then has an
+        address by UUID. Workers of one process use the same devices.
         """
-        async with self._turn:
+        async with self._lock:
             self._forget_absent(address)
             claims = dict(self._claims)
             mine = claims.pop(process, None) or _taken_over(claims, candidates)
@@ -136,35 +98,35 @@ class Sharing:
             claims[process] = replace(mine, at=time(), wanted=wanted)
             shares = divide(claims)
             if not all(shares.values()):
-                return {"uuids": [], "version": 0, "holders": self._holders()}
+                holders = {
+                    uuid: next(iter(claim.wanted), "a worker")
+                    for claim in self._claims.values()
+                    for uuid in claim.held
+                }
+                return {"uuids": [], "version": 0, "holders": holders}
             self._claims = claims
             version = await self._apply(shares, but=address)
             return {"uuids": list(shares[process]), "version": version, "holders": {}}
 
     def left(self, address: str, *, may_return: bool) -> bool:
-        """Note that a worker left; its devices are kept if it may return with another address.
+        """Note that a worker left; return whether it shared devices with others.
 
-        Returns
-        -------
-        bool
-            Whether it shared devices with others.
+        Its devices are kept if it may return, with another address.
         """
-        shared = False
-        for process, claim in list(self._claims.items()):
-            if address not in claim.wanted:
-                continue
-            shared = True
+        shared = [process for process, claim in self._claims.items() if address in claim.wanted]
+        for process in shared:
+            claim = self._claims[process]
             if len(claim.wanted) > 1:
                 del claim.wanted[address]
             elif may_return:
                 claim.left_at = time()
             else:
                 del self._claims[process]
-        return shared
+        return bool(shared)
 
     async def even_out(self) -> None:
         """Divide the devices that workers left behind."""
-        async with self._turn:
+        async with self._lock:
             self._forget_absent()
             for process, claim in list(self._claims.items()):
                 if claim.left_at is not None and time() - claim.left_at >= self._grace_s:
@@ -184,34 +146,24 @@ class Sharing:
         for processes in (less, more):
             # Workers may have left while others were told.
             claims = [(one, self._claims[one]) for one in processes if one in self._claims]
-            told = [
-                (address, self._tell(address, shares[process], version))
+            told = {
+                address: self._tell(address, shares[process], version)
                 for process, claim in claims
                 for address in claim.wanted
                 if address != but and claim.left_at is None
-            ]
-            answers = await asyncio.gather(*(each for _, each in told), return_exceptions=True)
-            for (address, _), answer in zip(told, answers, strict=True):
+            }
+            answers = await asyncio.gather(*told.values(), return_exceptions=True)
+            for address, answer in zip(told, answers, strict=True):
                 if isinstance(answer, Exception):  # it may have ended just now
                     logger.debug("%s was not told of its devices: %r", address, answer)
         return version
 
     def _forget_absent(self, but: str = "") -> None:
-        """Forget workers that are gone, or never came."""
-        ages = {
-            address: time() - claim.at
-            for claim in self._claims.values()
-            for address in claim.wanted
-            if claim.left_at is None
-        }
-        for address, age_s in ages.items():
-            if address not in (but, *self._workers) and age_s > _JOINING_S:
-                self.left(address, may_return=False)
-
-    def _holders(self) -> dict[str, str]:
-        return {
-            uuid: _first(claim.wanted) for claim in self._claims.values() for uuid in claim.held
-        }
+        """Forget workers that never came."""
+        for claim in list(self._claims.values()):
+            if claim.left_at is None and time() - claim.at > _JOINING_S:
+                for address in claim.wanted.keys() - self._workers.keys() - {but}:
+                    self.left(address, may_return=False)
 
 
 def _taken_over(claims: dict[str, Claim], candidates: Sequence[str]) -> Claim | None:
@@ -220,7 +172,3 @@ def _taken_over(claims: dict[str, Claim], candidates: Sequence[str]) -> Claim | 
         if claim.left_at is not None and set(claim.held) & set(candidates):
             return claims.pop(process)
     return None
-
-
-def _first(addresses: Iterable[str]) -> str:
-    return next(iter(addresses), "a worker")

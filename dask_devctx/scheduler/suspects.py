@@ -20,7 +20,7 @@ from dask_devctx.annotations.runs import (
 )
 from dask_devctx.dask_internals.scheduler import annotate, only_copies, without_annotation
 from dask_devctx.errors.base import listed
-from dask_devctx.scheduler.announcements import MalformedError, read_failure
+from dask_devctx.scheduler.messages import MalformedError, read_failure
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,9 @@ _SHOWN: Final = 8  # the most keys that a message in the log shows
 class SuspectTasks:
     """Marks the tasks that may have broken a worker's devices, by the worker's word.
 
-    Parameters
-    ----------
-    scheduler
-        The scheduler.
+    A task that may run again is watched then, at most ``allowed-failures`` times. The next worker
+    fails all others with the error of the device, without a call of them. Marks are annotations: so
+    they outlive the worker that named the tasks, and last as long as the scheduler knows the task.
 
     Attributes
     ----------
@@ -52,14 +51,6 @@ class SuspectTasks:
     failed_workers, refused
         The fields of each failed worker's error, and the keys of tasks that are refused. While both
         are empty, :meth:`moved` has nothing to do.
-
-    Notes
-    -----
-    A task that may run again is watched then, at most ``allowed-failures`` times. The next worker
-    fails all others with the error of the device, without a call of them.
-
-    Marks are annotations. So they outlive the worker that named the tasks, and last as long as the
-    scheduler knows the task.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -78,13 +69,7 @@ class SuspectTasks:
             logger.warning("An event %s was refused: %s", ACTION, error)
 
     def failed(self, worker: object, message: Mapping[str, Any]) -> None:
-        """Mark the tasks that a failed worker names, once.
-
-        Raises
-        ------
-        MalformedError
-            The message comes from no worker, or has wrong content.
-        """
+        """Mark the tasks that a failed worker names, once; raise :class:`MalformedError`."""
         if not isinstance(worker, str) or worker not in self._scheduler.workers:
             raise MalformedError("it comes from no worker of this cluster")
         failure = read_failure(message)

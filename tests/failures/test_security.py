@@ -6,7 +6,7 @@ import psutil
 from distributed import Client, LocalCluster
 
 from dask_devctx import DevicePlugin
-from dask_devctx.scheduler.announcements import (
+from dask_devctx.scheduler.messages import (
     ANNOUNCE,
     CLAIM,
     HISTORY,

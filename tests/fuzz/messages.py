@@ -13,17 +13,18 @@ from distributed.core import coerce_to_address
 
 from dask_devctx.annotations.runs import watched_run
 from dask_devctx.scheduler import routing, suspects
-from dask_devctx.scheduler.announcements import (
+from dask_devctx.scheduler.counts import Counts
+from dask_devctx.scheduler.history import DeviceHistory
+from dask_devctx.scheduler.messages import (
     ANNOUNCE,
     CLAIM,
     KEEP,
     REFUSE,
     WITHDRAW,
+    Division,
     MalformedError,
-    read_share,
+    read,
 )
-from dask_devctx.scheduler.counts import Counts
-from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.scheduler.rows import KINDS
 from dask_devctx.worker.ipc import messages
@@ -193,7 +194,7 @@ def fuzz_shares(chance: random.Random) -> str:
     told = {"uuids": UUIDS[: chance.randint(0, 4)], "version": chance.randint(0, 9)}
     told = replaced(chance, told)
     try:
-        uuids, version = read_share(told if isinstance(told, dict) else {"uuids": told})
+        uuids, version = read(Division, told if isinstance(told, dict) else {"uuids": told})
     except MalformedError:
         uuids = []
     else:
@@ -212,7 +213,7 @@ def fuzz_shares(chance: random.Random) -> str:
     if isinstance(answer, str):
         assert answer.startswith("refused: "), answer
         return "refused"
-    mine, _ = read_share(answer)
+    mine, _ = read(Division, answer)
     assert all(isinstance(uuid, str) for uuid in mine)
     return "shared" if mine else "none left"
 
@@ -297,7 +298,7 @@ def fuzz_counts(chance: random.Random) -> str:
         "startstops": startstops,
         "metadata": {"device": replaced(chance, UUIDS[0], 0.3)},
     }
-    counts.moved("processing", chance.choice(["memory", "erred"]), told)
+    counts.ended(chance.choice(["memory", "erred"]), told)
     counts.left(OTHER)
     for uuid, past in counts.past.items():
         assert isinstance(uuid, str)

@@ -23,7 +23,7 @@ from dask_devctx.errors import (
     LockDirectoryError,
     WorkerSetupError,
 )
-from dask_devctx.scheduler.announcements import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.messages import ANNOUNCE, REFUSE, WITHDRAW
 from dask_devctx.scheduler.routing import DeviceRouting
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
-from dask_devctx.scheduler.announcements import CLAIM, SHARE, MalformedError, read_share
+from dask_devctx.scheduler.messages import CLAIM, SHARE, Division, MalformedError, read
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.lease import SIGN_INTERVAL_S, Lease, holders
 
@@ -191,7 +191,7 @@ class DeviceShare:
                 process=_process(os.getpid()),
                 candidates=[device.uuid for device in free],
             )
-            read_share(answer)
+            read(Division, answer)
         except Exception:  # the scheduler lacks this package: the locks alone decide
             mine = [device.uuid for device in free if device not in held]
             answer = {"uuids": mine, "version": 0, "holders": {}}
@@ -227,7 +227,7 @@ class DeviceShare:
     async def _told(self, **message: Any) -> list[str]:
         """Take and give up devices, as the scheduler says; return those that the worker has."""
         try:
-            uuids, version = read_share(message)
+            uuids, version = read(Division, message)
         except MalformedError as error:
             logger.warning("A message %s was refused: %s", SHARE, error)
         else:

@@ -19,7 +19,7 @@ from distributed import Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
-from dask_devctx.scheduler.announcements import ANSWER_LIMIT, HISTORY
+from dask_devctx.scheduler.messages import ANSWER_LIMIT, HISTORY
 from dask_devctx.scheduler.rows import KINDS
 
 # Ten minutes of heartbeats.

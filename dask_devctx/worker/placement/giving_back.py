@@ -2,7 +2,7 @@
 
 dask counts a worker as idle although an actor keeps its device, and sends tasks there. The worker
 tells the scheduler which parts of its devices actors keep. The scheduler then keeps such tasks away
-(:mod:`dask_devctx.scheduler.kept`) and answers which of the worker's tasks others may run.
+(:mod:`dask_devctx.scheduler.actors`) and answers which of the worker's tasks others may run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tornado.ioloop import PeriodicCallback
 from dask_devctx.annotations import Unannotated, requested_device
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
-from dask_devctx.scheduler.announcements import KEEP
+from dask_devctx.scheduler.messages import KEEP
 from dask_devctx.worker.leases.registration import ask, has_routing
 from dask_devctx.worker.placement.claims import Claims
 from dask_devctx.worker.placement.occupancy import WHOLE

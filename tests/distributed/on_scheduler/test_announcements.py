@@ -13,7 +13,7 @@ from distributed.utils_test import captured_logger, gen_cluster
 
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.scheduler import routing
-from dask_devctx.scheduler.announcements import ANNOUNCE, KEEP, REFUSE, WITHDRAW
+from dask_devctx.scheduler.messages import ANNOUNCE, KEEP, REFUSE, WITHDRAW
 
 UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(2)]
 SEEN = [{"device_id": n, "uuid": uuid} for n, uuid in enumerate(UUIDS)]

@@ -16,8 +16,8 @@ from distributed.protocol import dumps, loads
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, devices, report
-from dask_devctx.scheduler.announcements import HISTORY, SHARE
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
+from dask_devctx.scheduler.messages import HISTORY, SHARE
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.worker.metrics.history import History, Ring

@@ -19,7 +19,7 @@ from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
 from dask_devctx.errors import LockDirectoryError
-from dask_devctx.scheduler.announcements import SHARE
+from dask_devctx.scheduler.messages import SHARE
 from dask_devctx.worker.leases import share
 from dask_devctx.worker.leases.lease import Lease, acquire, holders
 from dask_devctx.worker.leases.locks import LockDirectory

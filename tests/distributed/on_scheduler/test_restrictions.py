@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from dask_devctx.annotations import Request
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.inventory import DeviceInfo, Inventory
-from dask_devctx.scheduler.holdings import Cluster, Holdings
-from dask_devctx.scheduler.wishes import Wishes
+from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
+from dask_devctx.scheduler.restrictions import Restrictions
 
 ADDRESSES = [f"tcp://10.0.0.{n}:1" for n in range(3)]
 UUIDS = [f"GPU-{n % 2}33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(4)]
@@ -30,7 +30,7 @@ NAMES = [
 ]  # fmt: skip
 
 holdings = st.builds(
-    lambda seen, used, limits: Holdings(
+    lambda seen, used, limits: WorkerDevices(
         Inventory(
             tuple(DeviceInfo(n, uuid, pci_bus_id=f"0000:0{n}:00.0") for n, uuid in enumerate(seen))
         ),
@@ -70,10 +70,10 @@ class Model:
 
     def __init__(self) -> None:
         self.workers: set[str] = set()
-        self.have: dict[str, Holdings] = {}
-        self.left: dict[str, tuple[Holdings, int]] = {}
+        self.have: dict[str, WorkerDevices] = {}
+        self.left: dict[str, tuple[WorkerDevices, int]] = {}
         self.unheard: dict[str, int] = {}
-        self.early: dict[str, Holdings] = {}
+        self.early: dict[str, WorkerDevices] = {}
 
     def expected(self, said: dict[str, Any]) -> tuple[set[str], set[str] | None, bool]:
         workers, hosts = said.get("workers"), said.get("hosts")
@@ -103,7 +103,7 @@ def name_of(wanted: Any) -> naming.Name:
         return naming.Name("unknown")
 
 
-def has(held: Holdings, wanted: Any) -> bool:
+def has(held: WorkerDevices, wanted: Any) -> bool:
     """Return whether a worker has all that a task asks for."""
     if len(wanted.names) == 1 and wanted.nbytes is None:
         return held.have(name_of(wanted.name))
@@ -119,8 +119,8 @@ def has(held: Holdings, wanted: Any) -> bool:
     return len(fit) >= wanted.number
 
 
-def having(*uuids: str) -> Holdings:
-    return Holdings(
+def having(*uuids: str) -> WorkerDevices:
+    return WorkerDevices(
         Inventory(tuple(DeviceInfo(n, uuid) for n, uuid in enumerate(uuids))), frozenset(uuids)
     )
 
@@ -139,8 +139,8 @@ _TWO_DEVICES = [
 @given(happening=st.lists(events, max_size=40))
 def test_restrictions_are_as_if_made_from_the_beginning(happening: list[Any]) -> None:
     model, now = Model(), 0
-    cluster = Cluster(set())
-    wishes = Wishes(cluster, lambda host: HOSTS.get(host, ()))
+    cluster = Cluster()
+    restricted = Restrictions(cluster, lambda host: HOSTS.get(host, ()))
     known: dict[int, tuple[Any, dict[str, Any]]] = {}
     for number, (event, *what) in enumerate(happening):
         before = {key: restrictions(ts) for key, (ts, _) in known.items()}
@@ -155,12 +155,12 @@ def test_restrictions_are_as_if_made_from_the_beginning(happening: list[Any]) ->
                 host_restrictions=said.get("hosts"),
                 loose_restrictions=said.get("loose", False),
             )
-            wishes.note(ts, said["wanted"])
+            restricted.note(ts, said["wanted"])
             known[number] = ts, said
         elif event == "forget":
             if known:
                 key = list(known)[what[0] % len(known)]
-                wishes.forget(key)
+                restricted.forget(key)
                 del known[key], before[key]
         elif event == "wait":
             now += what[0]
@@ -168,10 +168,10 @@ def test_restrictions_are_as_if_made_from_the_beginning(happening: list[Any]) ->
             model.unheard = {a: since for a, since in model.unheard.items() if since > then}
             model.left = {a: entry for a, entry in model.left.items() if entry[1] > then}
             cluster.expire(then)
-            waiting = wishes.review_absent()
+            waiting = restricted.review()
         else:
             steps = ["join", "announce"] if event == "arrive" else [event]
-            moved = [change(model, cluster, wishes, step, now, *what) for step in steps]
+            moved = [change(model, cluster, restricted, step, now, *what) for step in steps]
             # what changes there and back in between may be looked at once more
             waiting = moved[0] if len(moved) == 1 else None
         for key, (ts, said) in known.items():
@@ -181,7 +181,13 @@ def test_restrictions_are_as_if_made_from_the_beginning(happening: list[Any]) ->
 
 
 def change(
-    model: Model, cluster: Cluster, wishes: Wishes, event: str, now: int, address: str, *held: Any
+    model: Model,
+    cluster: Cluster,
+    restricted: Restrictions,
+    event: str,
+    now: int,
+    address: str,
+    *held: Any,
 ) -> list[Any] | None:
     there = address in model.workers
     if event == "join" and not there:
@@ -191,24 +197,26 @@ def change(
             model.have[address] = model.early.pop(address)
         else:
             model.unheard[address] = now
-        return wishes.review(address, None, cluster.join(address, now), joined=1)
-    if event == "leave" and there:
+        cluster.join(address, now)
+    elif event == "leave" and there:
         model.workers.discard(address)
         model.unheard.pop(address, None)
         if address in model.have:
             model.left[address] = model.have.pop(address), now
-        return wishes.review(address, cluster.leave(address, now), None, joined=-1)
-    if event == "announce" and there:
-        model.unheard.pop(address, None)
-        model.have[address] = held[0]
-        return wishes.review(address, cluster.announce(address, held[0]), held[0])
-    if event == "announce":
-        model.early[address] = held[0]
-        cluster.announce_early(address, held[0], now)
-    if event == "withdraw" and there:
+        cluster.leave(address, now)
+    elif event == "announce":
+        if there:
+            model.unheard.pop(address, None)
+            model.have[address] = held[0]
+        else:
+            model.early[address] = held[0]
+        cluster.announce(address, held[0], now)
+    elif event == "withdraw" and there:
         model.have.pop(address, None)
-        return wishes.review(address, cluster.withdraw(address), None)
-    return None
+        cluster.present.pop(address, None)
+    else:
+        return None
+    return restricted.review()
 
 
 def restrictions(ts: Any) -> tuple[set[str], set[str] | None, bool]:
@@ -230,8 +238,8 @@ def restrictions(ts: Any) -> tuple[set[str], set[str] | None, bool]:
     ids=["devices", "restrictions"],
 )
 def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
-    cluster = Cluster(set())
-    wishes = Wishes(cluster, lambda host: ())
+    cluster = Cluster()
+    restricted = Restrictions(cluster, lambda host: ())
     cluster.join("tcp://10.0.0.1:1", 0)
     sizes = set()
     for n in range(4000):
@@ -244,8 +252,8 @@ def test_what_no_task_asks_for_any_more_is_forgotten(asks: Any) -> None:
             host_restrictions=None,
             loose_restrictions=False,
         )
-        wishes.note(ts, Request((wanted,)))
-        wishes.forget(n)
+        restricted.note(ts, Request((wanted,)))
+        restricted.forget(n)
         if n % 100 == 0:
-            sizes.add(len(wishes))
+            sizes.add(len(restricted))
     assert max(sizes) < 1200

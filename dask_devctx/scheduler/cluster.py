@@ -1,0 +1,194 @@
+"""The workers of a cluster and their devices, as each worker announces them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from dask_devctx.cuda import naming
+from dask_devctx.cuda.inventory import Inventory
+from dask_devctx.cuda.naming import Name
+
+# Any worker with devices has one that is current.
+_CURRENT = Name("current")
+# The lengths of a whole UUID, without and with "GPU-". Others may be a prefix.
+_WHOLE_UUID = (36, 40)
+# A worker that starts may announce its devices before it joins. This many such announcements are
+# kept, for this long.
+_EARLY_LIMIT = 1000
+_EARLY_S = 300.0
+# So many devices are named in the error of a task for another device.
+_SHOWN = 32
+# The devices of so many workers that left for good are remembered, for the errors of tasks.
+_GONE_LIMIT = 20
+
+
+class Several(NamedTuple):
+    """A task's request to one worker for several devices, or for bytes on each of them.
+
+    ``number`` is None for all of the worker's devices; ``nbytes`` is 0 where none are reserved.
+    """
+
+    names: tuple[Name, ...]
+    number: int | None
+    nbytes: int
+
+    @property
+    def kind(self) -> str:
+        """Something else than any kind of :class:`~dask_devctx.cuda.naming.Name`."""
+        return "several"
+
+
+@dataclass(frozen=True)
+class WorkerDevices:
+    """The devices that a worker's process sees, in the order of their ordinals, and their use.
+
+    ``used`` has the UUIDs of the devices that it uses, ``limits`` the bytes that tasks may have
+    there; a device without an entry is unlimited.
+    """
+
+    seen: Inventory
+    used: frozenset[str]
+    limits: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def _names(self) -> frozenset[Name]:
+        """The names of the devices in use, without prefixes of UUIDs."""
+        names = {_CURRENT}
+        for ordinal, info in enumerate(self.seen.devices):
+            if info.uuid in self.used:
+                uuid = info.uuid.lower()
+                names |= {Name("uuid", uuid), Name("uuid", uuid[len("GPU-") :])}
+                names |= {Name("ordinal", ordinal), Name("pci", info.pci_bus_id or "")}
+        return frozenset(names)
+
+    def have(self, name: Name | Several) -> bool:
+        """Return whether the worker uses the device; every worker has the current device."""
+        if isinstance(name, Several):
+            return self._have_several(name)
+        if name in self._names:
+            return True
+        if name.kind != "uuid" or len(str(name.value)) in _WHOLE_UUID:
+            return False
+        found = naming.among(name, self.seen)
+        return len(found) == 1 and found[0].uuid in self.used
+
+    def _have_several(self, several: Several) -> bool:
+        wanted = self.used
+        if several.names:
+            if not all(map(self.have, several.names)):
+                return False
+            wanted = self.uuids_of(several.names)
+        fit = sum(self.limits.get(uuid, several.nbytes) >= several.nbytes for uuid in wanted)
+        return fit >= (several.number or max(len(wanted), 1))
+
+    def uuids_of(self, names: tuple[Name, ...]) -> frozenset[str]:
+        """Return the UUIDs of the devices that names mean in the worker's process."""
+        found = [naming.among(name, self.seen)[:1] for name in names]
+        return frozenset(info.uuid for infos in found for info in infos)
+
+
+@dataclass
+class Cluster:
+    """The workers that have joined, by the scheduler's addresses, and what is known of devices.
+
+    Attributes
+    ----------
+    present, left, gone
+        The devices of workers that are there; that left and may come back, with the time; and of
+        the latest that left for good.
+    unheard
+        The workers that have joined but not announced their devices yet, with the time of joining.
+    leaving
+        The workers that are about to leave for good.
+    """
+
+    workers: set[str] = field(default_factory=set)
+    present: dict[str, WorkerDevices] = field(default_factory=dict)
+    left: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
+    gone: dict[str, WorkerDevices] = field(default_factory=dict)
+    unheard: dict[str, float] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
+    _early: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
+
+    def join(self, address: str, now: float) -> bool:
+        """Add a worker that joins; return whether it has announced its devices before."""
+        self.workers.add(address)
+        self.leaving.discard(address)
+        self.left.pop(address, None)
+        self._expire_early(now)
+        if address not in self._early:
+            self.unheard[address] = now
+            return False
+        self.present[address], _ = self._early.pop(address)
+        return True
+
+    def leave(self, address: str, now: float, *, may_return: bool = True) -> bool:
+        """Remove a worker that leaves; return whether it had devices."""
+        self.workers.discard(address)
+        self.leaving.discard(address)
+        self.unheard.pop(address, None)
+        devices = self.present.pop(address, None)
+        if devices is None:
+            return False
+        if may_return:
+            self.left[address] = devices, now
+        else:
+            self.gone[address] = devices
+            while len(self.gone) > _GONE_LIMIT:
+                del self.gone[next(iter(self.gone))]
+        return True
+
+    def announce(self, address: str, devices: WorkerDevices, now: float) -> None:
+        """Note the devices of a worker, which may not have joined yet."""
+        if address in self.workers:
+            self.unheard.pop(address, None)
+            self.present[address] = devices
+        else:
+            self._early.pop(address, None)
+            self._early[address] = devices, now
+            self._expire_early(now)
+
+    def using(self) -> set[str]:
+        """Return the workers that use any devices."""
+        return {address for address, devices in self.present.items() if devices.used}
+
+    def having(self, name: Name | Several) -> set[str]:
+        """Return the workers that have a device."""
+        return {address for address, devices in self.present.items() if devices.have(name)}
+
+    def may_come(self, name: Name | Several) -> bool:
+        """Return whether a worker that has a device may join, or announce it, before long."""
+        return bool(self.unheard) or any(devices.have(name) for devices, _ in self.left.values())
+
+    def had(self, name: Name | Several) -> str | None:
+        """Return the address of the last worker with a device, if it left for good."""
+        return next((a for a, held in reversed(self.gone.items()) if held.have(name)), None)
+
+    def shown(self) -> list[str]:
+        """Return a description of each device that workers use; of the first of very many."""
+        used = {
+            (ordinal, info.uuid): str(info)
+            for devices in self.present.values()
+            for ordinal, info in enumerate(devices.seen.devices)
+            if info.uuid in devices.used
+        }
+        return [text for _, text in sorted(used.items())][:_SHOWN]
+
+    def expire(self, before: float) -> bool:
+        """Forget workers that left or joined before a time; return whether there were any."""
+        unheard = [address for address, since in self.unheard.items() if since <= before]
+        left = [address for address, (_, since) in self.left.items() if since <= before]
+        for address in unheard:
+            del self.unheard[address]
+        for address in left:
+            del self.left[address]
+        return bool(unheard or left)
+
+    def _expire_early(self, now: float) -> None:
+        for address, (_, since) in list(self._early.items()):  # the oldest come first
+            if since > now - _EARLY_S and len(self._early) <= _EARLY_LIMIT:
+                break
+            del self._early[address]
