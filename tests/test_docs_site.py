@@ -173,7 +173,7 @@ def test_commands_and_extras_exist():
         said = "\n".join(blocks(page, "console") + blocks(page, "bash"))
         targets |= set(re.findall(r"^\$ make ([\w-]+)", said, re.MULTILINE))
         commands |= set(re.findall(r"dask devctx (\w+)", said))
-        for listed in re.findall(r"(?:\.|dask-devctx)\[([\w,]+)\]", PAGES[page]):
+        for listed in re.findall(r"(?:\.|dask-devctx)\[([\w,-]+)\]", PAGES[page]):
             extras |= set(listed.split(","))
     assert targets
     assert {one for one in targets if not re.search(rf"^{one}:", makefile, re.MULTILINE)} == set()
@@ -240,3 +240,21 @@ def test_versions_agree():
     version = PROJECT["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_container_starts_the_command_of_the_page_and_has_the_extension():
+    text = (ROOT / "docs" / "several-hosts.md").read_text()
+    (manifest,) = re.findall(r"```yaml\n(apiVersion:.*?)```", text, re.S)
+    (container,) = yaml.safe_load(manifest)["spec"]["worker"]["spec"]["containers"]
+    assert container["command"][:2] == ["dask", "worker"]  # in place of the image's entry point
+    assert "args" not in container
+    (image,) = re.findall(r"```dockerfile\n(.*?)```", text, re.S)
+    builds, runs = image.split("\n\n")
+    assert "pip wheel" in builds
+    assert "slim" not in builds  # it has no compiler
+    assert "/src" not in runs
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for number in ("12", "13"):
+        assert f"cupy-cuda{number}x" in str(extras[f"gpu-cuda{number}"])

@@ -82,11 +82,10 @@ class PeerTransfers:
         memory: Callable[[], DeviceMemory | None] = lambda: None,
     ) -> None:
         incoming.register()
-        self.traffic = Traffic()
         by_ucx = worker.address.partition("://")[0].startswith("ucx")
         # A UCX comm sends the values from device to device.
-        counted = () if by_ucx else devices
-        self.way: IpcWay | DasksWay = DasksWay(counted, inputs, self.traffic)
+        self.traffic = Traffic("ucx" if by_ucx else "host")
+        self.way: IpcWay | DasksWay = DasksWay(devices, inputs, self.traffic)
         if devices and use is not False and not (use == "auto" and by_ucx):
             self.way = IpcWay(
                 worker,

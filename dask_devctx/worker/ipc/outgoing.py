@@ -104,7 +104,7 @@ class Outgoing:
         if who is None or not token or self._pairs.receivers.get(who) != token:
             if who is not None:
                 reason = self._pairs.reasons.get(who, "it does not say that it can read them")
-                self._traffic.through_host(places, who, reason)
+                self._traffic.sent_by_dask(places, who, reason)
             return None
         reason = "there was no staging memory for them, or their type goes through the host"
         try:
@@ -117,7 +117,7 @@ class Outgoing:
             logger.warning("values go to %s through the host this time", who, exc_info=True)
             begun, reason = None, f"their copies failed: {error!r}"
         if begun is None:
-            self._traffic.through_host(places, who, reason)
+            self._traffic.sent_by_dask(places, who, reason)
             return None
         number, sending, parcels = begun
         self._sendings[number] = sending

@@ -15,6 +15,11 @@ _OTHERS: Final = "other workers"
 class Traffic:
     """Counts transfers between this worker and others, by source, destination and way.
 
+    Parameters
+    ----------
+    by_dask
+        The way of the values that dask sends: ``"host"``, or ``"ucx"`` where its connections are.
+
     Attributes
     ----------
     reasons
@@ -23,7 +28,8 @@ class Traffic:
         Called with the arguments of each :meth:`count`, the bytes' way after the seconds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, by_dask: str = "host") -> None:
+        self.by_dask = by_dask
         self.reasons: dict[str, str] = {}
         self.on_copy: Callable[[str, str, int, float, str, int], object] | None = None
         self._rows: dict[tuple[str, str, str], list[float]] = {}
@@ -40,7 +46,7 @@ class Traffic:
             together, as "other workers".
         """
         ends = source, destination, way
-        if ends not in self._rows and way == "host" and len(self._rows) >= _MOST_ROWS:
+        if ends not in self._rows and way == self.by_dask and len(self._rows) >= _MOST_ROWS:
             ends = source, _OTHERS, way
         row = self._rows.setdefault(ends, [0, 0, 0.0])
         row[0] += nbytes
@@ -50,13 +56,13 @@ class Traffic:
             self.on_copy(source, destination, nbytes, seconds, way, copies)
         return ends[1]
 
-    def through_host(
+    def sent_by_dask(
         self, places: Mapping[Hashable, Mapping[Device, int]], who: str, reason: str
     ) -> None:
-        """Count values that go to a worker through the host, each with its bytes by device."""
+        """Count values that dask sends to a worker, each with its bytes by device."""
         for each in places.values():
             for device, nbytes in each.items():
-                self.reasons[self.count(device.uuid, who, "host", nbytes, 0.0)] = reason
+                self.reasons[self.count(device.uuid, who, self.by_dask, nbytes, 0.0)] = reason
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each source, destination and way, as plain data."""

@@ -71,7 +71,7 @@ class DasksWay:
     async def prepare(self, who: str | None, token: str, msg: Message) -> None:
         if who is not None and self._devices:
             places = on_devices(msg["data"], self._devices, self._inputs, staged=False)
-            self._traffic.through_host(places, who, _SWITCHED_OFF)
+            self._traffic.sent_by_dask(places, who, _SWITCHED_OFF)
 
     def lost(self, address: str) -> None: ...
 

@@ -12,7 +12,10 @@ from xml.etree import ElementTree
 
 import dask
 import pytest
-from distributed import Client, Event, LocalCluster, secede, wait
+from distributed import Client, Event, LocalCluster, Scheduler, Worker, secede, wait
+from distributed.comm.registry import backends
+from distributed.comm.tcp import TCPBackend, TCPConnector, TCPListener
+from distributed.utils_test import gen_test
 
 from dask_devctx import (
     Device,
@@ -523,3 +526,44 @@ def test_devices_of_the_same_ordinal_on_one_host_have_a_part_of_their_uuid() -> 
     ]
     names = [line.split("  ")[0] for line in str(Report(devices=devices)).splitlines()[1:4]]
     assert names == ["cuda:0 GPU-1111", "cuda:0 GPU-2222", "cuda:0"]
+
+
+# -- a protocol of UCX
+
+
+class _Connector(TCPConnector):  # type: ignore[misc]
+    prefix = "ucxx://"
+
+
+class _Listener(TCPListener):  # type: ignore[misc]
+    prefix = "ucxx://"
+
+
+class _Backend(TCPBackend):  # type: ignore[misc]
+    """Connections with UCX's name. Their values go by TCP."""
+
+    _connector_class = _Connector
+    _listener_class = _Listener
+
+
+def add_up(x: SimulatedArray) -> float:
+    return float(x.sum())
+
+
+@gen_test(timeout=60)
+async def test_values_that_ucx_carries_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends, "ucxx", _Backend())
+    async with (
+        Scheduler(protocol="ucxx", port=0, dashboard=False) as scheduler,
+        Worker(scheduler.address, protocol="ucxx", nthreads=4),
+        Worker(scheduler.address, protocol="ucxx", nthreads=4),
+        Client(scheduler.address, asynchronous=True) as client,
+    ):
+        await client.register_plugin(DevicePlugin(devices_per_worker=2))
+        with dask.annotate(device=Device(0).uuid):
+            x = client.submit(SimulatedArray, (1000,), key="x")
+        with dask.annotate(device=Device(3).uuid):
+            assert await client.submit(add_up, x, key="sum") == 0
+        (row,) = [row for row in (await report(client)).transfers if row.source == Device(0).uuid]
+        assert (row.way, row.nbytes, row.copies, row.reason) == ("ucx", 8000, 1, None)
+        assert "moved by ucx: 7.8 KiB in 1 copy" in str(await report(client))

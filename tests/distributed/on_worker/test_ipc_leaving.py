@@ -350,7 +350,7 @@ def test_a_final_refusal_does_not_stay_for_the_next_worker_at_the_address() -> N
 def test_the_reasons_are_as_many_as_the_rows() -> None:
     traffic = Traffic()
     for n in range(1000):
-        traffic.through_host({"key": {Device(0): 8}}, f"tcp://10.0.0.1:{n}", "why")
+        traffic.sent_by_dask({"key": {Device(0): 8}}, f"tcp://10.0.0.1:{n}", "why")
     rows = traffic.rows()
     assert {row["reason"] for row in rows} == {"why"}
     assert len(traffic.reasons) == len(rows) < 300

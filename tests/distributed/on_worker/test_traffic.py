@@ -12,7 +12,7 @@ def test_a_heartbeat_of_a_worker_that_sends_to_a_thousand(machine: SimulatedMach
     for turn in range(2):
         for n in range(1000):
             reason = f"reason {n} of turn {turn}"
-            traffic.through_host({"x": {device: 10}}, f"tcp://host-{n}:1", reason)
+            traffic.sent_by_dask({"x": {device: 10}}, f"tcp://host-{n}:1", reason)
     traffic.count("a", "b", "ipc", 7, 0.1)
     rows = {(row["destination"], row["way"]): row for row in traffic.rows()}
     assert len(rows) == 256 + 1 + 1
