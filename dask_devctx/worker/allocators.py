@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -33,30 +33,10 @@ _of_workers: list[Callable[[int], Any]] = []
 
 @contextmanager
 def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> Iterator[None]:
-    """While it is open, memory on a worker's devices is allocated as the options say.
-
-    Parameters
-    ----------
-    worker
-        The worker. Its name is part of the names of RMM's log files.
-    devices
-        Its devices. RMM has a resource for each of them.
-    options
-        The options of the plugin.
-
-    Raises
-    ------
-    MissingPackageError
-        A package is not installed.
-    Exception
-        RMM, or a library, refuses. Torch does so if it has allocated memory on a device already.
-
-    Notes
-    -----
-    When it closes, RMM has its earlier resources and CuPy its earlier allocator. Memory that was
-    allocated meanwhile stays valid: it keeps its resource. Torch and Numba cannot change their
-    allocator later, so they continue to allocate through RMM, with the earlier resources.
-    """
+    """While it is open, memory on a worker's devices is allocated as the options say."""
+    # When it closes, RMM has its earlier resources and CuPy its earlier allocator. Memory that was
+    # allocated meanwhile stays valid: it keeps its resource. Torch and Numba cannot change their
+    # allocator later, so they continue to allocate through RMM, with the earlier resources.
     require_packages(options)
     with ExitStack() as steps:
         if rmm_options(options):
@@ -64,7 +44,7 @@ def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> I
                 steps.enter_context(_rmm_resource(device, options, worker.name))
             steps.enter_context(metric(worker, "rmm", partial(_rmm_metric, devices)))
         for library in options.rmm_allocator_external_lib_list or ():
-            steps.enter_context(_THROUGH_RMM[library]())
+            steps.enter_context(_through_rmm(library))
         if options.pool == "cupy-async":
             steps.enter_context(_cupy_async(devices))
         if options.enable_cudf_spill:
@@ -120,10 +100,8 @@ def _resource(mr: Any, device: Device, options: Options, worker_name: object) ->
 
 
 def _rmm_metric(devices: Sequence[Device], worker: Worker) -> dict[str, int]:
-    """Return RMM's bytes on the worker's devices, for the dashboard.
-
-    dask's own metric has those of the device that is current on its thread, so of CUDA's first.
-    """
+    """Return RMM's bytes on the worker's devices, for the dashboard."""
+    # dask's own metric has those of the device that is current on its thread: of CUDA's first.
     sums: Counter[str] = Counter()
     for device in devices:
         with device:
@@ -139,46 +117,26 @@ def _aligned(device: Device, size: float | str | None) -> int | None:
 # -- libraries
 
 
-@contextmanager
-def _cupy_through_rmm() -> Iterator[None]:
-    allocator = import_module("rmm.allocators.cupy").rmm_cupy_allocator
-    with _cupy_allocator(allocator):
-        yield
-
-
-@contextmanager
-def _torch_through_rmm() -> Iterator[None]:
-    if "torch" not in _lasting:
-        torch = import_module("torch")
-        allocator = import_module("rmm.allocators.torch").rmm_torch_allocator
-        torch.cuda.memory.change_current_allocator(allocator)
-        _lasting.add("torch")
-    yield
-
-
-@contextmanager
-def _numba_through_rmm() -> Iterator[None]:
-    if "numba" not in _lasting:
-        manager = import_module("rmm.allocators.numba").RMMNumbaManager
-        import_module("numba.cuda").set_memory_manager(manager)
-        _lasting.add("numba")
-    yield
-
-
-_THROUGH_RMM: dict[str, Callable[[], Any]] = {
-    "cupy": _cupy_through_rmm,
-    "torch": _torch_through_rmm,
-    "numba": _numba_through_rmm,
-}
+def _through_rmm(library: str) -> AbstractContextManager[None]:
+    """While it is open, a library allocates through RMM; torch and Numba go on for good."""
+    allocators = import_module(f"rmm.allocators.{library}")
+    if library == "cupy":
+        return _cupy_allocator(allocators.rmm_cupy_allocator)
+    if library not in _lasting:
+        if library == "torch":
+            memory = import_module("torch").cuda.memory
+            memory.change_current_allocator(allocators.rmm_torch_allocator)
+        else:
+            import_module("numba.cuda").set_memory_manager(allocators.RMMNumbaManager)
+        _lasting.add(library)
+    return nullcontext()
 
 
 @contextmanager
 def _cupy_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
-    """While it is open, CuPy uses an allocator; one that other code sets meanwhile stays.
-
-    CuPy has one allocator for a process. Its workers may end in any order: the allocator of the
-    worker that came last among those that are there is used, and in the end the earlier one.
-    """
+    """While it is open, CuPy uses an allocator; one that other code sets meanwhile stays."""
+    # CuPy has one allocator for a process. Its workers may end in any order: the allocator of the
+    # worker that came last among those that are there is used, and in the end the earlier one.
     cuda = import_module("cupy").cuda
     if not _of_workers:
         _of_workers.append(cuda.get_allocator())
@@ -197,18 +155,10 @@ def _cupy_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
 
 @contextmanager
 def _cupy_async(devices: Sequence[Device]) -> Iterator[None]:
-    """While it is open, CuPy allocates from each device's own asynchronous pool.
-
-    Notes
-    -----
-    The driver's default is to release all unused memory at each synchronization. Here the pools of
-    the worker's devices keep it, as CuPy's own pool does. ``cupy.cuda.MemoryAsyncPool`` is not
-    used: it creates a context on each visible device.
-
-    References
-    ----------
-    ``cudaMallocAsync``, ``cudaMemPoolAttrReleaseThreshold``, ``cudaMemPoolTrimTo``.
-    """
+    """While it is open, CuPy allocates from each device's own asynchronous pool."""
+    # By default, the driver releases all unused memory at each synchronization. The pools of the
+    # worker's devices keep it, as CuPy's own pool does: cudaMemPoolAttrReleaseThreshold.
+    # `cupy.cuda.MemoryAsyncPool` is not used: it creates a context on each visible device.
     cuda = import_module("cupy").cuda
     runtime = cuda.runtime
     threshold = runtime.cudaMemPoolAttrReleaseThreshold

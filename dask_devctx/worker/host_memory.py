@@ -17,44 +17,19 @@ def counting_host_memory(
     written: Callable[[Hashable, object], None],
     read_back: Callable[[Hashable, object], None],
 ) -> AbstractContextManager[None]:
-    """While it is open, only values in host memory count towards a worker's spilling to disk.
-
-    Parameters
-    ----------
-    worker
-        The worker. Values that it holds when this closes stay counted in this way.
-    written
-        Called with a key and its value whenever dask is about to write it to disk.
-    read_back
-        Called with a key and its value whenever dask has read it from disk.
-
-    Notes
-    -----
-    dask counts the bytes of a CuPy array like those of a NumPy array. It writes values to disk if
-    they exceed a fraction of ``memory_limit``, which is host memory. A machine whose GPUs have more
-    memory than its host would spill long before the GPUs are full, and free no host memory by it.
-
-    This concerns the fraction ``distributed.worker.memory.target``. When the process itself grows
-    beyond ``…memory.spill``, dask chooses values by age alone, also values on devices.
-    """
+    """While it is open, only values in host memory count towards a worker's spilling to disk."""
+    # dask counts the bytes of a CuPy array like those of a NumPy array, and writes values to disk
+    # if they exceed a fraction of `memory_limit`, which is host memory. A machine whose GPUs have
+    # more memory than its host would spill long before the GPUs are full, and free no host memory
+    # by it. This concerns the fraction `distributed.worker.memory.target`. When the process itself
+    # grows beyond `….spill`, dask chooses values by age alone, also values on devices.
     return spilling(worker, weigh=_in_host_memory, written=written, read_back=read_back)
 
 
 def fair_limit(worker: Worker, fair: int) -> AbstractContextManager[None]:
-    """While it is open, a worker's automatic memory limit is its fair part of the host's memory.
-
-    Parameters
-    ----------
-    worker
-        The worker. A limit that a user gave does not change.
-    fair
-        The bytes of its fair part.
-
-    Notes
-    -----
-    dask's ``memory_limit="auto"`` follows from ``nthreads``, which is generous for a worker with
-    devices. Several such workers would have more memory together than there is.
-    """
+    """While it is open, a worker's automatic memory limit is its fair part of the host's memory."""
+    # dask's `memory_limit="auto"` follows from `nthreads`, which is generous for a worker with
+    # devices. Several such workers would have more memory together than there is.
     limit = worker.memory_manager.memory_limit
     if has_automatic_limit(worker) and fair < limit:
         return limited_memory(worker, fair)

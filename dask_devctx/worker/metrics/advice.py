@@ -14,15 +14,7 @@ logger = logging.getLogger("distributed.worker.dask_devctx")
 
 
 class Advice:
-    """Warns once if dask gives a worker too few tasks to keep its devices busy.
-
-    Parameters
-    ----------
-    worker
-        The worker.
-    running
-        How many tasks its devices run at a time.
-    """
+    """Warns once if dask gives a worker too few tasks to keep its devices busy."""
 
     def __init__(self, worker: Worker, running: int) -> None:
         self._worker = worker

@@ -31,11 +31,6 @@ _epochs = itertools.count()
 class Ring:
     """The latest rows of one kind, numbered from 0; threads may append.
 
-    Parameters
-    ----------
-    limit
-        How many rows are kept.
-
     Examples
     --------
     >>> ring = Ring(2)
@@ -59,15 +54,7 @@ class Ring:
             self._rows.append(row)
 
     def since(self, number: int, most: int | None = None) -> tuple[list[tuple[Any, ...]], int, int]:
-        """Return the rows from a number on, the number of the next row, and how many are lost.
-
-        Parameters
-        ----------
-        number
-            The number of the first row that the reader lacks.
-        most
-            The most rows to return; None for all.
-        """
+        """Return the rows from a number on, the number of the next row, and how many are lost."""
         with self._lock:
             first = self._total - len(self._rows)
             begin = min(max(number, first), self._total)
@@ -77,24 +64,7 @@ class Ring:
 
 
 class History:
-    """The history of one worker.
-
-    Parameters
-    ----------
-    limit
-        How many rows of each kind are kept.
-    devices
-        The worker's devices.
-    offset
-        Returns the seconds by which the scheduler's clock is ahead of this process's.
-
-    Attributes
-    ----------
-    tasks, copies, incidents, samples
-        The rings.
-    refresh
-        Called before each answer: it may add rows.
-    """
+    """The latest tasks, copies, incidents and samples of one worker, by the scheduler's clock."""
 
     def __init__(
         self, limit: int, devices: Sequence[Device] = (), offset: Callable[[], float] = lambda: 0.0
@@ -104,7 +74,7 @@ class History:
         self.copies = Ring(limit)
         self.incidents = Ring(limit)
         self.samples = Ring(min(_SAMPLES, limit) * len(devices))
-        self.refresh: Callable[[], object] = lambda: None
+        self.refresh: Callable[[], object] = lambda: None  # it may add rows before an answer
         self._offset = offset
         self._epoch = f"{time.time()}-{next(_epochs)}"
 
@@ -124,36 +94,14 @@ class History:
         begun: float | None = None,
         timed: bool = True,
     ) -> None:
-        """Note a copy that ended just now, or at another time; on any thread.
-
-        Parameters
-        ----------
-        source, target, nbytes, way, values
-            As in :class:`~dask_devctx.scheduler.rows.Copy`.
-        seconds
-            Its duration.
-        begun
-            When it began by this process's clock, if it did not end just now.
-        timed
-            Whether the duration is that of the copy itself.
-        """
+        """Note a copy that ended just now, or that began at another time; on any thread."""
         start = self.now() - seconds if begun is None else begun + self._offset()
         self.copies.append((source, target, nbytes, start, start + seconds, way, values, timed))
 
     def copied_between(
         self, source: Device, target: Device, nbytes: int, begun: float, seconds: float | None
     ) -> None:
-        """Note a copy within the worker; on any thread.
-
-        Parameters
-        ----------
-        source, target, nbytes
-            The devices and the bytes.
-        begun
-            When it was ordered, by this process's clock.
-        seconds
-            Its duration; None if it was not timed.
-        """
+        """Note a copy within the worker; ``seconds`` is None if it was not timed; on any thread."""
         ends, timed = (source.uuid, target.uuid), seconds is not None
         self.copied(*ends, nbytes, seconds or 0.0, "peer", begun=begun, timed=timed)
 
@@ -168,15 +116,8 @@ class History:
         self.incidents.append((what, self.now(), uuid, key, text))
 
     def answer(self, epoch: str | None = None, since: Mapping[str, int] | None = None) -> Any:
-        """Return the rows since some numbers, as plain data; a worker's handler.
-
-        Parameters
-        ----------
-        epoch
-            The epoch of the last answer. In another epoch, all numbers begin at 0 again.
-        since
-            The numbers of the last answer's ``next``.
-        """
+        """Return the rows since the numbers of the last answer's ``next``: a worker's handler."""
+        # In another epoch, which is another plugin's, all numbers begin at 0 again.
         self.refresh()
         numbers = since if isinstance(since, Mapping) and epoch == self._epoch else {}
         rows, following, lost = {}, {}, {}
@@ -196,15 +137,7 @@ class History:
 
 @contextmanager
 def remembering(worker: Worker, devices: Sequence[Device], limit: int) -> Iterator[History]:
-    """While it is open, a worker has a history and answers questions about it.
-
-    Parameters
-    ----------
-    worker, devices
-        The worker and its devices.
-    limit
-        How many rows of each kind are kept.
-    """
+    """While it is open, a worker has a history and answers questions about it."""
     history = History(limit, devices, lambda: worker.scheduler_delay)
     with answering(worker, {HISTORY: history.answer}, to_the_end=True):
         yield history

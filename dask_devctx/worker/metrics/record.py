@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict
 from time import monotonic
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from dask_devctx.dask_internals.tasks import add_metadata
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.counts import DEVICE, METRIC
-from dask_devctx.scheduler.rows import Sample, TaskRun
+from dask_devctx.scheduler.rows import DeviceCounts, Sample, TaskRun
 from dask_devctx.worker.metrics.history import History
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
@@ -31,28 +31,23 @@ _TEXT: Final = 2_000
 # The fields of the row of a task's only device, or first one.
 _ONE_DEVICE: Final = len(TaskRun.__slots__) - 1
 _DEVICE_ID: Final = TaskRun.__slots__.index("device_id")
-# The keys of a device's row that a sample has too.
+# The counts that a sample has too.
 _SAMPLED: Final = tuple(name for name in Sample.__slots__ if name not in ("uuid", "time"))
 
 
-@dataclass
 class _Tally:
-    """One device's tasks."""
+    """One device's counts, and what they are made from."""
 
-    device: Device
-    under_way: int = 0
-    done: int = 0
-    failed: int = 0
-    busy_s: float = 0.0
-    place_s: float = 0.0
-    inputs_s: float = 0.0
-    memory_s: float = 0.0
-    occupied_s: float = 0.0
-    # The moment since which it has tasks, if it has any, and the moment at which it was asked for
-    # the memory of other processes.
-    since: float = 0.0
-    asked_at: float = float("-inf")
-    others: int | None = None
+    def __init__(self, device: Device, before: _Tally | None) -> None:
+        self._device = device
+        self.under_way = 0
+        self.since = 0.0  # the moment since which it has tasks
+        self.asked_at = float("-inf")  # when NVML was asked for the memory of other processes
+        if before is None:
+            self.counts = asdict(DeviceCounts(device.device_id, device.uuid, device.name))
+        else:  # a plugin that took another one's place: no task is under way
+            self.counts = dict(before.counts)
+            self.counts["occupied_s"] += before.busy_now_s(monotonic())
 
     def begin(self) -> None:
         """Count a task that is about to run."""
@@ -64,61 +59,43 @@ class _Tally:
         """Count a task no longer."""
         self.under_way -= 1
         if not self.under_way:
-            self.occupied_s += monotonic() - self.since
+            self.counts["occupied_s"] += monotonic() - self.since
+
+    def busy_now_s(self, now: float) -> float:
+        """Return the seconds since which it has tasks; 0 if it has none."""
+        return now - self.since if self.under_way else 0.0
+
+    def row(self, waiting: int, out_of_memory: int, memory: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the counts as they are now."""
+        backend, now, counts = driver.backend(), monotonic(), self.counts
+        device = self._device.info
+        if now - self.asked_at > _PROCESSES_AGE_S:
+            self.asked_at = now
+            counts["memory_others"] = discovery.memory_of_others(backend, device)
+        free, total = discovery.memory_info(backend, device) or (None, None)
+        utilization, bandwidth = discovery.utilization(backend, device) or (None, None)
+        queued = min(waiting, self.under_way)
+        row = counts | {
+            "queued": queued,
+            "running": self.under_way - queued,
+            "memory_free": free,
+            "memory_total": total,
+            "utilization": utilization,
+            "bandwidth": bandwidth,
+            "out_of_memory": out_of_memory,
+            "occupied_s": counts["occupied_s"] + self.busy_now_s(now),
+        }
+        for name, value in memory.items():
+            row[name if name in row else f"memory_{name}"] = value
+        return row
 
 
 # The counts of each worker by device: a plugin that takes another one's place goes on with them.
 _tallies: WeakKeyDictionary[Worker, dict[Device, _Tally]] = WeakKeyDictionary()
 
 
-def _going_on(worker: Worker, devices: Sequence[Device]) -> dict[Device, _Tally]:
-    """Return a worker's counts for some devices; those for others are forgotten."""
-    before, now = _tallies.get(worker, {}), monotonic()
-    found = {}
-    for device in devices:
-        tally = before.get(device, _Tally(device))
-        if tally.under_way:
-            tally.occupied_s += now - tally.since
-        found[device] = replace(tally, under_way=0)
-    _tallies[worker] = found
-    return found
-
-
 class Record:
-    """Records which tasks ran on each device of a worker.
-
-    Parameters
-    ----------
-    worker
-        The worker; its counts go on if it had a plugin before.
-    devices
-        The worker's devices.
-    tasks_per_device
-        How many tasks run on a device at a time.
-    history
-        Gets a row for each task that ends.
-    remembered
-        How many refused tasks are remembered.
-
-    Attributes
-    ----------
-    refusals
-        The latest tasks that got no device: key, prefix and reason.
-    without_device
-        The number of tasks that ended and ran on no device.
-    memory
-        Functions that return a device's bytes of some kind: ``"limit"``, ``"held"``, ``"copies"``,
-        ``"spilled"`` or ``"staging"``.
-    retried
-        How often memory ran out, by device.
-    waiting
-        Returns how many tasks wait for a place on a device.
-
-    Notes
-    -----
-    Use it only on the worker's event loop. :meth:`placed` also adds the device's UUID to the task's
-    metadata, which readers of dask's own task stream see.
-    """
+    """Records, on the worker's event loop, which tasks ran on each device of the worker."""
 
     metric = METRIC
 
@@ -130,34 +107,28 @@ class Record:
         history: History,
         remembered: int,
     ) -> None:
+        # The latest tasks that got no device: key, prefix and reason.
         self.refusals: deque[tuple[Hashable, str, str]] = deque(maxlen=remembered)
-        self.without_device = 0
+        self.without_device = 0  # tasks that ended and ran on no device
+        # Functions of a device that return counts: `"held"` is the field `memory_held`.
         self.memory: dict[str, Callable[[Device], int | None]] = {}
-        self.retried: Mapping[Device, int] = {}
+        self.retried: Mapping[Device, int] = {}  # how often memory ran out
+        # Returns how many tasks wait for a place on a device.
         self.waiting: Callable[[Device], int] = lambda device: 0
         self._worker = worker
         self._history = history
-        self._tallies = _going_on(worker, devices)
+        before = _tallies.get(worker, {})
+        self._tallies = {device: _Tally(device, before.get(device)) for device in devices}
+        _tallies[worker] = self._tallies
         self._ids = {device: (device.uuid, device.device_id) for device in devices}
         self._latest: list[dict[str, Any]] = []
         # The further devices of tasks that have several, by key.
         self._more: dict[Hashable, tuple[Device, ...]] = {}
-        self._tasks_per_device = tasks_per_device
 
     def placed(
         self, ts: Any, device: Device, before: Device | None, more: Sequence[Device] = ()
     ) -> None:
-        """Count a task that is about to run on a device, and no longer on its device before.
-
-        Parameters
-        ----------
-        ts
-            The worker's state of the task.
-        device, before
-            Its first device, and the first device that it had before.
-        more
-            Its further devices.
-        """
+        """Count a task that is about to run on devices, and no longer on its first one before."""
         if before is not None:
             self._leave(ts.key, before)
         self._tallies[device].begin()
@@ -165,7 +136,7 @@ class Record:
             self._more[ts.key] = tuple(more)
             for one in more:
                 self._tallies[one].begin()
-        add_metadata(ts, DEVICE, device.uuid)
+        add_metadata(ts, DEVICE, device.uuid)  # readers of dask's own task stream see it
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device and fails with this error."""
@@ -175,32 +146,18 @@ class Record:
         self._history.happened("refused", key=ts.key, text=reason)
 
     def left(self, device: Device, key: Hashable, ts: Any) -> float | None:
-        """Count a task that leaves its devices; return its seconds, or None if it did not end.
-
-        Parameters
-        ----------
-        device
-            Its first device.
-        key
-            Its key.
-        ts
-            The worker's state of the task, or None if the worker forgot the task.
-        """
+        """Count a task that leaves its devices; return its seconds, or None if it did not end."""
         more = self._leave(key, device)
         if ts is None or ts.state not in ("memory", "error"):
             return None  # it was given up, started again or seceded: it has no run yet
         seconds = self.ended(device, ts, more)
         if seconds is not None:
             for one in (device, *more):
-                self._tallies[one].busy_s += seconds
+                self._tallies[one].counts["busy_s"] += seconds
         return seconds
 
     def ended(self, device: Device | None, ts: Any, more: Sequence[Device] = ()) -> float | None:
-        """Remember a task that is done or failed; return its seconds, or None if it did not run.
-
-        :meth:`left` calls this. Call it directly for a task that seceded, and, with None, for a
-        task without a device.
-        """
+        """Remember a task that is done or failed; return its seconds, or None if it did not run."""
         start = stop = None
         failed = ts.state == "error"
         for times in ts.startstops:
@@ -215,15 +172,11 @@ class Record:
         else:
             uuid, device_id = self._ids[device]
             waited = getattr(ts.run_spec, "waited", _NO_WAIT)
-            place_s, inputs_s, memory_s, _ = waited
-            tally = self._tallies[device]
-            tally.place_s += place_s
-            tally.inputs_s += inputs_s
-            tally.memory_s += memory_s
-            if failed:
-                tally.failed += 1
-            else:
-                tally.done += 1
+            counts = self._tallies[device].counts
+            counts["place_s"] += waited[0]
+            counts["inputs_s"] += waited[1]
+            counts["memory_s"] += waited[2]
+            counts["failed" if failed else "done"] += 1
         if failed:
             text = getattr(ts, "exception_text", "")
             self._history.happened("error", uuid, ts.key, text[:_TEXT])
@@ -259,21 +212,28 @@ class Record:
             "without_device": self.without_device,
         }
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each device: the fields of ``DeviceCounts``, as plain data."""
+        return [
+            tally.row(
+                self.waiting(device),
+                self.retried.get(device, 0),
+                {name: function(device) for name, function in self.memory.items()},
+            )
+            for device, tally in self._tallies.items()
+        ]
+
     def metrics(self, worker: object) -> list[dict[str, Any]]:
         """Return the heartbeat's rows, one for each device; they are samples of the history too."""
-        rows, now = self.rows(), self._history.now()
-        for row in rows:
+        self._latest, now = self.rows(), self._history.now()
+        for row in self._latest:
             self._history.samples.append((row["uuid"], now, *map(row.__getitem__, _SAMPLED)))
-        self._latest = rows
-        return rows
+        return self._latest
 
     @contextmanager
     def in_heartbeats(self) -> Iterator[None]:
-        """While it is open, the worker's heartbeats carry the counts.
-
-        Numbers and text are columns of dask's page of the workers. A worker without devices has
-        none of them.
-        """
+        """While it is open, the worker's heartbeats carry the counts."""
+        # Numbers and text are columns of dask's page of the workers.
         columns = {
             "devices": lambda worker: ", ".join(map(str, self._tallies)),
             "device tasks": lambda worker: self._sum("running", "queued"),
@@ -289,53 +249,3 @@ class Record:
 
     def _sum(self, *names: str) -> int:
         return sum(row[name] or 0 for row in self._latest for name in names)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each device, as plain data.
-
-        The keys are the fields of :class:`~dask_devctx.scheduler.rows.DeviceCounts`.
-        """
-        backend, now = driver.backend(), monotonic()
-        rows = []
-        for device, tally in self._tallies.items():
-            queued = min(self.waiting(device), tally.under_way)
-            free, total = discovery.memory_info(backend, device.info) or (None, None)
-            utilization, bandwidth = discovery.utilization(backend, device.info) or (None, None)
-            if now - tally.asked_at > _PROCESSES_AGE_S:
-                tally.asked_at = now
-                tally.others = discovery.memory_of_others(backend, device.info)
-            under_way_s = now - tally.since if tally.under_way else 0.0
-            memory = {name: function(device) for name, function in self.memory.items()}
-            rows.append(
-                {
-                    "device_id": device.device_id,
-                    "uuid": device.uuid,
-                    "name": device.name,
-                    "queued": queued,
-                    "running": tally.under_way - queued,
-                    "done": tally.done,
-                    "failed": tally.failed,
-                    "busy_s": tally.busy_s,
-                    "memory_free": free,
-                    "memory_total": total,
-                    "occupied_s": tally.occupied_s + under_way_s,
-                    "memory_limit": memory.get("limit"),
-                    "memory_held": memory.get("held"),
-                    "memory_copies": memory.get("copies"),
-                    "memory_spilled": memory.get("spilled"),
-                    "memory_others": tally.others,
-                    "utilization": utilization,
-                    "bandwidth": bandwidth,
-                    "place_s": tally.place_s,
-                    "inputs_s": tally.inputs_s,
-                    "memory_s": tally.memory_s,
-                    "out_of_memory": self.retried.get(device, 0),
-                    "spills": memory.get("spills", 0),
-                    "spilled_nbytes": memory.get("spilled_nbytes", 0),
-                    "unspills": memory.get("unspills", 0),
-                    "unspilled_nbytes": memory.get("unspilled_nbytes", 0),
-                    "spills_for_retries": memory.get("spills_for_retries", 0),
-                    "memory_staging": memory.get("staging"),
-                }
-            )
-        return rows
