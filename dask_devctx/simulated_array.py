@@ -326,10 +326,10 @@ class _Memory:
                 f"Use CuPy's array, or set {driver.SIMULATED_DEVICES_VARIABLE}",
             )
         if Device.current() is device:  # the current context may be one that the user made
-            pointer = backend.calls.work.allocate(nbytes)
+            pointer = backend.calls.work.allocate(nbytes, as_a_user=True)
         else:
             with device:
-                pointer = backend.calls.work.allocate(nbytes)
+                pointer = backend.calls.work.allocate(nbytes, as_a_user=True)
         self._block = backend.machine.driver.block(pointer)
         weakref.finalize(self, _free, backend, pointer).atexit = False
 

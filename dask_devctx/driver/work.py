@@ -6,6 +6,8 @@ Scopes do not need them. Copies between devices do, and so do probes of a device
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
@@ -21,8 +23,7 @@ _DISABLE_TIMING = 2
 class WorkCalls:
     """Checked calls for work; most of them act on the current context.
 
-    Calls that a library would make for a user, such as :meth:`allocate`, may spoil a graph that
-    another thread captures in the mode "global"; calls that only this package makes do not.
+    They spoil no graph that another thread captures, but those that say so.
 
     Parameters
     ----------
@@ -170,15 +171,18 @@ class WorkCalls:
         free, total = self._value(self.driver.cuMemGetInfo)
         return int(free), int(total)
 
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int, *, as_a_user: bool = False) -> int:
+        """Return memory; an allocation ``as_a_user`` may spoil captures, as a library's would."""
         try:
-            return int(self._value(self.driver.cuMemAlloc, nbytes))
+            with nullcontext() if as_a_user else RelaxedCapture(self):
+                return int(self._value(self.driver.cuMemAlloc, nbytes))
         except DeviceMemoryError as error:
             said = error.function, error.status, error.code, error.description
             raise DeviceMemoryError(*said, nbytes) from None
 
     def free(self, pointer: int) -> None:
-        self._value(self.driver.cuMemFree, pointer)
+        with RelaxedCapture(self):
+            self._value(self.driver.cuMemFree, pointer)
 
     def copy_peer(
         self, target: int, context: int, source: int, source_context: int, nbytes: int, stream: int
@@ -252,12 +256,12 @@ class WorkCalls:
         )
 
     def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
-        """Return the bytes at a device address, after all earlier work of the default stream."""
+        """Return the bytes at a device address; waits for no earlier work."""
         import ctypes
 
         host = ctypes.create_string_buffer(nbytes)
-        device = self.types.CUdeviceptr(pointer)
-        self._value(self.driver.cuMemcpyDtoH, ctypes.addressof(host), device, nbytes)
+        with self._stream_for_one_call() as stream:
+            self.copy_out(ctypes.addressof(host), pointer, nbytes, stream)
         return host.raw
 
     def copy_from_host(self, pointer: int, data: bytes) -> None:
@@ -265,8 +269,18 @@ class WorkCalls:
         import ctypes
 
         host = ctypes.create_string_buffer(data, len(data))
-        device = self.types.CUdeviceptr(pointer)
-        self._value(self.driver.cuMemcpyHtoD, device, ctypes.addressof(host), len(data))
+        with self._stream_for_one_call() as stream:
+            self.copy_in(pointer, ctypes.addressof(host), len(data), stream)
+
+    @contextmanager
+    def _stream_for_one_call(self) -> Iterator[int]:
+        # The legacy stream, which a synchronous copy uses, would spoil the capture of another one.
+        stream = self.stream_create()
+        try:
+            yield stream
+            self.stream_synchronize(stream)
+        finally:
+            self.stream_destroy(stream)
 
     def copy_out(self, host: int, source: int, nbytes: int, stream: int) -> None:
         """Enqueue a copy from a device address to a host address.

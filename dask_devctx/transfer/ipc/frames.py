@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.transfer.ipc.headers import MalformedHeaderError
 
 
@@ -95,7 +96,8 @@ def allocate(kind: str, nbytes: int, detail: Any, device: Device) -> tuple[Any, 
         There is not enough memory. Each library raises its own class: torch's is a
         ``RuntimeError``.
     """
-    return allocators[kind](nbytes, detail, device)
+    with RelaxedCapture(device._backend.calls.work):
+        return allocators[kind](nbytes, detail, device)
 
 
 def _cupy(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:

@@ -1,0 +1,75 @@
+"""Tasks capture graphs while others on their device return, send and spill: none is spoiled."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from cuda.bindings.driver import CUresult, CUstreamCaptureMode
+from distributed import wait
+
+from dask_devctx import Device, SimulatedArray, driver, report
+from tests.distributed import peers
+
+GLOBAL, THREAD_LOCAL, RELAXED = CUstreamCaptureMode
+MIB = 2**20
+CAPTURES = 40
+
+
+def capture(index: int, mode: int, blocking: bool) -> str:
+    """Capture a stream of the current device for some time; return how that ended."""
+    calls = driver.backend().machine.driver
+    stream = calls.cuStreamCreate(0 if blocking else 1)[1]
+    calls.cuStreamBeginCapture(stream, CUstreamCaptureMode(mode))
+    time.sleep(0.02)
+    return CUresult(calls.cuStreamEndCapture(stream)[0]).name
+
+
+def array(index: int) -> SimulatedArray:
+    made = SimulatedArray((MIB // 8,))
+    made[...] = float(index)
+    return made
+
+
+def same(value: SimulatedArray, again: int) -> SimulatedArray:
+    """Return an input: it is moved, and its new owner is stamped."""
+    return value
+
+
+def total(value: SimulatedArray) -> float:
+    device = Device.current()
+    assert value.device is device
+    return float(value.get().sum()) / (MIB // 8)
+
+
+@pytest.mark.parametrize("blocking", [False, True], ids=["non-blocking", "blocking"])
+@pytest.mark.parametrize("mode", [THREAD_LOCAL, RELAXED, GLOBAL], ids=lambda mode: mode.name[23:])
+def test_no_capture_is_spoiled_and_all_values_are_right(mode: Any, blocking: bool) -> None:
+    """On two workers: values are made before, as a graph in global mode forbids to allocate."""
+    options = {"device_memory_limit": 8 * MIB, "tasks_per_device": 3, "memory_limit": 0}
+    with peers.cluster(2, **options) as (client, workers):
+        made = client.map(array, range(24), workers=workers[:1], pure=False)
+        wait(made, timeout=60)
+        captures = client.map(
+            capture,
+            range(CAPTURES),
+            mode=int(mode),
+            blocking=blocking,
+            workers=workers[:1],
+            pure=False,
+            priority=10,
+        )
+        returned = [
+            client.submit(same, value, again, workers=workers[:1], pure=False)
+            for again in range(4)
+            for value in made[:4]
+        ]
+        sent = client.map(total, made, workers=workers[1:], pure=False)
+        assert Counter(client.gather(captures)) == {"CUDA_SUCCESS": CAPTURES}
+        assert client.gather(sent) == [float(index) for index in range(24)]
+        totals = client.gather(client.map(total, returned, workers=workers[1:]))
+        assert totals == [0.0, 1.0, 2.0, 3.0] * 4
+        assert peers.ways(client)["ipc"] > 0
+        assert sum(row.spills for row in report(client).devices) > 0
