@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from distributed import Client, wait
 from needs import needs
-from pictures import picture
+from pictures import above, picture
 
 from dask_devctx import LocalDeviceCluster, driver, report
 
@@ -42,16 +42,17 @@ def to_host(block: Any) -> Any:
 
 def draw(done: Any, path: Path) -> None:
     """Write the memory of each device: values that it holds, and those that it has moved away."""
-    names = [f"cuda:{device.device_id}" for device in done.devices]
-    held = [device.memory_held / MIB for device in done.devices]
-    away = [device.memory_spilled / MIB for device in done.devices]
+    found = sorted(done.devices, key=lambda device: -device.device_id)  # the first one on top
+    names = [f"cuda:{device.device_id}" for device in found]
+    held = [device.memory_held / MIB for device in found]
+    away = [device.memory_spilled / MIB for device in found]
 
     def bars(axis: Any) -> None:
         axis.barh(names, held, color="#4477aa", label="on the device")
         axis.barh(names, away, left=held, color="#ee8866", label="in host memory")
-        axis.axvline(done.devices[0].memory_limit / MIB, color="k", ls="--", label="limit")
+        axis.axvline(found[0].memory_limit / MIB, color="k", ls="--", label="limit")
         axis.set_xlabel("MiB of values that dask keeps")
-        axis.legend(frameon=False, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+        above(axis)
 
     picture(path, bars, height=1.4 + 0.3 * len(names))
 

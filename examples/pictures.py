@@ -30,31 +30,42 @@ def picture(path: Path, draw: Callable[[Any], None], *, height: float = 2.4) -> 
     print(f"{path}: a picture")
 
 
+def above(axis: Any) -> None:
+    """Put a legend above the axes, as wide as they are at most."""
+    axis.legend(frameon=False, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+
+
 def lanes(done: Any, path: Path, prefixes: tuple[str, ...]) -> None:
     """Write the tasks of some names on each device over time; `done` is a report."""
     ordered = sorted(done.devices, key=lambda device: device.device_id)
-    names = {device.uuid: f"cuda:{device.device_id}" for device in ordered}
+    names = {(device.worker, device.device_id): f"cuda:{device.device_id}" for device in ordered}
     runs = [run for run in [*done, *done.without_device] if run.prefix in prefixes and run.start]
     origin = min((run.start for run in runs), default=0)
+    colours = dict(zip(prefixes, COLOURS, strict=False))
 
     def draw(axis: Any) -> None:
-        last = [] if all(run.uuid in names for run in runs) else ["no device"]
-        axis.barh([*names.values(), *last][::-1], 0)  # the order of the lanes
-        for prefix, colour in zip(prefixes, COLOURS, strict=False):
-            mine = [run for run in runs if run.prefix == prefix]
+        last = [] if all(run.device_ids for run in runs) else ["no device"]
+        axis.barh([*dict.fromkeys(names.values()), *last][::-1], 0)  # the order of the lanes
+        for prefix in sorted({run.prefix for run in runs}, key=prefixes.index):
+            bars = [
+                (names.get((run.worker, ordinal), "no device"), run)
+                for run in runs
+                if run.prefix == prefix
+                for ordinal in run.device_ids or (None,)
+            ]
             axis.barh(
-                [names.get(run.uuid, "no device") for run in mine],
-                [run.stop - run.start for run in mine],
-                left=[run.start - origin for run in mine],
-                color=colour,
+                [name for name, _ in bars],
+                [run.stop - run.start for _, run in bars],
+                left=[run.start - origin for _, run in bars],
+                color=colours[prefix],
                 edgecolor="white",
                 linewidth=0.3,
                 label=prefix,
             )
         axis.set_xlabel("seconds since the first task began")
-        axis.legend(frameon=False, ncols=len(prefixes), loc="lower left", bbox_to_anchor=(0, 1))
+        above(axis)
 
-    picture(path, draw, height=1.4 + 0.3 * len(names))
+    picture(path, draw, height=1.6 + 0.3 * len(names))
 
 
 def contact_sheet(results: dict[str, Any], path: Path) -> None:
