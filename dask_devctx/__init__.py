@@ -8,14 +8,11 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dask_devctx.cuda.any_context import CacheConfig, StreamPriorityRange
 from dask_devctx.cuda.context import Context
 from dask_devctx.cuda.device import Device, devices
-from dask_devctx.cuda.flags import ContextFlags
-from dask_devctx.cuda.limits import Limit
-from dask_devctx.cuda.on_device import on_device
+from dask_devctx.cuda.on_device import on_device, task_devices
 from dask_devctx.cuda.primary import PrimaryContext
-from dask_devctx.cuda.several import task_devices
+from dask_devctx.cuda.properties import CacheConfig, ContextFlags, Limit, StreamPriorityRange
 from dask_devctx.errors import (
     DevctxError,
     DeviceFailedError,

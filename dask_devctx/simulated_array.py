@@ -399,7 +399,7 @@ def _check(array: SimulatedArray) -> _Array:
     if memory is not None and not memory.is_current() and array._data.size:
         if array._device is not (here := _here()):
             raise DeviceMismatchError(
-                f"an array of shape {array.shape}", f"{array._device}", f"{here}"
+                f"an array of shape {array.shape}", str(array._device), str(here)
             )
         if Device.current() or not memory.is_primary():
             memory.illegal_address()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dask_devctx.config.options import LOOK_AHEAD, Options
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.export import can_export
+from dask_devctx.cuda.inspection import can_export
 from dask_devctx.dask_internals.submits import users_level
 from dask_devctx.errors.base import counted, nbytes_text
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import warnings
 import weakref
 from abc import ABCMeta
-from collections.abc import Iterable
-from typing import Literal, overload
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Literal, overload
 
 from dask_devctx import driver
-from dask_devctx.cuda.any_context import AnyContext
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.flags import ContextFlags, joined, written
-from dask_devctx.cuda.primary import PrimaryContext
-from dask_devctx.cuda.scope import lives
-from dask_devctx.cuda.temporary import Temporary
+from dask_devctx.cuda.primary import AnyContext, PrimaryContext
+from dask_devctx.cuda.properties import ContextFlags, joined, written
+from dask_devctx.cuda.scope import lives, raise_or_note
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError, DeviceScopeError
@@ -24,7 +24,7 @@ from dask_devctx.errors import DevctxError, DeviceScopeError
 Flags = ContextFlags | Iterable[ContextFlags]
 
 
-class Context(AnyContext[Device], metaclass=ABCMeta):
+class Context(AnyContext, metaclass=ABCMeta):
     """A CUDA context that this object owns, or borrows.
 
     Parameters
@@ -96,7 +96,7 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
             raise
 
     @classmethod
-    def temporary(cls, device: object, *more: Flags, flags: Flags = ()) -> Temporary[Context]:
+    def temporary(cls, device: object, *more: Flags, flags: Flags = ()) -> Temporary:
         """Return a scope that makes a context and enters it, and leaves it and closes it.
 
         Parameters
@@ -121,15 +121,13 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
 
     @overload
     @classmethod
-    def current(
-        cls, *, required: Literal[False] = False
-    ) -> Context | PrimaryContext[Device] | None: ...
+    def current(cls, *, required: Literal[False] = False) -> Context | PrimaryContext | None: ...
     @overload
     @classmethod
-    def current(cls, *, required: Literal[True]) -> Context | PrimaryContext[Device]: ...
+    def current(cls, *, required: Literal[True]) -> Context | PrimaryContext: ...
 
     @classmethod
-    def current(cls, *, required: bool = False) -> Context | PrimaryContext[Device] | None:
+    def current(cls, *, required: bool = False) -> Context | PrimaryContext | None:
         """Return the context that is current on this thread, borrowed, or None.
 
         Parameters
@@ -170,19 +168,11 @@ class Context(AnyContext[Device], metaclass=ABCMeta):
         device = Device._of_current_context(backend)
         if device.primary_context.has_handle(handle):
             return device.primary_context
-        return cls._borrowed(backend, device, handle, identity)
-
-    @classmethod
-    def _borrowed(
-        cls, backend: Backend, device: Device, handle: int, identity: int | None
-    ) -> Context:
-        self = Context.__new__(Context)
-        self._backend = backend
-        self._device = device
-        self._handle = handle
-        self._identity = identity
-        self._owned = False
-        return self
+        borrowed = Context.__new__(Context)
+        borrowed._backend, borrowed._device = backend, device
+        borrowed._handle, borrowed._identity = handle, identity
+        borrowed._owned = False
+        return borrowed
 
     def _bind(self) -> int:
         raise DeviceScopeError(self, "cannot be entered: this context was closed")
@@ -294,10 +284,8 @@ def _owners(backend: Backend) -> _Owners:
 
 
 def _unmake(backend: Backend, handle: int, before: int, error: BaseException) -> None:
-    """Destroy a context whose making failed half-way; ``handle`` is 0 if it is not known yet.
-
-    The context is still current if it is on the driver's stack. Destroying it takes it off.
-    """
+    """Destroy a context whose making failed half-way; ``handle`` is 0 if it is not known yet."""
+    # It is still current if it is on the driver's stack. Destroying it takes it off.
     calls = backend.calls
     try:
         current = calls.current()
@@ -308,3 +296,42 @@ def _unmake(backend: Backend, handle: int, before: int, error: BaseException) ->
         error.add_note(f"The context that was made half-way could not be destroyed: {refused}")
         if calls.current() != before:
             calls.set_current(0)
+
+
+class Temporary:
+    """A scope that makes a context for each ``with``: ``Context.temporary`` returns it."""
+
+    # Reusable and reentrant, on any thread.
+
+    def __init__(self, make: Callable[[], Context], written: str) -> None:
+        self._make = make
+        self._written = written
+        self._thread = threading.local()
+
+    def __enter__(self) -> Context:
+        with ExitStack() as stack:
+            own = self._make()
+            stack.push(functools.partial(_close, own))
+            stack.enter_context(own)
+            vars(self._thread).setdefault("open", []).append(stack.pop_all())
+        return own
+
+    def __exit__(self, *error: Any) -> Literal[False]:
+        stacks: list[ExitStack] = getattr(self._thread, "open", [])
+        if not stacks:
+            raise DeviceScopeError(
+                self._written, "was left on a thread that did not enter it; nothing was changed"
+            )
+        stacks.pop().__exit__(*error)
+        return False
+
+    def __repr__(self) -> str:
+        return self._written
+
+
+def _close(context: Context, kind: object, exc: BaseException | None, traceback: object) -> None:
+    """Close a context on leaving, without hiding the body's exception."""
+    try:
+        context.close()
+    except DevctxError as error:
+        raise_or_note(error, exc)

@@ -84,7 +84,7 @@ class Device(Scope):
 
     _uuid: str
     _info: DeviceInfo | None
-    _primary: PrimaryContext[Device] | None
+    _primary: PrimaryContext | None
 
     def __new__(cls, which: object = None) -> Self:
         if type(which) is int:  # the most common case: every `with Device(1):`
@@ -254,7 +254,7 @@ class Device(Scope):
         return MemoryInfo(*found)
 
     @property
-    def primary_context(self) -> PrimaryContext[Device]:
+    def primary_context(self) -> PrimaryContext:
         """The context that all libraries of this process share; reading this does not create it."""
         with _lock:
             if self._primary is None:

@@ -1,50 +1,50 @@
-"""The report of ``dask devctx info``: the machine's devices. It creates no context."""
+"""Questions about the machine's devices: the report of ``dask devctx info``, links, shared memory.
+
+None of them creates a context in this process.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.discovery import DeviceInfo
+from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DevctxError
+
+logger = logging.getLogger(__name__)
+
+_NO_ACCESS = 100  # the rank of a link without peer access
+_ranks: weakref.WeakKeyDictionary[Backend, dict[frozenset[Device], int]] = (
+    weakref.WeakKeyDictionary()
+)
+_ASK_TIMEOUT_S = 30.0
+_ASK_NBYTES = 2 * 2**20
+_ASK = "from dask_devctx.cuda.inspection import answer; answer()"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a machine, as this process may use them.
+    """The devices of a machine, as this process may use them."""
 
-    Parameters
-    ----------
-    devices
-        The devices that this process may use, in CUDA's order.
-    hidden
-        The devices that ``CUDA_VISIBLE_DEVICES`` hides.
-    memory
-        Free and total bytes of each device by its UUID; None if NVML does not say.
-    peers
-        The UUIDs of the devices whose memory each one can reach, by its UUID.
-    visible_devices, device_order
-        ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``, or None.
-    cuda_version
-        The CUDA version that the driver supports, ``"13.0"``; None without a driver.
-    simulated
-        Whether the devices are simulated.
-    problems
-        The problems that were found, in words for a person.
-    """
-
-    devices: tuple[DeviceInfo, ...]
-    hidden: tuple[DeviceInfo, ...]
-    memory: dict[str, tuple[int, int] | None]
-    peers: dict[str, tuple[str, ...]]
-    visible_devices: str | None
-    device_order: str | None
-    cuda_version: str | None
+    devices: tuple[DeviceInfo, ...]  # in CUDA's order
+    hidden: tuple[DeviceInfo, ...]  # by CUDA_VISIBLE_DEVICES
+    memory: dict[str, tuple[int, int] | None]  # free and total bytes, by UUID, if NVML says it
+    peers: dict[str, tuple[str, ...]]  # the devices whose memory each can reach, by their UUIDs
+    visible_devices: str | None  # the value of CUDA_VISIBLE_DEVICES
+    device_order: str | None  # of CUDA_DEVICE_ORDER
+    cuda_version: str | None  # that the driver supports, "13.0"
     simulated: bool
-    problems: tuple[str, ...]
+    problems: tuple[str, ...]  # in words for a person
 
     @property
     def usable(self) -> bool:
@@ -53,12 +53,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Return the machine's devices and the problems with them; a problem raises no error.
-
-    Notes
-    -----
-    Initialises the CUDA driver, which creates no context.
-    """
+    """Return the machine's devices and the problems with them; a problem raises no error."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     order = os.environ.get("CUDA_DEVICE_ORDER")
     try:
@@ -105,3 +100,72 @@ def _peers(info: DeviceInfo, others: tuple[DeviceInfo, ...]) -> tuple[str, ...]:
         for other in others
         if other.uuid != info.uuid and device.can_access_peer(other.uuid)
     )
+
+
+# -- links: NVLink before PCIe
+
+
+def link_rank(device: Device, peer: Device) -> int:
+    """Return how slow the link between two devices is: 0 for the fastest of the machine."""
+    # Asked once for each pair. Where the driver does not answer, all links count as equal.
+    known = _ranks.setdefault(device._backend, {})
+    pair = frozenset((device, peer))
+    rank = known.get(pair)
+    if rank is None:
+        rank = known[pair] = _link_rank(device, peer)
+    return rank
+
+
+def _link_rank(device: Device, peer: Device) -> int:
+    try:
+        if not device.can_access_peer(peer):
+            return _NO_ACCESS
+        return device._backend.driver().link_rank(device._ordinal(), peer._ordinal())
+    except DevctxError:
+        return 0
+
+
+# -- memory that processes share
+
+
+def can_export(devices: Sequence[Device]) -> bool:
+    """Return whether other processes may open memory that is allocated on each device."""
+    # MIG instances and the Windows Subsystem for Linux cannot do this. Simulated devices can.
+    # The question needs a context, which this process would keep: another process finds out.
+    if all(device._backend.simulated for device in devices):
+        return True
+    if any(device.uuid.startswith("MIG-") for device in devices):
+        return False
+    return _asked(tuple(device.uuid for device in devices))
+
+
+@functools.cache
+def _asked(uuids: tuple[str, ...]) -> bool:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK, *uuids],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=_ASK_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        logger.warning(
+            "could not find out whether devices can share memory between processes: %s", error
+        )
+        return False
+    if done.returncode:
+        logger.info("devices cannot share memory between processes: %s", done.stderr.strip())
+    return done.returncode == 0
+
+
+def answer() -> None:
+    """End this process with status 0 if each device in its arguments can export memory."""
+    try:
+        for uuid in sys.argv[1:]:
+            with Device(uuid) as device:
+                calls = device._backend.calls
+                calls.work.ipc_export(calls.work.allocate(_ASK_NBYTES))
+    except DevctxError as error:
+        sys.exit(str(error))

@@ -1,4 +1,4 @@
-"""From a user's name of a device, such as ``"cuda:1"`` or a UUID, to the device."""
+"""The devices as plain data, and from a user's name, such as ``"cuda:1"``, to one of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from dask_devctx.cuda.inventory import DeviceInfo, Inventory
 from dask_devctx.errors import DeviceNotFoundError
 
 ACCEPTED = (
@@ -35,6 +34,33 @@ _UUID = re.compile(r"(?:GPU|MIG)-[0-9a-f][0-9a-f-]*", re.IGNORECASE)
 _BARE_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 
+class DeviceInfo(NamedTuple):
+    """One device, as found. A field is None if its value is unknown."""
+
+    device_id: int  # CUDA's ordinal, after CUDA_VISIBLE_DEVICES; -1 for a hidden device
+    uuid: str  # "GPU-…", or "MIG-…" for an instance: the identity that joins NVML and CUDA
+    name: str | None = None
+    pci_bus_id: str | None = None  # "0000:00:06.0", as CUDA writes it
+    compute_capability: tuple[int, int] | None = None
+    total_memory: int | None = None  # bytes
+    nvml_index: int | None = None  # of the GPU; NVML ignores CUDA_VISIBLE_DEVICES
+    numa_node: int | None = None  # the memory node that the GPU is nearest to
+    cpu_affinity: frozenset[int] | None = None  # the CPUs near the GPU, by their numbers
+
+    def __str__(self) -> str:
+        return f"cuda:{self.device_id} ({self.uuid})"
+
+
+class Inventory(NamedTuple):
+    """The devices of this machine, and how they were found."""
+
+    devices: tuple[DeviceInfo, ...]  # in CUDA's order: the position is the ordinal
+    hidden: tuple[DeviceInfo, ...] = ()  # by CUDA_VISIBLE_DEVICES
+    visible_devices: str | None = None  # the value of the variable that applies
+    source: str = "nvml"  # or "driver", if NVML could not answer
+    problems: tuple[str, ...] = ()  # in words for a person
+
+
 class NoNameError(DeviceNotFoundError, ValueError):
     """A text names no device on any machine: ``Device`` and ``on_device`` raise the same."""
 
@@ -45,35 +71,16 @@ class NoNameError(DeviceNotFoundError, ValueError):
 
 
 class Name(NamedTuple):
-    """A device's name after reading; it does not depend on the machine.
-
-    Parameters
-    ----------
-    kind
-        ``"ordinal"``, ``"uuid"``, ``"pci"`` (a PCI bus id), ``"current"``, or ``"unknown"`` for any
-        other name.
-    value
-        The ordinal; the UUID or a prefix of it in lower case, as :func:`uuid_names` yields it; the
-        PCI bus id; for an unknown name, the reason why it names no device.
-    """
+    """A device's name after reading; it does not depend on the machine."""
 
     kind: Literal["ordinal", "uuid", "pci", "current", "unknown"]
+    # The ordinal; the UUID or a prefix of it in lower case, as `uuid_names` yields it; the PCI bus
+    # id; for an unknown name, the reason why it names no device.
     value: int | str = ""
 
 
 def read(which: object) -> Name:
-    """Return the meaning of a name; two spellings of one name give equal results.
-
-    Parameters
-    ----------
-    which
-        Anything that :class:`~dask_devctx.Device` accepts.
-
-    Raises
-    ------
-    TypeError
-        ``which`` does not name a device.
-    """
+    """Return the meaning of a name; two spellings of one name give equal results."""
     if isinstance(which, str):
         return _read_text(which)
     # The object's own __class__, because it may be a proxy: Numba hands out its devices as proxies.
@@ -92,13 +99,7 @@ def read(which: object) -> Name:
 
 
 def listed(text: str) -> list[int | str]:
-    """Return the names in a text such as ``"0,1"``, which is no name itself; empty for any other.
-
-    Examples
-    --------
-    >>> listed("0,1")
-    [0, 1]
-    """
+    """Return the names in a text such as ``"0,1"``, which is no name itself; else none."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) < 2 or not all(_names_one(part) for part in parts):
         return []
@@ -110,37 +111,14 @@ def _names_one(part: str) -> bool:
 
 
 def refuse_no_name(which: object) -> None:
-    """Refuse a text that names no device on any machine, and an object of another type.
-
-    Raises
-    ------
-    NoNameError
-        It is a text that names no device.
-    TypeError
-        It is an object of another type.
-    """
+    """Refuse a text that names no device on any machine, and an object of another type."""
     name = read(which)
     if name.kind == "unknown":
         raise NoNameError(which, hint=str(name.value))
 
 
 def find(which: object, inventory: Inventory) -> DeviceInfo | None:
-    """Return the device that ``which`` names; None if it names the current device.
-
-    Parameters
-    ----------
-    which
-        Anything that :class:`~dask_devctx.Device` accepts.
-    inventory
-        The devices to choose from.
-
-    Raises
-    ------
-    DeviceNotFoundError
-        ``which`` has the right form, but no device or several devices have this name.
-    TypeError
-        ``which`` does not name a device.
-    """
+    """Return the device that ``which`` names; None if it names the current device."""
     name = read(which)
     if name.kind == "current":
         return None

@@ -1,18 +1,19 @@
-"""Out of memory on a device: recognise it in the error of any library, and make room.
-
-This imports no library: one that is not imported has raised no error and holds no memory.
-"""
+"""Out of memory on a device: recognise it in the error of any library, and make room."""
+# This imports no library: one that is not imported has raised no error and holds no memory.
 
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import re
 import sys
+import traceback
 from collections.abc import Iterator
-from typing import Any
+from opcode import opmap
+from types import FrameType
+from typing import Any, Final
 
-from dask_devctx.cuda.frames import clear_frames
 from dask_devctx.driver.statuses import OUT_OF_MEMORY
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
@@ -45,6 +46,9 @@ _CUPY_SIZE = re.compile(r"Out of memory allocating ([\d,]+) bytes")
 _RMM_SIZE = re.compile(r"(?:allocate|size)\D{0,3}([\d]+) ?(?:bytes|B)", re.IGNORECASE)
 
 
+_RESUMABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception or one of its causes says that a device is out of memory."""
     return any(_says_it(one) for one in _chain(error))
@@ -65,19 +69,43 @@ def requested_nbytes(error: BaseException) -> int | None:
     return None
 
 
+def clear_frames(error: BaseException) -> None:
+    """Let the frames of an exception, and of its causes, that have ended forget their arrays."""
+    # A generator or coroutine that is suspended goes on as it was: it may be the frame of an
+    # exception that it has published and outlives.
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    frames: set[FrameType] = set()
+    while left:
+        one = left.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        left += [one.__cause__, one.__context__]
+        for step, _ in traceback.walk_tb(one.__traceback__):
+            frame: FrameType | None = step
+            while frame is not None and frame not in frames:  # its callers, also those left out
+                frames.add(frame)
+                if _is_suspended(frame):
+                    break
+                try:
+                    frame.clear()
+                except RuntimeError:  # this one, and those that called it, have not ended
+                    break
+                frame = frame.f_back
+
+
+def _is_suspended(frame: FrameType) -> bool:
+    """Return whether a frame waits to be continued, where Python's ``clear`` would end it."""
+    code = frame.f_code
+    if sys.version_info >= (3, 13) or not code.co_flags & _RESUMABLE:
+        return False
+    return frame.f_lasti >= 0 and code.co_code[frame.f_lasti] == opmap["YIELD_VALUE"]
+
+
 def release_caches(error: BaseException | None = None) -> None:
-    """Make the libraries release the memory of the current device that they cache.
-
-    Parameters
-    ----------
-    error
-        An exception whose frames may hold arrays: this clears the frames.
-
-    References
-    ----------
-    ``cupy.get_default_memory_pool().free_all_blocks``, ``cudaMemPoolTrimTo``,
-    ``torch.cuda.empty_cache``.
-    """
+    """Make the libraries release the current device's memory that they cache."""
+    # The frames of the exception may hold arrays: they are cleared.
     if error is not None:
         clear_frames(error)
     gc.unfreeze()  # frozen objects may hold memory, too

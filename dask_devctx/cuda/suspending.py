@@ -40,16 +40,7 @@ class Waiting(Protocol):
 
 
 def call(scope: Scope, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Return ``fn(*args, **kwargs)``, run inside the scope, for any kind of function.
-
-    Parameters
-    ----------
-    scope
-        A device or a context.
-    fn
-        A coroutine function gives a coroutine, and a generator function a generator. These enter
-        the scope at each resume.
-    """
+    """Return ``fn(*args, **kwargs)``, run inside the scope, for any kind of function."""
     return within(scope, enter_and_call(scope, fn, *args, **kwargs))
 
 
@@ -81,16 +72,9 @@ def suspends(result: object) -> bool:
 
 
 def within(scope: Scope, result: Any, waiting: Waiting | None = None) -> Any:
-    """Return a wrapper of a coroutine or generator that runs it inside the scope.
-
-    The wrapper of a coroutine, generator or asynchronous generator has the same kind and name. Any
-    other ``result`` is returned unchanged.
-
-    Parameters
-    ----------
-    waiting
-        A scope that waits for its work before a result or item leaves; None for no wait.
-    """
+    """Return a wrapper of a coroutine or generator that runs it inside the scope."""
+    # It has the same kind and name. Any other result is returned unchanged. `waiting` is a scope
+    # that waits for its work before a result or item leaves.
     outer: Any
     if isinstance(result, types.CoroutineType):
         outer = _coroutine(scope, result, waiting)
@@ -121,11 +105,9 @@ def _close_unstarted(inner: Coroutine[Any, Any, Any]) -> None:
 
 
 def drive(scope: AbstractContextManager[Any], inner: _Suspending) -> Generator[Any, Any, Any]:
-    """Run ``inner``, entering the scope at each resume and leaving it at each suspend.
-
-    This yields the items of ``inner``, passes on all that is sent and thrown, ``GeneratorExit``
-    included, and returns its result.
-    """
+    """Run ``inner``, entering the scope at each resume and leaving it at each suspend."""
+    # This yields its items, passes on all that is sent and thrown, GeneratorExit included, and
+    # returns its result.
     step: Callable[[Any], Any] = inner.send
     argument: Any = None
     result = _NOTHING
@@ -204,11 +186,9 @@ async def _asynchronous_generator(
 
 
 def _first_step(inner: AsyncGenerator[T, Any]) -> Awaitable[T]:
-    """Start a generator without the event loop's hooks.
-
-    The loop closes the generators that its hooks have seen, when they are dropped and when it shuts
-    down. It has seen the outer one, which closes this one on its device.
-    """
+    """Start a generator without the event loop's hooks."""
+    # The loop closes the generators that its hooks have seen, when they are dropped and when it
+    # shuts down. It has seen the outer one, which closes this one on its device.
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(None, None)
     try:
@@ -218,15 +198,7 @@ def _first_step(inner: AsyncGenerator[T, Any]) -> Awaitable[T]:
 
 
 class ScopedFunction(Generic[P, T]):
-    """A function that runs inside a scope wherever it is called; a subclass chooses the scope.
-
-    Parameters
-    ----------
-    fn
-        The function itself.
-    decorator
-        How the decorator is written, for messages.
-    """
+    """A function that runs inside a scope wherever it is called; a subclass chooses it."""
 
     __wrapped__: Callable[P, T]
 

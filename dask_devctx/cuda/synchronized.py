@@ -17,20 +17,11 @@ T = TypeVar("T")
 
 
 class Synchronized(Generic[S]):
-    """A scope of a device or context that waits for its work: ``synchronized()`` returns it.
+    """A scope of a device or context that waits for its work: ``synchronized()`` returns it."""
 
-    Parameters
-    ----------
-    scope
-        The device or the context; ``with`` gives it to its block.
-
-    Notes
-    -----
-    Reusable and reentrant on any thread, as the device itself: it has no state. As a decorator it
-    makes a function, coroutine function or generator function that runs inside the scope. It waits
-    before a function or coroutine returns its result, and before a generator or asynchronous
-    generator yields an item. It does not wait at an ``await``.
-    """
+    # Reusable and reentrant on any thread, as the device itself: it has no state. A function that
+    # it decorates waits before it returns its result, a generator before it yields an item; at an
+    # `await` there is no wait.
 
     __slots__ = ("_scope",)
 
@@ -54,13 +45,7 @@ class Synchronized(Generic[S]):
         return self._scope.__exit__(exc_type, exc, traceback)
 
     def __call__(self, fn: Callable[P, T]) -> SynchronizedFunction[P, T]:
-        """Return a function that runs ``fn`` inside the scope, as :meth:`run` does.
-
-        Raises
-        ------
-        TypeError
-            ``fn`` cannot be called.
-        """
+        """Return a function that runs ``fn`` inside the scope, as :meth:`run` does."""
         return SynchronizedFunction(self, fn)
 
     def __repr__(self) -> str:

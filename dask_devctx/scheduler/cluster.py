@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dask_devctx.cuda import naming
-from dask_devctx.cuda.inventory import Inventory
-from dask_devctx.cuda.naming import Name
+from dask_devctx.cuda.naming import Inventory, Name
 
 # Any worker with devices has one that is current.
 _CURRENT = Name("current")

@@ -18,7 +18,7 @@ from typing import (
     get_type_hints,
 )
 
-from dask_devctx.cuda.inventory import DeviceInfo, Inventory
+from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.errors import (
     DeviceFailedError,
     DevicesInUseError,

@@ -13,7 +13,7 @@ from distributed import Worker
 from distributed.protocol import to_serialize
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.several import Together
+from dask_devctx.cuda.on_device import Together
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
 from dask_devctx.worker.failures.monitor import Monitor

@@ -23,8 +23,7 @@ from distributed import Reschedule
 from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.on_device import DeviceFunction
-from dask_devctx.cuda.several import known_as_the_tasks, note_devices
+from dask_devctx.cuda.on_device import DeviceFunction, known_as_the_tasks, note_devices
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.dask_internals.threads import Submits
 from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 
 import pytest
 
-from dask_devctx.cuda.frames import clear_frames
+from dask_devctx.cuda.out_of_memory import clear_frames
 
 
 class Array:

@@ -334,7 +334,7 @@ def test_a_value_on_several_gpus(count: int) -> None:
 @pytest.mark.gpu(count=2)
 def test_the_driver_ranks_links() -> None:
     from dask_devctx import driver
-    from dask_devctx.cuda.links import link_rank
+    from dask_devctx.cuda.inspection import link_rank
     from dask_devctx.driver import backends
 
     with driver.use(backends.real()):

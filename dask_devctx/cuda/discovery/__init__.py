@@ -10,16 +10,21 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING
 
-from dask_devctx.cuda.inventory import DeviceInfo, Inventory
+from dask_devctx.cuda.discovery.nvml import (
+    NvmlGPU,
+    is_lost,
+    memory_info,
+    memory_of_others,
+    processes,
+    read,
+    utilization,
+)
+from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.driver.backends import Backend, environment
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.driver.visible import UUID_KINDS, PhysicalDevice, visible_devices
 from dask_devctx.errors import DriverUnavailableError, VisibleDevicesError
-
-if TYPE_CHECKING:
-    from dask_devctx.cuda.discovery import nvml
 
 __all__ = [
     "DeviceInfo",
@@ -41,18 +46,9 @@ _lock = ProcessLock()
 
 
 def inventory(backend: Backend) -> Inventory:
-    """Return the devices of this machine, as the environment variables show them.
-
-    Raises
-    ------
-    DriverUnavailableError
-        There is neither NVML nor a driver.
-
-    Notes
-    -----
-    Looked up once per value of ``CUDA_VISIBLE_DEVICES`` and ``CUDA_DEVICE_ORDER``, and not again
-    after CUDA was initialised: CUDA has read the variables by then.
-    """
+    """Return the devices of this machine, as the environment variables show them."""
+    # Looked up once per value of the variables, and not again after CUDA was initialised: CUDA has
+    # read them by then.
     with _lock:
         known = _known.setdefault(backend, {})
         key = backend.environment or environment()
@@ -68,51 +64,8 @@ def ordinal_if_known(backend: Backend, uuid: str) -> int | None:
     return next((info.device_id for info in found if info.uuid == uuid), None)
 
 
-def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:
-    """Return free and total bytes from NVML, or None if it does not say."""
-    from dask_devctx.cuda.discovery import nvml
-
-    return nvml.memory_info(backend.nvml, info)
-
-
-def processes(backend: Backend, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
-    """Return the processes that compute on a device and the bytes each holds, as NVML sees them."""
-    from dask_devctx.cuda.discovery import nvml
-
-    return nvml.processes(backend.nvml, info)
-
-
-def memory_of_others(backend: Backend, info: DeviceInfo) -> int | None:
-    """Return the bytes that other processes hold on a device, or None if NVML does not say."""
-    from dask_devctx.cuda.discovery import nvml
-
-    return nvml.memory_of_others(backend.nvml, info)
-
-
-def utilization(backend: Backend, info: DeviceInfo) -> tuple[float, float] | None:
-    """Return the shares of the last moment in which a device computed and used its memory."""
-    from dask_devctx.cuda.discovery import nvml
-
-    return nvml.utilization(backend.nvml, info)
-
-
-def is_lost(backend: Backend, info: DeviceInfo) -> bool:
-    """Return whether NVML says that a device is lost."""
-    from dask_devctx.cuda.discovery import nvml
-
-    return nvml.is_lost(backend.nvml, info)
-
-
 def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
-    """Return the ordinal by which the driver knows a device, found by its UUID.
-
-    Raises
-    ------
-    DriverUnavailableError
-        There is no driver.
-    VisibleDevicesError
-        The driver does not show this device, or shows it under another ordinal.
-    """
+    """Return the ordinal by which the driver knows a device; it has to be the environment's."""
     shown = backend.uuids()
     wanted = _bare(info.uuid)
     value = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -134,13 +87,7 @@ def driver_ordinal(backend: Backend, info: DeviceInfo) -> int:
 
 
 def by_driver_ordinal(backend: Backend, ordinal: int) -> DeviceInfo:
-    """Return the device that the driver knows by an ordinal, joined by its UUID.
-
-    Raises
-    ------
-    VisibleDevicesError
-        The environment hides this device now, but did not when CUDA was initialised.
-    """
+    """Return the device that the driver knows by an ordinal, joined by its UUID."""
     wanted = backend.uuids()[ordinal]
     for info in inventory(backend).devices:
         if _bare(info.uuid) == wanted:
@@ -157,11 +104,11 @@ def _bare(uuid: str) -> str:
 
 
 def _discover(backend: Backend, visible: str | None, order: str | None) -> Inventory:
-    from dask_devctx.cuda.discovery import nvml  # imports pynvml, which takes a while
+    from pynvml import NVMLError  # takes a while
 
     try:
-        gpus, problems = nvml.read(backend.nvml)
-    except nvml.NVMLError as error:
+        gpus, problems = read(backend.nvml)
+    except NVMLError as error:
         return _from_driver(backend, visible, f"NVML does not answer: {error}")
     if not gpus:
         return _from_driver(backend, visible, *problems or ["NVML shows no GPU"])
@@ -199,13 +146,11 @@ def _discover(backend: Backend, visible: str | None, order: str | None) -> Inven
     return Inventory(shown, hidden, visible, "nvml", tuple(problems))
 
 
-def _order_is_known(gpus: list[nvml.NvmlGPU], visible: str | None, order: str | None) -> bool:
-    """Return whether the environment alone determines the ordinal of each device.
-
-    CUDA puts the fastest device first. Among equal devices it uses the order of the bus, as NVML
-    does. With several kinds, only CUDA knows which one it considers the fastest. UUIDs keep the
-    order in which they are given.
-    """
+def _order_is_known(gpus: list[NvmlGPU], visible: str | None, order: str | None) -> bool:
+    """Return whether the environment alone determines the ordinal of each device."""
+    # CUDA puts the fastest device first. Among equal devices it uses the order of the bus, as NVML
+    # does. With several kinds, only CUDA knows which one it considers the fastest. UUIDs keep the
+    # order in which they are given.
     kinds = {(gpu.info.name, gpu.info.compute_capability) for gpu in gpus}
     return (
         order == "PCI_BUS_ID"

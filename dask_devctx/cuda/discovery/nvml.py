@@ -7,12 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from pynvml import NVML_ERROR_GPU_IS_LOST, NVMLError
-
-from dask_devctx.cuda.inventory import DeviceInfo
-
-__all__ = ["NVMLError", "NvmlGPU", "is_lost", "memory_info", "memory_of_others"]
-__all__ += ["processes", "read", "utilization"]
+from dask_devctx.cuda.naming import DeviceInfo
+from dask_devctx.driver.backends import Backend
 
 T = TypeVar("T")
 
@@ -21,111 +17,86 @@ _WORD_BITS = 64
 
 @dataclass(frozen=True)
 class NvmlGPU:
-    """A GPU as NVML shows it; NVML ignores ``CUDA_VISIBLE_DEVICES``.
+    """A GPU as NVML shows it; NVML ignores ``CUDA_VISIBLE_DEVICES``."""
 
-    Parameters
-    ----------
-    info
-        The GPU, with ``device_id`` -1: NVML does not know ordinals.
-    mig_enabled
-        Whether MIG mode is on.
-    mig
-        Its MIG instances, with ``device_id`` -1.
-    """
-
+    # Their `device_id` is -1: NVML does not know ordinals.
     info: DeviceInfo
     mig_enabled: bool = False
     mig: tuple[DeviceInfo, ...] = ()
 
 
 def read(nvml: Any) -> tuple[list[NvmlGPU], list[str]]:
-    """Return the GPUs in NVML's order, which is that of the PCI bus, and a list of problems.
-
-    Raises
-    ------
-    NVMLError
-        NVML is missing or does not start.
-    """
+    """Return the GPUs in NVML's order, which is that of the PCI bus, and a list of problems."""
     nvml.nvmlInit()  # NVML counts the calls; a forked process needs its own
     found: list[NvmlGPU] = []
     problems: list[str] = []
     for index in range(nvml.nvmlDeviceGetCount()):
         try:
             found.append(_gpu(nvml, index, nvml.nvmlDeviceGetHandleByIndex(index)))
-        except NVMLError as error:
+        except _error() as error:
             problems.append(f"NVML index {index} is left out: {error}")
     return found, problems
 
 
-def memory_info(nvml: Any, info: DeviceInfo) -> tuple[int, int] | None:
-    """Return free and total bytes of a device, or None if NVML does not say.
-
-    References
-    ----------
-    ``nvmlDeviceGetMemoryInfo``. Any process may hold the memory that is not free.
-    """
-    try:
-        memory = nvml.nvmlDeviceGetMemoryInfo(_handle(nvml, info))
-    except (NVMLError, LookupError):
-        return None
-    return int(memory.free), int(memory.total)
+# -- questions about a device; None where NVML does not say
 
 
-def processes(nvml: Any, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
-    """Return pairs of a process's id and the bytes that it holds; empty if NVML does not say.
+def memory_info(backend: Backend, info: DeviceInfo) -> tuple[int, int] | None:
+    """Return free and total bytes of a device; any process may hold the rest."""
+    memory = _ask(backend, info, "nvmlDeviceGetMemoryInfo")
+    return None if memory is None else (int(memory.free), int(memory.total))
 
-    References
-    ----------
-    ``nvmlDeviceGetComputeRunningProcesses``. In a container, NVML shows the container's own
-    processes only, or none.
-    """
-    try:
-        found = nvml.nvmlDeviceGetComputeRunningProcesses(_handle(nvml, info))
-    except (NVMLError, LookupError):
-        return ()
+
+def processes(backend: Backend, info: DeviceInfo) -> tuple[tuple[int, int | None], ...]:
+    """Return the processes that compute on a device, by their ids, and the bytes each holds."""
+    # In a container, NVML shows the container's own processes only, or none.
     return tuple(
         (int(one.pid), None if one.usedGpuMemory is None else int(one.usedGpuMemory))
-        for one in found
+        for one in _ask(backend, info, "nvmlDeviceGetComputeRunningProcesses") or ()
     )
 
 
-def memory_of_others(nvml: Any, info: DeviceInfo) -> int | None:
-    """Return the bytes that other processes hold on a device, or None if NVML does not say.
-
-    References
-    ----------
-    ``nvmlDeviceGetComputeRunningProcesses``; see :func:`processes`.
-    """
-    found = processes(nvml, info)
+def memory_of_others(backend: Backend, info: DeviceInfo) -> int | None:
+    """Return the bytes that other processes hold on a device."""
+    found = processes(backend, info)
     if any(nbytes is None for _, nbytes in found):
         return None
     return sum(nbytes or 0 for pid, nbytes in found if pid != os.getpid())
 
 
-def utilization(nvml: Any, info: DeviceInfo) -> tuple[float, float] | None:
-    """Return the shares of the last moment in which a device computed and used its memory.
+def utilization(backend: Backend, info: DeviceInfo) -> tuple[float, float] | None:
+    """Return the shares of the last moment in which a device computed and used its memory."""
+    # The moment is between a sixth of a second and a second. MIG instances have no answer.
+    rates = _ask(backend, info, "nvmlDeviceGetUtilizationRates")
+    return None if rates is None else (rates.gpu / 100, rates.memory / 100)
 
-    References
-    ----------
-    ``nvmlDeviceGetUtilizationRates``. The moment is between a sixth of a second and a second, and
-    MIG instances have no answer.
-    """
+
+def is_lost(backend: Backend, info: DeviceInfo) -> bool:
+    """Return whether NVML says that a device fell off the bus."""
+    import pynvml
+
     try:
-        rates = nvml.nvmlDeviceGetUtilizationRates(_handle(nvml, info))
-    except (NVMLError, LookupError):
-        return None
-    return rates.gpu / 100, rates.memory / 100
-
-
-def is_lost(nvml: Any, info: DeviceInfo) -> bool:
-    """Return whether NVML says that a device fell off the bus; False if NVML does not answer."""
-    try:
-        nvml.nvmlDeviceGetUUID(_handle(nvml, info))
-    except NVMLError as error:
-        return bool(error.value == NVML_ERROR_GPU_IS_LOST)
+        backend.nvml.nvmlDeviceGetUUID(_handle(backend.nvml, info))
+    except pynvml.NVMLError as error:
+        return bool(error.value == pynvml.NVML_ERROR_GPU_IS_LOST)
     except LookupError:
-        return False
+        pass
     return False
+
+
+def _ask(backend: Backend, info: DeviceInfo, function: str) -> Any:
+    nvml = backend.nvml
+    try:
+        return getattr(nvml, function)(_handle(nvml, info))
+    except (_error(), LookupError):
+        return None
+
+
+def _error() -> type[Exception]:
+    import pynvml  # takes a while; whoever has a backend has imported it
+
+    error: type[Exception] = pynvml.NVMLError
+    return error
 
 
 def _handle(nvml: Any, info: DeviceInfo) -> Any:
@@ -159,16 +130,10 @@ def _gpu(nvml: Any, index: int, handle: Any) -> NvmlGPU:
     if not mode or not mode[0]:
         return NvmlGPU(info)
     instances = tuple(
-        DeviceInfo(
-            device_id=-1,
+        info._replace(
             uuid=_uuid(nvml, instance),
             name=_or_none(nvml.nvmlDeviceGetName, instance) or info.name,
-            pci_bus_id=info.pci_bus_id,
-            compute_capability=info.compute_capability,
             total_memory=_or_none(lambda h: int(nvml.nvmlDeviceGetMemoryInfo(h).total), instance),
-            nvml_index=index,
-            numa_node=info.numa_node,
-            cpu_affinity=info.cpu_affinity,
         )
         for instance in _instances(nvml, handle)
     )
@@ -179,7 +144,7 @@ def _instances(nvml: Any, handle: Any) -> Iterator[Any]:
     for number in range(_or_none(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         try:
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)
-        except NVMLError:
+        except _error():
             continue  # a number without an instance answers NOT_FOUND
 
 
@@ -187,7 +152,7 @@ def _or_none(question: Callable[[Any], T], handle: Any) -> T | None:
     """Return NVML's answer, or None: on WSL, Jetson and in some containers NVML answers less."""
     try:
         return question(handle)
-    except NVMLError:
+    except _error():
         return None
 
 
@@ -216,10 +181,8 @@ def _cpu_affinity(nvml: Any, handle: Any) -> frozenset[int] | None:
 
 
 def _numa_node(nvml: Any, handle: Any) -> int | None:
-    """Return the first node of the memory affinity, not the GPU's own node number.
-
-    That number (``nvmlDeviceGetNumaNodeId``) only exists if the GPU's memory is itself a node.
-    """
+    """Return the first node of the memory affinity."""
+    # Not nvmlDeviceGetNumaNodeId: it only answers if the GPU's memory is itself a node.
     return next(_bits(nvml.nvmlDeviceGetMemoryAffinity(handle, 1, 0)), None)
 
 

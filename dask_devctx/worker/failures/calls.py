@@ -10,8 +10,7 @@ from typing import Final
 from distributed import Reschedule
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.frames import clear_frames
-from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.worker.failures.monitor import Monitor

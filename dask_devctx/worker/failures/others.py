@@ -7,8 +7,8 @@ from types import TracebackType
 from typing import Literal
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import known_as_the_tasks
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, release_caches, requested_nbytes
-from dask_devctx.cuda.several import known_as_the_tasks
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.worker.failures.monitor import Monitor

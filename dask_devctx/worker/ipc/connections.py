@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from distributed import Worker
 from distributed.comm import CommClosedError
 
-from dask_devctx.cuda.frames import clear_frames
+from dask_devctx.cuda.out_of_memory import clear_frames
 from dask_devctx.dask_internals.connections import (
     UNREAD,
     Connect,

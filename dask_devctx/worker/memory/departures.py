@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeGuard
 
-from dask_devctx.cuda.frames import clear_frames
-from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp

@@ -10,9 +10,9 @@ from dask_devctx import driver
 from dask_devctx.annotations import Request, not_an_annotation
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.links import link_rank
+from dask_devctx.cuda.inspection import link_rank
 from dask_devctx.cuda.naming import AUTO
-from dask_devctx.cuda.several import refuse_twice
+from dask_devctx.cuda.on_device import refuse_twice
 from dask_devctx.errors import (
     DeviceNotFoundError,
     DeviceReservationError,

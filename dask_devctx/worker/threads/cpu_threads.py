@@ -15,7 +15,7 @@ from dask.system import CPU_COUNT
 from distributed import Worker, get_worker
 from tornado.ioloop import PeriodicCallback
 
-from dask_devctx.cuda.several import tasks_told
+from dask_devctx.cuda.on_device import tasks_told
 from dask_devctx.dask_internals.threads import (
     ThreadPoolExecutor,
     end_idle_threads,

@@ -30,7 +30,7 @@ from dask_devctx import (
 )
 from dask_devctx.client import free, shares
 from dask_devctx.config.options import OPTION_NAMES
-from dask_devctx.cuda.export import answer
+from dask_devctx.cuda.inspection import answer
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker import extension
 from dask_devctx.worker.leases.lease import acquire

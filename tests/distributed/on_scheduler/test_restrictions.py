@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_devctx.annotations import Request
 from dask_devctx.cuda import naming
-from dask_devctx.cuda.inventory import DeviceInfo, Inventory
+from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.restrictions import Restrictions
 

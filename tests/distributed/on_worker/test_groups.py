@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dask_devctx import Device
-from dask_devctx.cuda.links import link_rank
+from dask_devctx.cuda.inspection import link_rank
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.placement.groups import choose_group
 from dask_devctx.worker.placement.policy import Candidate
