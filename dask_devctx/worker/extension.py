@@ -33,7 +33,6 @@ from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
 from dask_devctx.worker.host_task import HostTask
 from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.inputs.one_input import Input
-from dask_devctx.worker.ipc import PeerTransfers
 from dask_devctx.worker.leases.registration import has_routing
 from dask_devctx.worker.leases.share import DeviceShare
 from dask_devctx.worker.memory.data import DeviceData
@@ -45,6 +44,7 @@ from dask_devctx.worker.metrics.history import remembering
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.ranges import Ranges
 from dask_devctx.worker.metrics.record import Record
+from dask_devctx.worker.peers import PeerTransfers
 from dask_devctx.worker.placement.claimed import ClaimedTask
 from dask_devctx.worker.placement.claims import Claims, reservable
 from dask_devctx.worker.placement.giving_back import giving_back

@@ -146,7 +146,7 @@ async def left_in_worker(dask_worker: Any) -> dict[str, int]:
         if not peers.in_use:
             break
         await asyncio.sleep(0.05)
-    await peers.way.give_back()
+    await peers.give_back()
     return {
         "values": len(dask_worker.data),
         "values in bytes": used_memory(dask_worker),

@@ -1,8 +1,7 @@
 """Sending values on a device to another process of this machine, by CUDA IPC, without the host.
 
 The sender packs a value (:mod:`.parcel`): a pickle without the bytes on a device, and a list of
-those bytes. It copies them into staging memory (:mod:`.staging`), which other processes may open.
+those bytes. It copies them into staging memory (:mod:`.sending`), which other processes may open.
 The receiver allocates memory with the value's own library (:mod:`.frames`), opens the staging
-memory once (:mod:`.opened`), copies, and unpacks. The messages between the two are not defined
-here.
+memory once (:mod:`.receiving`), copies, and unpacks. Both agree by :mod:`.messages`.
 """

@@ -5,42 +5,28 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.relaxed import RelaxedCapture
-from dask_devctx.transfer.ipc.headers import MalformedHeaderError
+from dask_devctx.transfer.ipc.messages import Described, MalformedMessageError
 
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """Bytes on a device that travel unchanged.
-
-    Parameters
-    ----------
-    pointer, nbytes
-        Their address and number.
-    kind
-        The library that allocates memory for them on the other side: a key of :data:`allocators`.
-    detail
-        Plain data that this library needs beside the number of bytes.
-    owner
-        An object that keeps the bytes alive.
-    on_host
-        Whether they are in host memory now, and on a device again when they have arrived.
-    """
+    """Bytes that travel unchanged from a device, or from host memory, to a device."""
 
     pointer: int
     nbytes: int
-    kind: str
-    detail: Any
-    owner: Any
+    kind: str  # the library that allocates memory for them: a key of `allocators`
+    detail: Any  # plain data that it needs beside the number of bytes
+    owner: Any  # keeps the bytes alive
     on_host: bool = False
 
     @property
-    def description(self) -> tuple[str, int, Any]:
+    def description(self) -> Described:
         """The data that the other side needs to allocate memory for the part."""
-        return self.kind, self.nbytes, self.detail
+        return Described(self.kind, self.nbytes, self.detail)
 
 
 # Functions that allocate memory on the current device, by kind. From the number of bytes, the
@@ -49,7 +35,7 @@ Allocate = Callable[[int, Any, Device], tuple[Any, int]]
 allocators: dict[str, Allocate] = {}
 
 # By the first part of the name of the module that defines a frame's type.
-_KINDS = {
+_KINDS: Final = {
     "cupy": "cupy",
     "numba": "numba",
     "numba_cuda": "numba",
@@ -66,12 +52,7 @@ def is_on_device(frame: object) -> bool:
 
 
 def part_of(frame: Any) -> Part:
-    """Return the bytes of a frame that is on a device; it is dense and of any type.
-
-    References
-    ----------
-    The CUDA array interface of Numba's documentation.
-    """
+    """Return the bytes of a frame that is on a device; it is dense and of any type."""
     said = frame.__cuda_array_interface__
     nbytes = getattr(frame, "nbytes", None)
     if nbytes is None:
@@ -90,11 +71,7 @@ def _any_kind() -> str:
 def allocate(kind: str, nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
     """Return memory for a part on the current device, and its address.
 
-    Raises
-    ------
-    MemoryError
-        There is not enough memory. Each library raises its own class: torch's is a
-        ``RuntimeError``.
+    Without enough memory, each library raises its own class: torch's is a ``RuntimeError``.
     """
     with RelaxedCapture(device._backend.calls.work):
         return allocators[kind](nbytes, detail, device)
@@ -143,7 +120,7 @@ def _jax(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
             with jax.default_device(candidate):
                 array = jax.numpy.empty(tuple(shape), numpy.dtype(dtype)).block_until_ready()
             if array.nbytes != nbytes:  # a copy into it would go beyond its end
-                raise MalformedHeaderError(f"{shape} of {dtype} is not {nbytes} bytes")
+                raise MalformedMessageError(f"{shape} of {dtype} is not {nbytes} bytes")
             return array, array.unsafe_buffer_pointer()
     raise LookupError(f"JAX has no device for {device}; it has {jax.local_devices()}")
 

@@ -14,20 +14,14 @@ from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.events import Event, Stamp
 from dask_devctx.transfer.streams import current_streams
 
-# As many copies as one transfer may start while it keeps Python's lock, some 5 µs each.
+# As many copies as one transfer may start while it keeps the GIL, some 5 µs each.
 FEW: Final = 16
 # The most bytes of them: there may be memory that the driver copies itself.
 FEW_NBYTES: Final = 2**20
 
 
 class Lane:
-    """A stream of one device; only its current user waits for its work.
-
-    Parameters
-    ----------
-    device
-        The device of the stream; it is current on the calling thread.
-    """
+    """A stream of a device, which is current on this thread; only its user waits for its work."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -53,11 +47,9 @@ class Lane:
             Event(self.device).record(stream).holds_back(self._stream)
 
     def keep_lock(self, copies: int, nbytes: int) -> bool:
-        """Keep Python's lock in the copies that come now, if they are few and none can wait.
-
-        To get the lock back takes a thread up to a millisecond where others are busy. The copies
-        are between addresses of the lane's device, or of memory that another process shows.
-        """
+        """Keep the GIL in the copies that come now, if they are few and none can wait."""
+        # To get the GIL back takes a thread up to a millisecond where others are busy. The copies
+        # are between addresses of the lane's device, or of memory that another process shows.
         few = copies <= FEW and nbytes <= FEW_NBYTES
         self._at_once = few and self._calls.work.has_room(self.device._handle)
         return self._at_once

@@ -19,19 +19,11 @@ from dask_devctx.transfer.ipc.frames import Part
 
 
 class Parts:
-    """The parts of a value that are on a device; each is listed once.
-
-    Attributes
-    ----------
-    all
-        The parts.
-    gathered
-        Whether this thread's current streams make some of them as copies.
-    """
+    """The parts of a value that are on a device; each is listed once."""
 
     def __init__(self) -> None:
         self.all: list[Part] = []
-        self.gathered = False
+        self.gathered = False  # whether this thread's current streams make some of them as copies
         self._known: dict[tuple[str, int, int, str], _Place] = {}
 
     def add(self, part: Part) -> object:
@@ -39,9 +31,8 @@ class Parts:
         name = (part.kind, part.pointer, part.nbytes, str(part.detail))
         place = self._known.get(name) if part.pointer else None
         if place is None:
-            place = _Place(len(self.all))
+            place = self._known[name] = _Place(len(self.all))
             self.all.append(part)
-            self._known[name] = place
         return place
 
 
@@ -64,36 +55,16 @@ Find = Callable[[type], Reduce | None]
 
 @dataclass(eq=False)
 class Parcel:
-    """A packed value.
-
-    Parameters
-    ----------
-    pickled
-        The pickle, with everything that is on the host but for ``buffers``.
-    buffers
-        Host memory that is not in the pickle.
-    parts
-        Device memory that is not in the pickle.
-    gathered
-        Whether this thread's current streams make some of the parts as copies.
-    """
+    """A packed value: a pickle, and the host and device memory that is not in it."""
 
     pickled: bytes
     buffers: list[memoryview] = field(default_factory=list)
     parts: list[Part] = field(default_factory=list)
-    gathered: bool = False
+    gathered: bool = False  # as in `Parts`
 
 
 def pack(value: object, find: Find) -> Parcel:
-    """Return a value as a pickle and the memory that is not in the pickle.
-
-    Parameters
-    ----------
-    value
-        Anything that can be pickled.
-    find
-        Returns for a type the function that pickles it without its device memory.
-    """
+    """Return a value as a pickle and the memory that is not in the pickle."""
     try:
         packed = _packed(_Pickler, value, find)
         if b"__main__" not in packed.pickled:
@@ -137,8 +108,7 @@ def _packed(kind: Any, value: object, find: Find) -> Parcel:
     pickler = kind(file, protocol=5, buffer_callback=leave_out)
     pickler.find, pickler.parts = find, Parts()
     pickler.dump(value)
-    parts = pickler.parts
-    return Parcel(file.getvalue(), buffers, parts.all, parts.gathered)
+    return Parcel(file.getvalue(), buffers, pickler.parts.all, pickler.parts.gathered)
 
 
 class _Pickler(pickle.Pickler):

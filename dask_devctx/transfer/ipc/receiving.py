@@ -1,99 +1,165 @@
-"""The receiving side of one transfer: from a peer's staging memory to this process's memory."""
+"""The receiving side: open memory of other processes, and transfers from there."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import threading
+from collections.abc import Collection, Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import allocate
-from dask_devctx.transfer.ipc.headers import Description
 from dask_devctx.transfer.ipc.lanes import Lane
-from dask_devctx.transfer.ipc.layout import Layout
-from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
+from dask_devctx.transfer.ipc.messages import Described, MalformedMessageError, Place
+from dask_devctx.transfer.ipc.ranges import Layout
+
+
+@dataclass(eq=False)
+class Opened:
+    """A buffer of another process that is open here on a device, or is just being opened."""
+
+    device: Device
+    pointer: int | None = None
+    nbytes: int | None = None  # None if the driver does not tell it
+    readers: int = 0
+    closing: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def address(self, place: Place, nbytes: int) -> int:
+        """Return the address of a place; raise if not all of its bytes are in the buffer."""
+        if self.nbytes is not None and place.offset + nbytes > self.nbytes:
+            raise MalformedMessageError(
+                f"a piece of {nbytes} bytes at {place.offset} is not in a buffer of "
+                f"{self.nbytes} bytes"
+            )
+        assert self.pointer is not None
+        return self.pointer + place.offset
+
+
+class OpenedBuffers:
+    """The buffers of other processes that are open here; thread-safe.
+
+    Opening takes milliseconds, so a buffer stays open until :meth:`close`. If it is being read
+    then, its last reader closes it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: dict[tuple[Hashable, int, Device], Opened] = {}
+
+    def has(self, memory: Hashable, number: int, device: Device) -> bool:
+        """Return whether a buffer is open on a device."""
+        found = self._opened.get((memory, number, device))
+        return found is not None and found.pointer is not None
+
+    def begin(self, memory: Hashable, place: Place, device: Device) -> Opened:
+        """Return another process's buffer, open on the current device until :meth:`end`.
+
+        Raise `DriverError` if it cannot be opened here.
+        """
+        name = (memory, place.number, device)
+        with self._lock:
+            found = self._opened.setdefault(name, Opened(device))
+            found.readers += 1
+        try:
+            with found.lock:  # others read buffers that are open meanwhile
+                if found.pointer is None:
+                    work = device._backend.calls.work
+                    pointer = work.ipc_open(place.handle)
+                    with suppress(DevctxError):
+                        _, found.nbytes = work.address_range(pointer)
+                    found.pointer = pointer
+        except BaseException:
+            with self._lock:
+                found.closing = True
+                if self._opened.get(name) is found:
+                    del self._opened[name]
+            self.end(found)
+            raise
+        return found
+
+    def end(self, opened: Opened) -> None:
+        """End one read of a buffer."""
+        with self._lock:
+            opened.readers -= 1
+            last = opened.closing and not opened.readers
+        if last:
+            _close(opened)
+
+    def close(self, memory: Hashable = None, numbers: Collection[int] | None = None) -> bool:
+        """Close buffers of another process's memory; return whether nobody reads them any more.
+
+        None stands for the memory of all processes, and for all buffers.
+        """
+        with self._lock:
+            names = [
+                (of, number, device)
+                for of, number, device in self._opened
+                if memory in (None, of) and (numbers is None or number in numbers)
+            ]
+            found = [self._opened.pop(name) for name in names]
+            for opened in found:
+                opened.closing = True
+            idle = [opened for opened in found if not opened.readers]
+        for opened in idle:
+            _close(opened)
+        return len(idle) == len(found)
+
+
+def _close(opened: Opened) -> None:
+    # If the process's CUDA is broken, its open buffers end with it.
+    if opened.pointer is not None:
+        with suppress(DevctxError), opened.device:
+            opened.device._backend.calls.work.ipc_close(opened.pointer)
 
 
 class Receiving:
-    """Parts on their way from another process.
-
-    Parameters
-    ----------
-    peer
-        The process that sends them.
-    parts
-        The kind, number of bytes and detail of each, as in ``Part.description``.
-    piece
-        The number of bytes of a piece.
-    device
-        The device that they go to.
-    opened
-        The open buffers of the peers.
-
-    Attributes
-    ----------
-    memory
-        The object of each part's library that holds the part; :meth:`allocate` makes them.
-    pieces
-        The number of pieces.
-    """
+    """Parts on their way from another process's memory to a device."""
 
     def __init__(
         self,
-        peer: Hashable,
-        parts: Sequence[tuple[str, int, Any]],
+        memory: Hashable,
+        parts: Sequence[Described],
         piece: int,
         device: Device,
         opened: OpenedBuffers,
     ) -> None:
         self.device = device
-        self.memory: list[Any] = []
-        self._peer = peer
-        self._parts = parts
+        self.parts: list[Any] = []  # the object of its library that holds each part
+        self._memory = memory
+        self._described = parts
         self._piece = piece
         self._opened = opened
         self._pointers: list[int] = []
-        self._layout = Layout(nbytes for _, nbytes, _ in parts)
+        self._layout = Layout(part.nbytes for part in parts)
         self.nbytes = self._layout.nbytes
         self.pieces = self._layout.pieces(piece)
 
     def allocate(self) -> None:
-        """Allocate memory for all parts, each with its own library.
-
-        Raises
-        ------
-        MemoryError
-            There is not enough memory. Each library raises its own class: torch's is a
-            ``RuntimeError``.
-        """
-        self.memory, self._pointers = [], []
+        """Allocate memory for all parts; each library raises its own class without enough."""
+        self.parts, self._pointers = [], []
         with self.device:
-            for kind, nbytes, detail in self._parts:
-                memory, pointer = allocate(kind, nbytes, detail, self.device)
-                self.memory.append(memory)
+            for part in self._described:
+                memory, pointer = allocate(*part, self.device)
+                self.parts.append(memory)
                 self._pointers.append(pointer)
 
-    def start(self, index: int, where: Description) -> tuple[Lane, Opened]:
-        """Start the copy of a piece.
+    def start(self, index: int, place: Place) -> tuple[Lane, Opened]:
+        """Start the copy of a piece, for :meth:`finish`.
 
-        Returns
-        -------
-        Lane, Opened
-            The arguments of :meth:`finish`, which waits for the copy.
-
-        Raises
-        ------
-        DriverError
-            The peer's memory cannot be opened, or the device has failed.
-        MalformedHeaderError
-            The peer's buffer does not contain the piece.
+        Raise `DriverError` if the memory cannot be opened or the device has failed, and
+        `MalformedMessageError` if the piece is not in the buffer.
         """
         begin, end = index * self._piece, min((index + 1) * self._piece, self.nbytes)
         spans = tuple(self._layout.spans(begin, end))
         with self.device:
-            opened = self._opened.begin(self._peer, where.number, where.handle, self.device)
+            opened = self._opened.begin(self._memory, place, self.device)
             try:
-                base = opened.place(where.offset, end - begin)
+                base = opened.address(place, end - begin)
                 lane = lanes.take(self.device)
                 try:
                     # The libraries reuse memory that earlier work in their streams still reads.
@@ -118,6 +184,8 @@ class Receiving:
         finally:
             self._opened.end(opened)
 
-    def is_quick(self, where: Description) -> bool:
+    def is_quick(self, place: Place) -> bool:
         """Return whether :meth:`start` needs no call that may take milliseconds."""
-        return self._opened.has(self._peer, where.number, self.device)
+        with self.device as device:  # no reader waits for the end of a capture there
+            captured = device._backend.calls.work.is_capturing(LEGACY_STREAM)
+        return not captured and self._opened.has(self._memory, place.number, self.device)

@@ -15,11 +15,11 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.page_locked import PageLockedPool
-from dask_devctx.worker.ipc.connections import SAYS
 from dask_devctx.worker.memory.data import SENDING, DeviceData
 from dask_devctx.worker.memory.limits import limit_nbytes
 from dask_devctx.worker.memory.manager import DeviceMemory
 from dask_devctx.worker.memory.surroundings import Surroundings
+from dask_devctx.worker.peers.connections import SAYS
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping

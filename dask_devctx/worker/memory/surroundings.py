@@ -15,10 +15,10 @@ from dask_devctx.worker.memory.kept import Kept
 if TYPE_CHECKING:
     from dask_devctx.worker.failures.oom_retries import Retries
     from dask_devctx.worker.inputs.inputs import Inputs
-    from dask_devctx.worker.ipc import PeerTransfers
     from dask_devctx.worker.memory.manager import DeviceMemory
     from dask_devctx.worker.metrics.history import History
     from dask_devctx.worker.metrics.record import Record
+    from dask_devctx.worker.peers import PeerTransfers
 
 # The tasks in these states need their inputs soon.
 _NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing", "resumed"})

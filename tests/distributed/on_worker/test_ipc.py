@@ -19,7 +19,7 @@ from distributed.worker import get_data_from_worker
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer.ipc import parcel
-from dask_devctx.worker.ipc import outgoing, pairs
+from dask_devctx.worker.peers import pairs, send
 from tests.distributed import peers
 
 Pair = tuple[Client, list[str]]
@@ -211,11 +211,11 @@ def _note_packing() -> None:
         _packed_by.append(threading.current_thread() is threading.main_thread())
         return parcel.pack(*args)
 
-    outgoing.pack = noting  # type: ignore[attr-defined]
+    send.pack = noting
 
 
 def _packing() -> list[bool]:
-    outgoing.pack = parcel.pack  # type: ignore[attr-defined]
+    send.pack = parcel.pack
     found = list(_packed_by)
     _packed_by.clear()
     return found
@@ -463,14 +463,14 @@ def test_memory_that_can_be_opened_no_more_is_asked_for_no_more() -> None:
 
 
 def _impatient(timeout_s: float) -> None:
-    pairs._TIMEOUT_S, pairs._AGAIN_S = timeout_s, (0.2, 1.0)  # type: ignore[misc]
+    pairs._TIMEOUT_S, pairs._AGAIN_S = timeout_s, 0.2  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("reason", ["does not say", "cannot show", "cannot be opened"])
+@pytest.mark.parametrize("reason", ["does not answer", "cannot show", "cannot be opened"])
 def test_a_worker_that_refused_for_a_passing_reason_is_asked_again(reason: str) -> None:
     with peers.cluster(2) as (client, workers):
-        client.run(_impatient, 0.5 if reason == "does not say" else 10.0)
-        if reason == "does not say":  # it gave up waiting for the answer
+        client.run(_impatient, 0.5 if reason == "does not answer" else 10.0)
+        if reason == "does not answer":  # it gave up waiting for the answer
             client.run(peers.pause, "cuIpcGetMemHandle", 1.0, workers=workers[:1])
         elif reason == "cannot show":
             client.run(peers.fail, "cuIpcGetMemHandle", 2, 1, workers=workers[:1])
@@ -555,7 +555,7 @@ def test_staging_memory_is_at_most_a_quarter_of_a_low_limit(limit: Any, most: in
 
 
 def _most_staging(dask_worker: Worker) -> int:
-    (staging,) = dask_worker.plugins["devctx"].extension.peers.way.stagings.values()
+    (staging,) = dask_worker.plugins["devctx"].extension.peers.stagings.values()
     return int(staging.limit)
 
 
@@ -574,9 +574,9 @@ def _of_5_mb() -> SimulatedArray:
 
 async def _given_back(dask_worker: Worker) -> Any:
     transfers = dask_worker.plugins["devctx"].extension.peers
-    before = sum(each.nbytes for each in transfers.way.stagings.values())
-    await transfers.way.give_back()
-    return before > 0, sum(each.nbytes for each in transfers.way.stagings.values())
+    before = sum(each.nbytes for each in transfers.stagings.values())
+    await transfers.give_back()
+    return before > 0, sum(each.nbytes for each in transfers.stagings.values())
 
 
 def test_the_work_that_makes_a_value_is_waited_for() -> None:

@@ -18,7 +18,7 @@ from distributed.utils_test import captured_logger, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.ipc.traffic import Traffic
+from dask_devctx.worker.peers.local import Traffic
 from tests.distributed import peers
 
 
@@ -162,7 +162,7 @@ def _hello_with_other_contents(dask_worker: Worker) -> None:
     hello = dask_worker.handlers["devctx_ipc_hello"]
 
     async def other(**kwargs: Any) -> Any:
-        return {**await hello(**kwargs), "content": b"other"}
+        return (*(await hello(**kwargs))[:2], b"other")
 
     dask_worker.handlers["devctx_ipc_hello"] = other
 
@@ -201,14 +201,14 @@ def test_a_sender_that_fails_between_the_pieces_ends_nobody_else() -> None:
 
 def _used(dask_worker: Worker) -> int:
     gc.collect()
-    (staging,) = dask_worker.plugins["devctx"].extension.peers.way.stagings.values()
+    (staging,) = dask_worker.plugins["devctx"].extension.peers.stagings.values()
     return sum(gpu.used_memory for gpu in driver.backend().machine.gpus) - staging.nbytes
 
 
 async def _given_back(dask_worker: Worker) -> int:
     transfers = dask_worker.plugins["devctx"].extension.peers
-    await transfers.way.give_back()
-    return sum(each.nbytes for each in transfers.way.stagings.values())
+    await transfers.give_back()
+    return sum(each.nbytes for each in transfers.stagings.values())
 
 
 def test_staging_memory_goes_back_when_who_had_it_open_is_gone() -> None:
@@ -225,7 +225,7 @@ _pieces: list[Any] = []
 
 def _take_room(left: int, dask_worker: Worker) -> None:
     """Leave room for so many pieces only."""
-    (staging,) = dask_worker.plugins["devctx"].extension.peers.way.stagings.values()
+    (staging,) = dask_worker.plugins["devctx"].extension.peers.stagings.values()
     while (piece := staging.take(staging.piece)) is not None:
         _pieces.append(piece)
     staging.give([_pieces.pop() for _ in range(left)])
@@ -242,9 +242,7 @@ def test_one_piece_of_room_is_enough() -> None:
 
 
 def _staging_nbytes(dask_worker: Worker) -> int:
-    return max(
-        s.nbytes for s in dask_worker.plugins["devctx"].extension.peers.way.stagings.values()
-    )
+    return max(s.nbytes for s in dask_worker.plugins["devctx"].extension.peers.stagings.values())
 
 
 def test_the_room_may_be_given_in_bytes_as_a_float() -> None:
@@ -262,7 +260,7 @@ class _AsksAtTheEnd(WorkerPlugin):  # type: ignore[misc]
     async def teardown(self, worker: Worker) -> None:
         assert worker.plugins.get("devctx") is None
         async with rpc(worker.address) as there:
-            self.answers.append(await there.devctx_ipc_close(token="x", numbers=[]))
+            self.answers.append(await there.devctx_ipc_close(said=("x", ())))
             self.answers.append(await there.devctx_share(uuids=[], version=1))
 
 
@@ -301,14 +299,12 @@ async def test_a_worker_that_closes_ends_its_heartbeat_first(
 
 def _known(dask_worker: Worker) -> set[str]:
     """All other workers' addresses that a worker keeps for its transfers, but for the report's."""
-    way = dask_worker.plugins["devctx"].extension.peers.way
-    pairs = way._pairs
-    kept = (pairs.receivers, pairs.reasons, pairs.tokens, pairs.ways, pairs._again, pairs._asking)
-    return set().union(*kept, way._left)
+    pairs = dask_worker.plugins["devctx"].extension.peers._pairs
+    return {*pairs.readers, *pairs.reasons, *pairs.memories, *pairs.again, *pairs._asking}
 
 
 async def _look(dask_worker: Worker) -> None:
-    await dask_worker.plugins["devctx"].extension.peers.way.look()
+    await dask_worker.plugins["devctx"].extension.peers.look()
 
 
 @pytest.mark.parametrize(

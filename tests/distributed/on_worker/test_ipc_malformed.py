@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 from distributed import Worker
 
-from dask_devctx.worker.ipc.messages import AGREE, CLOSE, HELLO, NEXT
+from dask_devctx.transfer.ipc.messages import PROTOCOL
+from dask_devctx.worker.peers import CLOSE
+from dask_devctx.worker.peers.pairs import HELLO
+from dask_devctx.worker.peers.receive import NEXT
 from tests.distributed import peers
 
 FAR = 2**40
 
 
-async def ask_each(messages: list[tuple[str, dict[str, Any]]], dask_worker: Worker) -> list[Any]:
-    return [await dask_worker.handlers[op](**message) for op, message in messages]
+async def ask_each(messages: list[tuple[str, Any]], dask_worker: Worker) -> list[Any]:
+    return [await dask_worker.handlers[op](said=message) for op, message in messages]
 
 
 def pid() -> int:
@@ -24,38 +27,39 @@ def pid() -> int:
 
 def lie_about(name: str, value: Any, dask_worker: Worker) -> None:
     """Let a worker send headers with one wrong field."""
-    outgoing = dask_worker.plugins["devctx"].extension.peers.way._outgoing
-    right = type(outgoing)._message
+    sender = dask_worker.plugins["devctx"].extension.peers._sender
+    right = type(sender)._message
 
     def wrong(*args: Any) -> Any:
-        message = right(outgoing, *args)
+        message = right(sender, *args)
         about = message["devctx-ipc"]
         if name == "offset":
-            number, handle, _, nbytes = about["shown"]
-            about["shown"] = (number, handle, value, nbytes)
+            message["devctx-ipc"] = about._replace(place=about.place._replace(offset=value))
         else:
-            about[name] = value
+            message["devctx-ipc"] = about._replace(**{name: value})
         return message
 
-    outgoing._message = wrong
+    sender._message = wrong
 
 
 def test_malformed_messages_are_refused_and_the_worker_goes_on() -> None:
     wrong = [
-        (HELLO, {}),
-        (HELLO, {"address": [], "process": "p", "host": "h"}),
-        (AGREE, {"address": "a", "token": {}, "error": None}),
-        (NEXT, {"token": "t", "number": [], "index": 0, "read": 0}),
-        (NEXT, {"token": "t", "number": 1, "index": 0, "read": 1}),
-        (CLOSE, {"token": "t", "numbers": 7}),
+        (HELLO, ()),
+        (HELLO, (PROTOCOL, [], "p", "h")),
+        (HELLO, None),
+        (NEXT, ("t", [], 0, 0)),
+        (NEXT, ("t", -1, 0, 0)),
+        (CLOSE, ("t", 7)),
     ]
-    refused = {"error": "it refused a malformed message"}
     with peers.cluster() as (client, workers):
         client.run(peers.keep_log)
         answers = client.run(ask_each, wrong, workers=workers[:1])[workers[0]]
-        assert answers == [refused, refused, None, None, None, False]
+        assert answers == [None, None, None, None, None, False]
         log = client.run(peers.kept_log)[workers[0]]
         assert sum("was refused" in line for line in log) == len(wrong)
+        old = (HELLO, (PROTOCOL - 1, "tcp://127.0.0.1:1", "p", "h"))
+        (answer,) = client.run(ask_each, [old], workers=workers[:1])[workers[0]]
+        assert answer == ("it has another version of dask-devctx", False)
         assert peers.nothing_staged(client)
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dask_devctx import devices
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.ipc.traffic import Traffic
+from dask_devctx.worker.peers.local import Traffic
 
 
 def test_a_heartbeat_of_a_worker_that_sends_to_a_thousand(machine: SimulatedMachine) -> None:

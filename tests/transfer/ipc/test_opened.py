@@ -11,7 +11,8 @@ import pytest
 
 from dask_devctx import Device
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.transfer.ipc.opened import OpenedBuffers
+from dask_devctx.transfer.ipc.messages import Place
+from dask_devctx.transfer.ipc.receiving import OpenedBuffers
 
 
 def opened_and_closed(machine: SimulatedMachine) -> tuple[int, int]:
@@ -51,7 +52,7 @@ def test_a_buffer_is_closed_while_it_is_opened(
 
     with Device(0) as device:
         machine.faults.inject("cuIpcOpenMemHandle", None, when=close)
-        opened = buffers.begin("peer", 1, shown, device)
+        opened = buffers.begin("peer", Place(1, shown, 0, 1000), device)
         assert answers == [False]  # it is about to be read
         assert opened_and_closed(machine) == (1, 0)
         buffers.end(opened)

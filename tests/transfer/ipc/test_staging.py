@@ -10,8 +10,7 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import stamp
 from dask_devctx.transfer.ipc.frames import Part
-from dask_devctx.transfer.ipc.sending import Sending
-from dask_devctx.transfer.ipc.staging import Staging
+from dask_devctx.transfer.ipc.sending import Sending, Staging
 
 MIB = 2**20
 
@@ -23,11 +22,11 @@ def used(machine: SimulatedMachine) -> int:
 def test_it_takes_no_memory_until_something_is_sent(machine: SimulatedMachine) -> None:
     staging = Staging(Device(1), 64 * MIB)
     assert (used(machine), staging.nbytes) == (0, 0)
-    assert not staging.has_room(1)
+    assert staging.take(1, grow=False) is None
     piece = staging.take(1000)
     assert piece is not None
     assert used(machine) == staging.nbytes == 2 * MIB
-    assert staging.has_room(MIB)
+    assert staging.take(MIB, grow=False) is not None
 
 
 def test_it_keeps_to_its_limit(machine: SimulatedMachine) -> None:
@@ -91,8 +90,10 @@ def test_a_transfer_is_staged_piece_by_piece(machine: SimulatedMachine, limit: i
     for index in range(pieces):
         lane = sending.start(index)
         assert lane is not None
-        sending.finish(lane)
-        number, handle, offset, nbytes = sending.description(index)
+        sending.finish(index, lane)
+        place = sending.place(index)
+        assert place is not None
+        number, handle, offset, nbytes = place
         assert len(handle) == 64
         buffer = sending._staged[index].buffer
         assert number == buffer.number
@@ -122,7 +123,7 @@ def test_a_transfer_that_fails_gives_its_piece_back(machine: SimulatedMachine) -
     again = Sending([part], staging, [])
     lane = again.start(0)
     assert lane is not None
-    again.finish(lane)
+    again.finish(0, lane)
 
 
 def test_a_transfer_that_is_given_up_takes_no_more_memory(machine: SimulatedMachine) -> None:
@@ -134,7 +135,7 @@ def test_a_transfer_that_is_given_up_takes_no_more_memory(machine: SimulatedMach
     sending.in_pieces()
     lane = sending.start(0)
     assert lane is not None
-    sending.finish(lane)
+    sending.finish(0, lane)
     sending.close()  # its receiver is gone
     assert sending.start(1) is None  # it had waited for room
     assert staging.in_use == 0
@@ -152,6 +153,6 @@ def test_a_piece_goes_back_when_nothing_is_copied_into_it_any_more(
     assert lane is not None
     sending.close()
     assert staging.in_use == array.nbytes - array.nbytes % 256 + 256
-    assert not sending.is_staged(0)
-    sending.finish(lane)
+    assert sending.place(0) is None
+    sending.finish(0, lane)
     assert staging.in_use == 0

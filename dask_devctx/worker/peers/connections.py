@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from distributed import Worker
 from distributed.comm import CommClosedError
@@ -24,90 +25,47 @@ from dask_devctx.dask_internals.connections import (
     wrapped_connect,
 )
 from dask_devctx.dask_internals.worker import wrapped_handler
-from dask_devctx.worker.ipc.unreadable import could_not_be_read
 
 logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+Ended = Callable[[bool], None]
 
 # Between the address of the worker that asks and what it says, in a field that dask only logs:
 # each request says for itself whether its answer can be read.
 SAYS: Final = "#"
 
 
-class Way(Protocol):
-    """The way of values from worker to worker, as the connections use it."""
-
-    async def settle(self, address: str) -> str | None:
-        """Return the token for a worker that is asked for data, or None.
-
-        The token tells that worker that this one can read its memory.
-        """
-
-    async def complete(self, address: str, msg: Message) -> None:
-        """Complete a worker's answer before dask sees it."""
-
-    async def prepare(
-        self, who: str | None, token: str, msg: Message
-    ) -> tuple[Message, Callable[[bool], None]] | None:
-        """Return other values to send, and a function to call with whether they were read."""
-
-    def lost(self, address: str) -> None:
-        """Note that the connection to a worker ended."""
-
-
+@dataclass(eq=False)
 class Connections:
-    """While it is open, two functions see the values that a worker receives and sends.
+    """While it is open, functions see the values that a worker receives and sends."""
 
-    Parameters
-    ----------
-    worker
-        The worker.
-    way
-        The way that the values take.
-    has_failed
-        Returns whether a device of the worker has failed, so that the worker ends.
-    takes_host_forms
-        Returns whether values may arrive in host memory, although they belong on devices.
+    # dask returns a connection to its pool also if an answer on it could not be read. But the other
+    # side still waits for the confirmation: it takes the next request for this confirmation, and
+    # both sides wait without end. Here, such a connection is closed.
 
-    Attributes
-    ----------
-    under_way
-        The number of requests without an answer. They are completed after it is closed, too.
+    worker: Worker
+    settle: Callable[[str], Awaitable[str]]  # what to say to a worker that is asked for data
+    complete: Callable[[str, Message], Awaitable[None]]  # a worker's answer, before dask sees it
+    # Given who asks, what it says and an answer: other values to send, and a function to call with
+    # whether they were read.
+    prepare: Callable[[str, str, Message], Awaitable[tuple[Message, Ended] | None]]
+    has_failed: Callable[[], bool]  # whether a device of the worker has failed
+    takes_host_forms: Callable[[], bool]  # whether values for devices may arrive in host memory
+    under_way: int = 0  # requests without an answer; they are completed after the end, too
 
-    Notes
-    -----
-    dask returns a connection to its pool also if an answer on it could not be read. But the other
-    side still waits for the confirmation: it takes the next request for this confirmation, and both
-    sides wait without end. Here, such a connection is closed.
-    """
-
-    def __init__(
-        self,
-        worker: Worker,
-        way: Way,
-        *,
-        has_failed: Callable[[], bool] = lambda: False,
-        takes_host_forms: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._worker = worker
-        self._has_failed = has_failed
-        self._way = way
-        self._takes_host_forms = takes_host_forms
-        self._open = True
-        self.under_way = 0
+    def __post_init__(self) -> None:
+        self.is_open = True
         with ExitStack() as steps:
-            steps.enter_context(tasks_fail_with_unread_inputs(worker))
-            steps.enter_context(wrapped_connect(worker, self._around_connect))
-            steps.enter_context(wrapped_handler(worker, "get_data", self._around_get_data))
+            steps.enter_context(tasks_fail_with_unread_inputs(self.worker))
+            steps.enter_context(wrapped_connect(self.worker, self._around_connect))
+            steps.enter_context(wrapped_handler(self.worker, "get_data", self._around_get_data))
             self._steps = steps.pop_all()
 
     def close(self) -> None:
         """Leave the worker's connections as they were."""
-        self._open = False
+        self.is_open = False
         self._steps.close()
-
-    # -- as the receiver
 
     def _around_connect(self, connect: Connect) -> Connect:
         async def connected(addr: str, timeout: float | None = None) -> Any:
@@ -122,29 +80,21 @@ class Connections:
 
         return connected
 
-    async def _one_by_one(self, address: str, keys: list[Hashable], who: str | None) -> Message:
-        """Ask for each value separately, to find the values that cannot be read."""
-        data: dict[Hashable, Any] = {}
-        for key in keys:
-            data.update(await data_of(self._worker, address, [key], who))
-        return {"status": "OK", "data": data}
-
-    # -- as the sender
-
     def _around_get_data(self, get_data: Callable[..., Any]) -> Callable[..., Any]:
         async def answer(
             comm: Any, keys: Any, who: str | None = None, serializers: Any = None
         ) -> Any:
-            address, _, token = (who if isinstance(who, str) else "").partition(SAYS)
-            who = address or None
-            answering = _Answering(comm, partial(self._way.prepare, who, token))
+            address, _, said = (who if isinstance(who, str) else "").partition(SAYS)
+            answering = _Answering(comm, partial(self.prepare, address, said))
             try:
-                return await get_data(answering, keys=keys, who=who, serializers=serializers)
+                return await get_data(
+                    answering, keys=keys, who=address or None, serializers=serializers
+                )
             except Exception as error:
                 clear_frames(error)  # dask's log keeps the error: not the values with it
                 raise
             finally:
-                answering.end()
+                answering.ended(answering.was_read)
 
         return answer
 
@@ -165,11 +115,11 @@ class _Asking:
             return 0
         self._request = None
         of = self.connections
-        if not of._open or not isinstance(msg, dict) or msg.get("op") != "get_data":
+        if not of.is_open or not isinstance(msg, dict) or msg.get("op") != "get_data":
             return await self._write(msg, *args, **kwargs)
-        request, said = msg, await of._way.settle(self._address)
-        if (said is not None or of._takes_host_forms()) and msg.get("who"):
-            msg = {**msg, "who": f"{msg['who']}{SAYS}{said or ''}"}
+        request, said = msg, await of.settle(self._address)
+        if (said or of.takes_host_forms()) and msg.get("who"):
+            msg = {**msg, "who": f"{msg['who']}{SAYS}{said}"}
         of.under_way += 1
         try:
             written = await self._write(msg, *args, **kwargs)
@@ -196,30 +146,28 @@ class _Asking:
         try:
             msg = await self._read(*args, **kwargs)
             if isinstance(msg, dict) and msg.get("status") == "OK":
-                await of._way.complete(address, msg)
+                await of.complete(address, msg)
             return msg
-        except Exception as error:
-            failure = error
+        except BaseException as error:
             # If a pickle is too short, dask takes its end for the end of the connection.
-            if self._comm.closed() and isinstance(error.__context__, EOFError):
-                failure = error.__context__
-            elif isinstance(error, CommClosedError) or self._comm.closed():
-                self._comm.abort()
-                of._way.lost(address)
-                raise
-            self._comm.abort()
-        except BaseException:
+            too_short = self._comm.closed() and isinstance(error.__context__, EOFError)
+            is_lost = not too_short and (isinstance(error, CommClosedError) or self._comm.closed())
             self._comm.abort()  # the rest of the answer is not read
-            raise
+            if is_lost or not isinstance(error, Exception):
+                raise
+            failure: Any = error.__context__ if too_short else error
         logger.warning("an answer from %s could not be read", address, exc_info=failure)
-        keys = list(request["keys"])
         if UNREAD.get() is None:  # no task asked
             raise failure
         self._answered = True
-        if len(keys) > 1:
-            return await of._one_by_one(address, keys, request.get("who"))
-        could_not_be_read(keys[0], failure, address, device_failed=of._has_failed())
-        return {"status": "OK", "data": {}}
+        keys = list(request["keys"])
+        data: dict[Hashable, Any] = {}
+        if len(keys) == 1:
+            could_not_be_read(keys[0], failure, address, device_failed=of.has_failed())
+        else:
+            for key in keys:  # each by itself, to find those that cannot be read
+                data.update(await data_of(of.worker, address, [key], request.get("who")))
+        return {"status": "OK", "data": data}
 
 
 class _Answering:
@@ -228,8 +176,8 @@ class _Answering:
     def __init__(self, comm: Any, prepare: Callable[[Message], Awaitable[Any]]) -> None:
         self._comm = comm
         self._prepare = prepare
-        self._ended: Callable[[bool], None] | None = None
-        self._was_read = False
+        self.ended: Ended = lambda was_read: None
+        self.was_read = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
@@ -242,14 +190,25 @@ class _Answering:
                 self._comm.abort()
                 raise
             if prepared is not None:
-                msg, self._ended = prepared
+                msg, self.ended = prepared
         return await self._comm.write(msg, *args, **kwargs)
 
     async def read(self, *args: Any, **kwargs: Any) -> Any:
         answer = await self._comm.read(*args, **kwargs)
-        self._was_read = answer == "OK"
+        self.was_read = answer == "OK"
         return answer
 
-    def end(self) -> None:
-        if self._ended is not None:
-            self._ended(self._was_read)
+
+def could_not_be_read(key: Hashable, error: Exception, sender: str, *, device_failed: bool) -> None:
+    """Note that a value could not be read, for the tasks that need it; else raise the error.
+
+    If a device here failed, raise `CommClosedError`: another worker can read the value.
+    """
+    error = error.with_traceback(None)
+    if device_failed:
+        raise CommClosedError(f"{key!r} from {sender} could not be read: {error}") from error
+    error.add_note(f"{key!r} could not be read when it arrived from {sender}")
+    unread = UNREAD.get()
+    if unread is None:  # no task asked
+        raise error
+    unread[key] = error

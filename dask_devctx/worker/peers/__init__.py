@@ -1,0 +1,280 @@
+"""Transfers of values on a device to other workers: by CUDA IPC inside a machine, with any comm.
+
+dask's own messages name the place where the sender has staged the values. The receiver reads them
+from there before it passes the answer on. So dask's "OK" means that the sender may use the staging
+memory again. Where a pair of workers cannot do that, dask's comm carries the values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from distributed import Status, Worker
+from tornado.ioloop import PeriodicCallback
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals.connections import answering
+from dask_devctx.dask_internals.worker import larger_messages, metric, told_who_leaves
+from dask_devctx.errors import DriverError
+from dask_devctx.transfer.ipc.messages import Close, Hello, MalformedMessageError, Next, read
+from dask_devctx.transfer.ipc.sending import Staging
+from dask_devctx.worker.inputs.inputs import Inputs
+from dask_devctx.worker.peers import pairs, receive
+from dask_devctx.worker.peers.connections import Connections, Message
+from dask_devctx.worker.peers.local import FAMILY, MEMORY, Local
+from dask_devctx.worker.peers.pairs import Pairs
+from dask_devctx.worker.peers.receive import Receiver
+from dask_devctx.worker.peers.send import Prepared, Sender, on_devices
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.memory.manager import DeviceMemory
+
+__all__ = ["PeerTransfers"]
+
+logger = logging.getLogger(__name__)
+
+CLOSE: Final = "devctx_ipc_close"
+# Staging memory that was not used for this long goes back to its device.
+_IDLE_S: Final = 60.0
+# A fraction of a device's memory is at most the limit divided by this.
+_OF_LIMIT: Final = 4
+_LOOK_EVERY_MS: Final = 5_000
+_LOOK_S: Final = 0.05
+_CLOSE_TIMEOUT_S: Final = 5.0
+_CONNECT_TIMEOUT_S: Final = 2.0
+# dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
+# question takes milliseconds; between devices, 50 MB take a fifth of one.
+_MESSAGE_NBYTES: Final = 10**9
+
+
+class PeerTransfers:
+    """While it is open, a worker sends and receives values on its devices without the host.
+
+    ``staging`` of each device's memory, a fraction or bytes, may be used for it. With ``use``
+    False, dask sends all values, which are counted.
+    """
+
+    metric: Final = "devctx-ipc"  # the name of the counts that the worker's heartbeat carries
+
+    def __init__(
+        self,
+        worker: Worker,
+        devices: Sequence[Device],
+        inputs: Inputs | None,
+        *,
+        staging: float,
+        limits: Mapping[Device, int] = MappingProxyType({}),
+        use: object = "auto",
+        make_room: Callable[[Device], object] = lambda device: None,
+        on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
+        has_failed: Callable[[], bool] = lambda: False,
+        memory: Callable[[], DeviceMemory | None] = lambda: None,
+    ) -> None:
+        receive.register()
+        self._local = local = Local(
+            worker, devices, inputs, make_room, on_failure, has_failed, memory
+        )
+        self.traffic = local.traffic
+        self._uses_ipc = bool(devices) and use is not False
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._pairs = Pairs(local)
+        self._sender = Sender(local)
+        self._left: set[str] = set()  # the workers that may still have this one's memory open
+        with ExitStack() as steps:
+            self._connections = Connections(
+                worker,
+                self._settle,
+                Receiver(local, self._pairs).complete,
+                self._prepare,
+                has_failed,
+                lambda: memory() is not None,
+            )
+            steps.callback(self._end)
+            if self._uses_ipc:
+                for device in devices:
+                    limit = _limit(device, staging, limits.get(device))
+                    local.stagings[device] = Staging(device, limit)
+                steps.enter_context(answering(worker, self._handlers()))
+                steps.enter_context(told_who_leaves(worker, self._worker_left))
+                one_piece = min(staging.one_piece for staging in local.stagings.values())
+                steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, one_piece)))
+            steps.callback(self._connections.close)
+            rows = metric(worker, self.metric, lambda worker: self.traffic.rows())
+            steps.enter_context(rows)
+            looking = PeriodicCallback(self.look, _LOOK_EVERY_MS)
+            steps.callback(looking.stop)
+            looking.start()
+            self._steps = steps.pop_all()
+
+    def close(self) -> None:
+        """Leave transfers to dask from now on; those under way are completed."""
+        self._steps.close()
+
+    def _end(self) -> None:
+        self._pairs.close()
+        self._local.opened.close()
+        # A worker that closes frees no staging memory: it goes with its process.
+        if self._local.worker.status is Status.closing:
+            self._local.executor.shutdown(wait=False)
+        else:
+            self._local.worker.loop.add_callback(self._end_later)
+
+    async def _end_later(self) -> None:
+        try:
+            while self.in_use or self._connections.under_way:
+                await asyncio.sleep(_LOOK_S)
+            self._local.opened.close()  # what arrived since
+            await self.give_back()
+        finally:
+            self._local.executor.shutdown(wait=False)
+
+    def _handlers(self) -> dict[str, Any]:
+        async def close(asked: Close) -> bool:
+            opened = self._local.opened
+            return bool(await self._local.run(opened.close, asked.memory, asked.numbers))
+
+        return {
+            pairs.HELLO: _handler(pairs.HELLO, Hello, self._pairs.hello),
+            receive.NEXT: _handler(receive.NEXT, Next, self._sender.next),
+            CLOSE: _handler(CLOSE, Close, close),
+        }
+
+    # -- the callbacks of the connections
+
+    async def _settle(self, address: str) -> str:
+        return await self._pairs.settle(address) if self._uses_ipc else ""
+
+    async def _prepare(self, who: str, said: str, msg: Message) -> Prepared | None:
+        """Stage the values for another worker, which says that it can read them or why not."""
+        local = self._local
+        if not who or not local.devices:
+            return None
+        self._pairs.hide(who)
+        by_ipc = self._uses_ipc and said == local.name
+        places = on_devices(msg["data"], local.devices, local.inputs, staged=by_ipc)
+        if not places:
+            return None
+        reason, prepared = said or "it does not say that it can read them", None
+        if by_ipc:
+            found = await self._sender.prepare(who, msg, places)
+            if not isinstance(found, str):
+                return found
+            reason = found
+        elif not self._uses_ipc:
+            reason = "the option ipc is False"
+        elif said.startswith(MEMORY):
+            reason = "it knows this worker's memory by an earlier name"
+            prepared = {**msg, FAMILY: ()}, lambda read: None
+        self.traffic.sent_by_dask(places, who, reason)
+        return prepared
+
+    # -- staging memory
+
+    @property
+    def stagings(self) -> Mapping[Device, Staging]:
+        """The staging memory of each device."""
+        return self._local.stagings
+
+    @property
+    def in_use(self) -> int:
+        """The bytes of staging memory that hold values on their way."""
+        return sum(staging.in_use for staging in self.stagings.values())
+
+    def staging_nbytes(self, device: Device) -> int:
+        """Return the bytes of a device that are allocated as staging memory."""
+        staging = self.stagings.get(device)
+        return 0 if staging is None else staging.nbytes
+
+    def free_staging(self, device: Device) -> int:
+        """Free the staging memory of a device that ran out of memory; return the freed bytes.
+
+        The thread of a task waits for it, the event loop does not.
+        """
+        before = self.staging_nbytes(device)
+        if not before:
+            return 0
+        again = self.give_back([self.stagings[device]])
+        done = asyncio.run_coroutine_threadsafe(again, self._loop)
+        if threading.get_ident() != self._thread:
+            with suppress(TimeoutError):
+                done.result(_CLOSE_TIMEOUT_S)
+        return before - self.staging_nbytes(device)
+
+    def _worker_left(self, address: str) -> None:
+        """Forget a worker that left the cluster; its process may still be there."""
+        self._pairs.forget(address)
+        if address in self._pairs.readers:
+            self._left.add(address)
+
+    async def look(self) -> None:
+        """Forget workers whose processes are gone, and release memory that was long unused."""
+        for address in [*self._left]:
+            await self._ask_to_close(address, ())
+        self._left &= self._pairs.readers
+        idle = [
+            staging
+            for staging in self.stagings.values()
+            if staging.nbytes and time.monotonic() - staging.used_at > _IDLE_S
+        ]
+        if idle:
+            await self.give_back(idle)
+
+    async def give_back(self, stagings: Sequence[Staging] | None = None) -> None:
+        """Free staging memory that is not in use, once no other worker has it open."""
+        stagings = list(self.stagings.values()) if stagings is None else stagings
+        found = [(staging, staging.retire()) for staging in stagings]
+        numbers = tuple(buffer.number for _, buffers in found for buffer in buffers)
+        if not numbers:
+            return
+        readers = list(self._pairs.readers)
+        closed = await asyncio.gather(*[self._ask_to_close(one, numbers) for one in readers])
+        for staging, buffers in found:
+            if all(closed):
+                await self._local.run(staging.free, buffers)
+            else:
+                staging.use_again(buffers)
+
+    async def _ask_to_close(self, address: str, numbers: tuple[int, ...]) -> bool:
+        """Return whether another worker has closed this worker's buffers, or is gone."""
+        pool = self._local.worker.rpc
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                # dask tries for longer than this to connect to a process that is gone.
+                pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
+                said = await self._local.call(address, CLOSE, Close(self._local.name, numbers))
+        except OSError as error:
+            if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
+                return False
+            self._pairs.readers.discard(address)  # with what its process had open
+            return True
+        except RuntimeError:  # this worker is closing
+            return False
+        return said is not False  # who does not know the question has closed all
+
+
+def _handler(op: str, kind: Any, act: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a handler for dask, which refuses a malformed message with a log line."""
+
+    async def handle(said: object = None, **_: object) -> Any:
+        try:
+            message = read(kind, said)
+        except MalformedMessageError as error:
+            logger.warning("A message %s was refused: %s", op, error)
+            return False if op == CLOSE else None
+        return await act(message)
+
+    return handle
+
+
+def _limit(device: Device, staging: float, limit: int | None) -> int:
+    if staging > 1:
+        return int(staging)
+    most = int(device.memory_info.total * staging)
+    return min(most, limit // _OF_LIMIT) if limit else most

@@ -1,0 +1,210 @@
+"""Pairs of workers that can open each other's memory: each pair is tried once and remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+import uuid
+from contextlib import suppress
+from typing import Any, Final
+
+from distributed.comm import get_address_host
+
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.ipc.messages import (
+    PROTOCOL,
+    Hello,
+    MalformedMessageError,
+    Refused,
+    Shown,
+    read,
+)
+from dask_devctx.transfer.ipc.sending import Staged
+from dask_devctx.worker.peers.local import Local
+
+logger = logging.getLogger(__name__)
+
+HELLO: Final = "devctx_ipc_hello"
+# The size of the content that the receiver must find in the sender's memory.
+_NBYTES: Final = 256
+_TIMEOUT_S: Final = 10.0
+# A worker that refused for a passing reason is asked again after this time.
+_AGAIN_S: Final = 5.0
+_MOST_OF_A_REASON: Final = 1000
+_NAME: Final = uuid.uuid4().hex
+
+
+class Pairs:
+    """Finds out which other workers can exchange values with one worker by CUDA IPC."""
+
+    def __init__(self, local: Local) -> None:
+        # By the address of a worker: why this one does not read its memory, empty if it does; the
+        # name of its memory, if that may be open here; when to ask again.
+        self.reasons: dict[str, str] = {}
+        self.memories: dict[str, str] = {}
+        self.again: dict[str, float] = {}
+        self.readers: set[str] = set()  # the workers that may have this one's memory open
+        self._local = local
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._shown: dict[str, Staged] = {}
+
+    def close(self) -> None:
+        """Stop asking other workers, and release the memory shown to them."""
+        for task in self._asking.values():
+            task.cancel()
+        for address in list(self._shown):
+            self.hide(address)
+
+    # -- as the receiver
+
+    async def settle(self, address: str) -> str:
+        """Return the name of a worker's memory if this one can read it, else the reason.
+
+        A worker that is asked again keeps nobody waiting: values come through the host meanwhile.
+        """
+        known = address in self.reasons
+        if not known or time.monotonic() > self.again.get(address, float("inf")):
+            task = self._asking.get(address)
+            if task is None:
+                task = self._asking[address] = asyncio.create_task(self._ask(address))
+                task.add_done_callback(lambda _: self._asking.pop(address, None))
+            if not known:
+                await asyncio.wait([task])  # who asks for data goes on where this was cancelled
+        return self.reasons.get(address) or self.memories.get(address, "")
+
+    async def refuse(self, address: str, reason: str) -> None:
+        """Stop reading a worker's memory."""
+        self._remember(address, reason, passes=False)
+        await self._close_memory(address)
+
+    def forget(self, address: str) -> None:
+        """Forget a worker, and close its memory; another worker may have the address later."""
+        self.reasons.pop(address, None)
+        self.again.pop(address, None)
+        self._local.worker.loop.add_callback(self._close_memory, address)
+        if address in self._asking:  # it learns soon that the worker is gone
+            self._asking[address].add_done_callback(lambda _: self.forget(address))
+
+    async def _close_memory(self, address: str) -> None:
+        memory = self.memories.pop(address, None)
+        if memory is not None:
+            with suppress(RuntimeError):  # this worker ends, and has closed all that it had open
+                await self._local.run(self._local.opened.close, memory)
+
+    async def _ask(self, address: str) -> None:
+        try:
+            reason, passes = await self._tried(address)
+        except MalformedMessageError as error:
+            logger.warning("The answer of %s about its memory was refused: %s", address, error)
+            reason, passes = f"its answer is malformed: {error}", True
+        except OSError as error:  # or it took too long
+            reason, passes = f"it does not answer: {error!r}", True
+        except Exception as error:
+            logger.exception("the test of CUDA IPC with %s failed", address)
+            reason, passes = repr(error), True
+        if reason:
+            await self._close_memory(address)
+        self._remember(address, reason, passes)
+
+    async def _tried(self, address: str) -> tuple[str, bool]:
+        """Return why a worker's memory is not to be read, if so, and whether that passes."""
+        own = self._local.worker.address
+        if get_address_host(address) != get_address_host(own):
+            return "it is on another machine", False
+        hello = Hello(PROTOCOL, own, _process(), _host())
+        answer = await asyncio.wait_for(self._local.call(address, HELLO, hello), _TIMEOUT_S)
+        if not isinstance(answer, list | tuple):
+            return "it does not run this version of the plugin", True
+        if len(answer) == len(Refused._fields):
+            refused = read(Refused, answer)
+            return refused.reason, refused.passes
+        shown = read(Shown, answer)
+        self.memories[address] = shown.memory
+        try:
+            found = await self._local.run(self._read, shown)
+        except (DevctxError, MalformedMessageError) as error:
+            return f"its memory cannot be opened: {error}", is_out_of_memory(error)
+        return (
+            ("", False) if found == shown.content else ("its memory has other contents here", True)
+        )
+
+    def _read(self, shown: Shown) -> bytes:
+        device, opened = self._local.devices[0], self._local.opened
+        with device:
+            buffer = opened.begin(shown.memory, shown.place, device)
+            try:
+                there = buffer.address(shown.place, _NBYTES)
+                return device._backend.calls.work.copy_to_host(there, _NBYTES)
+            finally:
+                opened.end(buffer)
+
+    def _remember(self, address: str, reason: str, passes: bool) -> None:
+        self.reasons[address] = reason[:_MOST_OF_A_REASON]
+        self.again.pop(address, None)
+        if passes:
+            self.again[address] = time.monotonic() + _AGAIN_S
+        how = f"through the host: {reason}" if reason else "by CUDA IPC"
+        logger.info("values on a device come from %s %s", address, how)
+
+    # -- as the sender
+
+    async def hello(self, said: Hello) -> tuple[Any, ...]:
+        """Show another worker a piece of memory that it tries to read; called by that worker."""
+        if said.protocol != PROTOCOL:
+            return Refused("it has another version of dask-devctx", passes=False)
+        if said.process == _process():
+            return Refused("it is in the same process", passes=False)
+        if said.host != _host():
+            return Refused("it is on another machine, or in another container", passes=False)
+        try:
+            content = secrets.token_bytes(_NBYTES)
+            shown = await self._local.run(self._show, content)
+        except DevctxError as error:
+            reason = f"its device cannot show its memory: {error}"[:_MOST_OF_A_REASON]
+            return Refused(reason, is_out_of_memory(error))
+        if shown is None:
+            return Refused("it has no memory left for staging", passes=True)
+        self.hide(said.address)
+        self._shown[said.address] = shown
+        self._local.worker.loop.call_later(_TIMEOUT_S, self.hide, said.address, shown)
+        self.readers.add(said.address)
+        return Shown(self._local.name, shown.place, content)
+
+    def _show(self, content: bytes) -> Staged | None:
+        staging = self._local.stagings[self._local.devices[0]]
+        shown = staging.take(len(content))
+        if shown is not None:
+            try:
+                with staging.device as device:
+                    device._backend.calls.work.copy_from_host(shown.pointer, content)
+            except BaseException:
+                staging.give([shown])
+                raise
+        return shown
+
+    def hide(self, address: str, only: Staged | None = None) -> None:
+        """Release the memory that was shown to a worker."""
+        shown = self._shown.get(address)
+        if shown is not None and only in (None, shown):
+            del self._shown[address]
+            self._local.stagings[self._local.devices[0]].give([shown])
+
+
+def _process() -> str:
+    """Return a name for this process. A handle cannot be opened in the process that made it."""
+    return f"{_NAME} {os.getpid()}"  # one that was forked has the same module
+
+
+def _host() -> str:
+    """Return a name for this machine and, in a container, for the container."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot} {os.stat('/proc/self/ns/ipc').st_ino}"
+    except OSError:
+        return socket.gethostname()
