@@ -85,8 +85,8 @@ class Options:
     oom_retries
         How often a task that ran out of a device's memory is tried again, after memory was freed.
     ipc
-        Whether values go to other workers of the machine by CUDA IPC. ``"auto"``: if it works and
-        the connection is not as good; True: whenever it works; False: never.
+        Whether values go to other workers of the machine by CUDA IPC. ``"auto"`` and True:
+        wherever it works, with UCX too, which carries what goes between machines; False: never.
     ipc_staging
         How much of each device's memory values may take while they are sent: a fraction, which is
         at most a quarter of its ``device_memory_limit``, or bytes such as ``"2 GiB"``.

@@ -21,15 +21,14 @@ from dask_devctx import Device, driver
 from dask_devctx.dask_internals.connections import UNREAD
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
-from dask_devctx.transfer.ipc.headers import MalformedHeaderError, read_header
-from dask_devctx.transfer.ipc.layout import Layout
-from dask_devctx.transfer.ipc.opened import Opened, OpenedBuffers
+from dask_devctx.transfer.ipc.messages import Header, MalformedMessageError, read
 from dask_devctx.transfer.ipc.parcel import _Place
+from dask_devctx.transfer.ipc.ranges import Layout
+from dask_devctx.transfer.ipc.receiving import Opened
 from dask_devctx.worker.comms import device_types
-from dask_devctx.worker.ipc import incoming
-from dask_devctx.worker.ipc.incoming import Arriving, Incoming
-from dask_devctx.worker.ipc.messages import NEXT
-from dask_devctx.worker.ipc.traffic import Traffic
+from dask_devctx.worker.peers import receive
+from dask_devctx.worker.peers.local import FAMILY, Local
+from dask_devctx.worker.peers.receive import NEXT, Arriving, Receiver
 from tests.fuzz.inputs import UUIDS, anything, replaced
 
 HOST, NBYTES = "fuzz", 8192
@@ -56,29 +55,28 @@ class Sender:
         self.device = Device(1)
         self.answers: list[Any] = []
         self.failed = 0
-        self._opened = OpenedBuffers()
-        worker: Any = SimpleNamespace(rpc=lambda address: SimpleNamespace(**{NEXT: self._next}))
-        pairs: Any = SimpleNamespace(token="token", refuse=self._refuse)
-        self._incoming = Incoming(
+        rpc = SimpleNamespace(**{NEXT: self._next})
+        worker: Any = SimpleNamespace(address="tcp://10.0.0.1:1", rpc=lambda address: rpc)
+        self._local = Local(
             worker,
             [Device(0), self.device],
-            self._opened,
-            pairs,
-            lambda: False,
-            lambda device: 0,
-            self._run,
-            Traffic(),
-            self._on_failure,
-            lambda: None,
+            inputs=None,
+            make_room=lambda device: 0,
+            on_failure=self._on_failure,
+            has_failed=lambda: False,
+            memory=lambda: None,
         )
+        pairs: Any = SimpleNamespace(refuse=self._refuse, forget=lambda address: None)
+        self._receiver = Receiver(self._local, pairs)
 
     def read(self, msg: dict[str, Any]) -> dict[str, Any]:
         """Read a message with values; raise as the receiver does."""
-        self._loop.run_until_complete(self._incoming.complete("tcp://10.0.0.2:1", msg))
+        self._loop.run_until_complete(self._receiver.complete("tcp://10.0.0.2:1", msg))
         return dict(msg["data"])
 
     def close(self) -> None:
-        self._opened.close()
+        self._local.executor.shutdown()
+        self._local.opened.close()
         self._loop.close()
 
     async def _next(self, **asked: Any) -> Any:
@@ -86,9 +84,6 @@ class Sender:
 
     async def _refuse(self, address: str, reason: str) -> None:
         assert isinstance(reason, str)
-
-    async def _run(self, function: Any, *args: Any) -> Any:
-        return function(*args)
 
     def _on_failure(self, device: Device, error: DriverError) -> None:
         self.failed += 1
@@ -100,7 +95,7 @@ _senders: list[Sender] = []
 @contextmanager
 def sender() -> Iterator[None]:
     """While it is open, another process has memory that can be opened here."""
-    logging.getLogger(incoming.__name__).setLevel(logging.ERROR)
+    logging.getLogger(receive.__name__).setLevel(logging.ERROR)
     assert device_types  # it knows how to allocate simulated memory
     process = subprocess.Popen(
         [sys.executable, "-c", _EXPORT, str(NBYTES)],
@@ -144,14 +139,9 @@ def fuzz_arrivals(chance: random.Random) -> str:
         chance.choice([0, 0, 512, NBYTES - 1, 2**40]),
         total,
     ]
-    about = {
-        "sender": "token",
-        "number": 1,
-        "source": chance.choice([to.device.uuid, UUIDS[0]]),
-        "piece": piece,
-        "parts": [["simulated", nbytes, None] for nbytes in sizes],
-        "shown": shown,
-    }
+    source = chance.choice([to.device.uuid, UUIDS[0]])
+    parts = [["simulated", nbytes, None] for nbytes in sizes]
+    about = ["ipc:memory", 1, source, piece, parts, shown]
     value = {"first": 0, "count": len(sizes), "writeable": []}
     frames = [_pickled() if chance.random() < 0.9 else chance.randbytes(8)]
     to.answers = [replaced(chance, shown) for _ in range(8)]
@@ -160,7 +150,7 @@ def fuzz_arrivals(chance: random.Random) -> str:
         arriving = Arriving(given, frames)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return "not unpacked"  # distributed fails its key
-    msg = {"data": {"key": arriving, "host": 1}, incoming.FAMILY: replaced(chance, about, 0.02)}
+    msg = {"data": {"key": arriving, "host": 1}, FAMILY: replaced(chance, about, 0.02)}
     unread: dict[Any, Exception] = {}
     token = UNREAD.set(unread)
     try:
@@ -186,27 +176,22 @@ def fuzz_headers(chance: random.Random) -> str:
     sizes = [chance.choice([0, 1, 255, 300, 4096]) for _ in range(chance.randint(0, 3))]
     total = Layout(sizes).nbytes
     shown = [1, or_else(b"h" * 64), or_else(chance.choice([0, 0, 512, 2**40])), or_else(total)]
-    given = {
-        "sender": or_else("token"),
-        "number": or_else(1),
-        "source": or_else(UUIDS[0]),
-        "piece": or_else(chance.choice([max(total, 1), 1024])),
-        "parts": or_else([or_else([or_else("simulated"), or_else(n), None]) for n in sizes]),
-        "shown": or_else([or_else(field) for field in shown]),
-    }
-    given = {name: value for name, value in given.items() if chance.random() < 0.98}
+    parts = or_else([or_else([or_else("simulated"), or_else(n), None]) for n in sizes])
+    piece = or_else(chance.choice([max(total, 1), 1024]))
+    fields = ["ipc:memory", 1, UUIDS[0]]
+    given = [or_else(field) for field in fields] + [piece, parts, [or_else(one) for one in shown]]
+    given = [value for value in given if chance.random() < 0.99]
     try:
-        header = read_header(or_else(given))
-    except MalformedHeaderError:
+        header = read(Header, or_else(given))
+    except MalformedMessageError:
         return "refused"
-    assert header.piece >= 1
-    layout = Layout(nbytes for _, nbytes, _ in header.parts)
-    assert layout.nbytes < 2**49
+    layout = Layout(part.nbytes for part in header.parts)
+    assert layout.nbytes < 2**70
     anywhere: Any = None
     opened = Opened(anywhere, 4096, 8192)
     try:
-        place = opened.place(header.shown.offset, min(header.piece, layout.nbytes))
-    except MalformedHeaderError:
+        place = opened.address(header.place, min(header.piece, layout.nbytes))
+    except MalformedMessageError:
         return "outside"
     assert place >= 4096
     assert place + min(header.piece, layout.nbytes) <= 4096 + 8192

@@ -27,7 +27,17 @@ from dask_devctx.scheduler.messages import (
 )
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.scheduler.rows import KINDS
-from dask_devctx.worker.ipc import messages
+from dask_devctx.transfer.ipc import messages as ipc_messages
+from dask_devctx.transfer.ipc.messages import (
+    PROTOCOL,
+    Close,
+    Hello,
+    MalformedMessageError,
+    Next,
+    Place,
+    Refused,
+    Shown,
+)
 from dask_devctx.worker.metrics.history import History
 from tests.fuzz.inputs import UUIDS, anything, replaced, text
 
@@ -52,7 +62,6 @@ def scheduler() -> tuple[Any, DeviceRouting]:
     """Return a scheduler with two workers, one of which never changes, and its routing."""
     logging.getLogger(routing.__name__).setLevel(logging.ERROR)
     logging.getLogger(suspects.__name__).setLevel(logging.ERROR)
-    logging.getLogger(messages.__name__).setLevel(logging.ERROR)
     made: Any = Anything()
     made.workers = {
         address: SimpleNamespace(name=address, address=address, host="h", has_what=())
@@ -150,39 +159,25 @@ def fuzz_messages_between_workers(chance: random.Random) -> str:
     def or_else(value: Any, likely: float = 0.9) -> Any:
         return value if chance.random() < likely else anything(chance)
 
-    op = chance.choice([messages.HELLO, messages.AGREE, messages.NEXT, messages.CLOSE])
-    told = {
-        "address": or_else(OTHER),
-        "process": or_else("process"),
-        "host": or_else("host"),
-        "token": or_else("token"),
-        "error": or_else(None),
-        "number": or_else(1),
-        "index": or_else(chance.randint(0, 3)),
-        "read": or_else(chance.randint(0, 3)),
-        "numbers": or_else([or_else(n) for n in range(chance.randint(0, 3))]),
-        chance.choice(["more", text(chance)]): anything(chance),
-    }
-    acted: list[dict[str, Any]] = []
-
-    async def act(**fields: Any) -> str:
-        acted.append(fields)
-        return "done"
-
-    handle = messages.handler(op, act)
-    call = handle(**{name: value for name, value in told.items() if chance.random() < 0.97})
+    numbers = tuple(or_else(n) for n in range(chance.randint(0, 3)))
+    place = Place(1, or_else(b"h" * 64), or_else(0), or_else(256))
+    right: Any = chance.choice(
+        [
+            Hello(PROTOCOL, OTHER, "process", "host"),
+            Shown("ipc:memory", or_else(place), b"content"),
+            Refused("reason", passes=True),
+            Next("ipc:memory", 1, chance.randint(0, 3), chance.randint(0, 3)),
+            Close("ipc:memory", or_else(numbers)),
+        ]
+    )
+    told = [or_else(field) for field in right if chance.random() < 0.97]
     try:
-        call.send(None)
-    except StopIteration as end:
-        answer = end.value
-    if not acted:
-        assert answer in (None, False, {"error": "it refused a malformed message"}), answer
+        found = ipc_messages.read(type(right), or_else(tuple(told)))
+    except MalformedMessageError:
         return "refused"
-    (fields,) = acted
-    for name, value in fields.items():
-        kinds = {"number": int, "index": int, "read": int, "numbers": list}
-        assert isinstance(value, kinds.get(name, str)) or name == "error", (name, value)
-    assert fields.get("read", 0) <= fields.get("index", 0)
+    for before, value in zip(right, found, strict=True):
+        assert isinstance(value, tuple if isinstance(before, list) else type(before)), right
+        assert not isinstance(value, int) or 0 <= value < 2**48
     return "accepted"
 
 

@@ -81,7 +81,7 @@ class Receiver:
         about = msg.pop(FAMILY, None)
         data: dict[Hashable, Any] = msg["data"]
         arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
-        if about == ():  # its memory has another name now
+        if about == () and not arriving:  # its memory has another name now
             self._pairs.forget(address)
         elif about is not None or arriving:
             await self._complete(address, about, data, arriving)

@@ -14,6 +14,7 @@ from distributed.comm import CommClosedError
 from distributed.protocol.serialize import Serialize, Serialized
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.ipc.messages import Header, Next
@@ -33,6 +34,9 @@ _ROOM_LOOK_S: Final = 0.05
 # After a connection ended, its receiver may still be in the middle of a copy. The staging memory is
 # kept for this long.
 _GRACE_S: Final = 5.0
+# The end of the capture of a graph is waited for, but no longer than this.
+_LONGEST_CAPTURE_S: Final = 60.0
+_POLL_S: Final = 0.001
 
 Places = dict[Hashable, dict[Device, int]]
 Parcels = dict[Hashable, Parcel]
@@ -105,6 +109,7 @@ class Sender:
         stamps = self._work_of(values, places)
         quick = (
             0 < sum(total.values()) <= QUICK_NBYTES
+            and not _is_captured(device)
             and all(stamp.done() for stamp in stamps)
             and are_few(values.values(), QUICK_NBYTES)
         )
@@ -250,6 +255,9 @@ def _packed(
 ) -> Parcels | None:
     """Return the values that have parts on a device; None if there are none."""
     parcels: Parcels = {}
+    until = time.monotonic() + _LONGEST_CAPTURE_S
+    while _is_captured(device) and time.monotonic() < until:
+        time.sleep(_POLL_S)
     with device:
         if not all(stamp.done() for stamp in stamps):
             for stamp in stamps:
@@ -263,6 +271,12 @@ def _packed(
             if parcel.parts:
                 parcels[key] = parcel
     return parcels or None
+
+
+def _is_captured(device: Device) -> bool:
+    """Return whether some types could not be packed without spoiling a graph under capture."""
+    with device:
+        return device._backend.calls.work.is_capturing(LEGACY_STREAM)
 
 
 def _sending(
