@@ -10,6 +10,7 @@ from typing import Any
 
 import dask
 import pytest
+from dask.utils import format_bytes
 from distributed import Client, wait
 
 from dask_devctx import LocalDeviceCluster, report
@@ -168,20 +169,24 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
 
         def memory() -> dict[Any, Any]:
             latest = {}
-            for lane, *numbers in rows("memory", "lane", "total", "free", "held", "copies"):
-                latest[lane] = numbers
+            for lane, text in rows("memory", "lane", "about"):
+                names = ("in all", "free", "held by dask", "copies of other devices' values")
+                latest[lane] = [
+                    text.partition(f">{name}</td><td>")[2].partition("<")[0] for name in names
+                ]
             return latest
 
         expected = {
             f"cuda:{device.device_id}": [
-                device.memory_total,
-                device.memory_free,
-                device.memory_held or 0,
-                device.memory_copies or 0,
+                format_bytes(nbytes or 0).replace(".00 ", " ")
+                for nbytes in (
+                    *(device.memory_total, device.memory_free),
+                    *(device.memory_held, device.memory_copies),
+                )
             ]
             for device in reported.devices
         }
-        assert all(total - free > 0 for total, free, *_ in expected.values())
+        assert all(total != free for total, free, *_ in expected.values())
         until(memory, lambda shown: shown == expected)
         names = {device.uuid: f"cuda:{device.device_id}" for device in reported.devices}
         words = {"peer": "within a worker"}
@@ -248,7 +253,7 @@ def test_the_mouse_shows_numbers(client: Client) -> None:
             lambda: hovered("device_timeline", "key", "takes_long-1"), lambda text: "-1" in text
         )
         for text in (
-            *("takes_long", "takes_long-1", "cuda:1", "ran for", "waited for a free place"),
+            *("takes_long", "takes_long-1", "cuda:1", "ran for", "waited for a free slot"),
             *("waited for its inputs", "waited for memory"),
         ):
             assert text in shown
@@ -259,7 +264,7 @@ def test_the_mouse_shows_numbers(client: Client) -> None:
             "copy within a worker",
             "fromcuda:",
             "tocuda:",
-            "bytes160 MiB",
+            "bytes160.00 MiB",
             "values1",
             "GB/s",
         ):
@@ -267,7 +272,7 @@ def test_the_mouse_shows_numbers(client: Client) -> None:
         shown = until(
             lambda: hovered("device_memory", "lane", "cuda:1"), lambda text: "limit" in text
         )
-        for text in ("cuda:1", "held by dask", "free", "in all16.0 GiB", "spilled to the host0 B"):
+        for text in ("cuda:1", "held by dask", "free", "in all16 GiB", "spilled to the host0 B"):
             assert text in shown
         shown = until(
             lambda: hovered("device_utilization", "lane", "cuda:1"), lambda text: "NVML" in text

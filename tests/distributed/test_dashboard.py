@@ -112,7 +112,7 @@ async def test_a_document_is_filled_on_the_event_loop(
     client: Any, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 3.10 on, Bokeh makes documents, and calls plain functions, on other threads."""
-    from dask_devctx.scheduler.dashboard.batches import Feed
+    from dask_devctx.scheduler.dashboard.feed import Feed
 
     threads = set()
     update = Feed.update

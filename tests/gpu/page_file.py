@@ -12,14 +12,14 @@ async def page_file(dask_scheduler: Any) -> str:
     from bokeh.layouts import column
     from bokeh.resources import INLINE
 
-    from dask_devctx.scheduler.dashboard import pages
+    from dask_devctx.scheduler.dashboard import page
     from dask_devctx.scheduler.history import DeviceHistory
 
     history = DeviceHistory.of(dask_scheduler)
     assert history is not None
     await history.collect()
     document = Document()
-    pages.fill(dask_scheduler, document, pages.PLOTS)
+    page.fill(dask_scheduler, document, page.PLOTS)
     theme, plots = document.theme, list(document.roots)
     document.clear()
     for plot in plots:

@@ -45,7 +45,7 @@ class DevicePages:
         except UnsupportedDaskError as error:
             logger.warning("The dashboard gets no page /devices: %s", error)
             return
-        from dask_devctx.scheduler.dashboard.pages import shown  # imports Bokeh
+        from dask_devctx.scheduler.dashboard.page import shown  # imports Bokeh
 
         self._opened.enter_context(shown(self._scheduler))
 

@@ -1,80 +1,101 @@
-"""The parts that the plots over time share: axes, lanes, and the text of their hovers."""
+"""The parts that the plots share: colours, axes, lanes, rows, and the text under the mouse."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 from bokeh.models import (
-    BoxZoomTool,
+    CategoricalAxis,
     ColumnDataSource,
-    CustomJSHover,
+    CustomJSTickFormatter,
     DataRange1d,
     FactorRange,
     HoverTool,
-    LabelSet,
-    PanTool,
-    ResetTool,
-    SaveTool,
-    WheelZoomTool,
 )
 from bokeh.plotting import figure
+from bokeh.themes import Theme
 
-from dask_devctx.scheduler.dashboard.batches import Batch
+from dask_devctx.scheduler.dashboard.feed import Batch
 from dask_devctx.scheduler.dashboard.lanes import HOST_PADDING
-from dask_devctx.scheduler.dashboard.sources import Texts
-from dask_devctx.scheduler.dashboard.theme import Colours
 
-# How many texts a lane has, by the number of lanes: more would hide the plot.
-_MOST_TEXTS: Final = {4: 4, 8: 2, 24: 1}
 # How much of the past the plots show at first.
 WINDOW_S: Final = 30.0
+# The most rows of one kind that a browser is given: 1,000 a second for longer than the plots show.
+MOST_ROWS: Final = 40_000
 # The labels of the time axis, by the distance of its ticks.
 _CLOCK: Final = {
     **dict.fromkeys(("milliseconds", "microseconds"), "%H:%M:%S.%3N"),
     **dict.fromkeys(("seconds", "minsec", "minutes", "hourmin", "hours"), "%H:%M:%S"),
 }
 
-# Writes the value of a column: by its format a time, bytes, a rate, or the text with this number.
-_WRITE = """
-    function time(s) {
-        if (!(s > 0)) return "0"
-        if (s < 1e-3) return (s * 1e6).toFixed(0) + " µs"
-        if (s < 1) return (s * 1e3).toPrecision(3) + " ms"
-        if (s < 120) return s.toPrecision(3) + " s"
-        return Math.floor(s / 60) + " min " + Math.round(s % 60) + " s"
+
+class Colours(NamedTuple):
+    """The colours of a light or a dark page; those of data are readable on both."""
+
+    name: str
+    page: str
+    text: str
+    faint: str
+    grid: str
+    lane: str
+
+
+LIGHT: Final = Colours("light", "#fafafa", "#222222", "#666666", "#dddddd", "#eeeeee")
+DARK: Final = Colours("dark", "#1c1f22", "#e6e6e6", "#a0a4a8", "#3a3f44", "#26292d")
+
+FAILED: Final = "#e31a1c"
+SPILLED: Final = "#e08a1e"
+# Copies, by their transport, and the words for it.
+COPIES: Final[Mapping[str, str]] = {
+    "peer": "#2ca02c",
+    "ipc": "#17a2b8",
+    "host": "#c2449b",
+    "spill": SPILLED,
+}
+TRANSPORTS: Final[Mapping[str, str]] = {
+    "peer": "within a worker",
+    "ipc": "between workers",
+    "host": "through the host",
+    "spill": "spilled, or back",
+}
+OTHER: Final = "#7f7f7f"
+
+
+def theme(colours: Colours) -> Theme:
+    """Return the theme for all of a document's plots."""
+    nothing = dict.fromkeys(("background_fill_color", "border_fill_color", "outline_line_color"))
+    axis = {
+        **dict.fromkeys(("axis_line_color", "major_tick_line_color"), colours.grid),
+        **dict.fromkeys(("axis_label_text_color", "major_label_text_color"), colours.text),
+        "axis_label_text_font_style": "normal",
+        "minor_tick_line_color": None,
     }
-    function bytes(n) {
-        if (n < 0) return "unknown"
-        if (n < 1024) return n + " B"
-        for (const unit of ["KiB", "MiB", "GiB", "TiB"]) {
-            n /= 1024
-            if (n < 1024 || unit == "TiB") return n.toPrecision(n < 1000 ? 3 : 4) + " " + unit
+    hosts = {"group_text_color": colours.text, "separator_line_color": colours.grid}
+    legend = {"label_text_color": colours.text, "background_fill_alpha": 0}
+    return Theme(
+        json={
+            "attrs": {
+                "Plot": {**nothing, "min_border_left": 10, "min_border_right": 10},
+                "Axis": axis,
+                "CategoricalAxis": {**hosts, "subgroup_text_color": colours.text},
+                "Grid": {"grid_line_color": colours.grid},
+                "Title": {"text_color": colours.text},
+                "Legend": {**legend, "border_line_color": None},
+                "Toolbar": {"logo": None},
+            }
         }
-    }
-    if (format == "s") return time(value)
-    if (format == "B") return bytes(value)
-    if (format == "B/s") return value > 0 ? (value / 1e9).toPrecision(3) + " GB/s" : "not measured"
-    if (format == "%") return value < 0 ? "unknown" : (100 * value).toFixed(0) + "%"
-    if (format == "span") {
-        const {left, right} = source.data
-        return time((right[special_vars.index] - left[special_vars.index]) / 1000)
-    }
-    return texts.data[format][value] ?? ""
-"""
-_FORMATS: Final = frozenset({"s", "B", "B/s", "%", "span"})
+    )
 
 
 class TimeAxis:
     """The time that several plots of one document show.
 
-    Attributes
-    ----------
-    range
-        Follows the scheduler's clock until somebody pans or zooms; the tool "Reset" makes it follow
-        again.
+    It follows the scheduler's clock until somebody pans or zooms; the tool "Reset" makes it follow
+    again.
     """
 
     def __init__(self) -> None:
@@ -89,19 +110,12 @@ class TimeAxis:
         self.range.renderers = [mark]
 
     def show(self, batch: Batch) -> None:
-        """Move the end to a batch's time."""
         times = [batch.ms(batch.now - WINDOW_S), batch.ms(batch.now)]
         self._window.data = {"time": times, "height": [0.5, 0.5]}
 
 
 class LaneAxis:
-    """The lanes that several plots of one document show.
-
-    Parameters
-    ----------
-    devices
-        Whether there are lanes of devices only.
-    """
+    """The lanes that several plots of one document show: of all work, or of devices only."""
 
     def __init__(self, *, devices: bool) -> None:
         self._only_devices = devices
@@ -111,13 +125,12 @@ class LaneAxis:
         )  # fmt: skip
 
     def show(self, batch: Batch) -> None:
-        """Name the lanes of a batch."""
         if batch.again:
             lanes = batch.devices if self._only_devices else batch.lanes
             self.range.factors = list(lanes.factors) or [""]
 
 
-def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis, **options: Any) -> figure:
+def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis) -> figure:
     """Return an empty plot of lanes over time."""
     plot = figure(
         name=name,
@@ -125,18 +138,10 @@ def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis, **options
         x_range=times.range,
         y_range=lanes.range,
         x_axis_type="datetime",
-        tools=[],
+        tools="xpan,xwheel_zoom,xbox_zoom,reset,save",
         toolbar_location="above",
         sizing_mode="stretch_both",
         output_backend="canvas",
-        **options,
-    )
-    plot.add_tools(
-        PanTool(dimensions="width"),
-        WheelZoomTool(dimensions="width"),
-        BoxZoomTool(dimensions="width"),
-        ResetTool(),
-        SaveTool(),
     )
     plot.ygrid.grid_line_color = None
     plot.yaxis.major_tick_line_color = None
@@ -148,43 +153,71 @@ def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis, **options
 
 
 class LaneTexts:
-    """A few words at the left of each lane."""
+    """A few words to the right of each lane, outside of the data."""
 
-    def __init__(self, plot: figure, colours: Colours) -> None:
-        self._source = ColumnDataSource({"y": [], "text": []})
-        self._labels = LabelSet(
-            x=4,
-            x_units="screen",
-            y="y",
-            text="text",
-            source=self._source,
-            text_baseline="top",
-            text_color=colours.text,
-            text_font_size="11px",
-            background_fill_color=colours.page,
-            background_fill_alpha=0.75,
+    def __init__(self, plot: figure, width: int) -> None:
+        self._source = ColumnDataSource({"text": []})
+        plot.min_border_right = width
+        words = CustomJSTickFormatter(
+            args={"words": self._source}, code="return words.data.text[index] ?? ''"
         )
-        plot.add_layout(self._labels)
+        axis = CategoricalAxis(
+            formatter=words, axis_line_color=None, major_tick_line_color=None, group_text_alpha=0,
+            separator_line_color=None, major_label_text_font_size="11px",
+        )  # fmt: skip
+        plot.add_layout(axis, "right")
 
-    def show(self, texts: Mapping[float, Sequence[str]]) -> None:
-        """Write texts at the height of each lane: fewer where there are many lanes."""
-        most = next((n for lanes, n in _MOST_TEXTS.items() if len(texts) <= lanes), 0)
-        shown = [", ".join(several[:most]) for several in texts.values()]
-        data = {"y": list(texts), "text": shown} if most else {"y": [], "text": []}
+    def show(self, batch: Batch, texts: Mapping[tuple[str, str | None], str]) -> None:
+        """Write the text of each lane, by host and UUID."""
+        data = {"text": [texts.get(place, "") for place in batch.devices.positions]}
         if data != self._source.data:
             self._source.data = data
 
 
-def legend_below(plot: figure, *, hides: bool = False) -> None:
-    """Put a plot's legend below it, in a row.
+class Rows:
+    """The rows of a part of a plot, with some columns. The oldest rows leave."""
 
-    Parameters
-    ----------
-    plot
-        The plot.
-    hides
-        Whether a click on an entry hides its part of the plot.
-    """
+    def __init__(self, columns: str) -> None:
+        self.source = ColumnDataSource({name: [] for name in columns.split()})
+
+    def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        if added := list(rows)[-MOST_ROWS:]:
+            self.source.stream(self._columns(added), MOST_ROWS)
+
+    def replace(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        shown = list(rows)
+        if shown or len(next(iter(self.source.data.values()))):
+            self.source.data = self._columns(shown)
+
+    def _columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        columns = {name: [row[name] for row in rows] for name in self.source.column_names}
+        # Bokeh sends an array of numbers as it is, and looks at each text.
+        return {
+            name: values if values and isinstance(values[0], str) else np.array(values)
+            for name, values in columns.items()
+        }
+
+
+def about(head: str, lines: Mapping[str, str]) -> str:
+    """Return what the mouse shows of a row, as HTML: a bold head, and lines of names and values."""
+    rows = "".join(
+        f"<tr><td style='padding-right: 8px'>{name}</td><td>{escape(value)}</td></tr>"
+        for name, value in lines.items()
+    )
+    return f"<b>{escape(head)}</b><table style='font-size: 12px'>{rows}</table>"
+
+
+def hover(*renderers: Any) -> HoverTool:
+    """Return a hover that shows the column ``about`` of rows."""
+    return HoverTool(
+        renderers=list(renderers),
+        tooltips="<div style='max-width: 480px; overflow-wrap: anywhere'>@about{safe}</div>",
+        point_policy="follow_mouse",
+    )
+
+
+def legend_below(plot: figure, *, hides: bool = False) -> None:
+    """Put a plot's legend below it, in a row; a click may hide an entry's part of the plot."""
     legend = plot.legend[0]
     plot.add_layout(legend, "below")
     legend.update(
@@ -198,31 +231,3 @@ def colour_sample(plot: figure, colour: str, name: str) -> Any:
     categories = isinstance(plot.x_range, FactorRange)
     nowhere = [-9] if categories else [math.nan]
     return plot.rect(x=nowhere, y=[-9], width=1, height=1, color=colour, legend_label=name)
-
-
-def hover(
-    renderers: Sequence[Any], lines: Mapping[str, str], head: str, texts: Texts | None = None
-) -> HoverTool:
-    """Return a hover with a bold head and lines of labels and values.
-
-    A value ``@column{s}`` is a time in seconds, ``@column{B}`` a number of bytes, ``@column{B/s}``
-    a rate, ``@column{%}`` a share, and ``@left{span}`` the time from ``left`` to ``right``. With
-    ``texts``, ``@column{name}`` is the text ``name`` with the column's number. The value
-    ``UNKNOWN`` of a column is shown as a word.
-    """
-    args = {"source": renderers[0].data_source, "texts": None if texts is None else texts.source}
-    written = CustomJSHover(code=_WRITE, args=args)
-    known = _FORMATS if texts is None else _FORMATS | texts.source.data.keys()
-    everything = " ".join([head, *lines.values()])
-    columns = {spec for spec, form in re.findall(r"(@\w+){([^}]+)}", everything) if form in known}
-    rows = "".join(
-        f"<tr><td style='padding-right: 8px'>{label}</td><td>{value}</td></tr>"
-        for label, value in lines.items()
-    )
-    return HoverTool(
-        renderers=list(renderers),
-        tooltips=f"<div style='max-width: 480px; overflow-wrap: anywhere'><b>{head}</b>"
-        f"<table style='font-size: 12px'>{rows}</table></div>",
-        formatters=dict.fromkeys(columns, written),
-        point_policy="follow_mouse",
-    )

@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Hashable, Iterable
+from typing import Final, NamedTuple
 
 # The space between two hosts, as a part of a lane's height.
 HOST_PADDING: Final = 0.6
 # The label of the lane for tasks without a device.
 NO_DEVICE: Final = "no device"
 
+# The most rows of a lane: more tasks at a time share one.
+_MOST: Final = 8
+# Times may be wrong by this much: a worker's estimate of the scheduler's clock changes.
+_JUMP_S: Final = 0.1
 
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A device of a worker.
 
-    Parameters
-    ----------
-    host
-        The worker's host.
-    worker_name
-        The worker's name, which tells two devices with the same ordinal apart.
-    uuid
-        The device's UUID; None for the tasks without a device.
-    device_id
-        The device's ordinal in the worker's process; None for the tasks without a device.
-    """
+class Member(NamedTuple):
+    """A device of a worker: its ordinal there, or None twice for the tasks without a device."""
 
     host: str
     worker_name: str
@@ -37,21 +28,10 @@ class Member:
 
 
 class Lanes:
-    """The positions of lanes on an axis with the labels ``factors``.
+    """The positions of lanes on an axis with the labels ``factors``, from the bottom to the top.
 
-    Parameters
-    ----------
-    members
-        The devices of all workers. A device that several workers use has one lane, and so do the
-        tasks without a device of one host.
-
-    Attributes
-    ----------
-    factors
-        The labels as Bokeh's ``FactorRange`` takes them, from the bottom to the top. With several
-        hosts, a label is the pair of the host and the device.
-    positions, labels
-        The middle of each lane and its name, with the host if there are several, by host and UUID.
+    A device that several workers use has one lane, and so do the tasks without a device of one
+    host. With several hosts, a factor is the pair of the host and the device.
 
     Examples
     --------
@@ -64,7 +44,7 @@ class Lanes:
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
         labels = _labels(set(members))
-        hosts = {host for host, _ in labels}
+        several = len({host for host, _ in labels}) > 1
         self.factors: list[str | tuple[str, str]] = []
         self.positions: dict[tuple[str, str | None], float] = {}
         self.labels: dict[tuple[str, str | None], str] = {}
@@ -75,8 +55,8 @@ class Lanes:
                 position += HOST_PADDING
             last = host
             self.positions[place] = position
-            self.labels[place] = f"{host} {label}" if len(hosts) > 1 else label
-            self.factors.append((host, label) if len(hosts) > 1 else label)
+            self.labels[place] = f"{host} {label}" if several else label
+            self.factors.append((host, label) if several else label)
             position += 1
 
     def position(self, host: str, uuid: str | None) -> float | None:
@@ -98,7 +78,7 @@ def _labels(members: set[Member]) -> dict[tuple[str, str | None], str]:
         if shared[member.host, member.device_id] > 1:  # each process sees its own device only
             label += f" {member.worker_name}"
         labels[place] = label
-    if len(set(zip((host for host, _ in places), labels.values(), strict=True))) < len(places):
+    if len({(place[0], label) for place, label in labels.items()}) < len(places):
         labels = {place: f"{label} {(place[1] or '')[:12]}" for place, label in labels.items()}
     return labels
 
@@ -113,3 +93,53 @@ def _natural(text: str) -> list[tuple[int, str]]:
     return [
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", text)
     ]
+
+
+class Slots:
+    """The rows of all lanes, so that tasks that ran at the same time do not hide each other.
+
+    A lane has as many as it had tasks at a time: 1, 2, 4 or 8. The tasks of one thread ran one
+    after the other, even if their times overlap.
+
+    Examples
+    --------
+    >>> slots = Slots()
+    >>> [slots.place("cuda:0", *task) for task in ((0, 2), (1, 3), (2, 4))]
+    [0, 1, 0]
+    >>> slots.count("cuda:0"), slots.count("cuda:1")
+    (2, 1)
+    """
+
+    def __init__(self) -> None:
+        # The thread of the last task of each row, and when that task ended.
+        self._lanes: dict[Hashable, list[tuple[Hashable, float]]] = {}
+
+    def place(self, lane: Hashable, start: float, stop: float, thread: Hashable = None) -> int:
+        """Return the row of a task; the tasks of a lane come in about the order of their ends."""
+        rows = self._lanes.setdefault(lane, [])
+        at = start + (0.0 if thread is None else _JUMP_S)
+        same = (n for n, (last, _) in enumerate(rows) if thread is not None and last == thread)
+        free = (n for n, (_, until) in enumerate(rows) if until <= at)
+        number = next(same, None)
+        if number is None:
+            number = next(free, None)
+        if number is None:
+            number = len(rows)
+            if number == _MOST:
+                number = min(range(_MOST), key=lambda n: rows[n][1])
+        rows[number : number + 1] = [(thread, stop)]
+        return number
+
+    def count(self, lane: Hashable) -> int:
+        """Return how many rows a lane has."""
+        used = len(self._lanes.get(lane, ()))
+        return 1 if used <= 1 else 1 << (used - 1).bit_length()
+
+    def counts(self) -> dict[Hashable, int]:
+        """Return how many rows each lane has that has more than one."""
+        return {lane: self.count(lane) for lane, rows in self._lanes.items() if len(rows) > 1}
+
+    def clear(self) -> None:
+        """Forget the tasks, and keep the number of rows."""
+        for rows in self._lanes.values():
+            rows[:] = [(None, 0.0)] * len(rows)

@@ -9,12 +9,10 @@ import pytest
 
 pytest.importorskip("bokeh")
 
-from dask_devctx.scheduler.dashboard.batches import Batch
-from dask_devctx.scheduler.dashboard.figures import LaneAxis, TimeAxis
-from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
-from dask_devctx.scheduler.dashboard.memory import MemoryPlot
-from dask_devctx.scheduler.dashboard.slots import Slots
-from dask_devctx.scheduler.dashboard.theme import LIGHT
+from dask_devctx.scheduler.dashboard.feed import Batch
+from dask_devctx.scheduler.dashboard.figures import LIGHT, LaneAxis, TimeAxis
+from dask_devctx.scheduler.dashboard.lanes import Lanes, Member, Slots
+from dask_devctx.scheduler.dashboard.levels import MemoryPlot, UtilizationPlot
 from dask_devctx.scheduler.dashboard.timeline import Timeline
 from dask_devctx.scheduler.rows import Sample, TaskRun
 
@@ -86,14 +84,67 @@ def test_the_tasks_of_one_thread_stay_in_one_row() -> None:
     assert slots.count("lane") == 4
 
 
-def run(key: str, start: float | None, stop: float | None, outcome: str = "memory") -> TaskRun:
-    return TaskRun(key, "work", "GPU-a-0", 0, start, stop, outcome)
+def run(
+    key: str, start: float | None, stop: float | None, outcome: str = "memory", kind: str = "work"
+) -> TaskRun:
+    return TaskRun(key, kind, "GPU-a-0", 0, start, stop, outcome)
+
+
+def timeline(tasks: Iterable[TaskRun] = (), samples: Iterable[Any] = ()) -> Any:
+    plot = Timeline(TimeAxis(), LaneAxis(devices=False), LIGHT)
+    plot.show(batch(Lanes(members("a", devices=1)), tasks, samples, again=True))
+    return plot
+
+
+def test_tasks_side_by_side_are_told_apart() -> None:
+    kinds = [f"kind-{n}" for n in range(12)]
+    plot = timeline(run(kind, n, n + 1.0, kind=kind) for n, kind in enumerate(kinds))
+    assert len({*data(plot, "key")["color"]}) == len(kinds), "each kind has its own colour"
+    (bars,) = (
+        one.glyph
+        for one in plot.root.renderers
+        if "key" in one.data_source.data
+    )
+    assert bars.line_color == LIGHT.page
+    assert bars.line_width > 0
+
+
+def test_the_legend_has_the_colour_of_tasks_that_failed() -> None:
+    plot = timeline([run("one", 1.0, 2.0), run("two", 3.0, 4.0, "error")])
+    good, failed = data(plot, "key")["color"]
+    (entry,) = (i for i in plot.root.below[-1].items if i.label.value == "failed")
+    assert failed == entry.renderers[0].glyph.fill_color
+    assert good != failed
+
+
+def test_the_title_says_that_nothing_runs() -> None:
+    assert timeline().root.title.text.endswith(": no task so far")
+    assert timeline([run("one", 1.0, 40.0)]).root.title.text.endswith(": idle for 60.00 s")
+    samples = [("w", Sample("GPU-a-0", at, running=1)) for at in (99.0, 99.5)]
+    for busy in (timeline([run("one", 1.0, 99.0)]), timeline(samples=samples)):
+        assert busy.root.title.text == "Tasks and copies on each device"
+
+
+def test_without_nvml_the_title_says_so_once() -> None:
+    lanes = Lanes(members("a", devices=4))
+    plot = UtilizationPlot(TimeAxis(), LaneAxis(devices=True), LIGHT)
+    samples = [("w", Sample(f"GPU-a-{n}", 1.0)) for n in range(4)]
+    plot.show(batch(lanes, samples=samples, again=True))
+    assert "NVML has no numbers" in plot.root.title.text
+    assert beside(plot) == [""] * 4
+    plot.show(batch(lanes, samples=[("w", Sample("GPU-a-0", 2.0, utilization=0.5))]))
+    assert "NVML" not in plot.root.title.text
+    assert beside(plot) == ["", "", "", "50%"]  # from the bottom to the top
+
+
+def beside(plot: Any) -> list[str]:
+    """The words to the right of the lanes, where there is no data."""
+    (axis,) = plot.root.right
+    return list(axis.formatter.args["words"].data["text"])
 
 
 def test_a_lane_splits_when_two_tasks_ran_at_once() -> None:
-    times, axis, lanes = TimeAxis(), LaneAxis(devices=False), Lanes(members("a", devices=1))
-    plot = Timeline(times, axis, LIGHT)
-    plot.show(batch(lanes, [run("one", 1.0, 2.0)], again=True))
+    plot, lanes = timeline([run("one", 1.0, 2.0)]), Lanes(members("a", devices=1))
     (height,) = (top - low for top, low in zip(*sides(plot), strict=True))
     plot.show(batch(lanes, [run("two", 1.5, 3.0), run("never ran", None, None, "error")]))
     assert data(plot, "key")["key"] == ["one", "two"]
@@ -120,6 +171,13 @@ def test_memory_of_a_device_that_two_workers_use() -> None:
 
     samples = [("w", sample(10.0, 100)), ("v", sample(10.2, 200)), ("w", sample(10.5, 150))]
     plot.show(batch(lanes, samples=samples, again=True))
-    shown = data(plot, "held")
-    assert shown["held"] == [300, 350]
-    assert [shown[name][-1] for name in ("free", "total", "others", "rest")] == [400, 1000, 250, 0]
+    shown = data(plot, "to_held")
+    lows, tops = shown["low"], shown["high"]
+    parts = [[shown[name][n] for name in ("to_held", "to_rest", "to_others")] for n in (0, 1)]
+    assert [
+        [round((level - low) / (top - low), 2) for level in levels]
+        for low, top, levels in zip(lows, tops, parts, strict=True)
+    ] == [[0.3, 0.3, 0.6], [0.35, 0.35, 0.6]]
+    for text in ("held by dask</td><td>350 B", "free</td><td>400 B", "processes</td><td>250 B"):
+        assert text in shown["about"][-1]
+    assert beside(plot) == ["600 B used"]

@@ -12,14 +12,12 @@ from bokeh.document import Document
 from distributed import Scheduler
 
 from dask_devctx.dask_internals.dashboard import added_pages, template, update_regularly
-from dask_devctx.scheduler.dashboard.batches import Feed
 from dask_devctx.scheduler.dashboard.failures import FailuresTable
-from dask_devctx.scheduler.dashboard.figures import LaneAxis, TimeAxis
-from dask_devctx.scheduler.dashboard.memory import MemoryPlot
-from dask_devctx.scheduler.dashboard.theme import bokeh_theme, chosen
+from dask_devctx.scheduler.dashboard.feed import Feed
+from dask_devctx.scheduler.dashboard.figures import DARK, LIGHT, LaneAxis, TimeAxis, theme
+from dask_devctx.scheduler.dashboard.levels import MemoryPlot, UtilizationPlot
 from dask_devctx.scheduler.dashboard.timeline import Timeline
 from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
-from dask_devctx.scheduler.dashboard.utilization import UtilizationPlot
 
 _INTERVAL_MS: Final = 1000
 _TEMPLATES: Final = str(Path(__file__).parent / "templates")
@@ -63,7 +61,9 @@ def _plot_alone(
 
 def fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None:
     """Add some of the plots to a document, and keep them up to date."""
-    colours = chosen(document)
+    context = document.session_context
+    arguments = {} if context is None else context.request.arguments
+    colours = DARK if arguments.get("theme", [b""])[0] == b"dark" else LIGHT
     times, lanes, devices = TimeAxis(), LaneAxis(devices=False), LaneAxis(devices=True)
     make: Mapping[str, Callable[[], Any]] = {
         "timeline": lambda: Timeline(times, lanes, colours),
@@ -77,6 +77,6 @@ def fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None
     feed.update()
     for plot in plots:
         document.add_root(plot.root)
-    document.theme = bokeh_theme(colours)
+    document.theme = theme(colours)
     document.template_variables.update(colours=colours, lanes=feed.count())
     update_regularly(document, feed, _INTERVAL_MS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import localtime
 from typing import Any, Final, Protocol
@@ -24,29 +24,15 @@ _LINGER_S = 60.0
 _MOST: Final = 2_500
 _MOST_AT_FIRST: Final = 10_000
 
-
 _Rows = list[tuple[str, TaskRun | Copy | Incident]]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows since the last update, each with the host of its worker, and samples with both.
+    """The rows since the last update, each with its worker's host; a sample has the worker too.
 
-    Parameters
-    ----------
-    lanes
-        The lanes for tasks, and for copies.
-    devices
-        The lanes of devices only.
-    again
-        Whether the plots begin from nothing: their lanes changed, and the rows are all that are
-        kept.
-    now
-        The time, in seconds since the epoch by the scheduler's clock.
-    offset
-        The seconds from UTC to the scheduler's local time.
-    left_out
-        How many tasks and copies are left out of it, because there were too many.
+    ``lanes`` are those of tasks and copies, ``devices`` those of devices only. With ``again``, the
+    plots begin from nothing. ``offset`` is the seconds from UTC to the scheduler's local time.
     """
 
     lanes: Lanes
@@ -66,22 +52,13 @@ class Batch:
 
 
 class Plot(Protocol):
-    """A plot that shows batches."""
+    """A plot that shows the rows of a batch beside those of earlier batches."""
 
-    def show(self, batch: Batch) -> None:
-        """Show the rows of a batch, beside those of earlier batches."""
+    def show(self, batch: Batch) -> None: ...
 
 
 class Feed:
-    """Reads the history, and gives its news to the plots of one document.
-
-    Parameters
-    ----------
-    scheduler
-        The scheduler, on whose event loop :meth:`update` is called.
-    plots
-        The plots.
-    """
+    """Reads the history on the scheduler's event loop, and gives its news to a document's plots."""
 
     def __init__(self, scheduler: Scheduler, plots: Sequence[Plot]) -> None:
         self._scheduler = scheduler
@@ -106,12 +83,11 @@ class Feed:
         history = DeviceHistory.of(self._scheduler)
         if history is None:  # the plugin was unregistered
             return
-        now = time()
-        reading = history.read(self._next)
+        now, reading, workers = time(), history.read(self._next), history.workers
         members = set(self._with_devices(history, now))
         members |= {member for member in self._members if member.uuid is None}
         members |= {
-            Member(history.workers[worker].host, "", None, None)
+            Member(workers[worker].host, "", None, None)
             for worker, row in reading.rows
             if row.__class__ is TaskRun and row.uuid is None
         }
@@ -123,25 +99,21 @@ class Feed:
             reading = history.read(0)
         self._next = reading.next
         rows = _latest(reading.rows) if again else _longest(reading.rows)
+        of: dict[type, list[Any]] = {kind: [] for kind in (TaskRun, Copy, Incident)}
+        for worker, row in rows:
+            of[row.__class__].append((workers[worker].host, row))
         batch = Batch(
-            self._lanes,
-            self._devices,
-            again,
-            now,
-            localtime(now).tm_gmtoff,
-            0 if again else len(reading.rows) - len(rows),
-            tasks=[],
-            copies=[],
-            incidents=[],
+            lanes=self._lanes,
+            devices=self._devices,
+            again=again,
+            now=now,
+            offset=localtime(now).tm_gmtoff,
+            left_out=0 if again else len(reading.rows) - len(rows),
+            tasks=of[TaskRun],
+            copies=of[Copy],
+            incidents=of[Incident],
             samples=self._new_samples(history),
         )
-        lists: Mapping[type, list[Any]] = {
-            TaskRun: batch.tasks,
-            Copy: batch.copies,
-            Incident: batch.incidents,
-        }
-        for worker, row in rows:
-            lists[row.__class__].append((history.workers[worker].host, row))
         for plot in self._plots:
             plot.show(batch)
 
@@ -156,14 +128,11 @@ class Feed:
     def _new_samples(self, history: DeviceHistory) -> list[tuple[str, str, Sample]]:
         found: list[tuple[str, str, Sample]] = []
         for place, samples in history.samples.items():
-            last, fresh = self._sampled.get(place, 0.0), []
-            for sample in reversed(samples):
-                if sample.time <= last:
-                    break
-                fresh.append((history.workers[place[0]].host, place[0], sample))
+            last = self._sampled.get(place, 0.0)
+            fresh = [sample for sample in samples if sample.time > last]
             if fresh:
-                self._sampled[place] = fresh[0][2].time
-                found += reversed(fresh)
+                self._sampled[place] = fresh[-1].time
+                found += [(history.workers[place[0]].host, place[0], one) for one in fresh]
         return found
 
 
