@@ -554,7 +554,7 @@ def add_up(x: SimulatedArray) -> float:
 async def test_values_that_ucx_carries_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends, "ucxx", _Backend())
     async with (
-        Scheduler(protocol="ucxx", port=0, dashboard=False) as scheduler,
+        Scheduler(protocol="ucxx", port=0, dashboard_address=":0") as scheduler,
         Worker(scheduler.address, protocol="ucxx", nthreads=4),
         Worker(scheduler.address, protocol="ucxx", nthreads=4),
         Client(scheduler.address, asynchronous=True) as client,
