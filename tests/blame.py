@@ -167,14 +167,7 @@ def _is_wrong(future: Any, number: int) -> bool:
 
 
 def play_round(client: Client, library: str, tasks: int, workers: int) -> tuple[int, int, int]:
-    """Run the tasks of one round; return how often a device failed, and how many tasks were wrong.
-
-    Returns
-    -------
-    tuple of int
-        The failures of devices, the good tasks that erred or gave a wrong value, and 1 if the bad
-        task did not err as it should.
-    """
+    """Run one round; return how often a device failed, and how many tasks were wrong."""
     good, bad = TASKS[library]
     client.wait_for_workers(workers, timeout=120)
     before = set(client.run(pid).values())

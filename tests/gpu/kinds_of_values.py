@@ -15,25 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """One kind of value.
-
-    Parameters
-    ----------
-    name
-        Its name; the first word is its library.
-    make
-        Returns one, on the current device.
-    use
-        Computes with one on the current device; returns numbers, texts and lists of them.
-    needs
-        Modules that it needs besides.
-    check
-        Whether what its use gave elsewhere is right, beside what it gave where it was made.
-    may_be_refused
-        Whether the task that is given one elsewhere may fail with a clear error instead.
-    on_device
-        Whether one has bytes on the device.
-    """
+    """One kind of value."""
 
     name: str
     make: Callable[[], Any]

@@ -14,15 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def answer_of(module: str, *arguments: str, **variables: str) -> Any:
-    """Run a module of the tests; return what it prints last, read as JSON.
-
-    Parameters
-    ----------
-    module, *arguments
-        As ``python -m`` takes them.
-    **variables
-        What its environment has besides; nothing in it simulates devices.
-    """
+    """Run a module of the tests; return what it prints last, read as JSON."""
     environment = {
         name: value
         for name, value in os.environ.items()

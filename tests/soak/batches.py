@@ -37,23 +37,7 @@ class Expected:
 
 
 class Batch:
-    """Random tasks, the same for the same seed and number.
-
-    Parameters
-    ----------
-    seed, number
-        The run's seed, and the number of the batch in it.
-    size
-        How many tasks it has.
-    guilty
-        The probability that one of its tasks breaks a device.
-    plain
-        Whether the tasks run on dask without this package.
-    calm
-        Whether no task meets a fault.
-    devices
-        How many devices each host has.
-    """
+    """Random tasks, the same for the same seed and number."""
 
     def __init__(
         self,
@@ -95,22 +79,7 @@ class Batch:
     def check(
         self, patience_s: float, is_lost: Callable[[], bool] = lambda: False
     ) -> Iterator[tuple[str, str, str]]:
-        """Wait for all tasks; yield the kind of each, its outcome and more words.
-
-        Parameters
-        ----------
-        patience_s
-            How long nothing may be done.
-        is_lost
-            Returns whether the scheduler was restarted since the batch was submitted.
-
-        Raises
-        ------
-        Restarted
-            A result was lost with the scheduler.
-        Hang
-            Nothing was done for ``patience_s`` seconds.
-        """
+        """Wait for all tasks; yield the kind of each, its outcome and more words."""
         self._wait(patience_s, is_lost)
         gathered = self._gathered(patience_s)
         for one in self._expected:

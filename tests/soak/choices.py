@@ -36,19 +36,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Task:
-    """A task, and the value that is right.
-
-    Attributes
-    ----------
-    kind
-        The kind under which its outcome is counted.
-    function, args, annotations
-        What dask is given. An ``Input`` stands for the future of an earlier task.
-    value
-        The right value; of an array, its sum.
-    alone
-        Whether it is submitted by itself, not with others like it.
-    """
+    """A task, and the value that is right: of an array, its sum. An `Input` is an earlier task."""
 
     kind: str
     function: Callable[..., Any]
@@ -59,28 +47,7 @@ class Task:
 
 
 class Choices:
-    """Random tasks, the same for the same name.
-
-    Parameters
-    ----------
-    name
-        Tells the batch from all others.
-    size
-        How many tasks it has.
-    guilty
-        The probability that one more task breaks a device.
-    plain
-        Whether the tasks run on dask without this package.
-    calm
-        Whether no task meets a fault.
-    devices
-        How many devices each host has.
-
-    Attributes
-    ----------
-    made, changed, totals
-        Tasks that make an array, that change one, and that sum up to three. Each array is in a sum.
-    """
+    """Random tasks, the same for the same name."""
 
     def __init__(
         self, name: str, size: int, *, guilty: float, plain: bool, calm: bool, devices: int

@@ -43,13 +43,7 @@ RIGHT = {"right", "found"}
 
 
 class Soak:
-    """One run: a cluster, its faults, and the outcomes of the tasks.
-
-    Attributes
-    ----------
-    ended
-        Set it to have no more batches begin.
-    """
+    """One run: a cluster, its faults, and the outcomes of the tasks."""
 
     def __init__(self, arguments: argparse.Namespace, place: Path) -> None:
         self.arguments, self.place = arguments, place

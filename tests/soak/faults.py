@@ -27,22 +27,7 @@ LONG_S = 20.0
 
 
 class Faults:
-    """Makes random faults at random moments, each on a thread of its own.
-
-    Parameters
-    ----------
-    seed
-        The same seed gives the same faults at the same moments.
-    scheduler, hosts
-        What fails.
-    factor
-        How many times as often as usual.
-
-    Attributes
-    ----------
-    made
-        How often each fault happened.
-    """
+    """Makes random faults at random moments, each on a thread of its own."""
 
     def __init__(
         self, seed: int, scheduler: Scheduler, hosts: Sequence[Host], factor: float

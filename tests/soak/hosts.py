@@ -24,20 +24,7 @@ MEMORY, LIMIT = "64 MiB", "6 MiB"
 
 
 class Program:
-    """A program that is started again when it ends.
-
-    Parameters
-    ----------
-    command, env
-        Its command, and its environment beside this process's own.
-    log
-        The file for its output.
-
-    Attributes
-    ----------
-    starts
-        How often it was started.
-    """
+    """A program that is started again when it ends."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
         self._command, self._env, self._log = list(command), {**os.environ, **env}, log
@@ -90,25 +77,7 @@ class Scheduler(Program):
 
 
 class Host:
-    """A host with devices of its own, and workers that share them out.
-
-    Parameters
-    ----------
-    number, ip
-        Its number and its address.
-    scheduler
-        The scheduler's address.
-    place, env
-        A directory for its files, and the environment of its programs.
-    inside
-        The words before a command that run it on this host.
-    link
-        The network device by which the host is connected; None if it cannot be cut.
-    devices
-        How many devices it has: as many for each of its workers.
-    gpus
-        Whether they are the machine's own.
-    """
+    """A host with devices of its own, and workers that share them out."""
 
     def __init__(
         self,

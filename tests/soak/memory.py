@@ -84,17 +84,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 def grown(
     ours: Mapping[str, Any], plain: Mapping[str, Any], tasks: int, most: int
 ) -> Iterable[tuple[str, bool]]:
-    """Yield a line for each kind of process, and whether it grew by too much.
-
-    Parameters
-    ----------
-    ours, plain
-        The summaries of the run with this package, and of dask's own.
-    tasks
-        How many tasks ran after the warm-up.
-    most
-        How many more bytes a task may leave here.
-    """
+    """Yield a line for each kind of process, and whether it grew by too much."""
     for name in (HOME, WORKER):
         here, there = ours[name], plain[name]
         more = (here["a task"] - there["a task"]) * tasks
