@@ -22,7 +22,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from dask_devctx import driver
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DeviceMemoryError, DeviceMismatchError, DriverUnavailableError
 from dask_devctx.errors.base import DevctxError
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device

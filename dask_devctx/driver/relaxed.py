@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dask_devctx.driver import statuses
-from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.errors import DriverError
 
 try:
@@ -19,6 +18,10 @@ except ImportError:  # it was not built
 if TYPE_CHECKING:
     from dask_devctx.driver.checked import Checked
     from dask_devctx.driver.work import WorkCalls
+
+# CUDA's handles of the streams that always exist.
+LEGACY_STREAM: Final = 1
+PER_THREAD_STREAM: Final = 2
 
 # `CUstreamCaptureMode`: a thread's calls do not spoil the graphs that other threads capture.
 _RELAXED_CAPTURE: Final = 2
@@ -80,19 +83,16 @@ class Look:
         """Raise if the device failed; return whether the event was reached, and was recorded."""
         # An event that is queried and not reached is not recorded again. A failing record is no
         # error of the look: probe again to learn whether the device failed meanwhile.
-        by, queues = self._addresses, self._calls.queues
-        if by is None:  # each call releases Python's lock
+        by = self._addresses
+        if by is None:  # each call releases the GIL
             return self._in_python(event, context, query, record)
-        at = queues.now() if record else 0.0
-        waits = record and queues.may_be_full(context)
-        reached, recorded = self._by(by, event, context, query, record and not waits)
-        if reached:
-            queues.reached(event, context)
-        if waits and (reached or not query):
+        # A stream has room for about a thousand launches. While the legacy stream is full, a record
+        # of the whole context waits, and by its address it would keep the GIL.
+        at_once = record and self.is_legacy_idle()
+        reached, recorded = self._by(by, event, context, query, at_once)
+        if record and not at_once and (reached or not query):
             with RelaxedCapture(self._calls), suppress(DriverError):
                 recorded = self._calls.event_record_context(event, context)
-        if recorded:
-            queues.recorded(event, at)
         return reached, recorded
 
     def is_legacy_idle(self) -> bool:

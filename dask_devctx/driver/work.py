@@ -11,8 +11,7 @@ from contextlib import contextmanager, nullcontext
 
 from dask_devctx.driver import statuses
 from dask_devctx.driver.checked import Checked
-from dask_devctx.driver.launches import LEGACY_STREAM, LaunchQueues
-from dask_devctx.driver.relaxed import Look, RelaxedCapture
+from dask_devctx.driver.relaxed import LEGACY_STREAM, Look, RelaxedCapture
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 IPC_HANDLE_NBYTES = 64
@@ -39,7 +38,6 @@ class WorkCalls:
     """
 
     def __init__(self, checked: Checked) -> None:
-        self.queues = LaunchQueues()
         self._free_events: dict[tuple[int, bool], tuple[int | None, list[int]]] = {}
         self.look = Look(self, checked)
         self.driver = checked.driver
@@ -49,8 +47,9 @@ class WorkCalls:
 
     # -- events: points in the work that a device was given
 
-    # Making, recording and awaiting an event can wait for the device: see ``launches``. So these
-    # calls go through the bindings, which give Python's lock away; with ``at_once``, which is for
+    # A stream has room for about a thousand launches. While it is full, what adds work to it waits
+    # for the device, and so does making an event; while the legacy stream is full, all of it waits.
+    # So these calls go through the bindings, which release the GIL; with ``at_once``, which is for
     # calls that have room, by their address.
 
     def event_create(self, *, timed: bool = False) -> int:
@@ -101,12 +100,8 @@ class WorkCalls:
         context is being captured into a graph.
         """
         try:
-            status = None
-            if not self.queues.may_be_full(context):
-                status = self._status("cuCtxRecordEvent", 12050, context, event)
-            if status is None:
-                function = self.driver.cuCtxRecordEvent
-                (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
+            function = self.driver.cuCtxRecordEvent
+            (status,) = function(self.types.CUcontext(context), self.types.CUevent(event))
         except (AttributeError, RuntimeError):  # the function is missing
             return False
         if status == 0:
@@ -130,12 +125,9 @@ class WorkCalls:
         events = self.types.CUevent(start), self.types.CUevent(end)
         return float(self._value(self.driver.cuEventElapsedTime, *events)) / 1000
 
-    def has_room(self, context: int) -> bool:
-        """Return whether a few launches cannot wait; the context is current.
-
-        They are launches into streams that no library uses.
-        """
-        return not self.queues.may_be_full(context) or self.look.is_legacy_idle()
+    def has_room(self) -> bool:
+        """Return whether a few launches into streams that no library uses cannot wait."""
+        return self.look.is_legacy_idle()
 
     def stream_create(self) -> int:
         """Create a stream, for which the legacy default stream of its context does not wait."""

@@ -7,8 +7,8 @@ import weakref
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.launches import LEGACY_STREAM
 from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DeviceMemoryError, DriverError
 from dask_devctx.transfer.events import Event
 from dask_devctx.transfer.timing import timed

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.launches import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 
 
 def current_streams(device: Device) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cuda.bindings.driver import CUstreamCaptureMode
 
-from dask_devctx.driver.launches import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 

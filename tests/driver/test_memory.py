@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dask_devctx.driver.calls import Calls
-from dask_devctx.driver.launches import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 

@@ -14,7 +14,7 @@ from cuda.bindings import driver as types
 
 from dask_devctx import Device, driver
 from dask_devctx.driver import backends
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.transfer.events import Event, Stamp
 from dask_devctx.transfer.ipc import lanes
 

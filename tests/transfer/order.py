@@ -11,7 +11,7 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 from dask_devctx import Device
-from dask_devctx.driver.launches import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 
 Stream = tuple[int, int]  # a device's ordinal, and a handle

@@ -13,7 +13,7 @@ import pytest
 from cuda.bindings.driver import CUresult, CUstreamCaptureMode
 
 from dask_devctx import Device, SimulatedArray, to_device
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, events, release_held, stamp

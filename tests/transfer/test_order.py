@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dask_devctx import Device, SimulatedArray, to_device
-from dask_devctx.driver.launches import LEGACY_STREAM, PER_THREAD_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer import Stamp, events, hold, release_held, stamp
 from dask_devctx.transfer.ipc import lanes

@@ -8,7 +8,7 @@ import types
 import pytest
 
 from dask_devctx import Device
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer.streams import current_streams
 

@@ -16,9 +16,9 @@ import uuid
 
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated.contexts import SimulatedCrashError
+from dask_devctx.driver.simulated.devices import SimulatedGPU
 from dask_devctx.driver.simulated.driver import SimulatedDriver
 from dask_devctx.driver.simulated.faults import Faults
-from dask_devctx.driver.simulated.gpu import SimulatedGPU
 from dask_devctx.driver.simulated.nvml import SimulatedNvml
 
 __all__ = [

@@ -9,9 +9,8 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.simulated.devices import SimulatedDevices
+from dask_devctx.driver.simulated.devices import Context, SimulatedDevices, SimulatedGPU
 from dask_devctx.driver.simulated.faults import OK, WORKING_CALLS, Faults, Status, function
-from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 
 _SCHEDULING_FLAGS = (0, 1, 2, 4)
 _KNOWN_FLAGS = int(types.CUctx_flags.CU_CTX_FLAGS_MASK)

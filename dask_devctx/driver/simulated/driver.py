@@ -9,8 +9,8 @@ from typing import Any
 
 from cuda.bindings import driver as types
 
+from dask_devctx.driver.simulated.devices import Context, SimulatedGPU
 from dask_devctx.driver.simulated.faults import OK, Faults, Status, function
-from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 from dask_devctx.driver.simulated.memory import Block, Handle, Memory
 from dask_devctx.driver.simulated.streams import SimulatedStreams
 

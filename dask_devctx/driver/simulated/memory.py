@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from cuda.bindings.driver import CUdeviceptr
 
+from dask_devctx.driver.simulated.devices import Context, SimulatedGPU
 from dask_devctx.driver.simulated.faults import OK, Status
-from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 
 _FIRST_ADDRESS = 0x7F00_0000_0000
 _PAGE = 2 * 2**20  # one stays free after each block, so that no overrun meets another block

@@ -10,7 +10,7 @@ from typing import Any
 
 import pynvml
 
-from dask_devctx.driver.simulated.gpu import SimulatedGPU
+from dask_devctx.driver.simulated.devices import SimulatedGPU
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any
 from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.contexts import SimulatedContexts
+from dask_devctx.driver.simulated.devices import Context, SimulatedGPU
 from dask_devctx.driver.simulated.faults import OK, UNSAFE_CALLS, Faults, Status, function
-from dask_devctx.driver.simulated.gpu import Context, SimulatedGPU
 
 CaptureMode = types.CUstreamCaptureMode
 _GLOBAL = CaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL

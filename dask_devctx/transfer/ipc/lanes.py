@@ -51,7 +51,7 @@ class Lane:
         # To get the GIL back takes a thread up to a millisecond where others are busy. The copies
         # are between addresses of the lane's device, or of memory that another process shows.
         few = copies <= FEW and nbytes <= FEW_NBYTES
-        self._at_once = few and self._calls.work.has_room(self.device._handle)
+        self._at_once = few and self._calls.work.has_room()
         return self._at_once
 
     def behind(self, other: Lane) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import allocate

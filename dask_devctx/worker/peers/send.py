@@ -14,7 +14,7 @@ from distributed.comm import CommClosedError
 from distributed.protocol.serialize import Serialize, Serialized
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.ipc.messages import Header, Next

@@ -19,7 +19,7 @@ from distributed import Client, Event, Future, Worker, secede, wait
 from distributed.utils_test import poll_for
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.memory.manager import DeviceMemory

@@ -14,7 +14,7 @@ from distributed import Client, LocalCluster, Worker, wait
 from distributed.utils_test import async_poll_for, gen_cluster
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.devices import workers_of
 

@@ -28,7 +28,7 @@ from dask_devctx import (
     device_of,
     to_device,
 )
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.transfer import Stamp

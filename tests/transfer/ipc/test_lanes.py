@@ -9,7 +9,7 @@ import pytest
 from cuda.bindings.driver import CUresult, CUstreamCaptureMode
 
 from dask_devctx import Device, driver
-from dask_devctx.driver.launches import LEGACY_STREAM
+from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer.ipc import lanes
 from tests.addressed import AddressedDriver, addressed
@@ -99,47 +99,9 @@ def test_a_few_copies_keep_pythons_lock_where_no_stream_is_full(calls: Addressed
 def test_a_stream_is_not_asked_while_it_would_spoil_a_graph(calls: AddressedDriver) -> None:
     stream = calls.cuStreamCreate(0)[1]
     calls.cuStreamBeginCapture(stream, CUstreamCaptureMode(2))
-    assert not Device(0)._backend.calls.work.has_room(Device(0)._handle)
+    assert not Device(0)._backend.calls.work.has_room()
     assert calls.asked == QUESTIONS[:1]
     assert calls.cuStreamEndCapture(stream)[0] == 0
-
-
-def test_a_device_whose_work_was_done_a_moment_ago_is_not_asked(
-    calls: AddressedDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("dask_devctx.driver.launches.perf_counter", lambda: now[0])
-    device = Device(0)
-    work = device._backend.calls.work
-    event = work.event_create()
-    work.look(event, device._handle, record=True)
-    assert work.look(event, device._handle, query=True) == (True, False)
-    now[0] += 1e-3
-    assert _enqueued(calls) == ["cuMemcpyAsync", "cuEventRecord"]
-    assert calls.asked == []
-    now[0] += 1.0
-    assert _enqueued(calls) == ["cuMemcpyAsync", "cuEventRecord"]
-    assert calls.asked == QUESTIONS
-
-
-def test_a_record_that_waits_tells_nothing_of_the_time_until_its_end(
-    machine: SimulatedMachine, calls: AddressedDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr("dask_devctx.driver.launches.perf_counter", lambda: now[0])
-
-    def wait(*_: object) -> bool:
-        now[0] += 1.0
-        return False
-
-    machine.faults.inject("cuCtxRecordEvent", CUresult.CUDA_ERROR_UNKNOWN, when=wait)
-    device = Device(0)
-    work = device._backend.calls.work
-    event = work.event_create()
-    work.look(event, device._handle, record=True)
-    assert now == [1.0]
-    assert work.look(event, device._handle, query=True) == (True, False)
-    assert work.queues.may_be_full(device._handle)
 
 
 @pytest.mark.parametrize("name", ["cuStreamIsCapturing", "cuStreamQuery"])
