@@ -12,7 +12,7 @@ from dask.utils import funcname
 from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config
-from dask_devctx.config.options import OPTION_NAMES, Options, remembered_tasks
+from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, remembered_tasks
 from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_only
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.html import html_table
@@ -81,7 +81,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     @takes_only(Options)
     def __init__(self, **given: Any) -> None:
-        refuse_unknown(given, OPTION_NAMES, "DevicePlugin")
+        refuse_unknown(given, OPTION_NAMES, type(self).__name__)
         self.annotations_kept = keep_annotations()
         serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
@@ -97,7 +97,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         switch_interval()
 
     def __getattr__(self, name: str) -> Any:
-        if name in OPTION_NAMES:
+        if name in Options.__dataclass_fields__:
             return getattr(self.options, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -118,7 +118,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     def _chosen(self) -> dict[str, Any]:
         """Return the devices, and the options that are not the default."""
         usual = config.defaults["devctx"]
-        options = {name: getattr(self.options, name) for name in OPTION_NAMES}
+        options = {name: getattr(self.options, name) for name in (*OPTION_NAMES, *SETTINGS)}
         changed = {
             name: value
             for name, value in options.items()
@@ -142,7 +142,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 
     def configuration(self) -> dict[str, Any]:
         """Return the options, and the bytes that they mean on each device of the worker."""
-        shown = {name: getattr(self.options, name) for name in OPTION_NAMES}
+        shown = {name: getattr(self.options, name) for name in (*OPTION_NAMES, *SETTINGS)}
         if self.options.policy is not None:
             shown["policy"] = funcname(self.options.policy)
         devices = {

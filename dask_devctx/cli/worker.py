@@ -24,7 +24,7 @@ from dask_devctx.client.arguments import DASK_CUDAS, UCX, check_memory_limit, se
 from dask_devctx.client.shares import default_n_workers, even_share, look_ahead, warn_of_limit
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
-from dask_devctx.config.options import Options
+from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, fold_rmm
 from dask_devctx.cuda import discovery
 from dask_devctx.errors import DevctxError
 from dask_devctx.errors.base import counted
@@ -53,6 +53,21 @@ Examples:
 _OURS_TOO: Final = {"n_workers", "nthreads"}
 # An option that is a function has no text.
 _IN_PYTHON_ONLY: Final = {"policy"}
+# The meaning of dask-cuda's options for RMM, and of its options that are configuration here.
+_DASK_CUDAS: Final = {
+    "rmm_pool_size": "The initial size of an RMM pool on each device: a fraction, or bytes.",
+    "rmm_maximum_pool_size": "How large such a pool may become; all of the memory by default.",
+    "rmm_managed_memory": "RMM allocates managed memory, which the driver moves to the host.",
+    "rmm_async": "RMM uses CUDA's asynchronous allocator.",
+    "rmm_release_threshold": "With it: how much unused memory it keeps; all by default.",
+    "rmm_log_directory": "Where RMM logs each allocation, a file for each worker and device.",
+    "rmm_track_allocations": "RMM counts the bytes, for dask's dashboard. This is slow.",
+    "rmm_allocator_external_lib_list": "The libraries that allocate through RMM: some of cupy, "
+    "torch and numba, with commas.",
+    "enable_cudf_spill": "cuDF moves its own data to host memory when a device is full.",
+    "cudf_spill_stats": "How much cuDF records of that: 0, 1 or 2.",
+    "pre_import": "Modules that a worker imports before its first task, with commas.",
+}
 # Options of dask-cuda's command that change nothing here.
 _NOT_NEEDED: Final = {
     "shared_filesystem": "--shared-filesystem/--no-shared-filesystem",
@@ -69,7 +84,8 @@ _SPELLINGS: Final = {
 
 def option_names() -> list[str]:
     """Return the names of the plugin's options that the command has."""
-    return [one.name for one in fields(Options) if one.name not in _IN_PYTHON_ONLY]
+    own = [name for name in OPTION_NAMES if name not in _IN_PYTHON_ONLY]
+    return [*own, *_DASK_CUDAS]
 
 
 class _Worker(click.Command):
@@ -163,12 +179,18 @@ def _shape(
 
 def _read(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that were given, with values as in dask's variables."""
-    found = {name: value for name, value in given.items() if value is not None}
+    try:
+        found = fold_rmm({name: value for name, value in given.items() if value is not None})
+    except TypeError as error:
+        raise click.UsageError(str(error)) from error
     for name, value in found.items():
         if name == "devices":
             found[name] = [dask.config.interpret_value(one.strip()) for one in value.split(",")]
         elif isinstance(value, str):
             found[name] = dask.config.interpret_value(value)
+        elif isinstance(value, dict):  # RMM's settings
+            texts = {n: v for n, v in value.items() if isinstance(v, str)}
+            found[name] = value | {n: dask.config.interpret_value(v) for n, v in texts.items()}
     return found
 
 
@@ -208,17 +230,18 @@ def _parameters() -> Iterator[click.Parameter]:
     for param in dask_worker.params:
         if isinstance(param, click.Argument):
             yield param
-    texts = _paragraphs()
-    for one in fields(Options):
-        if one.name in _IN_PYTHON_ONLY:
-            continue
-        key = key_of(one.name)
-        is_flag = one.type == "bool"
-        spellings = _SPELLINGS.get(one.name, [f"--{key}/--no-{key}" if is_flag else f"--{key}"])
-        metavar = None if is_flag else "VALUE"
-        yield click.Option(
-            [*spellings, one.name], default=None, metavar=metavar, help=texts[one.name]
-        )
+    texts = _paragraphs() | _DASK_CUDAS
+    flags = {one.name for one in fields(Options) if one.type == "bool"}
+    for name in option_names():
+        key = key_of(name)
+        spellings = _SPELLINGS.get(name, [f"--{key}/--no-{key}" if name in flags else f"--{key}"])
+        metavar = None if name in flags else "VALUE"
+        yield click.Option([*spellings, name], default=None, metavar=metavar, help=texts[name])
+    for name in SETTINGS:
+        if name not in _DASK_CUDAS:
+            yield click.Option(
+                [f"--{key_of(name)}"], expose_value=False, hidden=True, callback=_is_configuration
+            )
     yield click.Option(
         ["--n-workers", "--nworkers", "n_workers"],
         type=click.IntRange(1),
@@ -250,6 +273,12 @@ def _parameters() -> Iterator[click.Parameter]:
     for param in dask_worker.params:
         if isinstance(param, click.Option) and param.name not in _OURS_TOO:
             yield param
+
+
+def _is_configuration(context: click.Context, option: click.Parameter, value: object) -> None:
+    if value is not None:
+        variable = f"DASK_DEVCTX__{str(option.name).upper()}"
+        raise click.UsageError(f"{option.opts[0]} is configuration: set {variable}={value}")
 
 
 def _paragraphs() -> dict[str, str]:

@@ -17,7 +17,7 @@ from dask.utils import parse_bytes
 from distributed import LocalCluster, Nanny, Worker
 from distributed.comm import get_address_host
 
-from dask_devctx.config.options import OPTION_NAMES
+from dask_devctx.config.options import OPTION_NAMES, SETTINGS, fold_rmm
 from dask_devctx.config.packages import is_ucx, require_ucx
 from dask_devctx.config.signatures import refuse_unknown
 from dask_devctx.cuda.device import Device
@@ -95,6 +95,9 @@ DASK_CUDAS: Final[Mapping[str, Argument]] = {
     "data": _works("the same"),
 }
 
+# Those that are configuration of the plugin.
+DASK_CUDAS_SETTINGS: Final = DASK_CUDAS.keys() & {*SETTINGS}
+
 # Names that are like none of ours, and mean something here.
 _DEVICES: Final = "devices=[0, 1] names the devices, and n_workers= is the number of workers"
 _SPILLING: Final = 'device_memory_limit="12 GiB" moves values of a full device to host memory'
@@ -134,7 +137,7 @@ def without_dask_cudas(given: Mapping[str, Any], owner: type) -> dict[str, Any]:
         The value of an argument means nothing.
     """
     _refuse_unknown(given, owner)
-    kept = dict(given)
+    kept = fold_rmm(dict(given))
     set_up_ucx(kept)
     check_memory_limit(kept.get("memory_limit"))
     for name, argument in DASK_CUDAS.items():
@@ -179,7 +182,8 @@ def _refuse_unknown(given: Mapping[str, Any], owner: type) -> None:
             f"worker_class is a class of nannies or of workers, got {worker_class!r}. Leave it out "
             "for dask's own: the workers use their devices without a class such as CUDAWorker"
         )
-    refuse_unknown(given, [*OPTION_NAMES, *_known(given, owner), *DASK_CUDAS], owner.__name__)
+    known = {*OPTION_NAMES, *_known(given, owner), *DASK_CUDAS}
+    refuse_unknown(given, known, owner.__name__)
 
 
 def _known(given: Mapping[str, Any], owner: type) -> Iterator[str]:

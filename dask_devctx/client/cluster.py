@@ -15,7 +15,7 @@ import dask
 from distributed.core import Status
 
 from dask_devctx import driver
-from dask_devctx.client.arguments import has_nannies, without_dask_cudas
+from dask_devctx.client.arguments import DASK_CUDAS_SETTINGS, has_nannies, without_dask_cudas
 from dask_devctx.client.free import held_by_others
 from dask_devctx.client.main_module import refuse_unguarded_main
 from dask_devctx.client.shares import (
@@ -26,6 +26,7 @@ from dask_devctx.client.shares import (
     warn_of_limit,
     warn_of_threads,
 )
+from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
@@ -126,16 +127,20 @@ class LocalDeviceCluster(WatchedCluster):
         kwargs = without_dask_cudas({"n_workers": n_workers, **kwargs}, type(self))
         n_workers = kwargs.pop("n_workers")
         given = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
+        settings = {
+            f"devctx.{key_of(n)}": kwargs.pop(n) for n in DASK_CUDAS_SETTINGS & kwargs.keys()
+        }
         own: dict[str, Any] = {}
         self._made_plugin = plugin is None
         if plugin is None:
-            plugin = DevicePlugin(**given)
+            with dask.config.set({key: v for key, v in settings.items() if v is not None}):
+                plugin = DevicePlugin(**given)
             used = named_devices(plugin.options.devices)
             if plugin.options.devices is not None:  # a worker may see them in another order
                 own["devices"] = [device.uuid for device in used]
                 _warn_of_twice(plugin.options.devices, used)
-        elif any(value is not None for value in given.values()):
-            raise TypeError(f"give either a plugin or its options, got both: {', '.join(given)}")
+        elif both := [n for n, value in {**given, **settings}.items() if value is not None]:
+            raise TypeError(f"give either a plugin or its options, got both: {', '.join(both)}")
         else:
             used = named_devices(plugin.options.devices)
         if not used:

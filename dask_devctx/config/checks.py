@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 from dask.utils import parse_bytes
+
+from dask_devctx.errors.base import nearest
 
 # A function of an option's name and value that returns the value to keep, or raises.
 Check = Callable[[str, Any], object]
@@ -105,6 +107,50 @@ def path(name: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
         raise refused(name, "a path", value)
     return str(os.fspath(value))
+
+
+LIBRARIES: Final = ("cupy", "torch", "numba")
+# RMM's settings, by dask-cuda's names without "rmm_".
+RMM: Final[Mapping[str, Check]] = {
+    "pool_size": memory_size,
+    "maximum_pool_size": memory_size,
+    "managed_memory": one_of(True, False),
+    "async": one_of(True, False),
+    "release_threshold": memory_size,
+    "log_directory": path,
+    "track_allocations": one_of(True, False),
+    "allocator_external_lib_list": names_of(*LIBRARIES),
+}
+
+
+def allocator(name: str, value: Any) -> str | dict[str, object] | None:
+    """Return RMM's settings without those that are None; refuse contradictions."""
+    if value == "cupy-async":
+        return "cupy-async"
+    if not isinstance(value, Mapping):
+        raise refused(name, "'cupy-async', or RMM's settings such as {'pool_size': 0.8}", value)
+    rmm: dict[str, Any] = {}
+    for given, setting in value.items():
+        one = str(given).replace("-", "_").removeprefix("rmm_")
+        if one not in RMM:
+            near = nearest(one, RMM)
+            meant = f"Did you mean {near!r}?" if near else f"It may have {', '.join(RMM)}"
+            raise ValueError(f"{name} has no setting {given!r}. {meant}")
+        if setting is not None and (found := RMM[one](f"rmm_{one}", setting)) is not None:
+            rmm[one] = found
+    if rmm.get("async") and rmm.get("managed_memory"):
+        raise ValueError(
+            "rmm_managed_memory is incompatible with rmm_async: managed memory has no asynchronous "
+            "allocator. Leave one of them out"
+        )
+    if "release_threshold" in rmm and not rmm.get("async"):
+        raise ValueError("rmm_release_threshold requires rmm_async=True: only that has a threshold")
+    if "maximum_pool_size" in rmm and not (rmm.get("async") or "pool_size" in rmm):
+        raise ValueError(
+            "rmm_maximum_pool_size limits a pool, and there is none. Give rmm_pool_size, or "
+            "rmm_async=True"
+        )
+    return rmm or None
 
 
 def list_of_devices(name: str, value: Any) -> tuple[object, ...]:

@@ -1,13 +1,12 @@
 """The options of the plugin: one field for each, with its check.
 
-A new option is a field of :class:`Options` with its paragraph, a key in ``devctx.yaml`` and in
-``devctx-schema.yaml``, and a row in ``docs/configuration.md``. The plugin, the cluster and the
-command line take it from here.
+A new option is a field of :class:`Options`, a key in ``devctx.yaml`` and in ``devctx-schema.yaml``,
+and a row in ``docs/configuration.md``. Only an everyday one is also an argument of the plugin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Final, Literal
@@ -16,21 +15,20 @@ from dask.typing import no_default
 
 from dask_devctx import config
 from dask_devctx.config.checks import (
+    RMM,
     Check,
+    allocator,
     configured,
     fraction,
     function,
     key_of,
     list_of_devices,
     memory_limit,
-    memory_size,
     names_of,
     one_of,
-    path,
     share_of_memory,
     whole_number,
 )
-from dask_devctx.config.packages import LIBRARIES, allocators_agree
 
 # A device's tasks run on the device's own threads. So a worker's `nthreads` only limits how many
 # tasks dask sends it ahead. If it is small, threads wait for the scheduler; if it is large, results
@@ -70,8 +68,6 @@ class Options:
         dask's own threads without one.
     move_inputs
         Whether a task's inputs that live on another device are copied to its own before it runs.
-    replica_limit
-        How much of each device's memory such copies may take, as a fraction.
     policy
         Chooses the device of a task that names none, given one :class:`~dask_devctx.Candidate` per
         device: see "Which device a task gets" in the documentation. By default the task goes where
@@ -79,49 +75,19 @@ class Options:
     synchronize
         Wait for the device before a task counts as done. This is slower. A failure then has fewer
         suspects, which run again.
-    nvtx
-        Whether each task has an NVTX range with its key, for Nsight Systems. This needs the package
-        ``nvtx``.
     oom_retries
         How often a task that ran out of a device's memory is tried again, after memory was freed.
     ipc
         Whether values go to other workers of the machine by CUDA IPC. ``"auto"`` and True:
         wherever it works, with UCX too, which carries what goes between machines; False: never.
-    ipc_staging
-        How much of each device's memory values may take while they are sent: a fraction, which is
-        at most a quarter of its ``device_memory_limit``, or bytes such as ``"2 GiB"``.
     device_memory_limit
         How much of each device's memory the values that dask keeps may take: ``"auto"`` for 0.8 of
         it, a fraction, bytes such as ``"12 GiB"``, 0 or None for no limit. Beyond it, values go to
         host memory, and come back before their tasks: see "Device memory" in the documentation.
-    pool
-        ``"cupy-async"``: CuPy allocates from CUDA's own asynchronous pools. None: CuPy's own pool,
-        or RMM with ``rmm_allocator_external_lib_list``.
-    rmm_pool_size
-        The initial size of an RMM pool on each device: a fraction of its memory, bytes such as
-        ``"30 GB"``, 0 or None for no pool.
-    rmm_maximum_pool_size
-        How large such a pool may become; by default it grows as long as there is memory.
-    rmm_managed_memory
-        Whether RMM allocates managed memory, which the driver moves between device and host.
-    rmm_async
-        Whether RMM uses CUDA's asynchronous allocator.
-    rmm_release_threshold
-        With ``rmm_async``: how much unused memory the allocator keeps when the device is
-        synchronized; all of it by default.
-    rmm_log_directory
-        The directory where RMM logs each allocation, a file for each worker and device.
-    rmm_track_allocations
-        Whether RMM counts the bytes that are allocated, for dask's dashboard. This is slow.
-    rmm_allocator_external_lib_list
-        The libraries that allocate through RMM: some of ``"cupy"``, ``"torch"`` and ``"numba"``, as
-        a list or as text with commas.
-    enable_cudf_spill
-        Whether cuDF moves its own data to host memory when a device is full.
-    cudf_spill_stats
-        How much cuDF records of that: 0, 1 or 2.
-    pre_import
-        Modules that a worker imports before its first task, as a list or as text with commas.
+    allocator
+        ``"cupy-async"``: CuPy allocates from CUDA's own asynchronous pools. Or RMM's settings, by
+        dask-cuda's names without ``rmm_``, such as ``{"pool_size": 0.8}``: see "Device memory" in
+        the documentation. None: the libraries' own allocators.
 
     Raises
     ------
@@ -138,32 +104,34 @@ class Options:
     cpu_threads: int | None = _option(whole_number(1))
     unannotated: Literal["assign", "leave"] = _option(one_of("assign", "leave"))
     move_inputs: bool = _option(one_of(True, False))
-    replica_limit: float = _option(fraction)
     policy: Callable[[Sequence[Any]], Any] | None = _option(  # noqa: RUF009 - makes a field
         function, configured=False
     )
     synchronize: bool = _option(one_of(True, False))
-    nvtx: bool = _option(one_of(True, False))
     oom_retries: int = _option(whole_number(0))
     ipc: Literal["auto"] | bool = _option(one_of("auto", True, False))
-    ipc_staging: float = _option(share_of_memory)
     # None means that there is no limit, so the value for "not given" is another one.
     device_memory_limit: float | str | None = _option(memory_limit, default=no_default)
-    pool: Literal["cupy-async"] | None = _option(one_of("cupy-async"))
-    rmm_pool_size: float | str | None = _option(memory_size)
-    rmm_maximum_pool_size: float | str | None = _option(memory_size)
-    rmm_managed_memory: bool = _option(one_of(True, False))
-    rmm_async: bool = _option(one_of(True, False))
-    rmm_release_threshold: float | str | None = _option(memory_size)
-    rmm_log_directory: str | None = _option(path)
-    rmm_track_allocations: bool = _option(one_of(True, False))
-    rmm_allocator_external_lib_list: Sequence[str] | str | None = _option(names_of(*LIBRARIES))
+    allocator: Literal["cupy-async"] | Mapping[str, Any] | None = _option(allocator)
+    # Configuration only: no arguments of the plugin.
+    replica_limit: float = _option(fraction)
+    nvtx: bool = _option(one_of(True, False))
+    ipc_staging: float = _option(share_of_memory)
     enable_cudf_spill: bool = _option(one_of(True, False))
     cudf_spill_stats: int = _option(whole_number(0))
     pre_import: Sequence[str] | str | None = _option(names_of())
+    # RMM's settings, from `allocator`.
+    rmm_pool_size: float | str | None = field(init=False)
+    rmm_maximum_pool_size: float | str | None = field(init=False)
+    rmm_managed_memory: bool = field(init=False)
+    rmm_async: bool = field(init=False)
+    rmm_release_threshold: float | str | None = field(init=False)
+    rmm_log_directory: str | None = field(init=False)
+    rmm_track_allocations: bool = field(init=False)
+    rmm_allocator_external_lib_list: Sequence[str] | None = field(init=False)
 
     def __post_init__(self) -> None:
-        for one in fields(self):
+        for one in _GIVEN:
             value, default = getattr(self, one.name), None
             check: Check = one.metadata["check"]
             if one.metadata["configured"]:
@@ -174,21 +142,31 @@ class Options:
             if value is not None or default is not None:
                 value = check(one.name, value)
             object.__setattr__(self, one.name, value)
-        allocators_agree(self)
+        rmm = self.allocator if isinstance(self.allocator, Mapping) else {}
+        for name in RMM:
+            object.__setattr__(self, f"rmm_{name}", rmm.get(name))
 
 
-OPTION_NAMES: Final = tuple(one.name for one in fields(Options))
+_GIVEN: Final = tuple(one for one in fields(Options) if one.init)
+# The arguments of the plugin.
+OPTION_NAMES: Final = tuple(one.name for one in _GIVEN[:13])
+SETTINGS: Final = tuple(one.name for one in _GIVEN[13:])
+# dask-cuda's arguments for RMM, which a cluster and the command line fold into `allocator`.
+RMM_NAMES: Final = tuple(f"rmm_{name}" for name in RMM)
 # The keys of the configuration that stand in for options.
-CONFIGURED: Final = tuple(key_of(one.name) for one in fields(Options) if one.metadata["configured"])
+CONFIGURED: Final = tuple(key_of(one.name) for one in _GIVEN if one.metadata["configured"])
+
+
+def fold_rmm(given: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments with dask-cuda's ``rmm_…`` as one ``allocator``."""
+    rmm = {name: given.pop(name) for name in RMM_NAMES if name in given}
+    rmm = {name: value for name, value in rmm.items() if value is not None}
+    if rmm and given.get("allocator") is not None:
+        raise TypeError(f"give either allocator or RMM's settings, got both: {', '.join(rmm)}")
+    return {**given, "allocator": rmm} if rmm else given
 
 
 def remembered_tasks() -> int:
-    """Return how many tasks a worker remembers, by the configuration of its own process.
-
-    Raises
-    ------
-    ValueError
-        It is not a whole number.
-    """
+    """Return how many tasks a worker remembers, by the configuration of its own process."""
     count: Any = configured(whole_number(0), "history", config.get("history"))
     return int(count)

@@ -1,4 +1,4 @@
-"""The packages that options need, and the options that exclude each other."""
+"""The packages that options need."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ from dask_devctx.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from dask_devctx.config.options import Options
-
-# The libraries that can allocate through RMM.
-LIBRARIES: Final = ("cupy", "torch", "numba")
 
 _RMM: Final = (
     "rmm_pool_size",
@@ -54,8 +51,8 @@ def require_packages(options: Options) -> None:
         require(name, "rmm")
     for library in options.rmm_allocator_external_lib_list or ():
         require("rmm_allocator_external_lib_list", library)
-    if options.pool == "cupy-async":
-        require("pool", "cupy")
+    if options.allocator == "cupy-async":
+        require("allocator", "cupy")
     if options.enable_cudf_spill:
         require("enable_cudf_spill", "cudf")
     if options.nvtx:
@@ -90,32 +87,3 @@ def require_ucx(protocol: str) -> None:
     """Check that UCX is installed; raise as :func:`require` does."""
     if importlib.util.find_spec("ucp") is None:  # the package of earlier versions
         require(f"protocol={protocol!r}", "distributed_ucxx")
-
-
-def allocators_agree(options: Options) -> None:
-    """Check that no two options ask for different allocators.
-
-    Raises
-    ------
-    ValueError
-        Two of them do, or one needs another that is missing.
-    """
-    if options.rmm_async and options.rmm_managed_memory:
-        raise ValueError(
-            "rmm_managed_memory is incompatible with rmm_async: managed memory has no asynchronous "
-            "allocator. Leave one of them out"
-        )
-    if options.rmm_release_threshold is not None and not options.rmm_async:
-        raise ValueError("rmm_release_threshold requires rmm_async=True: only that has a threshold")
-    if options.rmm_maximum_pool_size is not None and not (
-        options.rmm_async or options.rmm_pool_size is not None
-    ):
-        raise ValueError(
-            "rmm_maximum_pool_size limits a pool, and there is none. Give rmm_pool_size, or "
-            "rmm_async=True"
-        )
-    if options.pool and "cupy" in (options.rmm_allocator_external_lib_list or ()):
-        raise ValueError(
-            f"pool={options.pool!r} and rmm_allocator_external_lib_list both give CuPy an "
-            "allocator. Leave one of them out"
-        )

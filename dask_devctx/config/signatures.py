@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
-from dask_devctx.config.options import Options
+from dask_devctx.config.checks import key_of
+from dask_devctx.config.options import OPTION_NAMES, RMM_NAMES, SETTINGS, Options
 from dask_devctx.errors.base import nearest
 
 # The paragraphs of all options replace this line in a class's docstring.
@@ -48,6 +49,7 @@ def _sign(init: Any, *, others: bool) -> None:
             annotation=str(one.type).removesuffix(" | None") + " | None",
         )
         for one in fields(Options)
+        if one.name in OPTION_NAMES
     ]
     parameters = itertools.chain(own, taken, rest if others else ())
     init.__signature__ = signature.replace(parameters=list(parameters))
@@ -64,25 +66,18 @@ def documents_options(cls: Class) -> Class:
     return cls
 
 
-def refuse_unknown(given: Iterable[str], known: Collection[str], owner: str) -> None:
-    """Refuse unknown keyword arguments.
-
-    Parameters
-    ----------
-    given
-        Their names.
-    known
-        All known names.
-    owner
-        The name of the class that got the arguments.
-
-    Raises
-    ------
-    TypeError
-        A name is unknown; the message has the nearest known one.
-    """
-    for name in given:
-        if name not in known:
+def refuse_unknown(given: Mapping[str, Any], known: Collection[str], owner: str) -> None:
+    """Refuse unknown keyword arguments of a class; the error has the remedy."""
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name in SETTINGS:
+            key = f"devctx.{key_of(name)}"
+            remedy = f"It is configuration: dask.config.set({{{key!r}: {value!r}}})"
+        elif name in RMM_NAMES or name == "pool":
+            said = {name.removeprefix("rmm_"): value} if name in RMM_NAMES else value
+            remedy = f"Write allocator={said!r}, which is devctx.allocator in the configuration"
+        else:
             near = nearest(name, known)
-            meant = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
-            raise TypeError(f"{owner} has no option {name!r}. {meant}")
+            remedy = f"Did you mean {near}?" if near else f"help({owner}) lists all options"
+        raise TypeError(f"{owner} has no option {name!r}. {remedy}")

@@ -45,7 +45,7 @@ def allocating(worker: Worker, devices: Sequence[Device], options: Options) -> I
             steps.enter_context(metric(worker, "rmm", partial(_rmm_metric, devices)))
         for library in options.rmm_allocator_external_lib_list or ():
             steps.enter_context(_through_rmm(library))
-        if options.pool == "cupy-async":
+        if options.allocator == "cupy-async":
             steps.enter_context(_cupy_async(devices))
         if options.enable_cudf_spill:
             steps.enter_context(_cudf_spilling(devices[0], options.cudf_spill_stats))

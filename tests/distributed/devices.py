@@ -7,10 +7,13 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import dask
 from distributed import Client, Worker
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DevicePlugin, driver
+from dask_devctx.config.checks import key_of
+from dask_devctx.config.options import SETTINGS, fold_rmm
 
 
 def here(*_: object) -> int | None:
@@ -21,6 +24,14 @@ def here(*_: object) -> int | None:
 
 def current_context() -> int:
     return driver.backend().current_context()
+
+
+def plugin_with(**given: Any) -> DevicePlugin:
+    """Return a plugin; some options are configuration, and RMM's are parts of one."""
+    given = fold_rmm(given)
+    settings = {f"devctx.{key_of(name)}": given.pop(name) for name in {*SETTINGS} & given.keys()}
+    with dask.config.set(settings):
+        return DevicePlugin(**given)
 
 
 def with_plugin(*nthreads: int, **plugin_kwargs: Any) -> Callable[[Any], Any]:

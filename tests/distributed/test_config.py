@@ -127,6 +127,42 @@ def test_an_argument_that_is_no_option_is_refused(name: str, said: str) -> None:
         DevicePlugin(**given)
 
 
+@pytest.mark.parametrize("cls", [DevicePlugin, LocalDeviceCluster])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("nvtx", True, "It is configuration: dask.config.set({'devctx.nvtx': True})"),
+        ("ipc_staging", 0.1, "It is configuration: dask.config.set({'devctx.ipc-staging': 0.1})"),
+        ("replica_limit", 0.1, "dask.config.set({'devctx.replica-limit': 0.1})"),
+        ("pool", "cupy-async", "Write allocator='cupy-async', which is devctx.allocator"),
+    ],
+)
+def test_an_argument_that_went_is_refused_with_its_key(
+    cls: type, name: str, value: Any, said: str
+) -> None:
+    with pytest.raises(TypeError, match=f"^{cls.__name__} has no option '{name}'. ") as caught:
+        cls(**{name: value})
+    assert said in str(caught.value)
+
+
+def test_dask_cudas_arguments_are_not_of_the_plugin() -> None:
+    with pytest.raises(TypeError, match=r"devctx\.pre-import"):
+        DevicePlugin(pre_import="wave")
+    with pytest.raises(TypeError, match=r"allocator=\{'pool_size': 0.5\}"):
+        DevicePlugin(rmm_pool_size=0.5)
+    with pytest.raises(TypeError, match="either allocator or RMM's settings"):
+        LocalDeviceCluster(rmm_pool_size=0.5, allocator="cupy-async")
+
+
+@pytest.mark.parametrize("name", ["pool_size", "pool-size", "rmm_pool_size"])
+def test_an_allocator_is_named_or_has_settings(name: str) -> None:
+    assert DevicePlugin(allocator={name: 0.5}).rmm_pool_size == 0.5
+    assert DevicePlugin(allocator={name: None}).allocator is None
+    assert DevicePlugin(allocator="cupy-async").allocator == "cupy-async"
+    with dask.config.set({f"devctx.allocator.{name}": "1 GB"}):
+        assert DevicePlugin().rmm_pool_size == 10**9
+
+
 def test_a_policy_that_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match=r"policy must be a function.*got 'fastest'"):
         DevicePlugin(policy="fastest")  # type: ignore[arg-type]

@@ -30,7 +30,13 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.scheduler.suspects import TOPIC
 from dask_devctx.worker.task import DeviceTask
-from tests.distributed.devices import current_context, device_threads, here, with_plugin
+from tests.distributed.devices import (
+    current_context,
+    device_threads,
+    here,
+    plugin_with,
+    with_plugin,
+)
 
 
 def state_of(worker: Worker) -> Any:
@@ -237,7 +243,7 @@ async def test_the_other_way_out_is_to_register_devices_that_exist(
         await client.register_plugin(DevicePlugin(devices=[1.5]))
     assert "register it again with devices that exist" in caught.value.__notes__[0]
     with pytest.raises(ModuleNotFoundError) as caught:
-        await client.register_plugin(DevicePlugin(pre_import="no_such_module"))
+        await client.register_plugin(plugin_with(pre_import="no_such_module"))
     assert "register it again when the cause is mended" in caught.value.__notes__[0]
     await client.register_plugin(DevicePlugin(devices=[1]))
     assert await client.submit(here) == 1

@@ -178,7 +178,7 @@ def cupy_async() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with (
         LocalDeviceCluster(
-            devices=[1], n_workers=1, pool="cupy-async", dashboard_address=":0"
+            devices=[1], n_workers=1, allocator="cupy-async", dashboard_address=":0"
         ) as cluster,
         Client(cluster) as client,
     ):

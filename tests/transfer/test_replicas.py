@@ -332,8 +332,9 @@ def test_the_limit_is_configured_and_checked():
     with dask.config.set({"devctx.replica-limit": 0.125}):
         assert DevicePlugin().replica_limit == 0.125
     for wrong in (-0.1, 1.5, "much", True):
-        with pytest.raises(ValueError, match=r"replica_limit.*got"):
-            DevicePlugin(replica_limit=wrong)
+        changed = dask.config.set({"devctx.replica-limit": wrong})
+        with changed, pytest.raises(ValueError, match=r"replica_limit.*got"):
+            DevicePlugin()
     with pytest.raises(ValueError, match=r"limit.*got"):
         Replicas(limit=1.5)
 

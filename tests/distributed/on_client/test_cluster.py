@@ -300,26 +300,22 @@ def test_it_takes_every_option_of_the_plugin() -> None:
         "tasks_per_device": 2,
         "unannotated": "leave",
         "move_inputs": False,
-        "replica_limit": 0.5,
         "policy": start_soonest,
         "synchronize": True,
-        "nvtx": False,
         "oom_retries": 3,
         "ipc": False,
-        "ipc_staging": 2**20,
-        "pre_import": ("wave",),
         "device_memory_limit": 2**30,
     }
-    # The others need packages that may be missing: tests/distributed/on_worker/test_allocators.py
-    assert {*OPTION_NAMES} - given.keys() == {"pool", "enable_cudf_spill", "cudf_spill_stats"} | {
-        name for name in OPTION_NAMES if name.startswith("rmm_")
-    }
+    # RMM may be missing: tests/distributed/on_worker/test_allocators.py
+    assert {*OPTION_NAMES} - given.keys() == {"allocator"}
     uuids = tuple(Device(n).uuid for n in (0, 2))
-    with LocalDeviceCluster(n_workers=2, **given, **QUIET) as cluster:
+    theirs = {"pre_import": ("wave",)}  # dask-cuda's argument, and configuration here
+    with LocalDeviceCluster(n_workers=2, **given, **theirs, **QUIET) as cluster:
         assert ordinals(cluster) == [[0], [2]]
         for worker in cluster.workers.values():
             options = dataclasses.asdict(worker.plugins["devctx"].options)
-            assert options.items() >= {**given, "devices": uuids}.items()
+            assert options.items() >= {**given, **theirs, "devices": uuids}.items()
+    assert DevicePlugin().pre_import is None
 
 
 @pytest.mark.parametrize(

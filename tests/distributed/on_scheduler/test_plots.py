@@ -100,11 +100,7 @@ def test_tasks_side_by_side_are_told_apart() -> None:
     kinds = [f"kind-{n}" for n in range(12)]
     plot = timeline(run(kind, n, n + 1.0, kind=kind) for n, kind in enumerate(kinds))
     assert len({*data(plot, "key")["color"]}) == len(kinds), "each kind has its own colour"
-    (bars,) = (
-        one.glyph
-        for one in plot.root.renderers
-        if "key" in one.data_source.data
-    )
+    (bars,) = (one.glyph for one in plot.root.renderers if "key" in one.data_source.data)
     assert bars.line_color == LIGHT.page
     assert bars.line_width > 0
 

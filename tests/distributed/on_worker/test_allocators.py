@@ -20,7 +20,7 @@ from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, MissingPackage
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.out_of_memory import release_caches
 from dask_devctx.worker.allocators import allocating
-from tests.distributed.devices import here
+from tests.distributed.devices import here, plugin_with
 
 STANDINS = str(Path(__file__).parents[2] / "standins")
 GB, GIB = 10**9, 2**30
@@ -119,7 +119,7 @@ def test_each_device_has_its_resource(libraries: None, tmp_path: Path) -> None:
             return found
 
         def registered(**options: Any) -> None:
-            client.register_plugin(DevicePlugin(devices=[1, 3], **options))
+            client.register_plugin(plugin_with(devices=[1, 3], **options))
 
         def unregistered() -> None:
             client.unregister_worker_plugin("devctx")
@@ -146,7 +146,7 @@ def test_each_device_has_its_resource(libraries: None, tmp_path: Path) -> None:
         unregistered()
         assert run(_libraries) == ("_malloc", *through_rmm[1:])
 
-        registered(pool="cupy-async")
+        registered(allocator="cupy-async")
         kept = {1001: 2**64 - 1, 1003: 2**64 - 1}
         assert run(_pools) == ("malloc_async", kept, [])
         run(_released_on_device_3)  # as when a device's memory runs out
@@ -205,7 +205,7 @@ NEEDED = [
     ({"rmm_managed_memory": True}, "rmm_managed_memory needs the package rmm,"),
     ({"rmm_track_allocations": True}, "rmm_track_allocations needs the package rmm,"),
     ({"rmm_allocator_external_lib_list": ["cupy"]}, "lib_list needs the package rmm,"),
-    ({"pool": "cupy-async"}, "pool needs the package cupy,.*pip install cupy-cuda13x"),
+    ({"allocator": "cupy-async"}, "allocator needs the package cupy,.*pip install cupy-cuda13x"),
     ({"enable_cudf_spill": True}, "enable_cudf_spill needs the package cudf,"),
     ({"pre_import": "no_such_module"}, "pre_import needs the package no_such_module,"),
 ]
@@ -230,7 +230,7 @@ async def test_a_worker_without_the_package_goes_on_without_devices(
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "rmm", None)
         with pytest.raises(MissingPackageError, match="rmm_async needs the package rmm"):
-            await client.register_plugin(DevicePlugin(rmm_async=True))
+            await client.register_plugin(plugin_with(rmm_async=True))
     with dask.annotate(device=1), pytest.raises(MissingPackageError, match="rmm_async"):
         await client.submit(here, pure=False)
     assert await client.submit(here, pure=False) is None
@@ -247,22 +247,20 @@ async def test_a_worker_without_the_package_goes_on_without_devices(
         ({"rmm_maximum_pool_size": "1GB"}, "limits a pool, and there is none"),
         ({"rmm_pool_size": "auto"}, "rmm_pool_size must be a fraction of a device's memory"),
         ({"rmm_allocator_external_lib_list": "jax"}, "some of 'cupy', 'torch', 'numba', got 'jax'"),
-        ({"pool": "rmm"}, "pool must be 'cupy-async', got 'rmm'"),
-        (
-            {"pool": "cupy-async", "rmm_allocator_external_lib_list": "cupy"},
-            "both give CuPy an allocator",
-        ),
+        ({"allocator": "rmm"}, "allocator must be 'cupy-async', or RMM's settings .*, got 'rmm'"),
+        ({"allocator": {"pool_sizes": 1}}, "no setting 'pool_sizes'. Did you mean 'pool_size'"),
+        ({"allocator": {"pool-size": -1}}, "rmm_pool_size must be .*, got -1"),
         ({"pre_import": 3}, "pre_import must be a list of names"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        DevicePlugin(**options)
+        plugin_with(**options)
 
 
 def test_a_pool_that_is_not_needed_is_told() -> None:
     with pytest.warns(FutureWarning, match="'rmm_pool_size' is not needed when 'rmm_async' is"):
-        DevicePlugin(rmm_async=True, rmm_pool_size="1GB")
+        plugin_with(rmm_async=True, rmm_pool_size="1GB")
 
 
 def test_workers_of_one_process_end_in_any_order(
@@ -274,7 +272,7 @@ def test_workers_of_one_process_end_in_any_order(
     import cupy
 
     before = cupy.cuda.get_allocator()
-    options = Options(pool="cupy-async")
+    options = Options(allocator="cupy-async")
     first, second = (allocating(Worker.__new__(Worker), [Device(n)], options) for n in (0, 1))
     first.__enter__()
     second.__enter__()

@@ -12,8 +12,9 @@ import dask
 import pytest
 from distributed.utils_test import gen_cluster
 
-from dask_devctx import DevicePlugin, LocalDeviceCluster
+from dask_devctx import LocalDeviceCluster
 from dask_devctx.errors import MissingPackageError
+from tests.distributed.devices import plugin_with
 
 
 class Nvtx(types.ModuleType):
@@ -58,7 +59,7 @@ async def test_tasks_have_ranges(client: Any, scheduler: Any, worker: Any) -> No
     with pytest.MonkeyPatch.context() as patch:
         nvtx = Nvtx()
         patch.setitem(sys.modules, "nvtx", nvtx)
-        await client.register_plugin(DevicePlugin(nvtx=True))
+        await client.register_plugin(plugin_with(nvtx=True))
         with dask.annotate(device=2):
             await client.submit(sum, [1, 2], key="sum-1")
             await client.submit(fail, key="fail-1").exception()
@@ -72,12 +73,13 @@ async def test_tasks_have_ranges(client: Any, scheduler: Any, worker: Any) -> No
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
 async def test_the_package_itself_takes_them(client: Any, scheduler: Any, worker: Any) -> None:
     pytest.importorskip("nvtx")
-    await client.register_plugin(DevicePlugin(nvtx=True))
+    await client.register_plugin(plugin_with(nvtx=True))
     assert await client.submit(sum, [1, 2]) == 3
     assert await client.submit(awaits) == 1
 
 
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvtx", None)
-    with pytest.raises(MissingPackageError, match="pip install nvtx"):
-        LocalDeviceCluster(nvtx=True, dashboard_address=":0")
+    changed = dask.config.set({"devctx.nvtx": True})
+    with changed, pytest.raises(MissingPackageError, match="pip install nvtx"):
+        LocalDeviceCluster(dashboard_address=":0")
