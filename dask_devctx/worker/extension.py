@@ -23,7 +23,7 @@ from dask_devctx.transfer import Stamp
 from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
-from dask_devctx.worker.comms import ordering, rechunks, serialization
+from dask_devctx.worker.comms import landing, rechunks, serialization
 from dask_devctx.worker.failures import conditions
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
@@ -120,7 +120,7 @@ class DeviceExtension:
                 self.failure = error
                 self.placement = NoDevices(error)
             used = self.placement.devices
-            self._landing = ordering.in_place_of_the_first(used)
+            self._landing = landing.in_place_of_the_first(used)
             self.claims = steps.enter_context(
                 _opened(Claims, self.placement, options.tasks_per_device, self.limits)
             )
@@ -150,7 +150,6 @@ class DeviceExtension:
                 self.inputs.replicas.counts.on_copy = self.history.copied_between
                 self.history.refresh = self.inputs.replicas.counts.measure
                 self.record.memory["copies"] = self.inputs.replicas.nbytes
-                steps.enter_context(ordering.leaving_after_its_work(worker, self.inputs))
                 steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
             serialization.register()
             steps.enter_context(unpickled_later(worker, is_out_of_memory))
@@ -225,7 +224,7 @@ class DeviceExtension:
             placement = Placement(
                 devices, options.tasks_per_device, options.policy or start_soonest, self.limits
             )
-            taking.enter_context(ordering.landing_on(self._worker, devices))
+            taking.enter_context(landing.landing_on(self._worker, devices))
             import_early(options.pre_import or ())
             taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())

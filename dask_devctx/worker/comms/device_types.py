@@ -24,8 +24,6 @@ _known: dict[type, Reduce | None] = {}
 def find(kind: type) -> Reduce | None:
     """Return the function that pickles a type without its memory on a device, or None.
 
-    Notes
-    -----
     There are functions for torch's and JAX's types, and for every type that is registered in
     distributed's ``cuda_serialize`` and ``cuda_deserialize``.
     """
@@ -40,13 +38,7 @@ def are_few(values: Iterable[object], at_most: int) -> bool:
     """Return whether values are a few arrays and numbers: they are packed in microseconds.
 
     Each may be a dictionary, list or tuple of some, such as the partial results of a reduction.
-
-    Parameters
-    ----------
-    values
-        The values.
-    at_most
-        The most bytes of their arrays in host memory.
+    Their arrays in host memory have ``at_most`` so many bytes.
     """
     left, nbytes = FEW, 0
     for value in values:

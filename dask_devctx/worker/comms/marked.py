@@ -11,17 +11,9 @@ from dask_devctx.transfer import device_of, to_device
 
 
 class Marked(np.ndarray[Any, Any]):
-    """A copy of an array on a device, in host memory.
+    """A copy of an array on a device, in host memory; its pieces are of this type, too."""
 
-    Its pieces are marked, too, arrays joined of it, and the same array in another process.
-
-    Attributes
-    ----------
-    on_device
-        Returns a host array as one of the library's, on the current device.
-    """
-
-    on_device: ClassVar[Any]
+    on_device: ClassVar[Any]  # returns a host array as one of the library's, on the current device
     __array_priority__ = 1.0  # arrays joined of this type and NumPy's own are of this type
 
     def __array_function__(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,13 +60,7 @@ _MARKS: Final[dict[tuple[str, str], type[Marked]]] = {
 
 
 def to_host(array: Any) -> Any:
-    """Return an array on a device as a host array that knows its library; others as they are.
-
-    Raises
-    ------
-    TypeError
-        The array is of another library.
-    """
+    """Return an array on a device as a host array that knows its library; others as they are."""
     kind = type(array)
     mark = _MARKS.get((kind.__module__.partition(".")[0], kind.__name__))
     if mark is not None:

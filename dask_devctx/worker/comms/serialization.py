@@ -23,22 +23,11 @@ Serialize = Callable[[Any], Serialized]
 
 
 def register() -> None:
-    """Let distributed send torch's and Numba's values on devices, once the library is imported.
-
-    Notes
-    -----
-    The values go through host memory and arrive on the device that is current where they are
-    unpacked. Tensors of a type that NumPy does not have, such as ``bfloat16``, are sent as bytes:
-    the receiver needs this registration too. For all other values, the receiver does not need this
-    package. torch itself pickles sparse tensors and modules: they arrive on the device of the same
-    number.
-
-    The registration lasts as long as the process.
-
-    References
-    ----------
-    ``distributed.protocol.torch``, ``distributed.protocol.numba``.
-    """
+    """Let distributed send torch's and Numba's values on devices, once the library is imported."""
+    # The values go through host memory and arrive on the device that is current where they are
+    # unpacked. Tensors of a type that NumPy does not have, such as ``bfloat16``, are sent as bytes:
+    # the receiver needs this registration too. torch itself pickles sparse tensors and modules:
+    # they arrive on the device of the same number. This lasts as long as the process.
     for library, with_it in (("torch", _register_torch), ("numba", _register_numba)):
         # The first registry that is used makes the library's registrations in all four.
         for registry in (dask_serialize, dask_deserialize, cuda_serialize, cuda_deserialize):
@@ -48,10 +37,8 @@ def register() -> None:
 
 
 def _only_for_us(header: dict[str, Any], frames: list[Any]) -> Serialized:
-    """Return the header and frames of bytes that distributed alone would take for numbers.
-
-    distributed's function for tensors reads a "gradient" first, and then fails with the text.
-    """
+    # distributed alone would take the bytes for numbers. Its function for tensors reads a
+    # "gradient" first, and then fails with the text.
     text = (
         f"a tensor of torch.{header['dtype']} arrived as bytes, because NumPy does not have this "
         "type, and this process cannot unpack it: create a dask_devctx.DevicePlugin here first, or "

@@ -47,6 +47,7 @@ _IDLE_S: Final = 60.0
 _OF_LIMIT: Final = 4
 _LOOK_EVERY_MS: Final = 5_000
 _LOOK_S: Final = 0.05
+_CAPTURE_POLL_S: Final = 0.001
 _CLOSE_TIMEOUT_S: Final = 5.0
 _CONNECT_TIMEOUT_S: Final = 2.0
 # dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
@@ -153,27 +154,30 @@ class PeerTransfers:
 
     async def _prepare(self, who: str, said: str, msg: Message) -> Prepared | None:
         """Stage the values for another worker, which says that it can read them or why not."""
-        local = self._local
-        if not who or not local.devices:
-            return None
-        self._pairs.hide(who)
-        by_ipc = self._uses_ipc and said == local.name
-        places = on_devices(msg["data"], local.devices, local.inputs, staged=by_ipc)
-        if not places:
-            return None
-        reason, prepared = said or "it does not say that it can read them", None
-        if by_ipc:
-            found = await self._sender.prepare(who, msg, places)
-            if not isinstance(found, str):
-                return found
-            reason = found
+        local, places, reason = self._local, {}, said or "it does not say that it can read them"
+        if who and local.devices:
+            self._pairs.hide(who)
+            by_ipc = self._uses_ipc and said == local.name
+            places = on_devices(msg["data"], local.devices, local.inputs, staged=by_ipc)
+            if by_ipc and places:
+                prepared = await self._sender.prepare(who, msg, places)
+                if not isinstance(prepared, str):
+                    return prepared
+                reason = prepared
+        # dask reads the values in the libraries' default streams. These do not wait for a stream
+        # that a task made for itself.
+        after = () if local.inputs is None else local.inputs.stamps_of(msg["data"])
+        while not all(made.may_be_read() for made in after):  # a graph is being captured
+            await asyncio.sleep(_CAPTURE_POLL_S)
+        for made in after:
+            made.hold_back_readers()
+        if self._uses_ipc and said != local.name and said.startswith(MEMORY):
+            reason = "it knows this worker's memory by an earlier name"
+            msg = {**msg, FAMILY: ()}
         elif not self._uses_ipc:
             reason = "the option ipc is False"
-        elif said.startswith(MEMORY):
-            reason = "it knows this worker's memory by an earlier name"
-            prepared = {**msg, FAMILY: ()}, lambda read: None
         self.traffic.sent_by_dask(places, who, reason)
-        return prepared
+        return msg, lambda read: None
 
     # -- staging memory
 
