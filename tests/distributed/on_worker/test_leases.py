@@ -1,0 +1,362 @@
+"""Workers and clusters of one machine share its devices out; nothing is shared by accident."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, LocalCluster, Worker
+from distributed.utils_test import async_poll_for, gen_cluster
+
+from dask_devctx import (
+    Device,
+    DevicePlugin,
+    DevicesInUseError,
+    LocalDeviceCluster,
+    devices,
+    driver,
+)
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import LockDirectoryError
+from dask_devctx.scheduler.messages import SHARE
+from dask_devctx.worker.leases import share
+from dask_devctx.worker.leases.lease import Lease, acquire, holders
+from dask_devctx.worker.leases.locks import LockDirectory
+from tests.distributed.commands import dask_command
+from tests.distributed.devices import here, with_plugin
+
+QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
+OTHER = "worker 1 of tcp://127.0.0.1:1"
+
+
+@pytest.fixture
+def take(lock_directory: Path) -> Callable[..., Lease]:
+    """Take devices for a worker: ``take(count, holder="worker 1 of …", of=devices())``."""
+
+    def take(count: int, holder: str = OTHER, of: Any = None) -> Lease:
+        return acquire(of or devices(), count, holder=holder, directory=lock_directory)
+
+    return take
+
+
+def of_worker(dask_worker: Worker) -> list[int]:
+    plugin = dask_worker.plugins.get("devctx")  # a worker that closes has removed it
+    return [device.device_id for device in plugin.worker_devices] if plugin else []
+
+
+def who_has(client: Client) -> list[list[int]]:
+    return sorted(client.run(of_worker).values())
+
+
+def soon(found: Callable[[], object], expected: object, timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (seen := found()) != expected:
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.05)
+
+
+def pid(*_: object) -> int:
+    return os.getpid()
+
+
+# -- leases
+
+
+def test_leases_do_not_overlap_and_come_back(take: Callable[..., Lease]) -> None:
+    one, two = take(2), take(2)
+    assert [*one.devices, *two.devices] == list(devices())
+    with driver.use(SimulatedMachine(4, host="elsewhere").backend()):
+        take(4).release()  # another machine's
+    one.release()
+    three = take(1)
+    assert three.devices == (Device(0),)
+    with pytest.raises(DevicesInUseError, match="wants 5 devices for itself and there are 4"):
+        take(5)
+    two.release()
+    three.release()
+
+
+def test_too_many_says_who_holds_what(take: Callable[..., Lease]) -> None:
+    lease = take(3, "worker one")
+    with pytest.raises(DevicesInUseError) as caught:
+        take(2)
+    error = caught.value
+    assert error.wanted == 2
+    assert error.free == (str(Device(3).info),)
+    assert list(error.holders) == [str(device.info) for device in lease.devices]
+    assert all(f"pid {os.getpid()} on " in who for who in error.holders.values())
+    assert "worker one" in str(error)
+    assert "1 of 4 is free" in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.wanted, again.free, again.holders) == (2, error.free, error.holders)
+    assert take(1).devices == (Device(3),)  # it did not keep what it took before it gave up
+
+
+def test_of_two_that_want_most_one_gets_them(take: Callable[..., Lease]) -> None:
+    def attempt(number: int) -> Lease | None:
+        try:
+            return take(3, str(number))
+        except DevicesInUseError:
+            return None
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(20):
+            (lease,) = filter(None, pool.map(attempt, range(2)))
+            lease.release()
+
+
+def left(directory: Path, scheduler: str, age_s: float = 0.0) -> None:
+    """Leave the locks of a worker that was killed."""
+    directory.mkdir(mode=0o700, exist_ok=True)
+    for device in devices():
+        path = directory / f"{device.uuid}.lock"
+        path.write_text(f"pid 1 on a-host, worker 0 of {scheduler}")
+        path.chmod(0o600)
+        os.utime(path, (time.time() - age_s,) * 2)
+
+
+def test_a_restarting_workers_devices_are_kept_for_its_cluster(
+    lock_directory: Path, take: Callable[..., Lease]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as scheduler:
+        mine = f"tcp://127.0.0.1:{scheduler.getsockname()[1]}"
+        left(lock_directory, mine)
+        said = rf"cuda:0 .* worker 0 of {mine}, which ended and may be starting again"
+        with pytest.raises(DevicesInUseError, match=said):
+            take(1)
+        assert {*Lease(OTHER, lock_directory).take(devices())} == {*devices()}
+        assert not holders(devices(), lock_directory, cluster=mine)
+        assert {*holders(devices(), lock_directory)} == {*devices()}  # a look frees nothing
+        take(4, f"worker 0 of {mine}").release()
+        take(4).release()  # a worker that releases its devices keeps nothing
+        left(lock_directory, mine, age_s=60)
+        take(4).release()
+        left(lock_directory, mine)
+    take(4).release()  # its scheduler has gone, so that nobody starts it again
+
+
+def test_a_scheduler_that_does_not_answer_is_tried_once(
+    lock_directory: Path, take: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host is gone: each try takes a second, and others wait for their turn meanwhile."""
+    left(lock_directory, "tcp://192.0.2.1:8786")
+    tried = []
+
+    def no_answer(address: object, timeout: float) -> None:
+        tried.append(address)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", no_answer)
+    assert not holders(devices(), lock_directory)
+    assert tried == [("192.0.2.1", 8786)]
+    take(4).release()
+    assert len(tried) == 2
+
+
+def test_no_device_stays_taken_where_the_lock_of_another_is_refused(
+    lock_directory: Path, take: Callable[..., Lease]
+) -> None:
+    lock_directory.mkdir(mode=0o700)
+    linked = lock_directory / f"{devices()[1].uuid}.lock"
+    linked.symlink_to("elsewhere")
+    with pytest.raises(LockDirectoryError, match="symbolic link"):
+        Lease(OTHER, lock_directory).take(devices())
+    linked.unlink()
+    take(4).release()
+
+
+# -- workers that name a number of devices
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
+def test_a_count_is_a_count(count: object) -> None:
+    with pytest.raises(ValueError, match="devices_per_worker must be a whole number, 1 or more"):
+        DevicePlugin(devices_per_worker=count)  # type: ignore[arg-type]
+
+
+def test_workers_with_a_number_of_devices(take: Callable[..., Lease]) -> None:
+    with (
+        dask.config.set({"devctx.devices-per-worker": 2}),
+        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        workers = list(cluster.workers.values())
+        client.register_plugin(DevicePlugin())
+        assert sorted(map(of_worker, workers)) == [[0, 1], [2, 3]]
+        client.unregister_worker_plugin("devctx")
+        take(4).release()
+        client.register_plugin(DevicePlugin(devices_per_worker=1, devices=[3, 1]))
+        assert sorted(map(of_worker, workers)) == [[1], [3]]
+        with pytest.raises(DevicesInUseError, match="wants 3 devices for itself and 1 of 4 is fr"):
+            client.register_plugin(DevicePlugin(devices_per_worker=3))
+        client.register_plugin(DevicePlugin())
+        # one that joins in vain leaves
+        there = set(cluster.scheduler.workers)
+        cluster.scale(3)
+        routing = cluster.scheduler.plugins["devctx-routing"]
+        soon(lambda: len(routing.refused), 1)
+        soon(lambda: set(cluster.scheduler.workers) == there, True)
+        (error,) = routing.refused.values()
+        assert isinstance(error, DevicesInUseError)
+        with dask.annotate(device=3):
+            assert client.submit(here, pure=False).result() == 3
+    take(4).release()  # closing frees them
+
+
+# -- workers that share all devices out
+
+
+def test_workers_that_come_and_go_share_evenly() -> None:
+    with LocalCluster(n_workers=2, **QUIET) as cluster, Client(cluster) as client:
+        client.register_plugin(DevicePlugin())
+        assert who_has(client) == [[0, 1], [2, 3]]
+        client.register_plugin(DevicePlugin(tasks_per_device=2))
+        assert who_has(client) == [[0, 1], [2, 3]]
+        with dask.annotate(device=3):  # one that is killed comes back with its devices
+            before = client.submit(pid, pure=False).result()
+            os.kill(before, 9)
+            assert client.submit(pid, pure=False).result(timeout=60) != before
+        assert who_has(client) == [[0, 1], [2, 3]]
+        said = r"cuda:1 .* is held by worker [01] of its own cl"
+        with pytest.raises(DevicesInUseError, match=said):
+            client.register_plugin(DevicePlugin(devices=[1]))
+        client.register_plugin(DevicePlugin(shared=True))
+        assert who_has(client) == [[0, 1, 2, 3]] * 2
+        client.register_plugin(DevicePlugin())
+        cluster.scale(1)
+        soon(lambda: who_has(client), [[0, 1, 2, 3]])
+
+
+def test_one_that_joins_gets_devices_of_one_that_works() -> None:
+    with (
+        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        assert who_has(client) == [[0, 1, 2, 3]]
+        futures = []
+        for n in range(400):
+            if n == 200:
+                cluster.scale(2)
+            with dask.annotate(device=n % 4):
+                futures.append(client.submit(here, n, pure=False))
+        assert client.gather(futures) == [n % 4 for n in range(400)]
+        soon(lambda: who_has(client), [[0, 1], [2, 3]])
+        with pytest.raises(
+            ValueError, match="5 workers with 1 device each would need 5, and this machine has 4"
+        ):
+            cluster.scale(5)
+
+
+def test_workers_of_one_process_use_the_same_devices() -> None:
+    with (
+        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        client.register_plugin(DevicePlugin())
+        assert who_has(client) == [[0, 1, 2, 3]] * 2
+
+
+def test_workers_with_other_lock_directories_share_out_what_both_see(tmp_path: Path) -> None:
+    """As in containers that see the same GPUs."""
+    with LocalCluster(n_workers=0, dashboard_address=":0") as cluster, Client(cluster) as client:
+        worker = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
+        one = {"DASK_DEVCTX__LOCK_DIRECTORY": str(tmp_path / "one")}
+        other = {"DASK_DEVCTX__LOCK_DIRECTORY": str(tmp_path / "other")}
+        address = cluster.scheduler_address
+        with dask_command(*worker, address, env=one), dask_command(*worker, address, env=other):
+            client.wait_for_workers(2, timeout=60)
+            soon(lambda: who_has(client), [[0, 1], [2, 3]])
+
+
+def test_a_device_that_its_holder_releases_late_is_taken_then(
+    monkeypatch: pytest.MonkeyPatch, take: Callable[..., Lease]
+) -> None:
+    """A worker that closes releases its devices one by one; another was given them meanwhile."""
+    monkeypatch.setattr(share, "SIGN_INTERVAL_S", 0.02)
+
+    @with_plugin(4)
+    async def body(client: Any, scheduler: Any, worker: Worker) -> None:
+        told = worker.handlers[SHARE]
+        uuids = [Device(n).uuid for n in range(4)]
+        await told(uuids=[uuids[0], *uuids[2:]], version=100)
+        assert of_worker(worker) == [0, 2, 3]
+        late = take(1, f"worker 1 of {worker.scheduler.address}", [Device(1)])
+        await told(uuids=uuids, version=101)
+        assert of_worker(worker) == [0, 2, 3]
+        late.release()
+        await async_poll_for(lambda: of_worker(worker) == [0, 1, 2, 3], timeout=20)
+
+    body()
+
+
+@pytest.mark.parametrize("options", [{}, {"devices_per_worker": 2}])
+def test_a_worker_that_waits_for_devices_does_not_stop_its_event_loop(
+    options: dict[str, Any], lock_directory: Path
+) -> None:
+    @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+    async def body(client: Any, scheduler: Any, worker: Worker) -> None:
+        with LockDirectory(lock_directory) as place, place.exclusive(1):  # as a stopped process
+            registered = asyncio.ensure_future(client.register_plugin(DevicePlugin(**options)))
+            for _ in range(20):  # the loop runs: otherwise this process waits for itself
+                await asyncio.sleep(0.01)
+            assert not registered.done()
+        await registered
+        assert len(of_worker(worker)) == options.get("devices_per_worker", 4)
+
+    body()
+
+
+# -- clusters
+
+
+def test_a_second_cluster_gets_the_rest_or_an_error(take: Callable[..., Lease]) -> None:
+    def start(**options: Any) -> LocalDeviceCluster:
+        return LocalDeviceCluster(n_workers=1, dashboard_address=":0", **options)
+
+    with start(devices=[0, 2]) as one, start(processes=False) as two:
+        with Client(two) as client:
+            assert who_has(client) == [[1, 3]]
+        with pytest.raises(DevicesInUseError) as caught:
+            start()
+        assert caught.value.wanted == 1
+        assert len(caught.value.holders) == 4
+        for cluster in (one, two):
+            assert f"worker 0 of {cluster.scheduler_address}" in str(caught.value)
+        assert f"pid {one.workers[0].pid} on" in str(caught.value)
+        # devices that are named are all needed
+        with pytest.raises(DevicesInUseError, match="wants 2 devices for itself"):
+            start(devices=[1, 2])
+        with start(shared=True, processes=False) as three, Client(three) as client:
+            assert who_has(client) == [[0, 1, 2, 3]]
+        # nobody takes the devices of a worker that restarts
+        with Client(one) as client:
+            before = client.submit(pid, pure=False).result(timeout=30)
+            os.kill(before, 9)
+            with pytest.raises(DevicesInUseError, match=one.scheduler_address):
+                start(devices=[0], processes=False)
+            assert client.submit(pid, pure=False).result(timeout=60) != before
+            assert who_has(client) == [[0, 2]]
+    take(4).release()
+
+
+def test_a_holder_gives_signs_of_life(
+    lock_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(share, "SIGN_INTERVAL_S", 0.05)
+    with LocalDeviceCluster(
+        n_workers=2, processes=False, devices_per_worker=1, dashboard_address=":0"
+    ):
+        paths = [path for path in lock_directory.glob("GPU-*") if path.read_text()]  # not freed
+        assert len(paths) == 2
+        for path in paths:
+            os.utime(path, (0, 0))
+        soon(lambda: all(path.stat().st_mtime > 1 for path in paths), True)
