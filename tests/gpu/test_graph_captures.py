@@ -1,0 +1,101 @@
+"""On two real GPUs: tasks capture graphs while others on their device return, send and spill."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from typing import Any
+
+import pytest
+from distributed import Client, wait
+
+from dask_devctx import LocalDeviceCluster, report
+
+pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+
+CAPTURES = 100
+ELEMENTS = 1 << 22
+MIB = 2**20
+
+# The others' work allocates, by the libraries' pools: in the mode "global" that is forbidden.
+MODES = {"cupy": ("ThreadLocal", "Relaxed"), "torch": ("thread_local", "relaxed")}
+
+
+def capture_with_cupy(index: int, mode: str) -> float:
+    """Capture sums into a graph, launch it, and return its result."""
+    import cupy
+
+    x = cupy.full(1024, float(index))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.get_current_stream().synchronize()
+    with stream:
+        x + x  # its kernel is compiled, and its memory is in the pool
+        stream.begin_capture(getattr(cupy.cuda.runtime, f"streamCaptureMode{mode}"))
+        for _ in range(200):
+            cupy.add(x, 1.0, out=x)
+        graph = stream.end_capture()
+        graph.launch(stream)
+    stream.synchronize()
+    return float(x[0].get())
+
+
+def capture_with_torch(index: int, mode: str) -> float:
+    import torch
+
+    x = torch.full((1024,), float(index), device="cuda")
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        x.add_(0.0)
+        graph.capture_begin(capture_error_mode=mode)
+        for _ in range(200):
+            x.add_(1.0)
+        graph.capture_end()
+        graph.replay()
+    stream.synchronize()
+    return float(x[0].item())
+
+
+def make(index: int, name: str) -> Any:
+    library = importlib.import_module(name)
+    if name == "cupy":
+        return library.full(ELEMENTS, index, dtype="f4")
+    return library.full((ELEMENTS,), float(index), device="cuda")
+
+
+def same(value: Any, again: int) -> Any:
+    return value
+
+
+def mean(value: Any) -> float:
+    return float(value.mean())
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, m) for name in MODES for m in MODES[name]])
+def test_no_graph_is_spoiled_and_all_values_are_right(name: str, mode: str) -> None:
+    pytest.importorskip(name)
+    capture = {"cupy": capture_with_cupy, "torch": capture_with_torch}[name]
+    with (
+        LocalDeviceCluster(
+            n_workers=2,
+            devices_per_worker=1,
+            tasks_per_device=3,
+            device_memory_limit=256 * MIB,
+            dashboard_address=":0",
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        workers = list(client.scheduler_info()["workers"])
+        here, there = {"workers": workers[:1], "pure": False}, {"workers": workers[1:]}
+        made = client.map(make, range(32), name=name, **here)  # twice the limit
+        wait(made)
+        client.submit(capture, 0, mode, **here).result()  # loads the library's modules
+        captured = client.map(capture, range(CAPTURES), mode=mode, priority=10, **here)
+        returned = [client.submit(same, made[i % 32], i, **here) for i in range(64)]
+        sent = client.map(mean, made, **there)
+        wait(captured)
+        assert Counter(future.status for future in captured) == {"finished": CAPTURES}
+        assert client.gather(captured) == [index + 200.0 for index in range(CAPTURES)]
+        assert client.gather(sent) == list(range(32))
+        assert client.gather(client.map(mean, returned, **there)) == [*range(32), *range(32)]
+        assert sum(row.spills for row in report(client).devices) > 0
