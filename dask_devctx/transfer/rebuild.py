@@ -6,12 +6,12 @@ copy, too. An object in which nothing changes is not copied. This only reads the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import Enum
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dask_devctx.transfer import walk
-from dask_devctx.transfer.protocols import Parts, Protocol, Reduced
+from dask_devctx.transfer.parts import Parts, Protocol, Reduced
 
 # New values by the identity of the old ones. It keeps the old ones, so that ids are not reused.
 Memo = dict[int, tuple[Any, Any]]
@@ -26,50 +26,45 @@ class UnmovableError(Exception):
         self.reason = reason
 
 
-class _State(Enum):
-    NEW = 0
-    WAITING = 1  # for the parts that its making needs
-    MADE = 2  # other parts may be missing
-
-
 class _Node:
-    __slots__ = ("first", "made", "parts", "protocol", "state", "value")
+    __slots__ = ("made", "parts", "protocol", "value")
 
     def __init__(self, value: Any, protocol: Protocol, parts: Parts) -> None:
         self.value = value
         self.protocol = protocol
         self.parts = parts
-        self.first = 0
         self.made: Any = None
-        self.state = _State.NEW
+
+    def unless_it_fails(self, function: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            raise UnmovableError(type(self.value), error) from error
 
 
 class Rebuild:
-    """Takes one value apart, and puts it together again with new leaves.
+    """Takes a value apart, and puts it together with the new leaves that ``leaf`` returns.
 
-    Parameters
-    ----------
-    leaf
-        Returns the new leaf for a leaf, and keeps it in ``memo``.
-    memo
-        The new values so far; a value in it is not copied again.
+    The memo has the new values so far: ``leaf`` keeps its results there, and a value in it is not
+    copied again.
     """
 
     def __init__(self, leaf: Callable[[Any], Any], memo: Memo) -> None:
         self._leaf = leaf
         self._memo = memo
         self._nodes: dict[int, _Node] = {}
-        self._holders: dict[int, list[_Node]] = {}
+        self._holders: defaultdict[int, list[_Node]] = defaultdict(list)
         self._changed: dict[int, _Node] = {}
         self._keep: list[Any] = []
+        # Those whose making has begun, and those that can only be completed in the end.
+        self._begun: set[int] = set()
+        self._waiting: set[int] = set()
+        self._unfinished: list[tuple[_Node, list[Any]]] = []
 
     def run(self, root: Any) -> Any:
         """Return a copy of the value with the new leaves; the value itself if no leaf changes.
 
-        Raises
-        ------
-        UnmovableError
-            An object in the value holds a leaf that changes, and cannot be copied.
+        Raise :class:`UnmovableError` if an object that holds a changed leaf cannot be copied.
         """
         self._discover(root)
         while reduced := [
@@ -79,9 +74,8 @@ class Rebuild:
         ]:
             for node in reduced:
                 self._reduce(node)
-        changed = self._changed.get(id(root))
-        if changed is not None:
-            self._make(changed)
+        if id(root) in self._changed:
+            self._make(self._changed[id(root)])
         return self._now(root)
 
     def _discover(self, root: Any) -> None:
@@ -96,94 +90,71 @@ class Rebuild:
                 if known[1] is not value:
                     changed.append(value)
             elif id(value) not in self._nodes:
-                node = self._nodes[id(value)] = _Node(value, protocol, parts)
-                self._hold(node)
+                self._nodes[id(value)] = _Node(value, protocol, parts)
+                self._hold(self._nodes[id(value)])
             elif id(value) in self._changed:
                 changed.append(value)
-        self._spread_change(changed)
-
-    def _hold(self, node: _Node) -> None:
-        for part in node.parts:
-            if walk.find(type(part)) is not None:
-                self._holders.setdefault(id(part), []).append(node)
-
-    def _spread_change(self, changed: list[Any]) -> None:
-        """Mark all objects that hold a changed object as changed."""
-        while changed:
+        while changed:  # all objects that hold a changed object change
             for node in self._holders.get(id(changed.pop()), ()):
                 if id(node.value) not in self._changed:
                     self._changed[id(node.value)] = node
                     changed.append(node.value)
 
+    def _hold(self, node: _Node) -> None:
+        for part in node.parts:
+            if walk.find(type(part)) is not None:
+                self._holders[id(part)].append(node)
+
     def _reduce(self, node: _Node) -> None:
         """Take a value apart by its own ``__reduce_ex__`` instead of by its attributes."""
         node.protocol = Reduced(node.protocol.kind)
         self._keep.append(node.parts)
-        try:
-            node.parts = node.protocol.parts(node.value)
-        except Exception as error:
-            raise UnmovableError(type(node.value), error) from error
+        node.parts = node.unless_it_fails(node.protocol.parts, node.value)
         self._hold(node)
         self._discover(list(node.parts))
 
     # -- making a changed object: first the parts that the making needs, then it, then the others
 
     def _make(self, root: _Node) -> None:
-        unfinished: list[_Node] = []
-        steps: list[tuple[Callable[..., None], _Node]] = [(self._wait, root)]
-        self._steps = steps
-        self._unfinished = unfinished
-        while steps:
-            step, node = steps.pop()
-            step(node)
-        for node in unfinished:
-            self._finish(node, last=True)
+        under_way = [self._steps(root)]
+        while under_way:
+            part = next(under_way[-1], None)
+            if part is None:
+                under_way.pop()
+            else:
+                under_way.append(self._steps(part))
+        for node, rest in self._unfinished:
+            self._fill(node, rest)
 
-    def _wait(self, node: _Node) -> None:
-        if node.state is _State.NEW and id(node.value) not in self._memo:
-            node.state = _State.WAITING
-            node.first = node.protocol.first(node.parts)
-            self._steps.append((self._begin, node))
-            self._push(node.parts[: node.first])
-
-    def _begin(self, node: _Node) -> None:
-        if any(self._is_waiting(part) for part in node.parts[: node.first]):
-            raise UnmovableError(type(node.value), "it is made of itself")
-        try:
-            node.made = node.protocol.begin(
-                node.value, [self._now(part) for part in node.parts[: node.first]]
-            )
-        except Exception as error:
-            raise UnmovableError(type(node.value), error) from error
-        node.state = _State.MADE
-        self._memo[id(node.value)] = node.value, node.made
-        self._steps.append((self._finish, node))
-        self._push(node.parts[node.first :])
-
-    def _finish(self, node: _Node, *, last: bool = False) -> None:
-        rest = node.parts[node.first :]
-        if not last and any(self._is_waiting(part) for part in rest):
-            self._unfinished.append(node)
+    def _steps(self, node: _Node) -> Iterator[_Node]:
+        """Make a node; yield the nodes that have to be made before the next step."""
+        me = id(node.value)
+        if me in self._begun or me in self._memo:
             return
-        try:
-            node.protocol.fill(
-                node.value,
-                node.made,
-                [self._now(part) for part in rest],
-                getattr(node.parts, "names", ()),
-            )
-        except Exception as error:
-            raise UnmovableError(type(node.value), error) from error
+        self._begun.add(me)
+        self._waiting.add(me)
+        first = node.protocol.first(node.parts)
+        needed, rest = node.parts[:first], node.parts[first:]
+        yield from self._new(needed)
+        if any(id(part) in self._waiting for part in needed):
+            raise UnmovableError(type(node.value), "it is made of itself")
+        parts = [self._now(part) for part in needed]
+        node.made = node.unless_it_fails(node.protocol.begin, node.value, parts)
+        self._waiting.discard(me)
+        self._memo[me] = node.value, node.made
+        yield from self._new(rest)
+        if any(id(part) in self._waiting for part in rest):
+            self._unfinished.append((node, rest))
+        else:
+            self._fill(node, rest)
 
-    def _push(self, parts: list[Any]) -> None:
-        for part in parts:
-            node = self._changed.get(id(part))
-            if node is not None and node.state is _State.NEW:
-                self._steps.append((self._wait, node))
+    def _new(self, parts: list[Any]) -> list[_Node]:
+        return [self._changed[id(part)] for part in reversed(parts) if id(part) in self._changed]
 
-    def _is_waiting(self, part: Any) -> bool:
-        node = self._changed.get(id(part))
-        return node is not None and node.state is _State.WAITING and id(part) not in self._memo
+    def _fill(self, node: _Node, rest: list[Any]) -> None:
+        parts = [self._now(part) for part in rest]
+        fill = node.protocol.fill
+        node.unless_it_fails(fill, node.value, node.made, parts, node.parts.names)
 
     def _now(self, part: Any) -> Any:
         known = self._memo.get(id(part))

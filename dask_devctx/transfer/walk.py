@@ -6,7 +6,7 @@ itself, and make two objects of one that is referenced twice. Sets, dictionaries
 objects are leaves to them. They raise ``RecursionError`` at a depth of 1,000, and have no bound.
 
 Nothing here recurses. There are three kinds of types: *plain* types hold no arrays; a *leaf* is a
-registered type; and a :class:`~dask_devctx.transfer.protocols.Protocol` takes all others apart.
+registered type; and a :class:`~dask_devctx.transfer.parts.Protocol` takes all others apart.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.objects import built_in
-from dask_devctx.transfer.protocols import Protocol, spread
+from dask_devctx.transfer.parts import Protocol, built_in
 from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -80,15 +79,6 @@ def is_plain(value: object) -> bool:
     return found.holds is not None and not found.holds(value)
 
 
-def _of_kind(kind: type, parts: Iterable[Any]) -> list[Any]:
-    """Return the parts of one type that may hold arrays."""
-    some = [part for part in parts if type(part) is kind]
-    found = find(kind)
-    if found is LEAF or found.holds is None:
-        return some
-    return [part for part in some if found.holds(part)]
-
-
 def _taken_apart(kind: type) -> Protocol | None:
     try:
         for each in kind.__mro__:
@@ -101,11 +91,21 @@ def _taken_apart(kind: type) -> Protocol | None:
 
 
 def _is_foreign(kind: type) -> bool:
-    module = kind.__module__
-    library = module.partition(".")[0]
+    library = kind.__module__.partition(".")[0]
     if library in sys.stdlib_module_names:
-        return module not in _STDLIB_HOLDERS
+        return kind.__module__ not in _STDLIB_HOLDERS
     return library in _HOST_LIBRARIES
+
+
+def _by_type(parts: Sequence[Any]) -> dict[type, list[Any]]:
+    """Return the parts that may hold arrays, by their type."""
+    wanted: dict[type, list[Any]] = {
+        kind: [] for kind in set(map(type, parts)) if find(kind) is not None
+    }
+    for kind in wanted:
+        holds = getattr(find(kind), "holds", None)
+        wanted[kind] = [p for p in parts if type(p) is kind and (holds is None or holds(p))]
+    return wanted
 
 
 class TooManyError(Exception):
@@ -115,18 +115,9 @@ class TooManyError(Exception):
 def walk(root: Any, at_most: int | None = None) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
     """Yield all objects in a value that may hold arrays.
 
-    Raises
-    ------
-    TooManyError
-        There are more of them than ``at_most``; None for no bound.
-
-    Yields
-    ------
-    value, protocol, parts
-        For each object with parts. An object that cannot be taken apart is host data. So is an
-        object with plain parts only. Neither is yielded.
-    kind, None, leaves
-        For leaves of one type, each of them once.
+    ``value, protocol, parts`` is an object with parts, and ``kind, None, leaves`` has the leaves of
+    one type, each of them once. An object that cannot be taken apart, or has plain parts only, is
+    host data and is left out. Raise :class:`TooManyError` beyond ``at_most`` of them.
     """
     found = find(type(root))
     if found is LEAF:
@@ -141,7 +132,7 @@ def walk(root: Any, at_most: int | None = None) -> Iterator[tuple[Any, Protocol 
         except Exception:
             logger.debug("the parts of a %s cannot be read", type(value), exc_info=True)
             continue
-        wanted = _not_plain(parts)
+        wanted = _by_type(parts)
         if not wanted:
             continue
         if at_most is not None:
@@ -149,8 +140,8 @@ def walk(root: Any, at_most: int | None = None) -> Iterator[tuple[Any, Protocol 
             if at_most < 0:
                 raise TooManyError
         yield value, protocol, parts
-        for kind in wanted:
-            new = {id(part): part for part in _of_kind(kind, parts)}
+        for kind, some in wanted.items():
+            new = {id(part): part for part in some}
             for known in new.keys() & seen.keys():
                 del new[known]
             seen.update(new)
@@ -160,43 +151,26 @@ def walk(root: Any, at_most: int | None = None) -> Iterator[tuple[Any, Protocol 
                 yield kind, None, list(new.values())
 
 
-def _not_plain(values: Any) -> set[type]:
-    return {kind for kind in set(map(type, values)) if find(kind) is not None}
-
-
 class Look(NamedTuple):
-    """The result of a look at some of a value.
-
-    Parameters
-    ----------
-    places
-        The bytes per device, scaled up from the sample; empty if no array was found.
-    complete
-        Whether the look covered the whole value.
-    """
+    """The bytes per device, scaled up from a sample, and whether this covered the whole value."""
 
     places: dict[Device, int]
     complete: bool
 
 
+def _spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
+    """Return at most so many of the parts: the first, the last, and others at even steps."""
+    n = len(parts)
+    if n <= at_most:
+        return parts
+    return [parts[index * (n - 1) // (at_most - 1)] for index in range(at_most)]
+
+
 def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT_MOST) -> Look:
-    """Look for arrays in a value, at no more than ``at_most`` of its objects.
-
-    Parameters
-    ----------
-    root
-        The value.
-    count
-        Returns the bytes of a leaf per device.
-    at_most
-        The bound.
-
-    Notes
-    -----
-    The search goes level by level, and looks at a sample of each level first. The items of a list
-    are often similar: a sample finds the arrays in them, however long the list is. The search
-    looks at the other items only if it has found nothing.
-    """
+    """Look for arrays, whose bytes ``count`` tells, in at most so many of a value's objects."""
+    # The search goes level by level, and looks at a sample of each level first. The items of a list
+    # are often similar: a sample finds the arrays in them, however long the list is. The search
+    # looks at the other items only if it has found nothing.
     places: dict[Device, int] = {}
     complete = True
     seen = {id(root): root}
@@ -209,12 +183,10 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
             return Look(places, False)
         if not queue:
             rest, scale = later.popleft()
-            some = list(spread(rest, max(at_most - looked, 2)))
+            some = _spread(rest, max(at_most - looked, 2))
             complete &= len(some) == len(rest)
-            for part in some:
-                if id(part) not in seen and find(type(part)) is not None:
-                    seen[id(part)] = part
-                    queue.append((part, scale))
+            queue.extend((part, scale) for part in some if id(part) not in seen)
+            seen.update((id(part), part) for part in some)
             continue
         value, scale = queue.popleft()
         looked += 1
@@ -228,25 +200,21 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
         except Exception:
             continue
         types_left -= len(parts)
-        wanted = _not_plain(parts)
+        wanted = _by_type(parts)
         # NumPy's arrays have objects of one kind: a sample of plain ones, such as texts, is enough.
         complete &= len(parts) == n_parts or (protocol.holds is not None and not wanted)
-        if not wanted:
-            continue
-        scale *= n_parts / len(parts)
-        for kind in wanted:
-            some = _of_kind(kind, parts)
-            scaled = scale
-            if len(some) > _SAMPLE:
-                later.append((some, scale))
-                head = some[:_HEAD]
+        for kind_parts in wanted.values():
+            sample, scaled = kind_parts, scale * n_parts / len(parts)
+            if len(kind_parts) > _SAMPLE:
+                later.append((kind_parts, scaled))
+                head = kind_parts[:_HEAD]
                 different = len(set(map(id, head)))
                 if different == len(head):
-                    scaled *= len(some) / _SAMPLE
+                    scaled *= len(kind_parts) / _SAMPLE
                 else:  # the same objects, many times
                     scaled = max(different / _SAMPLE, 1)
-                some = list(spread(some, _SAMPLE))
-            new = {id(part): part for part in some if id(part) not in seen}
+                sample = list(_spread(kind_parts, _SAMPLE))
+            new = {id(part): part for part in sample if id(part) not in seen}
             seen.update(new)
             queue.extend((part, scaled) for part in new.values())
     return Look(places, complete and not (later and places))

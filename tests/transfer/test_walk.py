@@ -15,7 +15,7 @@ import pytest
 
 from dask_devctx import Device
 from dask_devctx.simulated_array import SimulatedArray
-from dask_devctx.transfer import device_of, nbytes_by_device, objects, to_device, walk
+from dask_devctx.transfer import device_of, nbytes_by_device, parts, to_device, walk
 from tests.transfer.hostile import ByReduce, Thing
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -231,7 +231,7 @@ class Sampler:
 
 
 def test_an_object_that_lives_on_one_device_keeps_that_device_s_name() -> None:
-    objects.register_name(Where, lambda name: Where(str(Device.current())))
+    parts.register_name(Where, lambda name: Where(str(Device.current())))
     value = Sampler(array(0))
     moved = to_device(value, 2)
     assert (moved.device, moved.other, device_of(moved)) == ("cuda:2", "cuda:0", Device(2))

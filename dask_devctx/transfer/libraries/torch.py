@@ -21,7 +21,7 @@ from dask_devctx.transfer.blocks import Memory, memory_of
 from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
-from dask_devctx.transfer.objects import ObjectLike, register_name
+from dask_devctx.transfer.parts import ObjectLike, register_name
 from dask_devctx.transfer.peers import copy_bytes
 from dask_devctx.transfer.streams import torch_stream
 from dask_devctx.transfer.walk import register_protocol

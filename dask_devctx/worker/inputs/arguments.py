@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from dask_devctx.dask_internals.tasks import NODE_PARTS, Node, node_parts
 from dask_devctx.transfer import walk
-from dask_devctx.transfer.objects import ObjectLike
+from dask_devctx.transfer.parts import ObjectLike
 
 # The number of objects of a task to look at here; the walk takes a sample of more.
 _AT_MOST: Final = 1000
