@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Self
@@ -28,7 +27,7 @@ from dask_devctx.errors.base import DevctxError
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 from dask_devctx.transfer.blocks import Memory, memory_of
 from dask_devctx.transfer.host import to_host
-from dask_devctx.transfer.timing import timed
+from dask_devctx.transfer.traffic import timed
 
 _Array = np.ndarray[Any, Any]
 
@@ -487,13 +486,6 @@ def _bytes(array: SimulatedArray) -> dict[Device, int]:
     return {array._device: array._data.nbytes}
 
 
-def _bytes_of_many(arrays: list[SimulatedArray]) -> dict[Device, int]:
-    total: defaultdict[Device, int] = defaultdict(int)
-    for array in arrays:
-        total[array._device] += array._data.nbytes
-    return total
-
-
 def _memory_of(array: SimulatedArray) -> Memory | None:
     return None if array._memory is None else Memory(array._device, *array._memory.extent)
 
@@ -502,7 +494,6 @@ def _memory_of(array: SimulatedArray) -> Memory | None:
 # others count its bytes faster.
 device_of.register(SimulatedArray, _device_of)
 nbytes_by_device.register(SimulatedArray, _bytes)
-nbytes_by_device.register_many(SimulatedArray, _bytes_of_many)
 to_device.register(SimulatedArray, SimulatedArray.copy_to)
 to_host.register(SimulatedArray, SimulatedArray.get)
 memory_of.register(SimulatedArray, _memory_of)

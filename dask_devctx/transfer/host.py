@@ -11,24 +11,7 @@ def is_host(device: object) -> bool:
     return isinstance(kind, str) and kind == "cpu"
 
 
-class Host:
-    """The host in the place of a device: entering it makes nothing current."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def __str__(self) -> str:
-        return "cpu"
-
-
-def _unknown(value: object) -> None:
-    return None
-
-
-to_host = Registry("to_host", _unknown)
+to_host = Registry("to_host", lambda value: None)
 to_host.__doc__ = """Copies of values in host memory: register a function for a type of your own.
 
 ``to_host.register(T)`` decorates a function that takes a value of the type ``T`` and returns a

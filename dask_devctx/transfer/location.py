@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections import Counter
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
@@ -14,12 +14,12 @@ from dask_devctx.transfer.registry import Registry
 _FIRST_LOOK: Final = 32
 
 
-def _unknown(value: object) -> None:
-    return None
+class _Thread(threading.local):
+    # While a registered function runs: the bytes of the parts for which it called ``device_of``.
+    parts: Counter[Device] | None = None
 
 
-def _nothing(value: object) -> dict[Device, int]:
-    return {}
+_thread = _Thread()
 
 
 class DeviceOf(Registry):
@@ -61,37 +61,25 @@ class DeviceOf(Registry):
     """
 
     def __init__(self) -> None:
-        super().__init__("device_of", _unknown)
+        super().__init__("device_of", lambda value: None)
 
     def __call__(self, value: object) -> Device | None:
         found = nbytes_by_device(value)
-        parts = _thread.parts
-        if parts is not None:
-            for device, nbytes in found.items():
-                parts[device] = parts.get(device, 0) + nbytes
-        if len(found) < 2:
-            return next(iter(found), None)
-        return max(found, key=lambda device: (found[device], -device.device_id))
+        if _thread.parts is not None:
+            _thread.parts.update(found)
+        return max(found, key=lambda device: (found[device], -device.device_id), default=None)
 
 
 class BytesByDevice(Registry):
     """Return the number of bytes that a value has on each device; empty for host data.
 
-    Parameters
-    ----------
-    value
-        Anything; the search is the same as for :data:`device_of`. An object that is in the
-        value twice counts once.
-
-    Notes
-    -----
-    If the search finds an array in the value, all of the value is counted. If it finds none in
-    a thousand objects, the value counts as host data; the log says so once for its type.
+    An object that is in the value twice counts once. If the search finds an array, all of the value
+    is counted. If it finds none in a thousand objects, the value counts as host data; the log says
+    so once for its type.
     """
 
     def __init__(self) -> None:
-        super().__init__("nbytes_by_device", _nothing)
-        self._of_many: dict[type, Callable[[list[Any]], dict[Device, int]]] = {}
+        super().__init__("nbytes_by_device", lambda value: {})
 
     def __call__(self, value: object) -> dict[Device, int]:
         if walk.is_plain(value):
@@ -103,35 +91,27 @@ class BytesByDevice(Registry):
             if seen.complete:
                 return seen.places
             if seen.places:
-                return self.counted(value)
+                return self._counted(value)
         walk.tell_cut_short(value)
         return {}
 
     def found_in(self, value: object) -> dict[Device, int]:
         """Return the same as a call, without a message in the log."""
         seen = walk.look(value, self._count)
-        return self.counted(value) if seen.places and not seen.complete else seen.places
+        return self._counted(value) if seen.places and not seen.complete else seen.places
 
-    def counted(self, value: object) -> dict[Device, int]:
-        """Return the same for a value that is known to hold arrays: this counts all of it."""
+    def _counted(self, value: object) -> dict[Device, int]:
         total: dict[Device, int] = {}
-        for kind, protocol, leaves in walk.walk(value):
-            if protocol is None:
-                count = self._of_many.get(kind)
-                counted = map(self._count, leaves) if count is None else [count(leaves)]
-                for places in counted:
-                    for device, nbytes in places.items():
-                        total[device] = total.get(device, 0) + nbytes
+        for _, protocol, leaves in walk.walk(value):
+            for places in map(self._count, leaves) if protocol is None else ():
+                for device, nbytes in places.items():
+                    total[device] = total.get(device, 0) + nbytes
         return total
-
-    def register_many(self, kind: type, count: Callable[[list[Any]], dict[Device, int]]) -> None:
-        """Register a function that counts many arrays of exactly one type at once."""
-        self._of_many[kind] = count
 
     def estimated(self, value: object) -> walk.Look:
         """Return an estimate, and whether it is exact; takes less than a millisecond."""
         if walk.is_plain(value):
-            return _PLAIN
+            return walk.Look({}, True)
         return walk.look(value, self._count, walk.AT_MOST_ON_LOOP)
 
     def _count(self, leaf: Any) -> dict[Device, int]:
@@ -146,11 +126,8 @@ class BytesByDevice(Registry):
         return count
 
 
-_PLAIN = walk.Look({}, True)
-
-
 def _on_one_device(value: Any) -> dict[Device, int]:
-    parts: dict[Device, int] = {}
+    parts: Counter[Device] = Counter()
     before, _thread.parts = _thread.parts, parts
     try:
         which = device_of.dispatch(type(value))(value)
@@ -160,14 +137,8 @@ def _on_one_device(value: Any) -> dict[Device, int]:
         return {}
     device = Device(which)
     nbytes = getattr(value, "nbytes", None)
-    return {device: parts.get(device, 0) if nbytes is None else int(nbytes)}
+    return {device: parts[device] if nbytes is None else int(nbytes)}
 
 
-class _Thread(threading.local):
-    # While a registered function runs: the bytes of the parts for which it called ``device_of``.
-    parts: dict[Device, int] | None = None
-
-
-_thread = _Thread()
 device_of = DeviceOf()
 nbytes_by_device = BytesByDevice()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, TypeVar
 
 from dask_devctx import driver
@@ -15,7 +15,7 @@ from dask_devctx.driver.relaxed import RelaxedCapture
 from dask_devctx.errors import DevctxError, ValueNotMovableError
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.events import Stamp, hold, release_held
-from dask_devctx.transfer.host import Host, cannot_be_copied, is_host, to_host
+from dask_devctx.transfer.host import cannot_be_copied, is_host, to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.peers import connect
 from dask_devctx.transfer.rebuild import Memo, Rebuild, UnmovableError
@@ -30,57 +30,23 @@ After = Stamp | Iterable[Stamp] | None
 _LOOK_AT_MOST = 8
 
 
-def _stay(value: T, device: Device) -> T:
-    return value
-
-
-_told: set[type] = set()
-
-
-def _stay_unmoved(value: T, device: Device) -> T:
-    kind = type(value)
-    if kind not in _told:
-        _told.add(kind)
-        logger.warning(
-            "a %s lives on another device and stays there: device_of knows the type, and to_device "
-            "does not. Register a function that takes one to a device: to_device.register(%s)",
-            kind.__qualname__,
-            kind.__qualname__,
-        )
-    return value
-
-
 class Move:
-    """One call of ``to_device`` and all those inside it.
+    """One call of ``to_device`` and all those inside it; with the device None, one to the host."""
 
-    Parameters
-    ----------
-    device
-        The destination.
-    after
-        Stamps of the work that makes the value.
-    copy
-        Whether to copy arrays that are on the device already, too.
-    guard_source
-        Whether the source's streams wait for the copies.
-    read_only
-        Whether to make copies read-only, if their library can.
-    """
+    # A copy to the host is complete when its function returns: nothing is held.
 
     def __init__(
         self,
-        device: Device,
+        device: Device | None,
         after: After = None,
         *,
         copy: bool = False,
         guard_source: bool = True,
-        read_only: bool = False,
+        read_only: bool = False,  # the copies, if their library can
     ) -> None:
         self.device = device
-        self.copy = copy
-        self._after = (
-            () if after is None else (after,) if isinstance(after, Stamp) else tuple(after)
-        )
+        self._after = () if after is None else (after,) if isinstance(after, Stamp) else [*after]
+        self._copy = copy
         self._guard_source = guard_source
         self._read_only = read_only
         self._sources: dict[Device, list[Stamp]] = {}
@@ -109,14 +75,15 @@ class Move:
         if walk.find(type(value)) is walk.LEAF:
             return self.leaf(value)
         try:
-            with self.device:  # values that are copied like a pickle run their own code
+            # Values that are copied like a pickle run their own code.
+            with nullcontext() if self.device is None else self.device:
                 return Rebuild(self.leaf, self._memo).run(value)
         except UnmovableError as error:
             why = error.__cause__
             if isinstance(why, DevctxError) or (why is not None and is_out_of_memory(why)):
                 raise why from None  # the device caused it, and not the type
             kind, reason = error.kind.__qualname__, str(error.reason)
-            raise ValueNotMovableError(kind, str(self.device), reason) from error.__cause__
+            raise ValueNotMovableError(kind, str(self.device or "cpu"), reason) from why
 
     # -- the parts
 
@@ -127,34 +94,40 @@ class Move:
             return known[1]
         moved = value
         places = nbytes_by_device(value)
-        elsewhere = [source for source in places if source is not self.device]
-        if elsewhere or (places and self.copy):
+        if places and (self._copy or places.keys() != {self.device}):
+            function: Any = to_device.function_of(type(value))
+            if self.device is None and (function := to_host.find(type(value))) is None:
+                raise cannot_be_copied(value, next(iter(places)))
             for source in places:
                 self.order(source)
-            self._read.append(value)
-            with self.device:
-                moved = to_device.function_of(type(value))(value, self.device)
+            if self.device is None:
+                with next(iter(places)):
+                    moved = function(value)
+            else:
+                self.keep(value)
+                with self.device:
+                    moved = function(value, self.device)
             if self._read_only and moved is not value:
                 with suppress(AttributeError):  # most libraries have no read-only arrays
                     moved.flags.writeable = False
-        elif places:
-            self._wait_here()
+        elif places and self.device is not None and not self._waited_here:
+            self._waited_here = True
+            for stamp in self._after:
+                stamp.hold_back(self.device, of=self.device)
         return self._memo.setdefault(id(value), (value, moved))[1]
 
     def order(self, source: Device, *, on_source: bool = False) -> None:
         """Make this thread's streams wait for the work that makes the value's part on ``source``.
 
-        Parameters
-        ----------
-        on_source
-            Whether the source's streams wait, too: some libraries work there before they copy.
+        With ``on_source``, the source's streams wait, too: some libraries work there first.
         """
+        target = source if self.device is None else self.device
         if source not in self._sources:
-            if source is not self.device:
-                connect(self.device, source)
+            if source is not target:
+                connect(target, source)
             self._sources[source] = self.work_of(source)
             for stamp in self._sources[source]:
-                stamp.hold_back(self.device, of=source)
+                stamp.hold_back(target, of=source)
         if on_source:
             for stamp in self._sources[source]:
                 stamp.hold_back(source, of=source)
@@ -167,65 +140,44 @@ class Move:
 
     def order_copy_after(self, source: Device) -> None:
         """Make the copy wait for the work just given to the source's current streams."""
+        assert self.device is not None
         Stamp.of_streams([source]).hold_back(self.device)
 
     def keep(self, value: Any) -> None:
         """Keep a value alive until the copy that reads it is done."""
         self._read.append(value)
 
-    def _wait_here(self) -> None:
-        if not self._waited_here:
-            self._waited_here = True
-            for stamp in self._after:
-                stamp.hold_back(self.device, of=self.device)
-
     def _finish(self) -> None:
-        if not self._read:
-            return
-        done = Stamp.of_streams([self.device])
-        if self._guard_source:
-            for source in self._sources:
+        if self._read and self.device is not None:
+            done = Stamp.of_streams([self.device])
+            for source in self._sources if self._guard_source else ():
                 if source is not self.device:
                     done.hold_back(source)
-        self.hold_sources(done)
+            self.hold_sources(done)
 
     def hold_sources(self, done: Stamp) -> None:
         """Keep the sources alive until the copies have read them."""
         hold(done, *self._read)
 
 
-class HostMove(Move):
-    """One call of ``to_device`` to the host, and all those inside it.
+def _stay(value: T, device: Device) -> T:
+    return value
 
-    Each copy is complete when its function returns. So nothing is held, and no stream waits.
-    """
 
-    def __init__(self, after: After = None) -> None:
-        host: Any = Host()
-        super().__init__(host, after)
+_told: set[type] = set()
 
-    def leaf(self, value: Any) -> Any:
-        known = self._memo.get(id(value))
-        if known is not None:
-            return known[1]
-        moved = value
-        places = nbytes_by_device(value)
-        if places:
-            place = next(iter(places))
-            copy = to_host.find(type(value))
-            if copy is None:
-                raise cannot_be_copied(value, place)
-            for source in places:
-                self.order(source)
-            with place:
-                moved = copy(value)
-        return self._memo.setdefault(id(value), (value, moved))[1]
 
-    def order(self, source: Device, *, on_source: bool = False) -> None:
-        if source not in self._sources:
-            self._sources[source] = self.work_of(source)
-            for stamp in self._sources[source]:
-                stamp.hold_back(source, of=source)
+def _stay_unmoved(value: T, device: Device) -> T:
+    kind = type(value)
+    if kind not in _told:
+        _told.add(kind)
+        logger.warning(
+            "a %s lives on another device and stays there: device_of knows the type, and to_device "
+            "does not. Register a function that takes one to a device: to_device.register(%s)",
+            kind.__qualname__,
+            kind.__qualname__,
+        )
+    return value
 
 
 class ToDevice(Registry):
@@ -329,17 +281,13 @@ class ToDevice(Registry):
     ) -> T:
         if walk.is_plain(value):
             return value
+        target = None if is_host(device) else Device(device)
         move = _thread.move
-        if is_host(device):
-            if isinstance(move, HostMove):
-                return move.take(value)  # type: ignore[no-any-return]
-            return HostMove(after).run(value)  # type: ignore[no-any-return]
-        device = Device(device)
-        if move is not None and move.device is device:
+        if move is not None and move.device is target:
             return move.take(value)  # type: ignore[no-any-return]
-        if not nbytes_by_device(value):
+        if target is not None and not nbytes_by_device(value):
             return value
-        move = Move(device, after, copy=copy, guard_source=guard_source)
+        move = Move(target, after, copy=copy, guard_source=guard_source)
         return move.run(value)  # type: ignore[no-any-return]
 
 

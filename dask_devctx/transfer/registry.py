@@ -25,17 +25,15 @@ class Registry(Dispatch):  # type: ignore[misc]
         super().__init__(name)
         self._name = name
         self._default = default
-        self._known: dict[type, Any] = {}
+        self._known = self.remember()
         self._every.append(self)
-        self._caches.append(self._known)
         self.register(object, default)
 
     @classmethod
     def remember(cls) -> dict[type, Any]:
         """Return a dictionary by type that every registration empties."""
-        known: dict[type, Any] = {}
-        cls._caches.append(known)
-        return known
+        cls._caches.append({})
+        return cls._caches[-1]
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return _by_name, (self._name,)  # a process has one object of each name, like a function
@@ -54,8 +52,7 @@ class Registry(Dispatch):  # type: ignore[misc]
         try:
             return self._known[kind]
         except KeyError:
-            found = self._look_up(kind)
-            self._known[kind] = found
+            found = self._known[kind] = self._look_up(kind)
             return found
 
     def _look_up(self, kind: type) -> Any:

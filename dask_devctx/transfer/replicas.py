@@ -19,8 +19,7 @@ from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held
 from dask_devctx.transfer.lifetime import Lifetime
 from dask_devctx.transfer.move import After, Move
-from dask_devctx.transfer.timing import TimedCopy, timing
-from dask_devctx.transfer.traffic import Traffic, TrafficCounts
+from dask_devctx.transfer.traffic import TimedCopy, Traffic, TrafficCounts, timing
 
 
 @dataclass(eq=False)

@@ -1,59 +1,96 @@
-"""Counts of the copies from one device to another."""
+"""Counts of the copies between devices, and the time that they take, measured on the devices."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.timing import OrderedCopy, TimedCopies, TimedCopy
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.events import Event
 
+# Smaller copies are not timed: the two events would cost as much as the copy.
+LEAST_NBYTES: Final = 1 << 20
+# The most copies whose durations are waited for; beyond, the first ones count without a time.
+_WAITING_AT_MOST: Final = 1024
 # The earlier copies that each new one looks at, whether they are complete.
 _LOOK_AT_MOST: Final = 4
 
 
+class TimedCopy(NamedTuple):
+    """A copy that a device was ordered to make, and the events around it."""
+
+    source: Device
+    nbytes: int
+    begin: Event
+    end: Event
+
+
+class _Thread(threading.local):
+    copies: list[TimedCopy] | None = None
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def timing() -> Iterator[list[TimedCopy]]:
+    """While it is open, the large copies that this thread orders are timed; yield them."""
+    before, _thread.copies = _thread.copies, []
+    try:
+        yield _thread.copies
+    finally:
+        _thread.copies = before
+
+
+@contextmanager
+def timed(device: Device, source: Device, nbytes: int, stream: int) -> Iterator[None]:
+    """Time the copy that is ordered inside, in a stream of the current device, if it is large."""
+    copies = _thread.copies
+    if copies is None or nbytes < LEAST_NBYTES:
+        yield
+        return
+    begin = Event(device, timed=True).record(stream)
+    yield
+    copies.append(TimedCopy(source, nbytes, begin, Event(device, timed=True).record(stream)))
+
+
 @dataclass
 class Traffic:
-    """The traffic from one device to another.
-
-    Attributes
-    ----------
-    nbytes, copies
-        The number of bytes moved, and of inputs copied.
-    saved
-        How many times a task found a copy of its input there already.
-    seconds
-        Time that threads spent on starting the copies; they do not wait for the end.
-    measured_nbytes, measured_s
-        The bytes of copies that the device timed, and the time that it took for them.
-    """
+    """The traffic from one device to another."""
 
     nbytes: int = 0
     copies: int = 0
-    saved: int = 0
-    seconds: float = 0.0
-    measured_nbytes: int = 0
-    measured_s: float = 0.0
+    saved: int = 0  # how many times a task found a copy of its input there already
+    seconds: float = 0.0  # that threads spent on starting the copies; they do not wait for the end
+    measured_nbytes: int = 0  # of the copies that the device timed
+    measured_s: float = 0.0  # that it took for them
+
+
+class _Ordered(NamedTuple):
+    source: Device
+    device: Device
+    nbytes: int
+    begun: float
+    parts: list[TimedCopy]
 
 
 class TrafficCounts:
     """Counts copies by source and destination; threads may call all methods.
 
-    Attributes
-    ----------
-    on_copy
-        Called with the source, the destination, the bytes, the time of the start as
-        :func:`time.time` tells it, and the seconds of each copy, on any thread. The seconds are
-        None if the device did not time the copy.
+    ``on_copy`` is called, on any thread, with the source, the destination, the bytes, the time of
+    the start, and the seconds of each copy, None if the device did not time it.
     """
 
     def __init__(self) -> None:
         self.on_copy: Callable[[Device, Device, int, float, float | None], object] | None = None
         self._lock = threading.Lock()
         self._traffic: dict[tuple[Device, Device], Traffic] = {}
-        self._timed = TimedCopies()
+        self._ordered: deque[_Ordered] = deque()
 
     def saved(self, sources: Mapping[Device, int], device: Device) -> None:
         """Count an input that was there already, in place of a copy from some sources."""
@@ -69,21 +106,7 @@ class TrafficCounts:
         seconds: float,
         timed: Sequence[TimedCopy],
     ) -> None:
-        """Count a copy that was ordered.
-
-        Parameters
-        ----------
-        sources
-            The bytes that come from each device.
-        device
-            The destination.
-        begun
-            When it was ordered, as :func:`time.time` tells it.
-        seconds
-            The time that the thread spent on it.
-        timed
-            Its parts that the device times.
-        """
+        """Count a copy of the sources' bytes, ordered at a time, and its parts that are timed."""
         for source, nbytes in sources.items():
             with self._lock:
                 traffic = self._of(source, device)
@@ -91,12 +114,24 @@ class TrafficCounts:
                 traffic.copies += 1
                 traffic.seconds += seconds / len(sources)
             parts = [part for part in timed if part.source is source]
-            self._timed.add(OrderedCopy(source, device, nbytes, begun, parts))
+            self._ordered.append(_Ordered(source, device, nbytes, begun, parts))
         self.measure(_LOOK_AT_MOST)
 
     def measure(self, at_most: int | None = None) -> None:
         """Note the durations of copies that are complete by now; does not wait."""
-        for copy, measured_nbytes, measured_s in self._timed.complete(at_most):
+        for _ in range(len(self._ordered) if at_most is None else at_most):
+            try:
+                copy = self._ordered.popleft()
+            except IndexError:  # there are no more
+                return
+            measured_nbytes, measured_s = 0, 0.0
+            with suppress(DevctxError):  # the device failed, or a graph was captured
+                if all(part.end.done() for part in copy.parts):
+                    measured_s = sum(part.end.seconds_since(part.begin) for part in copy.parts)
+                    measured_nbytes = sum(part.nbytes for part in copy.parts)
+                elif len(self._ordered) < _WAITING_AT_MOST:
+                    self._ordered.append(copy)
+                    continue
             if measured_s:
                 with self._lock:
                     traffic = self._of(copy.source, copy.device)
