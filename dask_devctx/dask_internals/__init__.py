@@ -158,13 +158,7 @@ _STEP = re.compile(r"\.?(\w+)|\[([\w-]+)\]|(\(\))")
 
 @functools.cache
 def check() -> None:
-    """Check every name that needs no worker and no scheduler; once in each process.
-
-    Raises
-    ------
-    UnsupportedDaskError
-        A name is missing.
-    """
+    """Check every name that needs no worker and no scheduler; once in each process."""
     for name in NAMES:
         _find_in_module(name)
 

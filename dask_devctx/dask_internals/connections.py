@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass
@@ -19,6 +19,8 @@ from distributed.worker_state_machine import (
     WorkerState,
 )
 
+from dask_devctx.dask_internals.replacing import in_place
+
 Connect = Callable[..., Awaitable[Any]]
 
 # While a worker gathers the inputs of tasks: the errors of the values that cannot be read.
@@ -27,17 +29,11 @@ UNREAD: Final[ContextVar[dict[Hashable, Exception] | None]] = ContextVar(
 )
 
 
-@contextmanager
-def wrapped_connect(worker: Worker, wrap: Callable[[Connect], Connect]) -> Iterator[None]:
+def wrapped_connect(
+    worker: Worker, wrap: Callable[[Connect], Connect]
+) -> AbstractContextManager[None]:
     """While it is open, a wrapper makes a worker's connections to other workers."""
-    pool = worker.rpc
-    before = pool.connect
-    pool.connect = ours = wrap(before)
-    try:
-        yield
-    finally:
-        if pool.connect is ours:
-            pool.connect = before
+    return in_place(worker.rpc, "connect", wrap)
 
 
 @contextmanager
@@ -46,15 +42,8 @@ def answering(
 ) -> Iterator[None]:
     """While it is open, a worker answers messages that dask does not know.
 
-    Parameters
-    ----------
-    worker
-        The worker.
-    handlers
-        Its answers.
-    to_the_end
-        Whether a worker that closes still gives these answers. Otherwise, it answers None then:
-        others do not know yet that it leaves, and dask would log each question as a mistake.
+    A worker that closes still gives these answers with ``to_the_end``. Otherwise, it answers None
+    then: others do not know yet that it leaves, and dask would log each question as a mistake.
     """
     worker.handlers.update(handlers)
     try:
@@ -83,32 +72,28 @@ async def data_of(
     return found
 
 
-@contextmanager
-def tasks_fail_with_unread_inputs(worker: Worker) -> Iterator[None]:
+def tasks_fail_with_unread_inputs(worker: Worker) -> AbstractContextManager[None]:
     """While it is open, tasks fail with the errors that :data:`UNREAD` has of their inputs.
 
     With dask alone, such a task waits without end (distributed's issue 6705).
     """
     _register()
-    gather_dep = worker.gather_dep
 
-    async def gather(address: str, *args: Any, **kwargs: Any) -> Any:
-        unread: dict[Hashable, Exception] = {}
-        token = UNREAD.set(unread)
-        try:
-            event = await gather_dep(address, *args, **kwargs)
-        finally:
-            UNREAD.reset(token)
-        if unread and isinstance(event, GatherDepSuccessEvent):
-            return _PartlyRead.of(event, unread)
-        return event
+    def wrap(gather_dep: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def gather(address: str, *args: Any, **kwargs: Any) -> Any:
+            unread: dict[Hashable, Exception] = {}
+            token = UNREAD.set(unread)
+            try:
+                event = await gather_dep(address, *args, **kwargs)
+            finally:
+                UNREAD.reset(token)
+            if unread and isinstance(event, GatherDepSuccessEvent):
+                return _PartlyRead.of(event, unread)
+            return event
 
-    worker.gather_dep = gather
-    try:
-        yield
-    finally:
-        if vars(worker).get("gather_dep") is gather:
-            del worker.gather_dep
+        return gather
+
+    return in_place(worker, "gather_dep", wrap)
 
 
 @dataclass

@@ -44,20 +44,10 @@ def added_pages(
     menu: Mapping[str, str],
     redirects: Mapping[str, str],
 ) -> Iterator[None]:
-    """While it is open, the dashboard of a scheduler has further pages.
+    """While it is open, the dashboard of a scheduler has further pages, by their paths.
 
-    Parameters
-    ----------
-    scheduler
-        A scheduler with a dashboard, on whose event loop this is called.
-    pages
-        The function that fills a page's documents, by the path of the page. A path that begins with
-        ``/individual-`` is one plot: it is listed for other programs, such as JupyterLab.
-    menu
-        The names of pages by their paths: an individual plot is listed among dask's plots, and each
-        other page beside dask's pages, by its path.
-    redirects
-        The paths, old and new, of pages that these pages replace.
+    ``menu`` has the names of pages. An ``/individual-…`` page is one plot: it is listed among
+    dask's plots, and for programs such as JupyterLab. ``redirects`` are paths that these replace.
     """
     theirs = next(app for app in _applications(scheduler) if isinstance(app, BokehTornado))
     variables = template_variables(scheduler)

@@ -19,6 +19,7 @@ from dask.blockwise import fuse_roots, optimize_blockwise
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_devctx.dask_internals import unsupported
+from dask_devctx.dask_internals.replacing import in_place
 
 __all__ = [
     "MaterializedLayer",
@@ -35,14 +36,9 @@ _FRAMES = "dask.dataframe.dask_expr._collection"
 
 @contextmanager
 def before_each_frame(call: Callable[[], bool]) -> Iterator[bool]:
-    """While it is open, a function is called before each frame is made.
+    """While it is open, a function is called before each frame; yields whether frames are known.
 
     If it returns True, dask's own warning, that annotations are ignored, is left out.
-
-    Yields
-    ------
-    bool
-        Whether ``dask.dataframe`` was imported. Nothing is changed where it was not.
     """
     module = sys.modules.get(_FRAMES)
     if module is None:
@@ -51,36 +47,31 @@ def before_each_frame(call: Callable[[], bool]) -> Iterator[bool]:
     frame = getattr(module, "FrameBase", None)
     if frame is None:
         raise unsupported(f"{_FRAMES}.FrameBase")
-    init = frame.__init__
+    opened = True
 
-    @functools.wraps(init)
-    def calling(self: Any, *args: Any, **kwargs: Any) -> None:
-        if opened and call():
+    def wrap(init: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(init)
+        def calling(self: Any, *args: Any, **kwargs: Any) -> None:
+            if not opened or not call():
+                init(self, *args, **kwargs)
+                return
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Dask annotations .* detected", UserWarning)
                 init(self, *args, **kwargs)
-        else:
-            init(self, *args, **kwargs)
 
-    opened = True
-    frame.__init__ = calling
+        return calling
+
     try:
-        yield True
+        with in_place(frame, "__init__", wrap):
+            yield True
     finally:
-        opened = False
-        if frame.__init__ is calling:  # another wrapper may be around it
-            frame.__init__ = init
+        opened = False  # another wrapper may be around it
 
 
 def count_elements_on_device(kind: type) -> bool:
     """Let dask.array, if it is imported, count a type's elements as an array of that type.
 
     Percentiles are asked of NumPy, whose protocol reaches the type: its own error is then shown.
-
-    Returns
-    -------
-    bool
-        Whether dask.array is imported.
     """
     if "dask.array.backends" not in sys.modules:
         return False

@@ -12,8 +12,6 @@ class ShownAsDasks(logging.Handler):
     Python shows the warnings of a logger without handlers as bare text. dask sets up handlers for
     its own loggers only.
 
-    Notes
-    -----
     Where the program or dask's configuration has set up logging for this package, nothing is shown
     twice: this handler is silent.
     """

@@ -12,6 +12,8 @@ from distributed import Scheduler, SchedulerPlugin, WorkerPlugin
 from distributed.metrics import time
 from distributed.protocol.pickle import dumps
 
+from dask_devctx.dask_internals.replacing import in_place
+
 
 async def add_plugin(scheduler: Scheduler, plugin: SchedulerPlugin) -> None:
     """Register a plugin on a scheduler of this process; it replaces one of the same name."""
@@ -50,18 +52,9 @@ _CLOSED_FOR_GOOD = frozenset({"nanny-close", "scheduler-close-worker", "worker-c
 
 
 def leaves_for_good(topic: str, event: Any) -> str | None:
-    """Return the address of a worker that leaves for good, by an event of distributed's.
+    """Return the address of a worker that leaves for good, by an event of distributed's; or None.
 
-    Parameters
-    ----------
-    topic, event
-        As for :meth:`distributed.SchedulerPlugin.log_event`. The event comes before the plugins
-        are told that the worker has left.
-
-    Returns
-    -------
-    str or None
-        None if the event says something else, or if the worker may come back.
+    The event comes before the plugins are told that the worker has left.
     """
     if not isinstance(event, dict):
         return None
@@ -156,21 +149,10 @@ def avoiding(
 ) -> Iterator[None]:
     """While it is open, tasks go to other workers than those that they avoid, if there are any.
 
-    Parameters
-    ----------
-    scheduler
-        The scheduler.
-    avoided
-        Returns the addresses of the workers that a task avoids.
-    can_queue
-        Returns whether a task that avoids workers may wait in the scheduler's queue: it avoids only
-        workers in ``full``.
-    full
-        The addresses of the workers that get no tasks of the queue. After a change, call
-        :func:`look_at_queue`.
+    ``can_queue`` tells whether a task that avoids workers may wait in the scheduler's queue: it
+    avoids only workers in ``full``, which get no tasks of the queue. After a change of these, call
+    :func:`look_at_queue`.
 
-    Notes
-    -----
     The restrictions of a task are met first. dask asks ``valid_workers`` when it chooses a worker
     for a task that it does not queue, and when it moves a task to an idle worker.
     """
@@ -194,24 +176,12 @@ def avoiding(
 
     with ExitStack() as steps:
         for method in (valid_workers, is_rootish, check_idle_saturated):
-            steps.enter_context(_in_place(scheduler, method))
+            steps.enter_context(in_place(scheduler, method.__name__, _instead(method)))
         yield
 
 
-@contextmanager
-def _in_place(scheduler: Scheduler, method: Callable[..., Any]) -> Iterator[None]:
-    """While it is open, a scheduler has another method of this name."""
-    name = method.__name__
-    before = vars(scheduler).get(name)
-    setattr(scheduler, name, method)
-    try:
-        yield
-    finally:
-        if vars(scheduler).get(name) is method:
-            if before is None:
-                delattr(scheduler, name)
-            else:
-                setattr(scheduler, name, before)
+def _instead(method: Callable[..., Any]) -> Callable[[object], Callable[..., Any]]:
+    return lambda before: method
 
 
 def look_at_queue(scheduler: Scheduler, addresses: Iterable[str]) -> None:

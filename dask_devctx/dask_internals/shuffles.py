@@ -19,15 +19,6 @@ _n_open = 0
 def rechunked_arrays(given: Change, returned: Change) -> Iterator[None]:
     """While it is open, P2P rechunks in this process change each array on its way in and out.
 
-    Parameters
-    ----------
-    given
-        Called on the thread of the task that cuts an array, with the array; returns another one.
-    returned
-        The same for the task that gets an array.
-
-    Notes
-    -----
     The workers of a process share this: the functions of the first one are used.
     """
     global _n_open

@@ -10,70 +10,63 @@ from typing import Any, Final
 
 from distributed import Client, get_worker
 
+from dask_devctx.dask_internals.replacing import in_place
+
 _NOT_THE_USERS: Final = frozenset({"contextlib", "dask", "dask_devctx", "distributed", "functools"})
 
 # The client, the name of its method, and the method's arguments.
 Around = Callable[[Client, str, tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[Any]]
 
 
-@contextmanager
-def after_each_submit(notice: Callable[[Client, Hashable], None]) -> Iterator[None]:
+def after_each_submit(
+    notice: Callable[[Client, Hashable], None],
+) -> AbstractContextManager[None]:
     """While it is open, a function is called after each ``Client.submit``, with the task's key."""
-    before = Client.submit
 
-    @functools.wraps(before)
-    def submit(self: Client, func: Any, *args: Any, **kwargs: Any) -> Any:
-        future = before(self, func, *args, **kwargs)
-        notice(self, future.key)
-        return future
+    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def submit(self: Client, func: Any, *args: Any, **kwargs: Any) -> Any:
+            future = before(self, func, *args, **kwargs)
+            notice(self, future.key)
+            return future
 
-    with _in_place("submit", submit):
-        yield
+        return submit
+
+    return in_place(Client, "submit", wrap)
 
 
 @contextmanager
 def around_each_call(around: Around) -> Iterator[None]:
     """While it is open, each call that submits tasks is made in a context of a function."""
+
+    def wrap(name: str, before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        def call(self: Client, *args: Any, **kwargs: Any) -> Any:
+            with around(self, name, args, kwargs):
+                return before(self, *args, **kwargs)
+
+        return call
+
     with ExitStack() as steps:
         for name in ("submit", "map", "compute", "persist", "get"):
-            steps.enter_context(_in_place(name, _made_in(around, name)))
+            steps.enter_context(in_place(Client, name, functools.partial(wrap, name)))
         yield
 
 
-def _made_in(around: Around, name: str) -> Callable[..., Any]:
-    before = getattr(Client, name)
-
-    @functools.wraps(before)
-    def call(self: Client, *args: Any, **kwargs: Any) -> Any:
-        with around(self, name, args, kwargs):
-            return before(self, *args, **kwargs)
-
-    return call
-
-
-@contextmanager
-def around_each_gather(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def around_each_gather(
+    around: Callable[[], AbstractContextManager[Any]],
+) -> AbstractContextManager[None]:
     """While it is open, values come to a client in a context of a function."""
-    before = Client._gather_remote
 
-    @functools.wraps(before)
-    async def gather(self: Client, *args: Any, **kwargs: Any) -> Any:
-        with around():
-            return await before(self, *args, **kwargs)
+    def wrap(before: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(before)
+        async def gather(self: Client, *args: Any, **kwargs: Any) -> Any:
+            with around():
+                return await before(self, *args, **kwargs)
 
-    with _in_place("_gather_remote", gather):
-        yield
+        return gather
 
-
-@contextmanager
-def _in_place(name: str, method: Callable[..., Any]) -> Iterator[None]:
-    before = getattr(Client, name)
-    setattr(Client, name, method)
-    try:
-        yield
-    finally:
-        if getattr(Client, name) is method:
-            setattr(Client, name, before)
+    return in_place(Client, "_gather_remote", wrap)
 
 
 def in_a_task() -> bool:

@@ -26,17 +26,6 @@ def node_parts(node: Any) -> tuple[Any, ...]:
 class TaskStandIn:
     """A stand-in that a worker calls in the place of a task.
 
-    Parameters
-    ----------
-    task
-        The task, dask's ``GraphNode``. Attributes that this class lacks come from it.
-    executor
-        The executor that runs the task; None leaves the task on the executor that dask chose.
-    priority
-        The task's priority in the executor's queue; the smallest runs first.
-
-    Notes
-    -----
     dask reads ``is_coro`` right before it submits the task, in the same context. The executor is
     set at that moment. The annotation ``executor`` is not used: it belongs to the user, and
     everybody sees it.

@@ -62,17 +62,6 @@ def key_of_this_thread() -> Hashable:
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     """dask's thread pool, with a queue that its subclass gives it.
 
-    Parameters
-    ----------
-    name
-        The prefix of the threads' names.
-    threads
-        The number of threads.
-    work
-        The queue of :class:`Work`. None in it ends the threads.
-
-    Notes
-    -----
     dask recognizes a thread pool by the name of its class, which must contain
     ``ThreadPoolExecutor``. The base class is distributed's, so that ``secede`` and ``rejoin`` work.
     """

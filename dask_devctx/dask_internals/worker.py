@@ -21,23 +21,9 @@ from zict import Buffer
 
 from dask_devctx.dask_internals import unsupported
 from dask_devctx.dask_internals.logs import AsText
+from dask_devctx.dask_internals.replacing import replaced
 
 _MISSING = object()
-
-
-@contextmanager
-def replaced(entries: MutableMapping[str, Any], name: str, value: object) -> Iterator[None]:
-    """While it is open, a name has another value; a value that others set meanwhile stays."""
-    before = entries.get(name, _MISSING)
-    entries[name] = value
-    try:
-        yield
-    finally:
-        if entries.get(name, _MISSING) == value:
-            if before is _MISSING:
-                del entries[name]
-            else:
-                entries[name] = before
 
 
 @contextmanager
@@ -46,15 +32,7 @@ def wrapped_handler(
 ) -> Iterator[None]:
     """While it is open, a wrapper around a worker's handler answers a message.
 
-    Parameters
-    ----------
-    worker
-        The worker.
-    op
-        The message, such as ``"get_data"``.
-    wrap
-        Given the present handler, returns the new one, a function. dask reads in the signature of
-        the first one what to pass, such as ``serializers``.
+    ``wrap`` returns a function: dask reads in the signature of the present handler what to pass.
     """
     before = worker.handlers[op]
     with replaced(worker.handlers, op, functools.update_wrapper(wrap(before), before)):
@@ -242,17 +220,7 @@ def replaced_data(
     wrap: Callable[[MutableMapping[Any, Any]], MutableMapping[Any, Any]],
     unwrap: Callable[[], MutableMapping[Any, Any]],
 ) -> Iterator[None]:
-    """While it is open, a worker keeps its data in another mapping.
-
-    Parameters
-    ----------
-    worker
-        The worker.
-    wrap
-        Given the worker's data, returns the new mapping with the same values.
-    unwrap
-        Returns the mapping to use after that.
-    """
+    """While it is open, a worker keeps its data in another mapping."""
     _set_data(worker, wrap(worker.data))
     try:
         yield
@@ -301,22 +269,10 @@ def spilling(
     written: Callable[[Hashable, object], None],
     read_back: Callable[[Hashable, object], None],
 ) -> Iterator[None]:
-    """While it is open, a worker that spills weighs its data by a function, and reports spilling.
+    """While it is open, a worker that spills weighs its data by a function, and tells of moves.
 
-    Parameters
-    ----------
-    worker
-        The worker. A worker without a memory limit spills nothing, and does not change.
-    weigh
-        Given a value and dask's count of its bytes, returns the bytes that count.
-    written
-        Called with a key and its value whenever dask is about to write it to disk.
-    read_back
-        Called with a key and its value whenever dask has read it from disk.
-
-    References
-    ----------
-    ``zict.Buffer``: its ``weight`` and ``slow_to_fast_callbacks``; ``zict.LRU``: its ``on_evict``.
+    ``weigh`` is given a value and dask's count of its bytes; ``written`` and ``read_back`` a key
+    and its value whenever dask is about to write it to disk, and has read it.
     """
     data = worker.data
     if not isinstance(data, Buffer):

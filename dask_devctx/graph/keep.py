@@ -133,8 +133,6 @@ def _restore_optimizers() -> None:
 class Optimizer(str):
     """An optimizer as a value of dask's configuration.
 
-    Notes
-    -----
     Clusters over SSH, among others, send the whole configuration as JSON. In JSON this object is an
     empty string, which dask takes for no optimizer. In a pickle it is the function by value.
     """

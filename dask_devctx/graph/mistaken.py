@@ -39,17 +39,6 @@ def told_of_mistakes(
 ) -> Iterator[None]:
     """Warn of the mistakes in a client's call that submits tasks, each once.
 
-    Parameters
-    ----------
-    client
-        The client.
-    name
-        The name of its method.
-    args, kwargs
-        The method's arguments.
-
-    Notes
-    -----
     Meanwhile the tasks have a mark, so that the scheduler does not warn again.
     """
     if name in ("submit", "map") and not NAMES.isdisjoint(kwargs):

@@ -20,15 +20,7 @@ _FORGET_AFTER = 1000
 
 
 def warn_of_other_device(client: Client, key: Hashable) -> None:
-    """Warn if a task of this key was asked for on another device, and is there still.
-
-    Parameters
-    ----------
-    client
-        The client that submitted the task just now.
-    key
-        The task's key. dask gives the same key to the same pure function with the same arguments.
-    """
+    """Warn if a task of this key was asked for on another device, and is there still."""
     given = dask.get_annotations()
     asked = {name: given[name] for name in sorted(NAMES & given.keys())}
     if not asked:

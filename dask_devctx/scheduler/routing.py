@@ -58,8 +58,16 @@ _ANSWER_S = 10.0
 class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     """Send each task that names a device to the workers that have it.
 
-    ``refused`` has the errors of workers that could not use their devices and left, by worker name.
+    Attributes
+    ----------
+    refused
+        The errors of workers that could not use their devices and left, by worker name.
+    history, counts
+        What happened on the devices, collected while somebody reads it, and the counts of tasks on
+        the devices of workers that left.
 
+    Notes
+    -----
     A task that every worker can run is not restricted. An ordinal belongs to a worker: any worker
     that has this ordinal can run the task. If no worker has the device, the task goes to a worker
     that fails it with :class:`~dask_devctx.errors.DeviceNotFoundError`. But first the task waits

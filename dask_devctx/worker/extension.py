@@ -17,7 +17,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.naming import AUTO
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker, tasks
-from dask_devctx.dask_internals.late_tasks import unpickled_later
+from dask_devctx.dask_internals.serialization import unpickled_later
 from dask_devctx.dask_internals.worker import in_memory, metric, own_logs
 from dask_devctx.transfer import Stamp
 from dask_devctx.transfer.lifetime import Lifetime
