@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dask
@@ -51,12 +51,7 @@ def staged(dask_worker: Worker) -> int:
 
 
 def nothing_staged(client: Client, within_s: float = 20.0) -> bool:
-    until = time.monotonic() + within_s
-    while any(client.run(staged).values()):
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
+    return until(lambda: not any(client.run(staged).values()), within_s)
 
 
 def ways(client: Client) -> dict[str, int]:
@@ -81,6 +76,10 @@ def array(n: int = 1000, mark: float = 1.0) -> SimulatedArray:
     made = SimulatedArray((n,))
     made[...] = mark
     return made
+
+
+def last_on_the_host(value: SimulatedArray) -> float:
+    return float(value.get()[-1])
 
 
 def last(value: SimulatedArray) -> tuple[float, bool]:
@@ -163,36 +162,68 @@ def kill_when_paused(client: Client, worker: str, pid: int) -> None:
 
 
 def when_paused(client: Client, worker: str, timeout_s: float = 20.0) -> None:
-    """Wait until a worker is in the middle of a call that :func:`pause` made long."""
-    until = time.monotonic() + timeout_s
-    while client.run(paused, workers=[worker])[worker] is None:
-        assert time.monotonic() < until, "the call was never made"
-        time.sleep(0.01)
+    """Wait until a worker is in a call that :func:`pause` or :func:`hold` made long."""
+    assert until(lambda: client.run(paused, workers=[worker])[worker], timeout_s), "never called"
 
 
-_gaps: list[float] = []
-_watching: list[asyncio.Task[None]] = []
+def until(condition: Callable[[], Any], within_s: float) -> bool:
+    """Return whether a condition becomes true in time."""
+    end = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
 
 
-async def watch_event_loop() -> None:
-    """Begin to look how long a worker's event loop does not run."""
-    _gaps.clear()
-    _watching.append(asyncio.create_task(_watch()))
+_held: list[threading.Event] = []
 
 
-async def longest_gap() -> float:
-    """End to look; the longest time."""
-    _watching.pop().cancel()
-    return max(_gaps)
+def hold(function: str, nbytes: int = 0) -> None:
+    """Let the next call of a driver function wait for :func:`go_on`; not for long."""
+    go_on, first = threading.Event(), threading.Lock()
+    os.environ.pop("PAUSED", None)
+    _held.append(go_on)
+
+    def wait_first(*args: Any) -> bool:
+        if (not nbytes or nbytes in args) and first.acquire(blocking=False):
+            os.environ["PAUSED"] = function
+            if not go_on.wait(20):
+                _held.clear()
+        return False
+
+    faults().inject(function, None, times=10**9, when=wait_first)
 
 
-async def _watch() -> None:
-    before = time.perf_counter()
-    while True:
-        await asyncio.sleep(0.01)
-        now = time.perf_counter()
-        _gaps.append(now - before)
-        before = now
+def go_on() -> bool:
+    """Return whether a call is still held, after letting it go: the event loop ran meanwhile."""
+    is_held = bool(_held)
+    while _held:
+        _held.pop().set()
+    faults()._planned.clear()
+    return is_held
+
+
+def on_event_loop() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+kept: list[Any] = []  # by functions that run on workers
+
+
+def staging(dask_worker: Worker) -> Any:
+    (found,) = dask_worker.plugins["devctx"].extension.peers.stagings.values()
+    return found
+
+
+def staging_nbytes(dask_worker: Worker) -> int:
+    return int(staging(dask_worker).nbytes)
+
+
+async def given_back(dask_worker: Worker) -> int:
+    """Give unused staging memory back; return the bytes that remain."""
+    await dask_worker.plugins["devctx"].extension.peers.give_back()
+    return staging_nbytes(dask_worker)
 
 
 @contextlib.contextmanager

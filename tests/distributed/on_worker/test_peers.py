@@ -1,0 +1,574 @@
+"""Values on a device go from worker to worker without the host, and arrive as they were."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from distributed import Client, Worker, get_worker, wait
+from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
+from distributed.worker import get_data_from_worker
+
+from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.transfer.ipc import parcel
+from dask_devctx.worker.peers import pairs, send
+from dask_devctx.worker.peers.local import Traffic
+from tests.distributed import peers
+
+Pair = tuple[Client, list[str]]
+ARRIVED = (1.0, True)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two workers with a device each, for all tests of this module that leave them well."""
+    locks: Path = tmp_path_factory.mktemp("locks")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "2")
+        patch.setenv("DASK_DEVCTX__LOCK_DIRECTORY", str(locks))
+        with (
+            driver.use(SimulatedMachine(2).backend()),
+            dask.config.set({"devctx.lock-directory": str(locks)}),
+            peers.cluster(2) as started,
+        ):
+            yield started
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    weights: Any
+    same: Any
+    name: str = "m"
+
+
+LAYOUTS = np.arange(12.0).reshape(3, 4)
+
+
+def views(base: Any) -> list[Any]:
+    return [base, base.T, base[::2, 1:], base[:0], base.astype("f2"), base.sum()]
+
+
+def made_views() -> list[Any]:
+    return views(SimulatedArray.asarray(LAYOUTS))
+
+
+def seen_views(arrays: list[Any]) -> Any:
+    here = Device.current()
+    return [(a.get().tolist(), str(a.dtype)) for a in arrays], {a.device is here for a in arrays}
+
+
+def tied() -> Any:
+    weights = peers.array(100, 3.0)
+    return {"model": Model(weights, weights), "optimizer": [weights], "host": np.arange(5.0)}
+
+
+def is_tied(value: Any) -> Any:
+    model = value["model"]
+    is_one = model.weights is model.same is value["optimizer"][0]
+    host = value["host"]
+    return (
+        is_one,
+        float(model.weights.sum().item()),
+        host.tolist(),
+        host.flags.writeable,
+        model.name,
+    )
+
+
+class Frame:
+    """A third party's type: memory that it took from the driver itself."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.device = Device.current()
+        self.pointer = driver.backend().calls.work.allocate(nbytes)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {"data": (self.pointer, False), "shape": (self.nbytes,), "typestr": "|u1"}
+
+
+class Table:
+    """A third party's type that others know by distributed's registries alone."""
+
+    def __init__(self, frame: Any, names: list[str]) -> None:
+        self.frame = frame
+        self.names = names
+
+
+def register_table() -> None:
+    from dask_devctx.transfer.ipc import frames
+
+    def allocate(nbytes: int, detail: Any, device: Device) -> Any:
+        frame = Frame(nbytes)
+        return frame, frame.pointer
+
+    cuda_serialize.register(Table, lambda table: ({"names": table.names}, [table.frame]))
+    cuda_deserialize.register(Table, lambda header, frames: Table(frames[0], header["names"]))
+    frames.allocators["numba"] = allocate  # of a type that takes any memory
+
+
+def table() -> Table:
+    frame = Frame(6)
+    driver.backend().calls.work.copy_from_host(frame.pointer, b"abcdef")
+    return Table(frame, ["x", "y"])
+
+
+def seen_table(table: Table) -> Any:
+    frame = table.frame
+    content = driver.backend().calls.work.copy_to_host(frame.pointer, frame.nbytes)
+    return table.names, content, frame.device is Device.current()
+
+
+def host_data() -> Any:
+    return [1, "x", np.arange(3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "seen", "expected", "transfers"),
+    [
+        (
+            made_views,
+            seen_views,
+            ([(np.asarray(a).tolist(), str(a.dtype)) for a in views(LAYOUTS)], {True}),
+            1,
+        ),
+        (tied, is_tied, (True, 300.0, [0.0, 1.0, 2.0, 3.0, 4.0], True, "m"), 1),
+        (table, seen_table, (["x", "y"], b"abcdef", True), 1),
+        (host_data, len, 3, 0),
+    ],
+    ids=["layouts", "shared memory", "frames of a third party", "host data"],
+)
+def test_a_value_arrives_as_it_was(
+    pair: Pair, value: Any, seen: Any, expected: Any, transfers: int
+) -> None:
+    client, workers = pair
+    client.run(register_table)
+    before = peers.ways(client)
+    assert peers.send(client, value, seen, workers) == expected
+    after = peers.ways(client)
+    assert after.get("ipc", 0) == before.get("ipc", 0) + transfers
+    assert after.get("host", 0) == before.get("host", 0)
+
+
+def count(values: Any) -> int:
+    return sum(int(one.sum().item()) for one in values if one.device is Device.current())
+
+
+def test_replicas_and_many_values_of_one_message(pair: Pair) -> None:
+    client, workers = pair
+    before = peers.ways(client).get("ipc", 0)
+    made = client.submit(peers.array, 1000, 7.0, workers=workers[:1], pure=False)
+    wait(made, timeout=30)
+    client.replicate(made, n=2)
+    assert peers.ways(client)["ipc"] == before + 1
+    assert client.submit(peers.last, made, workers=workers[1:]).result(timeout=30) == (7.0, True)
+    many = client.map(peers.array, range(1, 41), range(1, 41), workers=workers[:1], pure=False)
+    wait(many, timeout=30)
+    used = client.submit(count, many, workers=workers[1:], pure=False)
+    assert used.result(timeout=30) == sum(n * n for n in range(1, 41))
+    assert client.submit(limit, pure=False).result() > 100_000_000, "dask asks for 50 MB at a time"
+
+
+def limit() -> Any:
+    return get_worker().state.transfer_message_bytes_limit
+
+
+def test_a_report_has_a_row_for_each_pair_and_transport(pair: Pair) -> None:
+    client, workers = pair
+    before = peers.ways(client)
+    there = client.submit(peers.array, 5, 2.0, workers=workers[:1]).result(timeout=30)
+    assert there.get().tolist() == [2.0] * 5
+    assert peers.ways(client) == before, "values for the client go as dask sends them"
+    assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+    seen = report(client)
+    uuids = {device.worker: device.uuid for device in seen.devices}
+    ends = [uuids[worker] for worker in workers]
+    (row,) = [
+        row for row in seen.transfers if [row.source, row.destination] == ends and row.way == "ipc"
+    ]
+    assert (row.worker, row.copies > 0, row.nbytes >= 8000) == (workers[1], True, True)
+    assert "ipc" in str(seen)
+
+
+packed_by: list[bool] = []  # whether it was the event loop
+
+
+def note_packing() -> None:
+    def noting(*args: Any) -> Any:
+        packed_by.append(peers.on_event_loop())
+        return parcel.pack(*args)
+
+    send.pack = noting
+
+
+def packing() -> list[bool]:
+    send.pack = parcel.pack
+    found = list(packed_by)
+    packed_by.clear()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "by_loop"),
+    [
+        (lambda: peers.array(), True),
+        (lambda: {"total": peers.array(), "n": 7, "mean": np.float32(0.5), 3: 1j}, True),
+        (lambda: (peers.array(), None, np.arange(4)), True),
+        (lambda: {"total": peers.array(), "history": "x"}, False),
+        (lambda: {"total": peers.array(), ("a", "key"): 1}, False),
+        (lambda: [peers.array(), np.array([None])], False),
+        (lambda: [peers.array(), np.zeros(2**16), np.zeros(2**17)], False),
+        (lambda: [peers.array(), *range(16)], False),
+        (lambda: [[peers.array()]], False),
+    ],
+    ids=["array", "dict", "tuple", "text", "other key", "objects", "large", "many", "nested"],
+)
+def test_what_is_packed_in_microseconds_changes_no_thread(
+    pair: Pair, value: Any, by_loop: bool
+) -> None:
+    """A change of threads takes a transfer longer than the rest where others compute in Python."""
+    client, workers = pair
+    assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+    client.run(note_packing, workers=workers[:1])
+    peers.send(client, value, type, workers)
+    assert client.run(packing, workers=workers[:1])[workers[0]] == [by_loop]
+
+
+def partial_result(n: int) -> dict[str, Any]:
+    return {"total": peers.array(8), "n": n}
+
+
+def test_many_small_values_in_one_answer_are_packed_on_a_thread(pair: Pair) -> None:
+    client, workers = pair
+    assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+    made = client.map(partial_result, range(20), workers=workers[:1], pure=False)
+    wait(made, timeout=30)
+    client.run(note_packing, workers=workers[:1])
+    client.submit(len, made, workers=workers[1:], pure=False).result(timeout=30)
+    found = client.run(packing, workers=workers[:1])[workers[0]]
+    assert len(found) == 20
+    assert found.count(False) > 10, "dask asks for many values at once"
+
+
+# -- calls of the driver that wait
+
+
+def of_3_mb() -> SimulatedArray:
+    return peers.array(400_000)
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyAsync", "cuStreamSynchronize"])
+@pytest.mark.parametrize("where", [0, 1], ids=["sender", "receiver"])
+def test_the_event_loop_runs_on_while_a_copy_is_waited_for(
+    pair: Pair, where: int, function: str
+) -> None:
+    client, workers = pair
+    client.run(peers.hold, function, workers=[workers[where]])
+    made = client.submit(of_3_mb, workers=workers[:1], pure=False)
+    used = client.submit(peers.last, made, workers=workers[1:], pure=False)
+    peers.when_paused(client, workers[where])
+    assert client.run(peers.go_on, workers=[workers[where]])[workers[where]]
+    assert used.result(timeout=30) == ARRIVED
+
+
+async def replicated(key: str, source: str, dask_worker: Worker) -> str:
+    """Let a worker ask another one for a value; the name of its type."""
+    answer = await get_data_from_worker(
+        dask_worker.rpc, keys=[key], worker=source, who=dask_worker.address
+    )
+    return type(answer["data"][key]).__name__
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["a new buffer", "opens one"])
+def test_small_values_go_on_while_a_buffer_is_waited_for(where: int) -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        large = client.submit(of_3_mb, workers=workers[:1], pure=False)
+        small = client.submit(peers.array, workers=workers[:1], pure=False)
+        wait([large, small], timeout=30)
+        slow = ["cuMemAlloc", "cuIpcOpenMemHandle"][where]
+        client.run(peers.hold, slow, 2**22 * (1 - where), workers=[workers[where]])
+        used = client.submit(peers.last, large, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[where])
+        (name,) = client.run(replicated, small.key, workers[0], workers=workers[1:]).values()
+        assert name == "SimulatedArray"
+        assert client.run(peers.go_on, workers=[workers[where]])[workers[where]]
+        assert used.result(timeout=30) == ARRIVED
+
+
+def no_memory_for(nbytes: int) -> None:
+    """Let two allocations of so many bytes fail, and values leave the device slowly."""
+    from cuda.bindings.driver import CUresult
+
+    peers.hold("cuMemcpyDtoHAsync")
+    status = CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    peers.faults().inject("cuMemAlloc", status, times=2, when=lambda *args: nbytes in args)
+
+
+def test_the_event_loop_runs_on_while_values_make_room_for_a_small_one() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        there = client.submit(peers.array, 5000, workers=workers[1:], pure=False)
+        made = client.submit(peers.array, 3000, workers=workers[:1], pure=False)
+        wait([there, made], timeout=30)
+        client.run(no_memory_for, 24_000, workers=workers[1:])
+        used = client.submit(peers.last, made, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[1])
+        assert client.run(peers.go_on, workers=workers[1:])[workers[1]]
+        assert used.result(timeout=30) == ARRIVED
+
+
+def waits() -> int:
+    return int(peers.faults().calls["cuStreamWaitEvent"])
+
+
+def test_the_work_that_makes_a_value_is_waited_for(pair: Pair) -> None:
+    client, workers = pair
+    assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+    made = client.submit(peers.array, 10, 4.0, workers=workers[:1], pure=False)
+    wait(made, timeout=30)
+    before = client.run(waits, workers=workers[:1])[workers[0]]
+    # It still runs, for whoever asks first.
+    client.run(peers.fail, "cuEventQuery", 600, 6, workers=workers[:1])
+    used = client.submit(peers.last, made, workers=workers[1:], pure=False)
+    assert used.result(timeout=30) == (4.0, True)
+    assert client.run(waits, workers=workers[:1])[workers[0]] > before
+
+
+# -- pairs that cannot, or not now
+
+
+def handlers(dask_worker: Worker) -> list[str]:
+    return [op for op in dask_worker.handlers if op.startswith("devctx_ipc")]
+
+
+def test_the_plugin_may_go_and_come_back(pair: Pair) -> None:
+    client, workers = pair
+    client.unregister_worker_plugin("devctx")
+    try:
+        assert client.run(handlers) == {worker: [] for worker in workers}
+        assert peers.send(client, peers.array, peers.last_on_the_host, workers) == 1.0
+    finally:
+        client.register_plugin(DevicePlugin(devices_per_worker=1))
+    again = sorted(workers, key=client.run(peers.first_device).__getitem__)
+    assert peers.send(client, peers.array, peers.last, again) == ARRIVED
+    assert client.run(peers.transfers)[again[1]] == {"ipc": 1}
+
+
+async def replace_plugin(dask_worker: Worker) -> None:
+    await dask_worker.plugin_remove("devctx")
+    await dask_worker.plugin_add(DevicePlugin(devices_per_worker=1), name="devctx")
+
+
+def test_a_new_plugin_of_one_worker_is_asked_again(pair: Pair) -> None:
+    client, workers = pair
+    assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+    client.run(replace_plugin, workers=workers[:1])
+    for _ in range(2):
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+    rows = [row for row in report(client).transfers if row.way == "host"]
+    assert [(row.copies, row.reason) for row in rows if row.worker == workers[0]] == [
+        (1, "it knows this worker's memory by an earlier name")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "function", "reason"),
+    [
+        (0, "cuIpcGetMemHandle", "its device cannot show its memory"),
+        (1, "cuIpcOpenMemHandle", "its memory cannot be opened"),
+    ],
+)
+def test_where_the_driver_refuses_values_go_as_dask_sends_them(
+    where: int, function: str, reason: str
+) -> None:
+    with peers.cluster(2) as (client, workers):
+        client.run(peers.fail, function, 801, 10**6, workers=[workers[where]])
+        client.run(peers.keep_log)
+        for _ in range(3):
+            assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        assert peers.ways(client) == {"host": 3}
+        for log in client.run(peers.kept_log).values():
+            assert len([line for line in log if reason in line]) <= 1  # said once
+        (row,) = report(client).transfers
+        assert (row.way, row.destination, row.copies) == ("host", workers[1], 3)
+        assert reason in row.reason
+
+
+def test_memory_that_can_be_opened_no_more_is_asked_for_no_more() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        client.run(peers.fail, "cuIpcOpenMemHandle", 205, 10**6, workers=workers[1:])
+        for _ in range(2):
+            assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
+        assert peers.ways(client) == {"ipc": 1, "host": 2}
+        failed = client.run(lambda: peers.faults().calls["cuIpcOpenMemHandle"])[workers[1]]
+        assert failed == 2  # once well, and once not
+
+
+def impatient(timeout_s: float) -> None:
+    pairs._TIMEOUT_S, pairs._AGAIN_S = timeout_s, 0.2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("where", "function", "reason"),
+    [
+        (0, None, "does not answer"),
+        (0, "cuIpcGetMemHandle", "cannot show"),
+        (1, "cuIpcOpenMemHandle", "cannot be opened"),
+    ],
+)
+def test_a_worker_that_refused_for_a_passing_reason_is_asked_again(
+    where: int, function: str | None, reason: str
+) -> None:
+    with peers.cluster(2) as (client, workers):
+        client.run(impatient, 0.5 if function is None else 10.0)
+        if function is None:  # it gives up waiting for the answer
+            client.run(peers.pause, "cuIpcGetMemHandle", 1.0, workers=workers[:1])
+        else:  # out of memory
+            client.run(peers.fail, function, 2, 1, workers=[workers[where]])
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        (row,) = report(client).transfers
+        assert (row.way, row.copies) == ("host", 1)
+        assert reason in row.reason
+
+        def by_ipc() -> bool:
+            assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+            return "ipc" in peers.ways(client)
+
+        assert peers.until(by_ipc, 20)
+
+
+def test_it_can_be_switched_off() -> None:
+    with peers.configured(ipc=False), peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        assert client.run(handlers) == {worker: [] for worker in workers}
+        (row,) = report(client).transfers
+        assert (row.way, row.destination, row.nbytes) == ("host", workers[1], 8000)
+        assert row.reason == "the option ipc is False"
+        assert "moved by host" in str(report(client))
+
+
+def test_a_worker_of_several_devices_receives_on_the_devices_it_has() -> None:
+    with peers.cluster(2, devices_per_worker=2) as (client, workers):
+        with dask.annotate(device=1):
+            made = client.submit(peers.array, 1000, 5.0, workers=workers[:1], pure=False)
+        with dask.annotate(device=3):
+            used = client.submit(peers.last, made, workers=workers[1:], pure=False)
+        assert used.result(timeout=30) == (5.0, True)
+        assert peers.ways(client) == {"ipc": 1}
+
+
+# -- staging memory
+
+
+def large() -> Any:
+    values = np.arange(1_000_000.0)
+    return [SimulatedArray.asarray(values), SimulatedArray.asarray(values[::-1].copy())]
+
+
+def is_right(arrays: Any) -> bool:
+    expected = np.arange(1_000_000.0)
+    found = [array.get() for array in arrays]
+    return bool((found[0] == expected).all() and (found[1] == expected[::-1]).all())
+
+
+def take_room(dask_worker: Worker) -> None:
+    """Leave room for one piece only."""
+    staging = peers.staging(dask_worker)
+    while (piece := staging.take(staging.piece)) is not None:
+        peers.kept.append(piece)
+    staging.give([peers.kept.pop()])
+
+
+def test_what_is_larger_than_the_staging_memory_passes_in_pieces() -> None:
+    limit = 2.0 * 2**20  # bytes may be a float
+    with peers.configured(ipc_staging=limit), peers.cluster(2) as (client, workers):
+        many = [client.submit(large, workers=workers[:1], pure=False) for _ in range(3)]
+        used = [client.submit(is_right, one, workers=workers[1:], pure=False) for one in many]
+        assert client.gather(used) == [True] * 3  # they wait for each other's pieces
+        assert peers.nothing_staged(client)
+        assert set(peers.ways(client)) == {"ipc"}
+        assert client.run(peers.staging_nbytes, workers=workers[:1])[workers[0]] == limit
+        client.run(take_room, workers=workers[:1])
+        assert peers.send(client, large, is_right, workers)
+        assert set(peers.ways(client)) == {"ipc"}
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("1 GiB", 2**28), ("8 GiB", int(0.04 * 16 * 2**30)), (0, int(0.64 * 2**30))]
+)
+def test_staging_memory_is_at_most_a_quarter_of_a_low_limit(limit: Any, most: int) -> None:
+    with peers.cluster(2, device_memory_limit=limit) as (client, workers):
+        assert peers.send(client, large, is_right, workers)
+        assert set(client.run(lambda dask_worker: peers.staging(dask_worker).limit).values()) == {
+            most
+        }
+        found = {device.worker: device.memory_staging for device in report(client).devices}
+        assert 0 < found[workers[0]] <= most
+
+
+def fill(dask_worker: Worker) -> None:
+    (device,) = dask_worker.plugins["devctx"].worker_devices
+    with device:
+        free = device.memory_info.free
+        peers.kept.append(driver.backend().calls.work.allocate(free - 4 * 2**20))
+
+
+def empty(dask_worker: Worker) -> None:
+    (device,) = dask_worker.plugins["devctx"].worker_devices
+    with device:
+        driver.backend().calls.work.free(peers.kept.pop())
+
+
+def of_5_mb() -> SimulatedArray:
+    return peers.array(625_000)
+
+
+def test_without_room_on_the_receiver_the_task_fails_with_that() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        made = client.submit(peers.array, 2_000_000, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(fill, workers=workers[1:])
+        used = client.submit(peers.last, made, workers=workers[1:], pure=False)
+        with pytest.raises(MemoryError):
+            used.result(timeout=30)
+        client.run(empty, workers=workers[1:])
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+
+
+def test_staging_memory_makes_room_for_a_task_and_goes_back_unused() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
+        client.run(fill, workers=workers[:1])
+        assert client.submit(of_5_mb, workers=workers[:1]).result(timeout=30).nbytes == 5_000_000
+        client.run(empty, workers=workers[:1])
+        assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
+        assert client.run(peers.staging_nbytes, workers=workers[:1])[workers[0]] > 0
+        assert client.run(peers.given_back, workers=workers[:1])[workers[0]] == 0
+        assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
+
+
+def test_counts_stay_small_however_many_workers_there_are(machine: SimulatedMachine) -> None:
+    traffic, device = Traffic(), Device(0)
+    for turn in range(2):
+        for n in range(1000):
+            reason = f"reason {n} of turn {turn}"
+            traffic.sent_by_dask({"x": {device: 10}}, f"tcp://host-{n}:1", reason)
+    traffic.count("a", "b", "ipc", 7, 0.1)
+    rows = {(row["destination"], row["way"]): row for row in traffic.rows()}
+    assert len(rows) == 256 + 1 + 1
+    assert len(traffic.reasons) == 256 + 1
+    assert rows["b", "ipc"]["nbytes"] == 7
+    first, others = rows["tcp://host-0:1", "host"], rows["other workers", "host"]
+    assert (first["copies"], first["reason"]) == (2, "reason 0 of turn 1")
+    assert (others["copies"], others["reason"]) == (2 * (1000 - 256), "reason 999 of turn 1")
+    assert sum(row["nbytes"] for row in traffic.rows()) == 2 * 1000 * 10 + 7

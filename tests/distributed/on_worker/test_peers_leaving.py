@@ -1,0 +1,324 @@
+"""Values are right and memory goes back where a plugin, a worker or room is gone mid-transfer.
+
+Malformed messages between workers are refused, and nobody ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from typing import Any
+
+import pytest
+from distributed import Worker, WorkerPlugin, rpc, wait
+from distributed.utils_test import captured_logger, gen_cluster
+
+from dask_devctx import DevicePlugin, SimulatedArray, driver
+from dask_devctx.transfer.ipc.messages import PROTOCOL
+from dask_devctx.worker.peers import CLOSE
+from dask_devctx.worker.peers.pairs import HELLO
+from dask_devctx.worker.peers.receive import NEXT
+from tests.distributed import peers
+
+ARRIVED = (1.0, True)
+
+
+@pytest.fixture
+def simulation() -> str:
+    return "simulated"
+
+
+@pytest.fixture(autouse=True)
+def two_devices(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "2")
+
+
+def of_8_mb() -> SimulatedArray:
+    return peers.array(1_000_000)
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+async def remove_plugin(dask_worker: Worker) -> None:
+    await dask_worker.plugin_remove("devctx")
+
+
+def opened() -> int:
+    calls = peers.faults().calls
+    return int(calls["cuIpcOpenMemHandle"] - calls["cuIpcCloseMemHandle"])
+
+
+def used_memory(dask_worker: Worker) -> int:
+    gc.collect()
+    staged = peers.staging_nbytes(dask_worker) if "devctx" in dask_worker.plugins else 0
+    return sum(gpu.used_memory for gpu in driver.backend().machine.gpus) - staged
+
+
+# -- plugins
+
+
+def test_who_has_no_plugin_any_more_is_sent_what_it_can_read() -> None:
+    with peers.cluster(2) as (client, workers):
+        assert peers.send(client, of_8_mb, peers.last, workers) == ARRIVED
+        client.run(remove_plugin, workers=workers[1:])
+        assert peers.send(client, peers.array, peers.last_on_the_host, workers) == 1.0
+        sender = workers[:1]
+        client.run(remove_plugin, workers=sender)
+        assert peers.until(lambda: not client.run(used_memory, workers=sender)[workers[0]], 10)
+
+
+def slow_hello(dask_worker: Worker) -> None:
+    hello = dask_worker.handlers[HELLO]
+
+    async def slow(**kwargs: Any) -> Any:
+        os.environ["PAUSED"] = "hello"
+        await asyncio.sleep(2)
+        return await hello(**kwargs)
+
+    dask_worker.handlers[HELLO] = slow
+
+
+def test_the_plugin_goes_while_a_worker_is_asked_how_it_sends() -> None:
+    with peers.cluster(2) as (client, workers):
+        made = client.submit(peers.array, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(slow_hello, workers=workers[:1])
+        use = client.submit(peers.last_on_the_host, made, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[0])
+        client.unregister_worker_plugin("devctx")
+        assert use.result(timeout=20) == 1.0
+
+
+@pytest.mark.parametrize("where", [0, 1], ids=["sender", "receiver"])
+@pytest.mark.parametrize("staging", ["64 MiB", "2 MiB"], ids=["at once", "in pieces"])
+def test_the_plugin_of_one_side_goes_in_the_middle(where: int, staging: str) -> None:
+    with peers.configured(ipc_staging=staging), peers.cluster(2) as (client, workers):
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        made = client.submit(of_8_mb, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(peers.hold, "cuMemcpyAsync", workers=[workers[1 - where]])
+        use = client.submit(peers.last_on_the_host, made, workers=workers[1:], pure=False)
+        peers.when_paused(client, workers[1 - where])
+        client.run(remove_plugin, workers=[workers[where]])
+        client.run(peers.go_on, workers=[workers[1 - where]])
+        assert use.result(timeout=30) == 1.0
+        if where == 1:
+            receiver = workers[1:]
+            assert peers.until(lambda: not client.run(opened, workers=receiver)[workers[1]], 5)
+
+
+# -- workers
+
+
+def hello_with_other_contents(dask_worker: Worker) -> None:
+    hello = dask_worker.handlers[HELLO]
+
+    async def other(**kwargs: Any) -> Any:
+        return (*(await hello(**kwargs))[:2], b"other")
+
+    dask_worker.handlers[HELLO] = other
+
+
+def test_memory_that_is_not_read_does_not_stay_open() -> None:
+    with peers.cluster(2) as (client, workers):
+        client.run(hello_with_other_contents, workers=workers[:1])
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        assert peers.ways(client) == {"host": 1}
+        assert client.run(opened, workers=workers[1:])[workers[1]] == 0
+
+
+def test_a_sender_that_fails_between_the_pieces_ends_nobody_else() -> None:
+    with peers.configured(ipc_staging="2 MiB"), peers.cluster(2) as (client, workers):
+        pids = client.run(pid)
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        anywhere = {"allow_other_workers": True, "pure": False}
+        made = client.submit(of_8_mb, workers=workers[:1], **anywhere)
+        wait(made, timeout=30)
+        client.run(peers.pause, "cuMemcpyAsync", 0.3, 100, workers=workers[1:])
+        use = client.submit(peers.last_on_the_host, made, workers=workers[1:], **anywhere)
+        peers.when_paused(client, workers[1])
+        client.run(peers.poison, workers=workers[:1], on_error="ignore")
+        assert use.result(timeout=60) == 1.0
+        assert client.run(pid, workers=workers[1:]) == {workers[1]: pids[workers[1]]}
+        # dask's log keeps the error with its frames. The pieces that had arrived are no part of it.
+        made.release()
+        receiver = workers[1:]
+        assert peers.until(lambda: not client.run(used_memory, workers=receiver)[workers[1]], 10)
+
+
+def known(dask_worker: Worker) -> set[str]:
+    """All other workers' addresses that a worker keeps for its transfers, but for the report's."""
+    pairs = dask_worker.plugins["devctx"].extension.peers._pairs
+    return {*pairs.readers, *pairs.reasons, *pairs.memories, *pairs.again, *pairs._asking}
+
+
+async def look(dask_worker: Worker) -> None:
+    await dask_worker.plugins["devctx"].extension.peers.look()
+
+
+@pytest.mark.parametrize(
+    "killed",
+    [pytest.param(False, marks=pytest.mark.long, id="retired"), pytest.param(True, id="killed")],
+)
+def test_a_worker_that_left_is_forgotten_and_staging_memory_goes_back(killed: bool) -> None:
+    with peers.cluster(2) as (client, workers):
+        here = workers[:1]
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        assert peers.send(client, peers.array, peers.last, workers[::-1]) == ARRIVED
+        assert client.run(known, workers=here)[workers[0]] == {workers[1]}
+        if killed:
+            os.kill(client.run(pid)[workers[1]], signal.SIGKILL)
+        else:
+            client.retire_workers(workers[1:])
+
+        def is_forgotten() -> bool:
+            client.run(look, workers=here)
+            return not client.run(known, workers=here)[workers[0]]
+
+        assert peers.until(is_forgotten, 20)
+        assert peers.until(lambda: not client.run(peers.given_back, workers=here)[workers[0]], 20)
+
+
+def tell_that_it_left(address: str, dask_worker: Worker) -> None:
+    dask_worker.stream_handlers["remove-worker"](worker=address, stimulus_id="test")
+
+
+def test_a_final_refusal_does_not_stay_for_the_next_worker_at_the_address() -> None:
+    with peers.cluster(2) as (client, workers):
+        client.run(peers.fail, "cuIpcOpenMemHandle", 801, 1, workers=workers[1:])
+        for _ in range(2):
+            assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        assert peers.ways(client) == {"host": 2}
+        client.run(tell_that_it_left, workers[0], workers=workers[1:])
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        assert peers.ways(client) == {"host": 2, "ipc": 1}
+
+
+class AsksAtTheEnd(WorkerPlugin):  # type: ignore[misc]
+    """Asks its worker, which closes, as another worker does that does not know of it yet."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = []
+
+    async def teardown(self, worker: Worker) -> None:
+        assert worker.plugins.get("devctx") is None
+        async with rpc(worker.address) as there:
+            self.answers.append(await there.devctx_ipc_close(said=("x", ())))
+            self.answers.append(await there.devctx_share(uuids=[], version=1))
+
+
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], timeout=30)
+async def test_a_worker_that_closes_answers_and_ends_its_heartbeat_quietly(
+    client: Any, scheduler: Any, worker: Worker
+) -> None:
+    asked, last = asyncio.Event(), AsksAtTheEnd()
+
+    async def slow_metric(worker: Worker) -> int:  # dask asks NVML on a thread
+        asked.set()
+        await asyncio.sleep(0.5)
+        return 1
+
+    await worker.plugin_add(DevicePlugin())
+    await worker.plugin_add(last, name="last")
+    worker.metrics["slow"] = slow_metric
+    await asked.wait()
+    with captured_logger("distributed") as said:
+        await worker.close()
+        await asyncio.sleep(1)
+    assert last.answers == [None, None]
+    assert "No handler" not in said.getvalue()
+    assert "during heartbeat" not in said.getvalue()
+
+
+# -- room
+
+
+def reserved(dask_worker: Worker) -> tuple[int, int]:
+    """The bytes that are reserved on a worker's devices, and how many values they wait for."""
+    memory: Any = dask_worker.data.memory  # type: ignore[attr-defined]
+    nbytes = sum(ledger.incoming for ledger in memory.books.ledgers.values())
+    return nbytes, len(memory.reservations.handed)
+
+
+def is_known(key: str, dask_worker: Worker) -> bool:
+    return key in dask_worker.state.tasks
+
+
+def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> None:
+    with peers.cluster(2) as (client, workers):
+        receiver, address = workers[1:], workers[1]
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        made = client.submit(of_8_mb, workers=workers[:1], pure=False)
+        wait(made, timeout=30)
+        client.run(peers.hold, "cuMemcpyAsync", workers=receiver)
+        use = client.submit(peers.last, made, workers=receiver, pure=False)
+        peers.when_paused(client, address)
+        assert client.run(reserved, workers=receiver)[address][0] > 0
+        use.cancel()
+        made.cancel()
+        client.run(peers.go_on, workers=receiver)
+        key = made.key
+        assert peers.until(lambda: not client.run(is_known, key, workers=receiver)[address], 20)
+        assert peers.until(lambda: client.run(reserved, workers=receiver)[address] == (0, 0), 10)
+
+
+# -- malformed messages
+
+
+async def ask_each(messages: list[tuple[str, Any]], dask_worker: Worker) -> list[Any]:
+    return [await dask_worker.handlers[op](said=message) for op, message in messages]
+
+
+def lie_about(name: str, value: Any, dask_worker: Worker) -> None:
+    """Let a worker send headers with one wrong field."""
+    sender = dask_worker.plugins["devctx"].extension.peers._sender
+    right = type(sender)._message
+
+    def wrong(*args: Any) -> Any:
+        message = right(sender, *args)
+        about = message["devctx-ipc"]
+        lie = {"place": about.place._replace(offset=value)} if name == "offset" else {name: value}
+        return {**message, "devctx-ipc": about._replace(**lie)}
+
+    sender._message = wrong
+
+
+def test_malformed_messages_are_refused_and_the_worker_goes_on() -> None:
+    wrong = [
+        (HELLO, ()),
+        (HELLO, (PROTOCOL, [], "p", "h")),
+        (HELLO, None),
+        (NEXT, ("t", [], 0, 0)),
+        (NEXT, ("t", -1, 0, 0)),
+        (CLOSE, ("t", 7)),
+    ]
+    old = (HELLO, (PROTOCOL - 1, "tcp://127.0.0.1:1", "p", "h"))
+    refused = ("it has another version of dask-devctx", False)
+    with peers.cluster() as (client, workers):
+        client.run(peers.keep_log)
+        answers = client.run(ask_each, [*wrong, old], workers=workers[:1])[workers[0]]
+        assert answers == [None, None, None, None, None, False, refused]
+        log = client.run(peers.kept_log)[workers[0]]
+        assert sum("was refused" in line for line in log) == len(wrong)
+        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+        assert peers.nothing_staged(client)
+
+
+@pytest.mark.long
+def test_a_value_with_a_malformed_header_comes_through_the_host() -> None:
+    with peers.cluster(2) as (client, workers):
+        before = client.run(pid)
+        client.run(peers.keep_log)
+        for turn, lie in enumerate([("offset", 2**40), ("piece", 0), ("parts", "none")]):
+            client.run(lie_about, *lie, workers=workers[:1])
+            client.run(tell_that_it_left, workers[0], workers=workers[1:])
+            for _ in range(2):
+                assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
+            log = client.run(peers.kept_log)[workers[1]]
+            assert sum("The header of a transfer" in line for line in log) == turn + 1, (lie, log)
+        assert client.run(pid) == before
+        assert peers.nothing_staged(client)
