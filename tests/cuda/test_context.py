@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import warnings
 from contextlib import closing
 
 import pytest
@@ -53,27 +52,6 @@ def test_owned(own):
     assert "owned" in repr(own)
 
 
-def test_making_one_leaves_the_current_context(backend):
-    with Device(0):
-        before = current()
-        with closing(Context(0)):
-            assert current() == before
-    assert current() == 0
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (ContextFlags.SCHED_SPIN,),
-        (ContextFlags.SCHED_YIELD,),
-        (ContextFlags.SCHED_BLOCKING_SYNC,),
-    ],
-)
-def test_flags(backend, flags):
-    with closing(Context(0, *flags)) as own:
-        assert own.flags == flags[0]
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -110,14 +88,6 @@ def test_flags_without_a_device_are_named(machine, flags, said):
     assert str(caught.value) == f"a context needs its device before its flags: {said}"
 
 
-def test_flags_are_joined(machine):
-    own = Context(0, ContextFlags.SCHED_YIELD, ContextFlags.SYNC_MEMOPS)
-    assert own.flags == ContextFlags.SCHED_YIELD | ContextFlags.SYNC_MEMOPS
-    own.flags = ContextFlags.SCHED_SPIN
-    assert own.flags == ContextFlags.SCHED_SPIN
-    own.close()
-
-
 _WRONG_FLAGS = [
     (
         ContextFlags.SCHED_SPIN | ContextFlags.SCHED_YIELD,
@@ -143,17 +113,6 @@ def test_flags_that_cannot_be(machine, flags, kind, message):
     with pytest.raises(kind, match=message):
         Device(0).primary_context.flags = flags
     assert current() == 0
-
-
-def test_flags_are_not_taken_for_the_device(machine):
-    with pytest.raises(TypeError, match=r"its device before its flags: Context\(0, "):
-        Context(ContextFlags.SCHED_SPIN)
-    assert not machine.faults.calls["cuCtxCreate"]
-
-
-def test_flags_given_one_by_one_exclude_each_other(machine):
-    with pytest.raises(ValueError, match="SCHED_SPIN and SCHED_YIELD exclude each other"):
-        Context(0, ContextFlags.SCHED_SPIN, ContextFlags.SCHED_YIELD)
 
 
 @pytest.mark.parametrize("flags", [0x3, 0x7, 0x300])
@@ -196,42 +155,6 @@ def test_scope(own):
     assert current() == 0
 
 
-def test_run(own):
-    assert own.run(lambda first, *, second: (current(), first, second), 1, second=2) == (
-        own.handle,
-        1,
-        2,
-    )
-    with pytest.raises(ZeroDivisionError):
-        own.run(lambda: 1 / 0)
-    assert current() == 0
-
-
-def test_set_current(own):
-    own.set_current()
-    assert own.is_current
-    assert Context.current() is own
-    driver.backend().calls.set_current(0)
-    assert not own.is_current
-
-
-def test_synchronize_leaves_the_current_context(own):
-    with Device(0):
-        before = current()
-        own.synchronize()
-        assert current() == before
-    assert current() == 0
-
-
-def test_is_current_is_of_this_thread(own):
-    seen = []
-    with own:
-        thread = threading.Thread(target=lambda: seen.append((own.is_current, Context.current())))
-        thread.start()
-        thread.join()
-    assert seen == [(False, None)]
-
-
 # -- closing
 
 
@@ -253,26 +176,6 @@ def test_close(backend):
     ):
         with pytest.raises(DeviceScopeError, match="this context was closed"):
             use()
-    assert current() == 0
-
-
-def test_close_frees_its_memory(machine):
-    own = Context(1)
-    with own:
-        driver.backend().calls.work.allocate(2**30)
-    assert Device(1).memory_info.free == 15 * 2**30
-    own.close()
-    assert Device(1).memory_info.free == 16 * 2**30
-
-
-def test_close_while_it_is_current(backend):
-    own = Context(0)
-    with own:
-        own.close()
-    assert current() == 0
-    own = Context(0)
-    own.set_current()
-    own.close()
     assert current() == 0
 
 
@@ -314,18 +217,6 @@ def test_close_that_is_interrupted_after_it_was_done(machine):
     with pytest.raises(DeviceScopeError, match="this context was closed"):
         own.set_current()
     Device.unset_current()
-
-
-def test_a_restore_does_not_use_what_close_left_unknown(machine):
-    own = Context(0)
-    own.set_current()
-    Device(1).__enter__()
-    machine.faults.inject("cuCtxDestroy", types.CUresult.CUDA_ERROR_LAUNCH_FAILED)
-    with pytest.raises(DriverError):
-        own.close()
-    Device(1).__exit__(None, None, None)
-    assert own.is_current
-    own.close()
 
 
 # -- making one that fails half-way
@@ -389,15 +280,6 @@ def test_a_context_that_cannot_be_unmade_is_a_note(machine):
 # -- one for a block
 
 
-def test_temporary(backend):
-    with Context.temporary(0, flags=ContextFlags.SCHED_SPIN) as own:
-        assert own.is_current
-        assert own.flags == ContextFlags.SCHED_SPIN
-        assert Context.current() is own
-    assert own.handle == 0
-    assert current() == 0
-
-
 def test_temporary_is_reusable_and_reentrant(machine):
     temporary = Context.temporary(1, ContextFlags.SCHED_YIELD)
     with temporary as first, temporary as second:
@@ -418,13 +300,6 @@ def test_temporary_is_reusable_and_reentrant(machine):
     assert (first.handle, second.handle, third.handle) == (0, 0, 0)
     with pytest.raises(DeviceScopeError, match=r"Context.temporary\(1\)"):
         temporary.__exit__(None, None, None)
-
-
-def test_temporary_closes_when_the_body_raises(machine):
-    with pytest.raises(ZeroDivisionError), Context.temporary(0) as own:
-        1 / 0  # noqa: B018
-    assert own.handle == 0
-    assert current() == 0
 
 
 def test_temporary_closes_what_cannot_be_entered(machine):
@@ -484,29 +359,7 @@ def test_collected_unclosed(machine, caplog):
     driver.backend().calls.destroy(handle)
 
 
-def test_collected_closed_or_never_made(machine):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Context(0).close()
-        machine.faults.inject("cuCtxCreate", types.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-        with pytest.raises(DriverError, match="OUT_OF_MEMORY"):
-            Context(0)
-        gc.collect()
-
-
-def test_closing(backend):
-    with closing(Context(0)) as own, own:
-        assert own.is_current
-    assert own.handle == 0
-
-
 # -- the current one
-
-
-def test_current_is_none(backend):
-    assert Context.current() is None
-    backend.driver()
-    assert Context.current() is None
 
 
 def test_current_that_is_required(backend):
@@ -521,11 +374,6 @@ def test_current_is_the_owner_itself(own):
     with own:
         assert Context.current() is own
         assert Device.current() is own.device
-
-
-def test_current_is_the_primary_one(backend):
-    with Device(0):
-        assert Context.current() is Device(0).primary_context
 
 
 def test_current_is_a_primary_one_that_another_library_holds(backend):
@@ -559,18 +407,6 @@ def test_current_is_borrowed(backend):
     assert not borrowed.is_current
     del borrowed
     gc.collect()  # a borrower warns of nothing
-
-
-def test_borrowed_has_it_all(backend):
-    calls = backend.driver()
-    handle = calls.create(0, 0)
-    borrowed = Context.current()
-    assert borrowed.api_version == calls.api_version(handle)
-    assert borrowed.flags == ContextFlags.SCHED_AUTO
-    assert borrowed.limits[Limit.STACK_SIZE] > 0
-    borrowed.synchronize()
-    assert current() == handle
-    calls.destroy(handle)
 
 
 def test_current_is_dead(backend):
@@ -619,25 +455,6 @@ def test_primary_is_one_object_however_it_is_asked_for(machine):
         with pytest.raises(TypeError, match=r"Write Device\(...\).primary_context"):
             PrimaryContext(not_a_device)
     assert not PrimaryContext(Device(2)).is_active
-
-
-def test_primary_is_one_object_for_all_threads(machine):
-    found = []
-    threads = [
-        threading.Thread(target=lambda: found.append(Device(3).primary_context)) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, found))) == 1
-
-
-def test_primary_is_retained_once(machine):
-    for _ in range(3):
-        with Device(1), Device(1).primary_context:
-            pass
-    assert machine.faults.calls["cuDevicePrimaryCtxRetain"] == 1
 
 
 def test_primary_retained_by_many_threads_once(machine):
@@ -690,11 +507,6 @@ def test_primary_release_leaves_what_others_hold(backend):
     Device(0).primary_context.release()
     assert Device(0).primary_context.is_active
     backend.calls.primary_release(0)
-
-
-def test_primary_is_not_ours_to_close(machine):
-    with pytest.raises(DeviceScopeError, match="belongs to somebody else"):
-        Device(0).primary_context.close()
 
 
 def test_released_primary_can_be_restored(machine):
@@ -798,13 +610,6 @@ def test_stream_priority_range(own):
     assert isinstance(priorities, StreamPriorityRange)
     assert priorities.greatest <= priorities.least
     assert current() == 0
-
-
-def test_values_that_are_none(own):
-    with pytest.raises(ValueError, match="not a valid CacheConfig"):
-        own.cache_config = 17
-    with pytest.raises(ValueError, match="no limit 999; there are"):
-        own.limits[999]
 
 
 def test_primary_context_has_it_all(backend):

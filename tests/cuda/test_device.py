@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import operator
 import pickle
 import subprocess
 import sys
 import threading
-from contextlib import closing
 
 import cloudpickle
 import pytest
-from cuda.bindings.driver import CUcontext, CUresult
+from cuda.bindings.driver import CUresult
 
-from dask_devctx import Context, Device, devices, driver
+from dask_devctx import Device, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceNotFoundError, DriverError
 
@@ -65,12 +63,6 @@ def test_none_is_the_current_one_else_the_first(machine):
     Device(2).primary_context.release()
 
 
-def test_none_creates_nothing(machine):
-    Device()
-    assert not machine.faults.calls["cuInit"]
-    assert not machine.faults.calls["cuDevicePrimaryCtxRetain"]
-
-
 def test_none_without_devices(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert devices() == ()
@@ -95,18 +87,7 @@ def test_says_why_the_environment_hides_a_device(machine, monkeypatch, value, wh
         assert repr(value) in str(caught.value)
 
 
-def test_says_which_gpu_is_lost(machine):
-    machine.gpus[3].lost = True
-    with pytest.raises(DeviceNotFoundError, match="NVML index 3 is left out: GPU is lost"):
-        Device(3)
-
-
 # -- the current one
-
-
-def test_current_is_none_before_anything_used_cuda(machine):
-    assert Device.current() is None
-    assert not machine.faults.calls["cuInit"]
 
 
 def test_current_follows_other_libraries(machine):
@@ -168,16 +149,6 @@ def test_repr_is_one_before_and_after_it_is_used(machine):
     assert repr(device) == expected
     with device:
         assert repr(device) == expected
-
-
-def test_repr_looks_nothing_up(machine):
-    sent = pickle.dumps(Device(2))
-    other = SimulatedMachine(4, host="test")
-    with driver.use(other.backend()):
-        device = pickle.loads(sent)
-        assert repr(device) == f"<Device cuda:? ({device.uuid})>"
-        assert not other.faults.calls
-        assert repr(Device("cuda:2")) == repr(device) == f"<Device cuda:2 ({device.uuid})>"
 
 
 def test_can_be_held_where_the_gpu_is_not(machine):
@@ -280,34 +251,6 @@ def test_nothing_moves_the_callers_context(backend):
 # -- what it does
 
 
-def test_set_current_stays(machine):
-    Device(2).set_current()
-    assert Device.current() is Device(2)
-    machine.driver.cuCtxSetCurrent(CUcontext(0))
-
-
-def test_run(machine):
-    def where(first, *, second):
-        return Device.current(), first, second
-
-    assert Device(2).run(where, 1, second=2) == (Device(2), 1, 2)
-    with pytest.raises(ZeroDivisionError):
-        Device(2).run(lambda: 1 / 0)
-    assert Device.current() is None
-
-
-def test_sync_waits(machine):
-    with Device(1):
-        pass
-    Device(1).sync()
-    assert machine.faults.calls["cuCtxSynchronize"] == 1
-
-
-def test_sync_of_an_unused_device_creates_nothing(backend):
-    Device(0).sync()
-    assert not Device(0).primary_context.is_active
-
-
 def test_sync_waits_for_what_another_library_did(machine):
     driver.backend().driver().primary_retain(1)
     Device(1).sync()
@@ -327,24 +270,7 @@ def test_sync_raises_what_the_work_failed_with(machine):
     )
 
 
-def test_sync_and_synchronize_are_one(machine):
-    with Device(1), closing(Context(1)) as own:
-        for scope in (Device(1), Device(1).primary_context, own):
-            for wait in (scope.sync, scope.synchronize):
-                machine.faults.calls.clear()
-                wait()
-                assert machine.faults.calls["cuCtxSynchronize"] == 1
-
-
 # -- a device as a number
-
-
-def test_is_the_ordinal_where_a_number_is_needed(machine):
-    assert int(Device(2)) == operator.index(Device(2)) == 2
-    assert ["a", "b", "c"][Device(2)] == "c"
-    assert f"{Device(2).__index__()}" == "2"
-    assert Device(2) != 2  # it is no number: another UUID may have this ordinal elsewhere
-    assert Device(Device(2)) is Device(2)
 
 
 def test_an_ordinal_that_is_not_here(machine):

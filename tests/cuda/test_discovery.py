@@ -15,7 +15,6 @@ from dask_devctx.cuda import discovery
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import (
-    DeviceNotFoundError,
     DriverError,
     DriverUnavailableError,
     VisibleDevicesError,
@@ -55,15 +54,6 @@ def found(machine):
     return [uuids.index(device.uuid) for device in devices()]
 
 
-def test_all_devices_in_order(backend):
-    inventory = discovery.inventory(backend)
-    assert [info.device_id for info in inventory.devices] == list(range(len(inventory.devices)))
-    for info in inventory.devices:
-        assert info.uuid.startswith(("GPU-", "MIG-"))
-        assert info.total_memory > 0
-        assert len(info.compute_capability) == 2
-
-
 def test_as_the_driver_shows_them(backend):
     """NVML with the rule, and the driver, agree on every device, its name and its address."""
     inventory = discovery.inventory(backend)
@@ -89,28 +79,10 @@ def test_touches_no_driver(machine):
     assert not machine.faults.calls
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"), [("2,0", [2, 0]), ("", []), ("3,9,1", [3]), ("1,1", [])]
-)
-def test_follows_visible_devices(machine, monkeypatch, value, expected):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert found(machine) == expected
-    inventory = discovery.inventory(driver.backend())
-    hidden = {info.uuid for info in inventory.hidden}
-    assert hidden == {gpu.uuid for gpu in machine.gpus if gpu.index not in expected}
-    assert {info.device_id for info in inventory.hidden} <= {-1}
-
-
 def test_follows_uuids(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{machine.gpus[3].uuid},{machine.gpus[1].uuid}")
     assert found(machine) == [3, 1]
     assert [device.info.nvml_index for device in devices()] == [3, 1]
-
-
-def test_names_the_entry_that_hid_the_rest(machine, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9,1")
-    (problem,) = discovery.inventory(driver.backend()).problems
-    assert "the entry '9' hides itself and all after it: the machine has 4 devices" in problem
 
 
 def test_a_change_before_cuda_starts_is_followed(machine, monkeypatch):
@@ -122,13 +94,6 @@ def test_a_change_before_cuda_starts_is_followed(machine, monkeypatch):
     with device:
         assert Device.current() is device
     device.primary_context.release()
-
-
-def test_a_change_after_cuda_started_is_not_followed(machine, monkeypatch):
-    backend = driver.backend()
-    backend.driver()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert found(machine) == [0, 1, 2, 3]
 
 
 def test_another_library_started_cuda_first(machine, monkeypatch):
@@ -151,15 +116,6 @@ def test_current_device_that_the_environment_hides(machine, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(VisibleDevicesError, match="which the variable hides"):
         Device.current()
-    machine.driver.cuCtxSetCurrent(CUcontext(0))
-
-
-def test_current_device_is_joined_by_uuid(machine, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    machine.driver.cuInit(0)
-    machine.driver.cuCtxSetCurrent(machine.driver.cuDevicePrimaryCtxRetain(1)[1])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,2")
-    assert Device.current().uuid == machine.gpus[3].uuid
     machine.driver.cuCtxSetCurrent(CUcontext(0))
 
 
@@ -195,20 +151,6 @@ def test_the_driver_orders_several_kinds(mixed):
         assert found(mixed) == [2, 3, 0, 1]
         assert [device.info.nvml_index for device in devices()] == [2, 3, 0, 1]
         assert Device(0).name == "Simulated GPU"
-
-
-def test_bus_order_needs_no_driver(mixed, monkeypatch):
-    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    assert found(mixed) == [0, 1, 2, 3]
-    assert not mixed.faults.calls
-
-
-@pytest.mark.parametrize("value", ["", "-1", "{uuids}"])
-def test_several_kinds_without_asking_the_driver(mixed, monkeypatch, value):
-    value = value.format(uuids=f"{mixed.gpus[2].uuid},{mixed.gpus[0].uuid}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert found(mixed) == ([2, 0] if value.startswith("GPU") else [])
-    assert not mixed.faults.calls
 
 
 # -- NVML is missing, partial, or its GPUs are
@@ -316,23 +258,6 @@ def test_affinity_without_a_cpu_is_unknown(machine):
         assert Device(0).info.cpu_affinity is None
 
 
-def test_what_nvml_says(machine):
-    machine.gpus[3].numa_node = 1
-    info = Device(3).info
-    assert info.pci_bus_id == "0000:04:00.0"
-    assert info.numa_node == 1
-    assert 0 in info.cpu_affinity
-
-
-def test_lost_gpu(machine):
-    machine.gpus[1].lost = True
-    assert found(machine) == [0, 2, 3]
-    (problem,) = discovery.inventory(driver.backend()).problems
-    assert "NVML index 1 is left out" in problem
-    with pytest.raises(DeviceNotFoundError):
-        Device(machine.gpus[1].uuid)
-
-
 def test_gpu_that_is_lost_later(machine):
     device = Device(1)
     driver.backend().driver()
@@ -382,20 +307,4 @@ def test_mig_instance(machine, monkeypatch):
     device.primary_context.release()
 
 
-def test_mig_parent_is_no_device(machine):
-    machine.gpus[2].mig = (M0, M1)
-    assert found(machine) == [0, 1, 3]
-    inventory = discovery.inventory(driver.backend())
-    assert {info.uuid for info in inventory.hidden} == {M0, M1}
-    (problem,) = inventory.problems
-    assert problem == f"{machine.gpus[2].uuid} is in MIG mode: it is hidden beside whole GPUs"
-
-
 # -- where the simulated machine is
-
-
-def test_uuids_tell_machines_apart():
-    one, same, other = (SimulatedMachine(2, host=host).gpus for host in ("a", "a", "b"))
-    assert [gpu.uuid for gpu in one] == [gpu.uuid for gpu in same]
-    assert {gpu.uuid for gpu in one}.isdisjoint(gpu.uuid for gpu in other)
-    assert one[0].uuid != one[1].uuid

@@ -7,7 +7,6 @@ import importlib
 import subprocess
 import sys
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ from cuda.bindings.driver import CUresult
 
 from dask_devctx import Context, Device, driver
 from dask_devctx.cuda.scope import open_scopes
-from dask_devctx.driver.backends import Backend
-from dask_devctx.errors import DeviceScopeError, DriverError
+from dask_devctx.errors import DriverError
 
 
 def inside(device, log):
@@ -31,34 +29,6 @@ def inside(device, log):
 
 
 # -- generators with a scope around a yield
-
-
-def test_a_generator_that_is_dropped_leaves_its_scope(machine):
-    log = []
-    generator = inside(Device(1), log)
-    assert next(generator) is Device(1)
-    assert open_scopes() == (Device(1),)
-    del generator
-    gc.collect()
-    assert log == [[GeneratorExit]]
-    assert open_scopes() == ()
-    assert Device.current() is None
-
-
-def test_a_generator_that_is_dropped_inside_another_scope_is_told(machine):
-    log = []
-    generator = inside(Device(1), log)
-    next(generator)
-    with Device(2):
-        del generator
-        gc.collect()
-        ((kind, note),) = log
-        assert kind is GeneratorExit
-        assert "DeviceScopeError" in note
-        assert "use on_device(...)" in note
-        assert Device.current() is Device(2)
-        assert open_scopes() == (Device(2),)
-    assert Device.current() is None
 
 
 def test_a_generator_that_is_dropped_on_another_thread_changes_nothing(machine):
@@ -97,36 +67,6 @@ def test_scopes_of_one_device_that_interleave_end_as_they_began(machine):
 
 
 # -- objects
-
-
-def test_a_scope_in_a_del(machine):
-    seen = []
-
-    class Resource:
-        def __del__(self):
-            with Device(3):
-                seen.append(Device.current())
-
-    resource = Resource()
-    with Device(1):
-        del resource
-        gc.collect()
-        assert seen == [Device(3)]
-        assert Device.current() is Device(1)
-        assert open_scopes() == (Device(1),)
-
-
-def test_a_scope_that_is_entered_in_one_call_and_left_in_another(machine):
-    from contextlib import ExitStack
-
-    with Device(2):
-        with ExitStack() as stack:
-            for number in (0, 1, 3):
-                assert stack.enter_context(Device(number)) is Device(number) is Device.current()
-            later = stack.pop_all()
-        assert Device.current() is Device(3)
-        later.close()
-        assert Device.current() is Device(2)
 
 
 def test_the_entry_is_dropped_only_after_the_restore_was_tried(machine):
@@ -174,15 +114,6 @@ def test_unset_current_leaves_nothing_current(backend, unset):
     own.close()
 
 
-def test_unset_current_of_an_object(machine):
-    with closing(Context(2)) as own:
-        for one in (Device(1), own, Device(3).primary_context):
-            own.set_current()
-            one.unset_current()
-            assert Device.current() is None
-    assert machine.gpus[3].primary is None  # nothing was created by it
-
-
 def test_unset_current_takes_off_what_others_pushed(backend):
     """All of it: a pop of theirs finds the stack empty."""
     theirs = Context(0)
@@ -196,37 +127,6 @@ def test_unset_current_takes_off_what_others_pushed(backend):
     theirs.close()
 
 
-def test_unset_current_inside_a_scope_lasts_until_its_end(machine):
-    Device(2).set_current()
-    with Device(1):
-        Device.unset_current()
-        assert Device.current() is None
-        with Device(3):
-            assert Device.current() is Device(3)
-        assert Device.current() is None
-    assert Device.current() is Device(2)
-    Device.unset_current()
-
-
-def test_unset_current_is_of_its_thread(machine):
-    Device(1).set_current()
-    thread = threading.Thread(target=Device.unset_current)
-    thread.start()
-    thread.join()
-    assert Device.current() is Device(1)
-    Device.unset_current()
-
-
-def test_unset_current_without_a_driver():
-    class NoDriver:
-        def __getattr__(self, name):
-            raise RuntimeError("no libcuda.so.1")
-
-    with driver.use(Backend(NoDriver(), None)):
-        Device.unset_current()
-        assert Device.current() is None
-
-
 def test_unset_current_that_the_driver_refuses(machine):
     Device(1).set_current()
     machine.faults.inject("cuCtxSetCurrent", CUresult.CUDA_ERROR_UNKNOWN)
@@ -234,26 +134,6 @@ def test_unset_current_that_the_driver_refuses(machine):
         Device.unset_current()
     assert Device.current() is Device(1)
     Device.unset_current()
-
-
-def test_set_current_is_of_its_thread(machine):
-    def work():
-        Device(2).set_current()
-        return Device.current()
-
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(work()))
-    thread.start()
-    thread.join()
-    assert seen == [Device(2)]
-    assert Device.current() is None
-
-
-def test_set_current_inside_a_scope_ends_with_it(machine):
-    with Device(1):
-        Device(2).set_current()
-        assert Device.current() is Device(2)
-    assert Device.current() is None
 
 
 # -- the process
@@ -366,14 +246,6 @@ def test_a_subinterpreter_works_or_says_why_not(child):
 
 
 # -- what a scope that was left leaves
-
-
-def test_leaving_twice_is_noticed(machine):
-    device = Device(1)
-    with pytest.raises(DeviceScopeError, match="which did not enter it"), device:
-        device.__exit__(None, None, None)
-    assert Device.current() is None
-    assert open_scopes() == ()
 
 
 # -- nothing of the driver before it is needed

@@ -198,12 +198,6 @@ def test_not_there(which, hint):
     assert error.__context__ is None or pickle.dumps(error.__context__.args)
 
 
-def test_no_device_at_all():
-    with pytest.raises(DeviceNotFoundError, match="CUDA shows this process no device") as caught:
-        naming.find(0, Inventory((), visible_devices=""))
-    assert "Available: none; CUDA_VISIBLE_DEVICES is ''" in str(caught.value)
-
-
 @given(st.text(max_size=12))
 def test_any_text_is_found_or_told(text):
     try:
@@ -220,14 +214,3 @@ def test_any_number_is_found_or_told(number):
     else:
         with pytest.raises(DeviceNotFoundError):
             find(number)
-
-
-def test_device_takes_them_all(machine):
-    one = Device(1)
-    for which in ("cuda:1", "1", one, one.uuid, one.uuid[:10], one.pci_bus_id, np.int8(1)):
-        assert Device(which) is one
-    assert Device(foreign("torch", type="cuda", index=1)) is one
-    with one:
-        assert Device(foreign("torch", type="cuda", index=None)) is one
-        assert Device("cuda") is one
-    one.primary_context.release()

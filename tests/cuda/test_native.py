@@ -18,11 +18,10 @@ import pytest
 from cuda.bindings import driver as types
 
 from dask_devctx import Device, driver
-from dask_devctx.cuda.context import Context
 from dask_devctx.cuda.scope import Scope, open_scopes, stack
 from dask_devctx.driver import backends
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DeviceScopeError, DriverError, DriverUnavailableError
+from dask_devctx.errors import DriverError
 from tests.addressed import addressed
 
 native = pytest.importorskip("dask_devctx.driver._scope", reason="the extension was not built")
@@ -64,16 +63,6 @@ class _Tell:
         return getattr(self._inner, name)
 
 
-def test_a_driver_without_addresses_is_called_in_python() -> None:
-    machine = SimulatedMachine(2)
-    with driver.use(machine.backend()):
-        device = Device(1)
-        with device:
-            assert Device.current() is device
-        assert device._backend.native is None
-        assert Device.current() is None
-
-
 def test_two_drivers_in_one_process_keep_their_own_addresses(machine: SimulatedMachine) -> None:
     other, plain = SimulatedMachine(2), SimulatedMachine(2)
     mine = Device(1)
@@ -87,16 +76,6 @@ def test_two_drivers_in_one_process_keep_their_own_addresses(machine: SimulatedM
             assert backend.current_context() != 0
     for backend in (mine._backend, theirs._backend, third._backend):
         assert backend.current_context() == 0
-
-
-def test_a_failing_set_leaves_the_thread_as_it_was(machine: SimulatedMachine) -> None:
-    device = Device(1)
-    with Device(0) as outer:
-        machine.faults.inject("cuCtxSetCurrent", ILLEGAL)
-        with pytest.raises(DriverError, match="cuCtxSetCurrent failed with CUDA_ERROR_ILLEGAL"):
-            device.__enter__()
-        assert open_scopes() == (outer,)
-        assert Device.current() is outer
 
 
 def test_a_set_that_fails_after_it_was_done_is_undone(machine: SimulatedMachine) -> None:
@@ -127,72 +106,11 @@ def test_a_failing_get_leaves_the_thread_as_it_was(machine: SimulatedMachine) ->
     assert open_scopes() == ()
 
 
-def test_a_failing_restore_is_raised(machine: SimulatedMachine) -> None:
-    Device(0).set_current()
-    with pytest.raises(DriverError, match="cuCtxSetCurrent"), Device(1):
-        machine.faults.inject("cuCtxSetCurrent", ILLEGAL)
-    assert open_scopes() == ()
-
-
-def test_a_failing_restore_is_a_note_on_the_bodys_own_exception(machine: SimulatedMachine) -> None:
-    first = Device(0)
-    first.set_current()
-    machine.faults.inject("cuCtxSetCurrent", ILLEGAL, when=lambda ctx: int(ctx) == first._handle)
-    with pytest.raises(KeyError) as caught, Device(1):
-        raise KeyError
-    assert "cuCtxSetCurrent failed" in caught.value.__notes__[0]
-    assert open_scopes() == ()
-
-
 def test_a_status_that_the_bindings_do_not_know(machine: SimulatedMachine) -> None:
     error = Device(0)._backend.calls.set_current_error(123_456)
     assert isinstance(error, DriverError)
     assert error.code == 123_456
     assert pickle.loads(pickle.dumps(error)).code == 123_456
-
-
-def test_a_body_that_pushes_contexts_where_none_was_current(machine: SimulatedMachine) -> None:
-    with Device(1) as device:
-        for _ in range(3):
-            machine.driver.cuCtxPushCurrent(types.CUcontext(device._handle))
-    assert Device.current() is None
-
-
-def test_a_context_that_may_die_is_watched_and_restored(machine: SimulatedMachine) -> None:
-    own = Context(0)
-    with own:
-        with Device(1):
-            assert stack()[-1][1:] == (own.handle, own._identity)
-            assert stack()[0][1:] == (0, 0)
-        assert own.is_current
-    own.close()
-
-
-def test_a_context_that_died_is_not_made_current(machine: SimulatedMachine) -> None:
-    own = Context(0)
-    own.set_current()
-    device = Device(1)
-    device.__enter__()
-    own.close()
-    with pytest.raises(DeviceScopeError, match="was destroyed"):
-        device.__exit__(None, None, None)
-    assert Device.current() is None
-
-
-def test_scopes_left_out_of_order_heal_the_stack(machine: SimulatedMachine) -> None:
-    first, second = Device(1), Device(2)
-    first.__enter__()
-    second.__enter__()
-    with pytest.raises(DeviceScopeError, match="interleave"):
-        first.__exit__(None, None, None)
-    assert open_scopes() == (second,)
-    second.__exit__(None, None, None)
-    assert Device.current() is None
-
-
-def test_leaving_what_was_not_entered(machine: SimulatedMachine) -> None:
-    with pytest.raises(DeviceScopeError, match="did not enter it"):
-        Device(1).__exit__(None, None, None)
 
 
 @pytest.mark.parametrize("arguments", [(), (None,), (None, None, None, None)])
@@ -266,23 +184,6 @@ def test_calls_in_relaxed_mode_stop_at_the_first_that_fails() -> None:
 
 
 # Threads, and JAX' own words, of whatever was imported in this process: the child only looks.
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_after_a_fork_scopes_say_so(machine: SimulatedMachine) -> None:
-    with Device(1) as device:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                with pytest.raises(DriverUnavailableError), device:
-                    pass
-                with pytest.raises(DriverUnavailableError):
-                    device.__exit__(None, None, None)
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitpid(child, 0)[1] == 0
-
-
 @pytest.mark.gpu(count=1)
 def test_the_real_driver_tells_its_addresses() -> None:
     with driver.use(backends.real()) as backend:

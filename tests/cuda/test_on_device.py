@@ -9,13 +9,10 @@ import contextlib
 import functools
 import gc
 import inspect
-import multiprocessing
 import pickle
 import sys
-import threading
 import types
 import weakref
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import cloudpickle
 import pytest
@@ -24,7 +21,7 @@ from cuda.bindings.driver import CUresult
 from dask_devctx import Device, driver
 from dask_devctx.cuda.on_device import DeviceFunction, on_device
 from dask_devctx.cuda.scope import open_scopes
-from dask_devctx.cuda.suspending import call, within
+from dask_devctx.cuda.suspending import call
 from dask_devctx.errors import DeviceNotFoundError, DriverError
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -58,16 +55,6 @@ def test_looks_like_the_function():
     assert repr(where).startswith("on_device(1)(<function where at")
     assert where.which == 1
     assert where.__wrapped__() == (None, None, None)
-
-
-def test_exception():
-    @on_device(1)
-    def fails():
-        raise ValueError(ordinal())
-
-    with pytest.raises(ValueError, match="1"):
-        fails()
-    assert ordinal() is None
 
 
 def test_nested():
@@ -117,12 +104,6 @@ def test_a_name_of_no_device_is_refused_where_it_is_written(which, kind, said):
 def test_only_what_can_be_called(thing):
     with pytest.raises(TypeError, match=r"on_device\(1\) decorates something callable, got"):
         on_device(1)(thing)
-
-
-@pytest.mark.parametrize("descriptor", [classmethod, property, functools.cached_property])
-def test_above_a_descriptor_it_says_where_to_put_it(descriptor):
-    with pytest.raises(TypeError, match="Put it below @classmethod or @property"):
-        on_device(1)(descriptor(ordinal))
 
 
 class Model:
@@ -182,17 +163,6 @@ def test_parameters_of_any_name():
     assert Device(1).run(function, scope=2, fn=3, which=4, self=5) == (1, 2, 3, 4, 5)
 
 
-def test_callables_that_are_no_functions():
-    assert on_device(1)(functools.partial(where.__wrapped__, 7))() == (1, 7, None)
-    assert on_device(1)(dict)(a=1) == {"a": 1}
-
-    class Callable:
-        def __call__(self):
-            return ordinal()
-
-    assert on_device(1)(Callable())() == 1
-
-
 # -- what kind of function it is stays visible
 
 
@@ -250,12 +220,6 @@ async def steps(log, count=3):
     return "done"
 
 
-def test_coroutine():
-    log = []
-    assert asyncio.run(steps(log)) == "done"
-    assert log == [1] * 4
-
-
 def test_nothing_leaks_to_who_runs_in_between():
     seen = []
 
@@ -291,19 +255,6 @@ def test_many_interleaved_on_one_loop():
 
     assert asyncio.run(main()) == [n % 4 for n in range(40)]
     assert ordinal() is None
-
-
-def test_coroutine_that_awaits_another_on_another_device():
-    @on_device(2)
-    async def outer(log):
-        log.append(ordinal())
-        await steps(log, 2)
-        log.append(ordinal())
-        return ordinal()
-
-    log = []
-    assert asyncio.run(outer(log)) == 2
-    assert log == [2, 1, 1, 1, 2]
 
 
 def test_cancelled_while_it_waits():
@@ -351,82 +302,6 @@ def test_never_awaited_warns_once_with_its_own_name():
         del coroutine
         gc.collect()
     assert len(caught) == 1
-
-
-def test_coroutine_that_swallows_its_cancellation():
-    @on_device(1)
-    async def stubborn():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
-        return ordinal()
-
-    async def main():
-        task = asyncio.ensure_future(stubborn())
-        await asyncio.sleep(0)
-        task.cancel()
-        return await task
-
-    assert asyncio.run(main()) == 1
-
-
-def test_coroutine_that_raises():
-    @on_device(1)
-    async def fails():
-        await asyncio.sleep(0)
-        raise ValueError(ordinal())
-
-    with pytest.raises(ValueError, match="1"):
-        asyncio.run(fails())
-
-
-def waiting_on_one():
-    """Return a coroutine function that waits on device 1, and its log of the device at its end."""
-    log = []
-
-    @on_device(1)
-    async def waits():
-        try:
-            await asyncio.sleep(60)
-        finally:
-            log.append(ordinal())
-
-    return waits, log
-
-
-def test_coroutine_closed_while_it_waits():
-    waits, log = waiting_on_one()
-
-    async def main():
-        coroutine = waits()
-        coroutine.send(None)
-        coroutine.close()
-
-    asyncio.run(main())
-    assert log == [1]
-
-
-def test_coroutine_dropped_while_it_waits():
-    waits, log = waiting_on_one()
-
-    async def main():
-        coroutine = waits()
-        coroutine.send(None)
-        del coroutine
-        gc.collect()
-
-    asyncio.run(main())
-    assert log == [1]
-
-
-def test_timeout():
-    waits, log = waiting_on_one()
-
-    async def main():
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(waits(), 0.01)
-
-    asyncio.run(main())
-    assert log == [1]
 
 
 def test_failing_restore_is_not_hidden_by_a_return(machine):
@@ -492,27 +367,6 @@ def test_generator():
     assert open_scopes() == ()
 
 
-def test_generators_that_interleave():
-    def count(mine):
-        for n in range(5):
-            assert ordinal() == mine
-            yield mine, n
-
-    one, two = on_device(1)(count)(1), on_device(2)(count)(2)
-    assert list(zip(one, two, strict=True)) == [((1, n), (2, n)) for n in range(5)]
-    assert ordinal() is None
-
-
-def test_generator_closed():
-    log = []
-    generator = echo(log)
-    next(generator)
-    generator.close()
-    assert log == [1, ("closed", 1)]
-    with pytest.raises(StopIteration):
-        next(generator)
-
-
 def test_generator_closed_before_it_started():
     log = []
     echo(log).close()
@@ -526,80 +380,6 @@ def test_generator_dropped():
     del generator
     gc.collect()
     assert log == [1, ("closed", 1)]
-
-
-def test_generator_that_raises_what_was_thrown():
-    log = []
-    generator = echo(log)
-    next(generator)
-    error = ValueError("thrown")
-    with pytest.raises(ValueError, match="thrown") as caught:
-        generator.throw(error)
-    assert caught.value is error
-    assert log[-1] == ("closed", 1)
-
-
-def test_generator_that_ignores_its_end():
-    @on_device(1)
-    def stubborn():
-        try:
-            yield 1
-        except GeneratorExit:
-            yield 2
-
-    generator = stubborn()
-    next(generator)
-    with pytest.raises(RuntimeError, match="ignored GeneratorExit"):
-        generator.close()
-
-
-def test_generator_delegated_to():
-    log = []
-
-    def outer():
-        log.append(ordinal())
-        returned = yield from echo(log)
-        log.append(ordinal())
-        return returned
-
-    generator = outer()
-    next(generator)
-    with pytest.raises(StopIteration) as stopped:
-        generator.send("stop")
-    assert stopped.value.value == "returned"
-    assert log == [None, 1, ("closed", 1), None]
-
-
-def test_generator_resumed_on_several_threads():
-    generator = on_device(1)(lambda: (ordinal() for _ in range(3)))()
-    seen = []
-    for _ in range(3):
-        thread = threading.Thread(target=lambda: seen.append(next(generator)))
-        thread.start()
-        thread.join()
-    assert seen == [1, 1, 1]
-
-
-def test_generator_as_a_context_manager():
-    @contextlib.contextmanager
-    @on_device(1)
-    def manager():
-        yield ordinal()
-
-    with manager() as inside:
-        assert inside == 1
-        assert ordinal() is None
-
-
-def test_what_runs_later_and_is_no_generator_runs_where_it_is_used():
-    @on_device(1)
-    @contextlib.contextmanager
-    def manager():
-        yield ordinal()
-
-    with manager() as inside:
-        assert inside is None
-    assert list(on_device(1)(map)(lambda _: ordinal(), [0])) == [None]
 
 
 def test_coroutine_of_a_decorated_generator():
@@ -678,41 +458,6 @@ def test_async_generator():
     assert asyncio.run(main()) == [1, 1, 1, 1, ("closed", 1)]
 
 
-def test_async_for():
-    @on_device(3)
-    async def count():
-        for n in range(3):
-            await asyncio.sleep(0)
-            yield n, ordinal()
-
-    async def main():
-        return [(item, ordinal()) async for item in count()]
-
-    assert asyncio.run(main()) == [((n, 3), None) for n in range(3)]
-
-
-def test_async_generators_that_interleave():
-    async def count(mine):
-        for n in range(5):
-            assert ordinal() == mine
-            await asyncio.sleep(0)
-            assert ordinal() == mine
-            yield n
-
-    async def consume(mine):
-        total = 0
-        async for n in on_device(mine)(count)(mine):
-            assert ordinal() is None
-            await asyncio.sleep(0)
-            total += n
-        return total
-
-    async def main():
-        return await asyncio.gather(*(consume(n % 4) for n in range(12)))
-
-    assert asyncio.run(main()) == [10] * 12
-
-
 def test_async_generator_closed():
     async def main():
         log = []
@@ -786,40 +531,7 @@ def test_async_generators_left_to_the_end_of_the_loop():
     assert complaints == []
 
 
-def test_async_generator_cancelled():
-    log = []
-
-    @on_device(1)
-    async def waits():
-        try:
-            yield 1
-            await asyncio.sleep(60)
-        finally:
-            log.append(ordinal())
-
-    async def consume():
-        async for _ in waits():
-            pass
-
-    async def main():
-        task = asyncio.ensure_future(consume())
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    assert log == [1]
-
-
 # -- threads and processes
-
-
-def test_thread_pool():
-    with ThreadPoolExecutor(4) as pool:
-        functions = [on_device(n % 4)(ordinal) for n in range(40)]
-        assert list(pool.map(lambda function: function(), functions)) == [n % 4 for n in range(40)]
-        assert set(pool.map(lambda _: ordinal(), range(8))) == {None}
 
 
 def plain():
@@ -870,18 +582,7 @@ def test_cloudpickled_from_main(child):
     assert pickle.loads(sent)("x") == (2, "x")
 
 
-def test_process_pool():
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(where, 7).result(timeout=60) == (1, 7, None)
-
-
 # -- call and within, which other wrappers use
-
-
-def test_call():
-    assert call(Device(1), where.__wrapped__, 1, second=2) == (1, 1, 2)
-    assert asyncio.run(call(Device(1), coroutine_function)) == 1
-    assert list(call(Device(1), generator_function)) == [1]
 
 
 @pytest.mark.parametrize("make", [Device, lambda number: Device(number).primary_context])
@@ -903,22 +604,6 @@ def test_run(make):
     for seen in scope.run(generator_function):
         assert (seen, ordinal()) == (1, None)
     assert scope.run(ordinal) == 1
-
-
-def test_within_passes_on_what_has_run():
-    assert within(Device(1), 17) == 17
-    assert within(Device(1), None) is None
-    assert asyncio.run(within(Device(1), coroutine_function())) == 1
-
-
-def test_within_a_context():
-    from contextlib import closing
-
-    from dask_devctx.cuda.context import Context
-
-    with closing(Context(2)) as own:
-        handles = list(call(own, lambda: (Context.current() for _ in range(2))))
-        assert handles == [own, own]
 
 
 def test_the_device_is_not_left_out():

@@ -78,113 +78,6 @@ def test_basic(device):
     assert current() == 0
 
 
-def test_exit_returns_false(machine):
-    device = Device(1)
-    device.__enter__()
-    assert device.__exit__(None, None, None) is False
-
-
-def test_exception_passes_through(device):
-    error = ValueError("mine")
-    with pytest.raises(ValueError, match="mine") as caught, device:
-        raise error
-    assert caught.value is error
-    assert not hasattr(error, "__notes__")
-    assert current() == 0
-
-
-@pytest.mark.parametrize("kind_of_error", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_exceptions_that_end_programs_pass_through(machine, kind_of_error):
-    with pytest.raises(kind_of_error), Device(1):
-        raise kind_of_error
-    assert current() == 0
-
-
-def test_leaving_by_return_break_and_continue(machine):
-    def returns():
-        with Device(1):
-            return current()
-
-    assert returns() == Device(1).primary_context.handle
-    for _ in range(2):
-        with Device(2):
-            continue
-    while True:
-        with Device(2):
-            break
-    assert current() == 0
-
-
-def test_same_device_nested(device):
-    with device:
-        handle = current()
-        with device:
-            assert open_scopes() == (device, device)
-            with device:
-                assert current() == handle
-            assert current() == handle
-        assert current() == handle
-    assert current() == 0
-
-
-def test_different_devices_nested(device, last):
-    with device:
-        outer = current()
-        with last:
-            assert Device.current() is last
-        assert current() == outer
-        with last, device:
-            assert Device.current() is device
-        assert current() == outer
-    assert current() == 0
-
-
-def test_deep_nesting(machine):
-    everything = [Device(n % 4) for n in range(60)]
-    seen = []
-    for device in everything:
-        device.__enter__()
-        seen.append(current())
-    for device, handle in zip(reversed(everything), reversed(seen), strict=True):
-        assert current() == handle
-        device.__exit__(None, None, None)
-    assert current() == 0
-
-
-def test_usable_again_after_exit(device):
-    for _ in range(3):
-        with device:
-            assert Device.current() is device
-        device.sync()
-        assert device.memory_info.total
-        assert current() == 0
-
-
-def test_threads_do_not_see_each_other(device, last):
-    barrier = threading.Barrier(8, timeout=30)
-    problems = []
-
-    def work(mine):
-        try:
-            for _ in range(20):
-                with mine:
-                    barrier.wait()
-                    assert Device.current() is mine
-                    assert open_scopes() == (mine,)
-                    barrier.wait()
-                assert current() == 0
-        except BaseException as error:
-            problems.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=work, args=((device, last)[n % 2],)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not problems, problems
-
-
 @pytest.mark.gpu(count=2)
 def test_runtime_agrees_which_device_is_current(child):
     """``cudaGetDevice``, on two real GPUs."""
@@ -221,16 +114,6 @@ def test_none_is_restored_as_none_and_not_as_the_first_device(backend, last):
         assert backend.calls.primary_state(0) == (0, False)
 
 
-def test_fresh_thread(device):
-    def fresh():
-        assert current() == 0
-        with device:
-            assert Device.current() is device
-        return current()
-
-    assert on_thread(fresh) == 0
-
-
 def test_makes_current_even_what_is_current_already(calls, machine):
     Device(1).set_current()
     before = machine.faults.calls["cuCtxSetCurrent"]
@@ -256,44 +139,6 @@ def test_a_context_that_is_not_primary_is_restored_as_it_was(backend, device):
             pass
     assert current() == own
     calls.destroy(own)
-    assert current() == 0
-
-
-def test_binds_again_where_somebody_set_another_one_inside(calls):
-    with Device(1):
-        Device(2).set_current()
-        with Device(3):
-            pass
-        assert Device.current() is Device(2)
-    assert current() == 0
-
-
-def test_pushed_and_popped_inside(backend, device, last):
-    raw = backend.driver().driver
-    context = CUcontext(last.primary_context.handle)
-    with device:
-        raw.cuCtxPushCurrent(context)
-        with device:
-            raw.cuCtxPushCurrent(context)
-            raw.cuCtxPopCurrent()
-            assert Device.current() is device
-        assert Device.current() is last
-        raw.cuCtxPopCurrent()
-        assert Device.current() is device
-    assert current() == 0
-
-
-def test_pushed_before_is_on_the_stack_afterwards(backend, device, last):
-    raw = backend.driver().driver
-    first, second = device.primary_context.handle, last.primary_context.handle
-    raw.cuCtxPushCurrent(CUcontext(second))
-    raw.cuCtxPushCurrent(CUcontext(first))
-    with last:
-        pass
-    assert int(raw.cuCtxPopCurrent()[1]) == first
-    with device:
-        pass
-    assert int(raw.cuCtxPopCurrent()[1]) == second
     assert current() == 0
 
 
@@ -325,23 +170,6 @@ def test_own_context_closed_inside_a_scope(backend, device):
     assert "Close a context after the scopes inside it" in str(caught.value)
     assert current() == 0
     assert open_scopes() == ()
-
-
-def test_closed_context_is_not_shown_to_the_driver_again(machine):
-    own = Context(0)
-    own.set_current()
-    with pytest.raises(DeviceScopeError), Device(1):
-        own.close()
-        asked = machine.faults.calls["cuCtxGetId"]
-    assert machine.faults.calls["cuCtxGetId"] == asked
-
-
-def test_foreign_context_destroyed_inside_a_scope(backend, device):
-    calls = backend.driver()
-    foreign = calls.create(0, 0)
-    with pytest.raises(DeviceScopeError, match=f"0x{foreign:x}, which was destroyed"), device:
-        calls.destroy(foreign)
-    assert current() == 0
 
 
 class Reusing:
@@ -384,15 +212,6 @@ def test_context_that_was_dead_on_entering(backend, device):
     assert current() == 0
 
 
-def test_closed_context_is_a_note_on_the_bodys_own_exception(machine):
-    own = Context(0)
-    own.set_current()
-    with pytest.raises(ZeroDivisionError) as caught, Device(1):
-        own.close()
-        1 / 0  # noqa: B018
-    assert "DeviceScopeError" in caught.value.__notes__[0]
-
-
 # -- calls that fail
 
 
@@ -407,15 +226,6 @@ def test_failing_enter_remembers_nothing(machine, calls):
     assert open_scopes() == ()
     assert current() == before
     calls.set_current(0)
-
-
-def test_failing_bind_remembers_nothing(machine):
-    machine.faults.inject("cuDevicePrimaryCtxRetain", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-    with pytest.raises(DriverError, match="OUT_OF_MEMORY"), Device(1):
-        pytest.fail("not entered")
-    assert open_scopes() == ()
-    with Device(1):  # and it can be tried again
-        assert Device.current() is Device(1)
 
 
 def restoring(handle):
@@ -443,16 +253,6 @@ def test_failing_restore_is_a_note_on_the_bodys_own_exception(machine, calls, ca
     assert "cuCtxSetCurrent failed" in caplog.text
     assert open_scopes() == ()
     calls.set_current(0)
-
-
-def test_outer_scope_restores_after_an_inner_one_failed_to(machine):
-    with Device(2):
-        outer = current()
-        machine.faults.inject("cuCtxSetCurrent", FAILED, when=restoring(outer))
-        with pytest.raises(DriverError):
-            Device(1).run(int)
-        assert open_scopes() == (Device(2),)
-    assert current() == 0
 
 
 class Interrupting:
@@ -551,26 +351,6 @@ def test_left_out_of_order(backend, device, last):
     own.close()
 
 
-def test_left_out_of_order_among_many(machine):
-    for device in (Device(0), Device(1), Device(2), Device(3)):
-        device.__enter__()
-    with pytest.raises(DeviceScopeError):
-        Device(1).__exit__(None, None, None)
-    assert open_scopes() == (Device(0), Device(2), Device(3))
-    for number, then in ((3, Device(2)), (2, Device(0)), (0, None)):
-        Device(number).__exit__(None, None, None)
-        assert Device.current() is then
-
-
-def test_out_of_order_is_a_note_on_the_bodys_own_exception(machine):
-    Device(0).__enter__()
-    Device(1).__enter__()
-    error = ValueError()
-    assert Device(0).__exit__(ValueError, error, None) is False
-    assert "entered after it, is open" in error.__notes__[0]
-    Device(1).__exit__(None, None, None)
-
-
 def test_scopes_around_await_that_interleave(machine):
     async def work(number, events):
         with Device(number):
@@ -646,12 +426,6 @@ def test_forked_after_cuda_was_used(machine):
         assert Device.current() is Device(1)
 
 
-def test_forked_inside_a_scope(machine):
-    with Device(1) as device:
-        assert forked(lambda: raises_forked(lambda: device.__exit__(None, None, None)))
-        assert Device.current() is device
-
-
 @pytest.mark.parametrize("make", [Device, Context, lambda n: Device(n).primary_context])
 def test_a_copy_is_the_same_object(machine, make):
     scope = make(1)
@@ -661,15 +435,6 @@ def test_a_copy_is_the_same_object(machine, make):
             pickle.dumps(scope)
         if not scope.is_primary:
             scope.close()
-
-
-def test_forked_before_cuda_was_used(machine):
-    def use():
-        with Device(1):
-            return Device.current() is Device(1)
-
-    devices()
-    assert forked(use)
 
 
 def test_forked_while_another_thread_works_on_a_device(child):
@@ -757,15 +522,6 @@ def test_forked_on_both_drivers(kind, child):
     child(fork, kind)
 
 
-def test_nothing_is_current_inside_and_the_device_is_current_again(machine: object) -> None:
-    with Device(1):
-        nothing = NothingCurrent()
-        for _ in range(2):
-            with nothing:
-                assert Device.current() is None
-            assert Device.current() is Device(1)
-
-
 def test_a_scope_without_a_device_starts_no_driver() -> None:
     """A worker without GPUs runs coroutines in it."""
     program = (
@@ -790,11 +546,6 @@ def test_what_was_current_before_is_current_again_after_it(machine: object, scop
     assert current() == 0
 
 
-def test_a_context_that_is_current_stays_so_inside(machine: object) -> None:
-    with Device(1), Restored():
-        assert Device.current() is Device(1)
-
-
 @pytest.mark.parametrize("scope", [NothingCurrent, Restored])
 def test_a_context_that_was_destroyed_meanwhile_is_not_made_current(
     machine: object, scope: type
@@ -814,14 +565,3 @@ def test_a_failing_restore_does_not_hide_the_bodys_exception(machine: Any) -> No
         raise ValueError("the body's own")
     assert "While leaving the device scope" in caught.value.__notes__[0]
     Device.unset_current()
-
-
-def test_a_scope_without_a_device_in_a_forked_process(machine: object) -> None:
-    with Device(1):
-        pass
-
-    def passes() -> bool:
-        with NothingCurrent():
-            return True
-
-    assert forked(passes)

@@ -66,34 +66,6 @@ def test_is_reusable_and_reentrant(scope, waits):
     assert Device.current() is None
 
 
-def test_is_each_threads_own(scope, waits):
-    synchronized = scope.synchronized()
-    inside, seen = threading.Barrier(3), []
-
-    def work(outer):
-        with Device(outer):
-            with synchronized:
-                inside.wait(timeout=30)
-                seen.append(open_scopes())
-                inside.wait(timeout=30)
-            assert Device.current() is Device(outer)
-
-    threads = [threading.Thread(target=work, args=(outer,)) for outer in (0, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(seen, key=str) == sorted([(Device(n), scope) for n in (0, 2, 3)], key=str)
-    assert waits == [Device(1)] * 3
-
-
-def test_waits_when_the_body_raised(scope, waits):
-    with pytest.raises(ZeroDivisionError) as caught, scope.synchronized():
-        1 / 0  # noqa: B018
-    assert waits == [Device(1)]
-    assert not hasattr(caught.value, "__notes__")
-
-
 def test_raises_what_it_found(scope, machine):
     machine.faults.inject("cuCtxSynchronize", FAILED)
     with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED"), scope.synchronized():
@@ -174,10 +146,6 @@ def test_on_both_drivers(backend):
     assert Device.current() is None
 
 
-def test_repr(machine):
-    assert repr(Device(1).synchronized()) == f"{Device(1)!r}.synchronized()"
-
-
 # -- as a decorator
 
 
@@ -218,23 +186,6 @@ def test_a_function_that_raises(decorate, machine):
     with pytest.raises(DriverError, match="cuCtxSynchronize"):
         decorate(int)()
     assert Device.current() is None
-
-
-def test_a_method(decorate, waits):
-    class Model:
-        @decorate
-        def method(self, x):
-            return self, Device.current(), x
-
-        @staticmethod
-        @decorate
-        def static():
-            return Device.current()
-
-    model = Model()
-    assert model.method(2) == (model, Device(1), 2)
-    assert Model.static() is model.static() is Device(1)
-    assert len(waits) == 3
 
 
 def test_a_coroutine_waits_once_at_its_end(decorate, waits):
@@ -279,18 +230,6 @@ def test_a_coroutine_that_is_cancelled(decorate, waits):
 
     asyncio.run(main())
     assert waits == [Device(1)]
-
-
-def test_a_coroutine_whose_work_fails(decorate, machine):
-    @decorate
-    async def compute():
-        await asyncio.sleep(0)
-        return 1
-
-    machine.faults.inject("cuCtxSynchronize", FAILED)
-    with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED"):
-        asyncio.run(compute())
-    assert Device.current() is None
 
 
 def test_a_generator_waits_before_each_item(decorate, waits):
@@ -353,17 +292,7 @@ def test_pickles(machine):
     assert pickle.loads(pickle.dumps(of_the_module)) is of_the_module
 
 
-def test_says_how_it_was_decorated(machine):
-    assert repr(on_device(1, synchronize=True)(len)).startswith("on_device(1, synchronize=True)(")
-    assert repr(Device(1).synchronized()(len)).startswith(f"{Device(1)!r}.synchronized()(")
-
-
 # -- run
-
-
-def test_run_waits(scope, waits):
-    assert scope.synchronized().run(lambda x: (Device.current(), x), 2) == (Device(1), 2)
-    assert waits == [Device(1)]
 
 
 # -- a restore that fails after the function has returned
@@ -402,22 +331,3 @@ def test_what_a_function_returned_is_not_lost(machine, call):
     sent = pickle.loads(pickle.dumps(error))  # to another process goes the error alone
     assert not hasattr(sent, "result")
     assert sent.__notes__ == error.__notes__
-
-
-def test_what_a_coroutine_returned_is_not_lost(machine):
-    async def compute(fn):
-        return fn()
-
-    error = _with_a_restore_that_fails(
-        lambda fn: asyncio.run(on_device(1)(compute)(fn), debug=False)
-    )
-    assert error.result == [1, 2, 3]
-
-
-def test_an_error_of_the_function_itself_has_no_result(machine):
-    def fails():
-        raise DeviceScopeError("x", "is its own")
-
-    with pytest.raises(DeviceScopeError, match="is its own") as caught:
-        Device(1).run(fails)
-    assert not hasattr(caught.value, "result")
