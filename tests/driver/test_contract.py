@@ -9,6 +9,7 @@ test that fails on a real driver shows a new behaviour.
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 
@@ -37,9 +38,7 @@ def uninitialised(kind):
     assert ok(d.cuDriverGetVersion()) >= 12000
 
 
-def nothing_current(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def nothing_current(d):
     null = types.CUcontext(0)
     assert int(ok(d.cuCtxGetCurrent())) == 0
     assert set(
@@ -66,9 +65,7 @@ def nothing_current(kind):
     ]
 
 
-def results_have_one_shape(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def results_have_one_shape(d):
     # a call that fails returns None in place of each value
     assert d.cuMemGetInfo()[1:] == (None, None)
     assert d.cuCtxGetStreamPriorityRange()[1:] == (None, None)
@@ -76,9 +73,7 @@ def results_have_one_shape(kind):
     assert d.cuCtxSynchronize()[1:] == ()
 
 
-def invalid_ordinals(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def invalid_ordinals(d):
     assert set(
         names(
             d.cuDeviceGet(99),
@@ -89,9 +84,7 @@ def invalid_ordinals(kind):
     ) == {"INVALID_DEVICE"}
 
 
-def describes_devices(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def describes_devices(d):
     import re
 
     assert ok(d.cuDeviceGetCount()) >= 1
@@ -118,9 +111,7 @@ def error_strings(kind):
 # -- primary contexts
 
 
-def primary_is_counted(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def primary_is_counted(d):
     assert names(d.cuDevicePrimaryCtxRelease(0)) == ["INVALID_CONTEXT"]  # it is not retained
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     assert int(ok(d.cuDevicePrimaryCtxRetain(0))) == int(context)
@@ -134,9 +125,7 @@ def primary_is_counted(kind):
     assert names(d.cuDevicePrimaryCtxRelease(0)) == ["INVALID_CONTEXT"]
 
 
-def primary_flags(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def primary_flags(d):
     ok(d.cuDevicePrimaryCtxSetFlags(0, 4))
     assert ok(d.cuDevicePrimaryCtxGetState(0)) == (4, 0)
     ok(d.cuDevicePrimaryCtxRetain(0))
@@ -151,9 +140,7 @@ def primary_flags(kind):
     assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 0)  # the flags go with the context
 
 
-def primary_when_current(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def primary_when_current(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     assert int(ok(d.cuCtxGetCurrent())) == int(context)
@@ -164,9 +151,7 @@ def primary_when_current(kind):
     assert greatest <= least
 
 
-def primary_dies_while_current(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def primary_dies_while_current(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     ok(d.cuDevicePrimaryCtxRelease(0))
@@ -188,9 +173,7 @@ def primary_dies_while_current(kind):
     ok(d.cuMemAlloc(16))
 
 
-def dead_primary_can_be_made_current(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def dead_primary_can_be_made_current(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuDevicePrimaryCtxRelease(0))
     ok(d.cuCtxSetCurrent(context))
@@ -202,9 +185,7 @@ def dead_primary_can_be_made_current(kind):
     assert int(ok(d.cuCtxGetCurrent())) == 0
 
 
-def primary_id_is_known_after_it_died(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def primary_id_is_known_after_it_died(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuDevicePrimaryCtxRelease(0))
     assert names(d.cuCtxGetId(context)) == ["CONTEXT_IS_DESTROYED"]
@@ -213,9 +194,7 @@ def primary_id_is_known_after_it_died(kind):
 # -- created contexts
 
 
-def creating_makes_current(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def creating_makes_current(d):
     context = ok(d.cuCtxCreate(None, 0, 0))
     assert int(ok(d.cuCtxGetCurrent())) == int(context)
     assert ok(d.cuDevicePrimaryCtxGetState(0)) == (0, 0)  # it is not the primary context
@@ -225,9 +204,7 @@ def creating_makes_current(kind):
     ok(d.cuCtxDestroy(context))
 
 
-def creating_stacks(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def creating_stacks(d):
     first = ok(d.cuCtxCreate(None, 0, 0))
     second = ok(d.cuCtxCreate(None, 0, 0))
     assert int(ok(d.cuCtxGetCurrent())) == int(second)
@@ -240,9 +217,7 @@ def creating_stacks(kind):
     ok(d.cuCtxDestroy(second))
 
 
-def setting_none_pops_one(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def setting_none_pops_one(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxPushCurrent(context))
     ok(d.cuCtxPushCurrent(context))
@@ -253,9 +228,7 @@ def setting_none_pops_one(kind):
     assert names(d.cuCtxPopCurrent()) == ["INVALID_CONTEXT"]
 
 
-def creating_with_flags(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def creating_with_flags(d):
     for flags in (1, 2, 4):
         context = ok(d.cuCtxCreate(None, flags, 0))
         assert ok(d.cuCtxGetFlags()) == flags
@@ -264,9 +237,7 @@ def creating_with_flags(kind):
     assert int(ok(d.cuCtxGetCurrent())) == 0
 
 
-def destroying_current_uncovers_the_next(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def destroying_current_uncovers_the_next(d):
     first = ok(d.cuCtxCreate(None, 0, 0))
     second = ok(d.cuCtxCreate(None, 0, 0))
     ok(d.cuCtxDestroy(second))
@@ -275,26 +246,20 @@ def destroying_current_uncovers_the_next(kind):
     assert int(ok(d.cuCtxGetCurrent())) == 0
 
 
-def destroying_twice(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def destroying_twice(d):
     context = ok(d.cuCtxCreate(None, 0, 0))
     ok(d.cuCtxDestroy(context))
     assert names(d.cuCtxDestroy(context)) == ["CONTEXT_IS_DESTROYED"]
 
 
-def asking_a_destroyed_context(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def asking_a_destroyed_context(d):
     context = ok(d.cuCtxCreate(None, 0, 0))
     ok(d.cuCtxDestroy(context))
     assert names(d.cuCtxGetId(context)) == ["CONTEXT_IS_DESTROYED"]
     assert names(d.cuCtxGetApiVersion(context)) == ["INVALID_CONTEXT"]
 
 
-def asking_many_destroyed_contexts(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def asking_many_destroyed_contexts(d):
     ids, handles, wrong = {}, [], []
     for number in range(24):
         context = ok(d.cuCtxCreate(None, 0, 0))
@@ -315,12 +280,10 @@ def asking_many_destroyed_contexts(kind):
         elif names(answer) != ["CONTEXT_IS_DESTROYED"]:
             wrong.append((hex(handle), answer, ids[handle], int(living), ids))
     ok(d.cuCtxDestroy(living))
-    assert len(wrong) <= (1 if kind == "real" else 0), wrong
+    assert len(wrong) <= (1 if d is types else 0), wrong
 
 
-def numbers_are_never_used_again(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def numbers_are_never_used_again(d):
     seen = []
     for _ in range(6):
         context = ok(d.cuCtxCreate(None, 0, 0))
@@ -329,9 +292,7 @@ def numbers_are_never_used_again(kind):
     assert len(set(seen)) == len(seen), seen
 
 
-def destroyed_while_current_elsewhere(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def destroyed_while_current_elsewhere(d):
     context = ok(d.cuCtxCreate(None, 0, 0))
     ok(d.cuCtxSetCurrent(types.CUcontext(0)))
     made, destroyed, answers = threading.Event(), threading.Event(), []
@@ -358,9 +319,7 @@ def destroyed_while_current_elsewhere(kind):
     assert answers == [int(context), *["CONTEXT_IS_DESTROYED"] * 3, 0]
 
 
-def current_is_per_thread(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def current_is_per_thread(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     seen = []
@@ -374,9 +333,7 @@ def current_is_per_thread(kind):
 # -- the properties of a context
 
 
-def limits(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def limits(d):
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     which = types.CUlimit
     for limit in (
@@ -399,9 +356,7 @@ def limits(kind):
     ]
 
 
-def limits_of_this_architecture(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def limits_of_this_architecture(d):
     major = types.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
     if ok(d.cuDeviceGetAttribute(major, 0)) != 9:
         print("skip: not compute capability 9")
@@ -418,9 +373,7 @@ def limits_of_this_architecture(kind):
         assert names(d.cuCtxSetLimit(limit, value)) == ["NOT_PERMITTED"]
 
 
-def cache_config(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def cache_config(d):
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     for config in types.CUfunc_cache:
         ok(d.cuCtxSetCacheConfig(config))
@@ -430,9 +383,7 @@ def cache_config(kind):
 # -- memory
 
 
-def memory(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def memory(d):
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     free, total = ok(d.cuMemGetInfo())
     assert 0 < free <= total
@@ -448,9 +399,7 @@ def memory(kind):
     ok(d.cuMemFree(0))
 
 
-def memory_goes_with_its_context(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def memory_goes_with_its_context(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     before, _ = ok(d.cuMemGetInfo())
@@ -463,17 +412,13 @@ def memory_goes_with_its_context(kind):
     assert after - during >= 1 << 29
 
 
-def peer_access_to_itself(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def peer_access_to_itself(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     assert names(d.cuCtxEnablePeerAccess(context, 0)) == ["PEER_ACCESS_UNSUPPORTED"]
 
 
-def peer_access(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def peer_access(d):
     if ok(d.cuDeviceGetCount()) < 2 or not ok(d.cuDeviceCanAccessPeer(0, 1)):
         print("skip: no two devices that reach each other")
         return
@@ -530,9 +475,7 @@ def page_locking(kind):
 # -- streams that are captured into graphs
 
 
-def capturing(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def capturing(d):
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     mode, status = types.CUstreamCaptureMode, types.CUstreamCaptureStatus
     own, thread, legacy = ok(d.cuStreamCreate(1)), types.CUstream(2), types.CUstream(1)
@@ -563,9 +506,7 @@ def capturing(kind):
     ok(d.cuEventQuery(event))
 
 
-def recording_a_context_spoils_its_captures(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def recording_a_context_spoils_its_captures(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     event = ok(d.cuEventCreate(2))
@@ -586,9 +527,7 @@ def recording_a_context_spoils_its_captures(kind):
         ok(d.cuCtxRecordEvent(context, event))
 
 
-def other_contexts_spoil_no_capture(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def other_contexts_spoil_no_capture(d):
     if ok(d.cuDeviceGetCount()) < 2:
         print("skip: one device")
         return
@@ -606,9 +545,7 @@ def other_contexts_spoil_no_capture(kind):
     assert int(ok(d.cuStreamEndCapture(mine)))
 
 
-def the_legacy_stream_while_another_is_captured(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def the_legacy_stream_while_another_is_captured(d):
     ok(d.cuCtxSetCurrent(ok(d.cuDevicePrimaryCtxRetain(0))))
     relaxed = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     event, host, memory = (
@@ -638,9 +575,7 @@ def the_legacy_stream_while_another_is_captured(kind):
             ]
 
 
-def what_a_capture_cannot_depend_on(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def what_a_capture_cannot_depend_on(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     mode = types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -674,9 +609,7 @@ def what_a_capture_cannot_depend_on(kind):
     ) == ["STREAM_CAPTURE_MERGE", *["STREAM_CAPTURE_INVALIDATED"] * 2]
 
 
-def unsafe_calls_while_a_stream_is_captured(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def unsafe_calls_while_a_stream_is_captured(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     stream, mode = ok(d.cuStreamCreate(1)), types.CUstreamCaptureMode
@@ -709,9 +642,7 @@ def unsafe_calls_while_a_stream_is_captured(kind):
                 assert answers + ended == expected, (captured, own, same)
 
 
-def ending_a_capture_on_another_thread(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def ending_a_capture_on_another_thread(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     stream, answers = ok(d.cuStreamCreate(1)), []
@@ -733,9 +664,7 @@ def ending_a_capture_on_another_thread(kind):
 # -- fork
 
 
-def forked_after_init(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def forked_after_init(d):
     context = ok(d.cuDevicePrimaryCtxRetain(0))
     ok(d.cuCtxSetCurrent(context))
     pid = os.fork()
@@ -762,9 +691,7 @@ def forked_before_init(kind):
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def environment_is_read_once(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def environment_is_read_once(d):
     count = ok(d.cuDeviceGetCount())
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     assert ok(d.cuDeviceGetCount()) == count
@@ -772,53 +699,31 @@ def environment_is_read_once(kind):
     assert ok(d.cuDeviceGetCount()) == count
 
 
+def initialised(clause, kind):
+    """Run a clause that gets a driver, after ``cuInit``."""
+    d = make(kind)
+    ok(d.cuInit(0))
+    globals()[clause](d)
+
+
 CONTRACT = [
-    uninitialised,
-    nothing_current,
-    results_have_one_shape,
-    invalid_ordinals,
-    describes_devices,
-    error_strings,
-    primary_is_counted,
-    primary_flags,
-    primary_when_current,
-    primary_dies_while_current,
-    dead_primary_can_be_made_current,
-    primary_id_is_known_after_it_died,
-    creating_makes_current,
-    creating_stacks,
-    setting_none_pops_one,
-    creating_with_flags,
-    destroying_current_uncovers_the_next,
-    destroying_twice,
-    asking_a_destroyed_context,
-    numbers_are_never_used_again,
-    destroyed_while_current_elsewhere,
-    current_is_per_thread,
-    limits,
-    limits_of_this_architecture,
-    cache_config,
-    memory,
-    memory_goes_with_its_context,
-    peer_access_to_itself,
-    peer_access,
-    page_locking,
-    capturing,
-    recording_a_context_spoils_its_captures,
-    other_contexts_spoil_no_capture,
-    the_legacy_stream_while_another_is_captured,
-    what_a_capture_cannot_depend_on,
-    unsafe_calls_while_a_stream_is_captured,
-    ending_a_capture_on_another_thread,
-    forked_after_init,
-    forked_before_init,
-    environment_is_read_once,
+    function
+    for function in filter(inspect.isfunction, list(globals().values()))
+    if [*inspect.signature(function).parameters] in (["d"], ["kind"])
+    and function is not asking_many_destroyed_contexts
 ]
+
+
+def run(child, clause, kind, **options):
+    options["env"] = {"CUDA_VISIBLE_DEVICES": None}
+    if "d" in inspect.signature(clause).parameters:
+        return child(initialised, clause.__name__, kind, beside=(clause,), **options)
+    return child(clause, kind, **options)
 
 
 @pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
 def test_contract(clause, kind, child):
-    done = child(clause, kind, env={"CUDA_VISIBLE_DEVICES": None})
+    done = run(child, clause, kind)
     if done.stdout.startswith("skip: "):
         pytest.skip(done.stdout)
 
@@ -828,16 +733,12 @@ def test_many_destroyed_contexts(kind, child):
 
     One run crashed, and one had one wrong answer.
     """
-    done = child(
-        asking_many_destroyed_contexts, kind, env={"CUDA_VISIBLE_DEVICES": None}, check=False
-    )
+    done = run(child, asking_many_destroyed_contexts, kind, check=False)
     crashed = kind == "real" and done.returncode == -signal.SIGSEGV and not done.stderr
     assert crashed or done.returncode == 0, f"{done.returncode}\n{done.stdout}{done.stderr}"
 
 
-def making_a_destroyed_context_current(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def making_a_destroyed_context_current(d):
     context = ok(d.cuCtxCreate(None, 0, 0))
     ok(d.cuCtxDestroy(context))
     print("destroyed", flush=True)
@@ -848,9 +749,7 @@ def making_a_destroyed_context_current(kind):
     print("survived", flush=True)
 
 
-def making_garbage_current(kind):
-    d = make(kind)
-    ok(d.cuInit(0))
+def making_garbage_current(d):
     print("destroyed", flush=True)
     d.cuCtxSetCurrent(types.CUcontext(0x1234))
     print("survived", flush=True)
@@ -863,7 +762,7 @@ def making_garbage_current(kind):
 )
 def test_crash(clause, kind, child):
     """The real driver crashes the process; the simulated one raises an error instead."""
-    done = child(clause, kind, env={"CUDA_VISIBLE_DEVICES": None}, check=False)
+    done = run(child, clause, kind, check=False)
     assert done.stdout.split() == ["destroyed"]
     if kind == "real":
         assert done.returncode in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS)

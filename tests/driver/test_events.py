@@ -48,13 +48,6 @@ def test_only_timed_events_that_were_recorded_tell_the_time(calls):
         calls.work.event_seconds(begin, end)
 
 
-def test_an_event_of_a_context(calls):
-    event = calls.work.event_create()
-    assert calls.work.event_record_context(event, calls.contexts[0])
-    calls.synchronize()
-    assert calls.work.event_done(event)
-
-
 @pytest.mark.parametrize("blocking", [True, False])
 def test_whether_a_stream_is_captured(calls, blocking):
     driver = calls.driver
@@ -84,12 +77,6 @@ def test_an_event_is_recorded_in_its_own_context_only(calls):
     calls.set_current(calls.contexts[1])
     with pytest.raises(DriverError, match="INVALID_HANDLE"):
         calls.work.event_record(event, LEGACY_STREAM)
-
-
-def test_without_a_context_there_is_no_event(calls):
-    calls.set_current(0)
-    with pytest.raises(DriverError, match="INVALID_CONTEXT"):
-        calls.work.event_create()
 
 
 def test_memory_that_runs_out_has_its_own_error(calls):
