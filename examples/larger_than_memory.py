@@ -50,7 +50,7 @@ def draw(done: Any, path: Path) -> None:
     def bars(axis: Any) -> None:
         axis.barh(names, held, color="#4477aa", label="on the device")
         axis.barh(names, away, left=held, color="#ee8866", label="in host memory")
-        axis.axvline(found[0].memory_limit / MIB, color="k", ls="--", label="limit")
+        axis.axvline(found[0].device_memory_limit / MIB, color="k", ls="--", label="limit")
         axis.set_xlabel("MiB of values that dask keeps")
         above(axis)
 

@@ -202,7 +202,7 @@ def test_a_picture_shows_a_task_on_each_of_its_devices(drawn: list[Any], tmp_pat
 def test_a_picture_orders_the_devices(drawn: list[Any], tmp_path: Path) -> None:
     from larger_than_memory import MIB, draw
 
-    sizes = {"memory_limit": 8 * MIB, "memory_held": MIB, "memory_spilled": MIB}
+    sizes = {"device_memory_limit": 8 * MIB, "memory_held": MIB, "memory_spilled": MIB}
     found = [ReportedDevice(n, f"GPU-{n}", None, **sizes) for n in (3, 0, 2, 1)]
     draw(Report((), found), tmp_path / "x.png")
     (figure,) = drawn

@@ -205,7 +205,7 @@ class _StandIn:
                  memory["held"], memory["copies"], memory["spilled"], 0, wave, wave / 2)
             )  # fmt: skip
         traffic = [
-            {"source": self.uuids[n - 1], "destination": uuid, "way": "peer", "saved": 0,
+            {"source": self.uuids[n - 1], "destination": uuid, "transport": "peer", "saved": 0,
              "nbytes": self._done << 20, "copies": self._done // _COPY, "seconds": now % 1e5}
             for n, uuid in enumerate(self.uuids)
         ]  # fmt: skip

@@ -135,7 +135,7 @@ def _interrupted() -> Iterator[Event]:
 def _as_data(before: Moment, now: Moment) -> dict[str, Any]:
     transfers = [
         {
-            **dict(zip(("source", "destination", "way"), ends, strict=True)),
+            **dict(zip(("source", "destination", "transport"), ends, strict=True)),
             "nbytes": now.transfers[ends],
             "nbytes_per_s": rate,
         }

@@ -23,6 +23,7 @@ from dask_devctx.scheduler.rows import (
     DeviceCounts,
     Transfer,
     known,
+    memory_field,
 )
 
 
@@ -39,7 +40,7 @@ class Moment:
     devices
         The devices, by worker and UUID.
     transfers
-        The bytes that moved until now, by source, destination and way.
+        The bytes that moved until now, by source, destination and transport.
     before
         The tasks that were done and that failed on workers that left, by UUID; None where the
         scheduler does not count them.
@@ -122,8 +123,8 @@ async def _moment(client: Client, last: Moment | None) -> Moment:
             devices[address, row["uuid"]] = DeviceCounts(**known(DeviceCounts, row))
         for name in TRAFFIC:
             for row in metrics.get(name, ()):
-                moved = Transfer(**{"way": "peer", **known(Transfer, row)})
-                transfers[moved.source, moved.destination, moved.way] += moved.nbytes
+                moved = Transfer(**{"transport": "peer", **known(Transfer, row)})
+                transfers[moved.source, moved.destination, moved.transport] += moved.nbytes
     return Moment(time.monotonic(), workers, devices, transfers, ended)
 
 
@@ -145,11 +146,11 @@ def between(before: Moment, now: Moment) -> list[LiveDevice]:
             setattr(live, name, getattr(live, name) + getattr(counts, name))
         live.utilization = counts.utilization
         for kind in OF_A_DEVICE:
-            nbytes = getattr(counts, f"memory_{kind}")
+            nbytes = getattr(counts, memory_field(kind))
             if nbytes is not None:
                 live.memory[kind] = nbytes
         for kind in OF_A_WORKER:
-            nbytes = getattr(counts, f"memory_{kind}")
+            nbytes = getattr(counts, memory_field(kind))
             if nbytes is not None:
                 live.memory[kind] = live.memory.get(kind, 0) + nbytes
         earlier = before.devices.get((worker, uuid))
@@ -165,7 +166,7 @@ def between(before: Moment, now: Moment) -> list[LiveDevice]:
 
 
 def rates(before: Moment, now: Moment) -> dict[tuple[str, str, str], float]:
-    """Return the bytes for each second that moved, by source, destination and way."""
+    """Return the bytes for each second that moved, by source, destination and transport."""
     elapsed_s = now.at - before.at
     if elapsed_s <= 0:
         return {}

@@ -182,7 +182,7 @@ def _spilled(report: Report) -> Iterator[str]:
     for device in report.devices:
         if device.spills:
             kept = (device.memory_held or 0) + (device.memory_copies or 0)
-            limit = device.memory_limit
+            limit = device.device_memory_limit
             of = "" if limit is None else f" of its limit {nbytes_text(limit)}"
             yield (
                 f"{names[device.uuid]} of worker {shortened(device.worker_name, _WORKER)} keeps "
@@ -239,10 +239,10 @@ def _below(report: Report) -> Iterator[str]:
     copies: Counter[tuple[str, str | None]] = Counter()
     measured: defaultdict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0, 0.0])
     for row in report.transfers:
-        nbytes[row.way, row.reason] += row.nbytes
-        copies[row.way, row.reason] += row.copies
-        measured[row.way, row.reason][0] += row.measured_nbytes
-        measured[row.way, row.reason][1] += row.measured_s
+        nbytes[row.transport, row.reason] += row.nbytes
+        copies[row.transport, row.reason] += row.copies
+        measured[row.transport, row.reason][0] += row.measured_nbytes
+        measured[row.transport, row.reason][1] += row.measured_s
     for way, reason in nbytes:
         because = f": {reason}" if reason else ""
         moved, count = nbytes_text(nbytes[way, reason]), copies[way, reason]

@@ -195,17 +195,17 @@ class _Writer:
     def _copy(self, worker: str, row: Copy) -> Iterator[Event]:
         args: dict[str, Any] = {
             "from": row.source,
-            "to": row.target,
+            "to": row.destination,
             "bytes": row.nbytes,
-            "way": row.way,
+            "transport": row.transport,
             "values": row.values,
         }
         if row.rate is not None:
             args["GB/s"] = round(row.rate / 1e9, 3)
-        about: dict[str, Any] = {"name": f"copy by {row.way}", "cat": "copy", "args": args}
+        about: dict[str, Any] = {"name": f"copy by {row.transport}", "cat": "copy", "args": args}
         begin, end = row.start, row.stop
         source = self._slice(*self._end(worker, row.source), _SENDS, begin, end, **about)
-        target = self._slice(*self._end(worker, row.target), _RECEIVES, begin, end, **about)
+        target = self._slice(*self._end(worker, row.destination), _RECEIVES, begin, end, **about)
         yield source
         yield target
         flow = {"name": "copy", "cat": "copy", "id": next(self._flows)}

@@ -50,7 +50,7 @@ _DEVICE: Final[dict[str, Any]] = {
 _TRANSFER: Final[dict[str, Any]] = {
     "source": str,
     "destination": str,
-    "way": str | None,  # within a worker it is missing
+    "transport": str | None,  # within a worker it is missing
     **dict.fromkeys(_TRANSFERRED[:4], _NUMBER),
 }
 
@@ -150,7 +150,7 @@ class Counts:
     def _keep_transfers(self, metrics: Mapping[str, Any]) -> None:
         for name in TRAFFIC:
             for row in _rows(metrics, name, _TRANSFER):
-                key = row["source"], row["destination"], row.get("way") or "peer"
+                key = row["source"], row["destination"], row.get("transport") or "peer"
                 if key not in self.transfers and len(self.transfers) == _LIMIT:
                     return
                 numbers = [row.get(one, 0) for one in _TRANSFERRED]

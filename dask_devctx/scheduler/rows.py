@@ -59,20 +59,30 @@ class TaskRun:
 class Copy:
     """Values that went from one device to another, or from a device to the host and back.
 
-    ``source`` and ``target`` are UUIDs, or ``"host"``; or the address of a worker that got values
-    through the host. ``way`` is ``"peer"`` within a worker, ``"ipc"`` between workers of one
-    machine, ``"host"`` as dask sends values, or ``"spill"``. A copy within a worker starts when the
-    device gets its order; where it is not ``timed``, its ``stop`` is its ``start``.
+    ``source`` and ``destination`` are UUIDs, or ``"host"``; or the address of a worker that got
+    values through the host. ``transport`` is ``"peer"`` within a worker, ``"ipc"`` between workers
+    of one machine, ``"host"`` or ``"ucx"`` as dask sends values, or ``"spill"``. A copy within a
+    worker starts when the device gets its order; where it is not ``timed``, its ``stop`` is its
+    ``start``.
     """
 
     source: str
-    target: str
+    destination: str
     nbytes: int
     start: float
     stop: float
-    way: str
+    transport: str
     values: int = 1
     timed: bool = True
+
+    # The old names of two fields.
+    @property
+    def target(self) -> str:
+        return self.destination
+
+    @property
+    def way(self) -> str:
+        return self.transport
 
     @property
     def rate(self) -> float | None:
@@ -114,7 +124,7 @@ class Sample:
         The seconds, since the worker has the device, in which it had at least one task.
     memory_free, memory_total
         Bytes of the whole device; None if NVML does not know them.
-    memory_limit
+    device_memory_limit
         The bytes that dask's values may take there; None without a limit.
     memory_held
         The bytes of dask's results there; None if they are not counted.
@@ -139,7 +149,7 @@ class Sample:
     occupied_s: float = 0.0
     memory_free: int | None = None
     memory_total: int | None = None
-    memory_limit: int | None = None
+    device_memory_limit: int | None = None
     memory_held: int | None = None
     memory_copies: int | None = None
     memory_spilled: int | None = None
@@ -147,6 +157,11 @@ class Sample:
     utilization: float | None = None
     bandwidth: float | None = None
     memory_staging: int | None = None
+
+    @property
+    def memory_limit(self) -> int | None:
+        """The old name of ``device_memory_limit``."""
+        return self.device_memory_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +204,7 @@ class DeviceCounts:
         them only wait for others.
     memory_free, memory_total
         Bytes of the whole device; None if NVML does not know them.
-    occupied_s, memory_limit, memory_held, memory_copies, memory_spilled, memory_others
+    occupied_s, device_memory_limit, memory_held, memory_copies, memory_spilled, memory_others
         As in :class:`Sample`.
     utilization, bandwidth
         As in :class:`Sample`.
@@ -219,7 +234,7 @@ class DeviceCounts:
     memory_free: int | None = None
     memory_total: int | None = None
     occupied_s: float = 0.0
-    memory_limit: int | None = None
+    device_memory_limit: int | None = None
     memory_held: int | None = None
     memory_copies: int | None = None
     memory_spilled: int | None = None
@@ -237,17 +252,22 @@ class DeviceCounts:
     memory_staging: int | None = None
     spills_for_retries: int = 0
 
+    @property
+    def memory_limit(self) -> int | None:
+        """The old name of ``device_memory_limit``."""
+        return self.device_memory_limit
+
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The values that went from one device to another, in one way.
+    """The values that went from one device to another, by one transport.
 
     Parameters
     ----------
     source, destination
         The devices' UUIDs. For values that went through the host, the destination is the address
         of the worker that asked for them, or "other workers" after a worker's first 256 rows.
-    way
+    transport
         As in :class:`Copy`.
     nbytes, copies
         The bytes and the number of values that moved.
@@ -264,7 +284,7 @@ class Transfer:
 
     source: str
     destination: str
-    way: str
+    transport: str
     nbytes: int
     copies: int
     saved: int
@@ -272,6 +292,11 @@ class Transfer:
     reason: str | None = None
     measured_nbytes: int = 0
     measured_s: float = 0.0
+
+    @property
+    def way(self) -> str:
+        """The old name of ``transport``."""
+        return self.transport
 
     @property
     def rate(self) -> float | None:
@@ -291,6 +316,12 @@ HOST: Final = "host"
 OF_A_DEVICE: Final = ("free", "total", "limit", "others")
 ON_A_DEVICE: Final = ("held", "copies", "staging")
 OF_A_WORKER: Final = (*ON_A_DEVICE, "spilled")
+
+
+def memory_field(kind: str) -> str:
+    """Return the field of a kind of memory."""
+    return "device_memory_limit" if kind == "limit" else f"memory_{kind}"
+
 
 Row = TaskRun | Copy | Incident | Sample
 # The rings of a worker's history, and the rows in them.

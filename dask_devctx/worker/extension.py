@@ -249,7 +249,7 @@ class DeviceExtension:
 
     def _transfers(self) -> list[dict[str, Any]]:
         within = [] if self.inputs is None else self.inputs.metrics(self._worker)
-        return [{**row, "way": "peer"} for row in within] + self.peers.traffic.rows()
+        return [{**row, "transport": "peer"} for row in within] + self.peers.traffic.rows()
 
     def transition(self, key: Hashable, start: str, finish: str) -> None:
         """Give a task that is about to run its device; stop counting a task that is done."""

@@ -41,7 +41,7 @@ def transfers(dask_worker: Worker) -> dict[str, int]:
     """How many transfers a worker counted, by their ways."""
     found: dict[str, int] = {}
     for row in dask_worker.metrics["devctx-ipc"](dask_worker):
-        found[row["way"]] = found.get(row["way"], 0) + row["copies"]
+        found[row["transport"]] = found.get(row["transport"], 0) + row["copies"]
     return found
 
 

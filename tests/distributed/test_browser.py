@@ -192,10 +192,13 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
         words = {"peer": "within a worker"}
         moved: defaultdict[Any, int] = defaultdict(int)
         for row in reported.transfers:
-            moved[names[row.source], names[row.destination], words[row.way]] += row.nbytes
+            moved[names[row.source], names[row.destination], words[row.transport]] += row.nbytes
         assert {pair[:2] for pair in moved} >= {("cuda:1", "cuda:0"), ("cuda:0", "cuda:3")}
         until(
-            lambda: {t[:3]: t[3] for t in rows("transfers", "source", "target", "way", "nbytes")},
+            lambda: {
+                t[:3]: t[3]
+                for t in rows("transfers", "source", "destination", "transport", "nbytes")
+            },
             lambda shown: shown == moved,
         )
         # The failure, as text and not as HTML.

@@ -98,13 +98,13 @@ def assert_equal(content: dict[str, Any], report: Report) -> None:
         place = args["from"] if kind == "sends" else args["to"]
         assert end == (f"cuda:{ids[place]}" if place in ids else "host")
         if kind == "receives":
-            moved = sums[args["from"], args["to"], args["way"]]
+            moved = sums[args["from"], args["to"], args["transport"]]
             moved[0] += args["bytes"]
             moved[1] += args["values"]
     reported: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
     for row in report.transfers:
         if row.copies:
-            moved = reported[row.source, row.destination, row.way]
+            moved = reported[row.source, row.destination, row.transport]
             moved[0] += row.nbytes
             moved[1] += row.copies
     assert sums == reported

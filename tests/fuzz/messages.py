@@ -273,7 +273,7 @@ METRICS = {
     ],
     "devctx-ipc": [
         {"source": UUIDS[0], "destination": UUIDS[1], "nbytes": 1, "copies": 1, "saved": 0,
-         "seconds": 0.1, "way": "ipc"}
+         "seconds": 0.1, "transport": "ipc"}
     ],
 }  # fmt: skip
 

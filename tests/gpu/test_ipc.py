@@ -231,7 +231,7 @@ class Pair:
 
         found: dict[str, int] = {}
         for row in report(self.client).transfers:
-            found[row.way] = found.get(row.way, 0) + row.copies
+            found[row.transport] = found.get(row.transport, 0) + row.copies
         return found
 
     def reasons(self) -> list[str]:
@@ -239,7 +239,9 @@ class Pair:
         from dask_devctx import report
 
         return [
-            row.reason or "unknown" for row in report(self.client).transfers if row.way == "host"
+            row.reason or "unknown"
+            for row in report(self.client).transfers
+            if row.transport == "host"
         ]
 
     def staged(self) -> list[int]:

@@ -77,7 +77,7 @@ def observe(n_workers: int) -> dict[str, Any]:
             "occupied_s": [device.occupied_s for device in devices],
             "used": [device.memory_total - device.memory_free for device in devices],
             "nvml": used,
-            "transfers": [[row.way, row.nbytes] for row in report(client).transfers],
+            "transfers": [[row.transport, row.nbytes] for row in report(client).transfers],
             "tasks": found.tasks,
             "counters": sorted(names),
         }

@@ -277,7 +277,7 @@ class Soak:
             return
         moved = Counter[str]()
         for row in report.transfers:
-            moved[row.way] += row.copies
+            moved[row.transport] += row.copies
         moved["spill"] = sum(row.spills for row in report.devices)
         moved["back"] = sum(row.unspills for row in report.devices)
         print("values moved by the workers of the end, by ways:")

@@ -226,12 +226,14 @@ class MemoryPlot(LevelsPlot):
         ends["to_rest"] = ends["to_copies"] + of["rest"]
         ends["to_others"] = ends["to_rest"] + of["others"]
         ends["spilled_at"] = of["spilled"] or math.nan
-        ends["limit_at"] = math.nan if after.memory_limit is None else after.memory_limit
+        ends["limit_at"] = (
+            math.nan if after.device_memory_limit is None else after.device_memory_limit
+        )
         return {name: nbytes / full for name, nbytes in ends.items()}
 
     def lines(self, before: Sample, after: Sample) -> dict[str, str]:
         """Return the bytes of each kind."""
-        of, limit = _kinds(after), after.memory_limit
+        of, limit = _kinds(after), after.device_memory_limit
         kinds = {
             "held by dask": of["held"],
             "copies of other devices' values": of["copies"],
@@ -279,7 +281,7 @@ def _kinds(sample: Sample) -> dict[str, int]:
 def _most(sample: Sample) -> float:
     """Return the highest level of a device, as a part of its memory."""
     of = _kinds(sample)
-    most = max(of["total"] - of["free"], sample.memory_limit or 0, of["spilled"])
+    most = max(of["total"] - of["free"], sample.device_memory_limit or 0, of["spilled"])
     return min(most / of["total"], 1.0)
 
 

@@ -185,7 +185,7 @@ class Timeline:
     def _copy_rows(self, batch: Batch) -> Iterator[dict[str, Any]]:
         low, high = _COPIES
         for host, row in batch.copies:
-            middle = batch.lanes.position(host, row.target)
+            middle = batch.lanes.position(host, row.destination)
             if middle is None:
                 middle = batch.lanes.position(host, row.source)
             if middle is not None:
@@ -194,7 +194,7 @@ class Timeline:
                     "right": batch.ms(row.stop),
                     "bottom": middle + low,
                     "top": middle + high,
-                    "color": COPIES.get(row.way, OTHER),
+                    "color": COPIES.get(row.transport, OTHER),
                     "nbytes": row.nbytes,
                     "about": _about_copy(host, row, batch),
                 }
@@ -227,13 +227,13 @@ class Timeline:
 def _about_copy(host: str, row: Copy, batch: Batch) -> str:
     lines = {
         "from": batch.lanes.label(host, row.source),
-        "to": batch.lanes.label(host, row.target),
+        "to": batch.lanes.label(host, row.destination),
         "bytes": format_bytes(row.nbytes),
         "values": str(row.values),
         "took": format_time(row.stop - row.start),
         "rate": "not measured" if row.rate is None else f"{row.rate / 1e9:.3g} GB/s",
     }
-    return about(f"copy {TRANSPORTS.get(row.way, row.way)}", lines)
+    return about(f"copy {TRANSPORTS.get(row.transport, row.transport)}", lines)
 
 
 class _Kinds:

@@ -121,7 +121,7 @@ def transfers(scheduler: Scheduler, lanes: Lanes) -> Totals:
             add(ends, [*counts[:3], *counts[4:]])
     for ws in scheduler.workers.values():
         for row in _rows(ws.metrics):
-            ends = row["source"], row["destination"], row.get("way", "peer")
+            ends = row["source"], row["destination"], row.get("transport", "peer")
             add(ends, [row.get(name, 0) for name in _COUNTS])
     return dict(totals)
 
@@ -164,8 +164,8 @@ def _cells(totals: Totals, ends: list[str]) -> Iterator[dict[str, Any]]:
                 "alpha": 0.2 + 0.8 * nbytes / (most or 1),
                 "text": two if len(ends) <= _ONE_LINE else "",
                 "source": source,
-                "target": target,
-                "way": TRANSPORTS.get(transport, transport),
+                "destination": target,
+                "transport": TRANSPORTS.get(transport, transport),
                 "nbytes": nbytes,
                 "about": about(f"{source} → {target}", lines),
             }

@@ -85,10 +85,10 @@ class History:
     def copied(
         self,
         source: str,
-        target: str,
+        destination: str,
         nbytes: int,
         seconds: float,
-        way: str,
+        transport: str,
         values: int = 1,
         *,
         begun: float | None = None,
@@ -96,7 +96,8 @@ class History:
     ) -> None:
         """Note a copy that ended just now, or that began at another time; on any thread."""
         start = self.now() - seconds if begun is None else begun + self._offset()
-        self.copies.append((source, target, nbytes, start, start + seconds, way, values, timed))
+        end = start + seconds
+        self.copies.append((source, destination, nbytes, start, end, transport, values, timed))
 
     def copied_between(
         self, source: Device, target: Device, nbytes: int, begun: float, seconds: float | None

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, Final
 
-from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER
+from dask_devctx.scheduler.rows import OF_A_DEVICE, OF_A_WORKER, memory_field
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.metrics.record import Record
 
@@ -26,8 +26,8 @@ _COUNTERS: Final = {
         "The seconds for which tasks waited: for a place, their inputs, or memory.",
         ("device", "for"),
     ),
-    "transfer_bytes": ("The bytes that moved.", ("source", "target", "way")),
-    "transfers": ("The values that moved.", ("source", "target", "way")),
+    "transfer_bytes": ("The bytes that moved.", ("source", "destination", "transport")),
+    "transfers": ("The values that moved.", ("source", "destination", "transport")),
     "failures": ("The failures of a device and of its memory.", ("device", "kind")),
     "spilled_bytes": ("The bytes of values that left the device.", ("device",)),
 }
@@ -108,7 +108,7 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
             for state in ("running", "queued"):
                 sums["tasks_under_way"][uuid, state] += row[state]
             for kind in (*OF_A_DEVICE, *OF_A_WORKER):
-                if (nbytes := row[f"memory_{kind}"]) is not None:
+                if (nbytes := row[memory_field(kind)]) is not None:
                     # What is so for the whole device is not summed.
                     before = sums["memory_bytes"][uuid, kind] if kind in OF_A_WORKER else 0
                     sums["memory_bytes"][uuid, kind] = before + nbytes
@@ -116,7 +116,7 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
                 sums["utilization_ratio"][(uuid,)] = row["utilization"]
             sums["device_info"][uuid, str(row["device_id"]), row["name"] or ""] = 1
         for row in transfers():
-            ends = row["source"], row["destination"], row["way"]
+            ends = row["source"], row["destination"], row["transport"]
             sums["transfer_bytes"][ends] += row["nbytes"]
             sums["transfers"][ends] += row["copies"]
         for kind, by_device in monitor.failures().items():

@@ -19,7 +19,7 @@ from dask_devctx.dask_internals.tasks import add_metadata
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.counts import DEVICE, METRIC
-from dask_devctx.scheduler.rows import DeviceCounts, Sample, TaskRun
+from dask_devctx.scheduler.rows import DeviceCounts, Sample, TaskRun, memory_field
 from dask_devctx.worker.metrics.history import History
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
@@ -86,7 +86,7 @@ class _Tally:
             "occupied_s": counts["occupied_s"] + self.busy_now_s(now),
         }
         for name, value in memory.items():
-            row[name if name in row else f"memory_{name}"] = value
+            row[name if name in row else memory_field(name)] = value
         return row
 
 

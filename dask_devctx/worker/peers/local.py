@@ -88,7 +88,7 @@ class Traffic:
             {
                 "source": source,
                 "destination": destination,
-                "way": transport,
+                "transport": transport,
                 "nbytes": int(nbytes),
                 "copies": int(copies),
                 "saved": 0,

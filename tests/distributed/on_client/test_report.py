@@ -288,7 +288,7 @@ def test_values_that_moved_are_reported(client: Client) -> None:
     with dask.annotate(device=0):
         client.submit(lambda x: x.device.device_id, made).result()
     found = report(client)
-    (row,) = [row for row in found.transfers if row.way == "peer"]
+    (row,) = [row for row in found.transfers if row.transport == "peer"]
     assert (row.source, row.destination) == (Device(2).uuid, Device(0).uuid)
     assert (row.nbytes, row.copies) == (80_000, 1)
     assert row.rate is None  # it is too small to be timed
@@ -301,7 +301,7 @@ def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> N
     with dask.annotate(device=0):
         client.submit(lambda x: x.device.device_id, made).result()
     found = report(client)
-    (row,) = [row for row in found.transfers if row.way == "peer"]
+    (row,) = [row for row in found.transfers if row.transport == "peer"]
     assert row.nbytes == row.measured_nbytes == 16 << 20
     assert row.rate == pytest.approx(row.nbytes / row.measured_s)
     (line,) = [line for line in str(found).splitlines() if line.startswith("moved by peer")]
@@ -481,7 +481,7 @@ def test_values_on_the_host_are_told_apart_from_moves_since_the_start() -> None:
         *(0, "GPU-a", "a"),
         memory_held=2**20,
         memory_copies=2**20,
-        memory_limit=4 * 2**20,
+        device_memory_limit=4 * 2**20,
         memory_spilled=3 * 2**20,
         spills=1,
         spilled_nbytes=9 * 2**20,
@@ -565,5 +565,5 @@ async def test_values_that_ucx_carries_are_counted(monkeypatch: pytest.MonkeyPat
         with dask.annotate(device=Device(3).uuid):
             assert await client.submit(add_up, x, key="sum") == 0
         (row,) = [row for row in (await report(client)).transfers if row.source == Device(0).uuid]
-        assert (row.way, row.nbytes, row.copies, row.reason) == ("ucx", 8000, 1, None)
+        assert (row.transport, row.nbytes, row.copies, row.reason) == ("ucx", 8000, 1, None)
         assert "moved by ucx: 7.8 KiB in 1 copy" in str(await report(client))

@@ -150,9 +150,9 @@ async def test_copies_and_retries(client: Any, scheduler: Any, worker: Worker) -
     with dask.annotate(device=1):
         assert await client.submit(run_out, [1], key="tight-1") == 1
     rows = await all_rows(scheduler)
-    (copy,) = [row for row in rows if isinstance(row, Copy) and row.way == "peer"]
-    assert (copy.source, copy.target) == (Device(1).uuid, Device(0).uuid)
-    assert (copy.nbytes, copy.way) == (80_000, "peer")
+    (copy,) = [row for row in rows if isinstance(row, Copy) and row.transport == "peer"]
+    assert (copy.source, copy.destination) == (Device(1).uuid, Device(0).uuid)
+    assert (copy.nbytes, copy.transport) == (80_000, "peer")
     assert (copy.timed, copy.rate) == (False, None)  # it is too small
     (retry,) = [row for row in rows if isinstance(row, Incident)]
     assert (retry.what, retry.key, retry.uuid) == ("out-of-memory", "tight-1", Device(1).uuid)
@@ -186,7 +186,7 @@ async def test_values_between_workers_are_copies(
     made = client.submit(nap, 0.0, workers=[one.address])
     await client.submit(nap, 0.0, made, workers=[two.address])
     copies = [row for row in await all_rows(scheduler) if isinstance(row, Copy)]
-    (copy,) = [row for row in copies if row.way in ("ipc", "host")]
+    (copy,) = [row for row in copies if row.transport in ("ipc", "host")]
     assert copy.nbytes == 80_000
     assert copy.source == one.plugins["devctx"].worker_devices[0].uuid
 

@@ -10,7 +10,7 @@ from distributed import Worker
 
 from dask_devctx import DevicePlugin, report
 from dask_devctx.scheduler.counts import METRIC, Counts, PastCounts
-from dask_devctx.scheduler.rows import DeviceCounts
+from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, Transfer
 from tests.distributed.devices import with_plugin
 from tests.fuzz.inputs import UUIDS
 from tests.fuzz.messages import METRICS
@@ -31,7 +31,7 @@ async def test_rows_of_a_newer_worker_are_reported(
 ) -> None:
     extension = worker.plugins[DevicePlugin.name].extension
     found = extension.report()
-    transfer = {"source": UUIDS[0], "destination": UUIDS[1], "way": "ipc", "nbytes": 8}
+    transfer = {"source": UUIDS[0], "destination": UUIDS[1], "transport": "ipc", "nbytes": 8}
     transfer |= {"copies": 1, "saved": 0, "seconds": 0.1, "newer": 1}
     newer = {
         **found,
@@ -64,3 +64,11 @@ def test_the_fuzzed_row_is_one_that_is_read() -> None:
     assert {one.name for one in fields(PastCounts)} <= row.keys()
     (past,) = left_with(row).past.values()
     assert past.counts == PastCounts(**{one.name: row[one.name] for one in fields(PastCounts)})
+
+
+def test_old_names_of_fields_can_be_read() -> None:
+    copy = Copy("a", "b", 8, 0.0, 1.0, "ipc")
+    assert (copy.target, copy.way) == (copy.destination, copy.transport) == ("b", "ipc")
+    assert Transfer("a", "b", "host", 8, 1, 0, 0.0).way == "host"
+    assert DeviceCounts(0, "GPU-0", None, device_memory_limit=8).memory_limit == 8
+    assert Sample("GPU-0", 0.0, device_memory_limit=8).memory_limit == 8

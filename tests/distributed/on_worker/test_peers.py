@@ -191,7 +191,9 @@ def test_a_report_has_a_row_for_each_pair_and_transport(pair: Pair) -> None:
     uuids = {device.worker: device.uuid for device in seen.devices}
     ends = [uuids[worker] for worker in workers]
     (row,) = [
-        row for row in seen.transfers if [row.source, row.destination] == ends and row.way == "ipc"
+        row
+        for row in seen.transfers
+        if [row.source, row.destination] == ends and row.transport == "ipc"
     ]
     assert (row.worker, row.copies > 0, row.nbytes >= 8000) == (workers[1], True, True)
     assert "ipc" in str(seen)
@@ -373,7 +375,7 @@ def test_a_new_plugin_of_one_worker_is_asked_again(pair: Pair) -> None:
     client.run(replace_plugin, workers=workers[:1])
     for _ in range(2):
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-    rows = [row for row in report(client).transfers if row.way == "host"]
+    rows = [row for row in report(client).transfers if row.transport == "host"]
     assert [(row.copies, row.reason) for row in rows if row.worker == workers[0]] == [
         (1, "it knows this worker's memory by an earlier name")
     ]
@@ -398,7 +400,7 @@ def test_where_the_driver_refuses_values_go_as_dask_sends_them(
         for log in client.run(peers.kept_log).values():
             assert len([line for line in log if reason in line]) <= 1  # said once
         (row,) = report(client).transfers
-        assert (row.way, row.destination, row.copies) == ("host", workers[1], 3)
+        assert (row.transport, row.destination, row.copies) == ("host", workers[1], 3)
         assert reason in row.reason
 
 
@@ -436,7 +438,7 @@ def test_a_worker_that_refused_for_a_passing_reason_is_asked_again(
             client.run(peers.fail, function, 2, 1, workers=[workers[where]])
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
         (row,) = report(client).transfers
-        assert (row.way, row.copies) == ("host", 1)
+        assert (row.transport, row.copies) == ("host", 1)
         assert reason in row.reason
 
         def by_ipc() -> bool:
@@ -451,7 +453,7 @@ def test_it_can_be_switched_off() -> None:
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
         assert client.run(handlers) == {worker: [] for worker in workers}
         (row,) = report(client).transfers
-        assert (row.way, row.destination, row.nbytes) == ("host", workers[1], 8000)
+        assert (row.transport, row.destination, row.nbytes) == ("host", workers[1], 8000)
         assert row.reason == "the option ipc is False"
         assert "moved by host" in str(report(client))
 
@@ -564,7 +566,7 @@ def test_counts_stay_small_however_many_workers_there_are(machine: SimulatedMach
             reason = f"reason {n} of turn {turn}"
             traffic.sent_by_dask({"x": {device: 10}}, f"tcp://host-{n}:1", reason)
     traffic.count("a", "b", "ipc", 7, 0.1)
-    rows = {(row["destination"], row["way"]): row for row in traffic.rows()}
+    rows = {(row["destination"], row["transport"]): row for row in traffic.rows()}
     assert len(rows) == 256 + 1 + 1
     assert len(traffic.reasons) == 256 + 1
     assert rows["b", "ipc"]["nbytes"] == 7

@@ -72,7 +72,7 @@ async def test_its_numbers_are_those_of_the_report(
         info = {"device_id": str(device.device_id), "name": device.name, **where}
         assert value(samples, "device_info", **info) == 1
     (moved,) = found.transfers
-    ends = {"source": moved.source, "target": moved.destination, "way": "peer"}
+    ends = {"source": moved.source, "destination": moved.destination, "transport": "peer"}
     assert value(samples, "transfer_bytes_total", **ends) == moved.nbytes == 80_000
     assert value(samples, "transfers_total", **ends) == 1
     assert sum(device.done for device in found.devices) == 22
