@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from dask_devctx.transfer.ipc.parcel import Parcel, Parts, Reduce, pack, unpack
 class Memory:
     """Stands in for a library's array: bytes at an address."""
 
-    def __init__(self, pointer: int, content: bytes) -> None:
+    def __init__(self, pointer: int, content: bytes = b"abc") -> None:
         self.pointer = pointer
         self.content = content
 
@@ -24,7 +23,7 @@ class Memory:
 
 
 class View:
-    def __init__(self, memory: Memory, name: str) -> None:
+    def __init__(self, memory: Memory, name: str = "x") -> None:
         self.memory = memory
         self.name = name
 
@@ -45,47 +44,41 @@ def sent(value: Any) -> tuple[Any, Parcel]:
     return unpack(parcel.pickled, [bytes(b) for b in parcel.buffers], arrived), parcel
 
 
-@dataclass(frozen=True)
-class Pair:
-    first: Any
-    second: Any
-
-
-def test_memory_goes_beside_the_pickle() -> None:
-    memory = Memory(7, b"abc")
-    found, parcel = sent({"x": [View(memory, "x")], "n": 1})
+def test_memory_goes_beside_the_pickle_and_stays_shared() -> None:
+    memory = Memory(7)
+    view = View(memory)
+    value: dict[str, Any] = {"views": [view, view], "same": View(Memory(7), "y"), "n": 1}
+    value["itself"] = value
+    found, parcel = sent(value)
     assert [(part.pointer, part.nbytes, part.owner) for part in parcel.parts] == [(7, 3, memory)]
     assert found["n"] == 1
-    assert found["x"][0].name == "x"
-    assert found["x"][0].memory.pointer == 1007
+    assert found["itself"] is found
+    first, second = found["views"]
+    assert first is second
+    assert first.memory is found["same"].memory
+    assert (first.memory.pointer, first.name, found["same"].name) == (1007, "x", "y")
 
 
-def test_what_looks_at_the_same_memory_does_so_afterwards() -> None:
-    memory = Memory(7, b"abc")
-    view = View(memory, "x")
-    found, parcel = sent(Pair([view, view], View(Memory(7, b"abc"), "y")))
-    assert len(parcel.parts) == 1
-    assert found.first[0] is found.first[1]
-    assert found.second.memory is found.first[0].memory
-
-
-def test_empty_memory_is_not_taken_for_other_empty_memory() -> None:
-    found, parcel = sent([View(Memory(0, b""), "x"), View(Memory(0, b""), "y")])
-    assert len(parcel.parts) == 2
-    assert [view.name for view in found] == ["x", "y"]
-
-
-def test_a_value_may_hold_itself() -> None:
-    value: list[Any] = [View(Memory(7, b"abc"), "x")]
-    value.append(value)
-    found, _ = sent(value)
-    assert found[1] is found
-    assert found[0].memory.pointer == 1007
+def test_other_memory_is_not_taken_for_the_same() -> None:
+    values = [
+        View(Memory(0, b""), "x"),
+        View(Memory(0, b""), "y"),
+        View(Memory(7)),
+        View(Memory(8)),
+    ]
+    found, parcel = sent(values)
+    assert len(parcel.parts) == 4
+    assert [(view.memory.pointer, view.name) for view in found] == [
+        (1000, "x"),
+        (1000, "y"),
+        (1007, "x"),
+        (1008, "x"),
+    ]
 
 
 def test_host_arrays_are_not_copied_into_the_pickle() -> None:
     host = np.arange(10_000.0)
-    found, parcel = sent([host, host[::2], View(Memory(7, b"abc"), "x")])
+    found, parcel = sent([host, host[::2], View(Memory(7))])
     assert len(parcel.pickled) < host.nbytes
     assert sum(buffer.nbytes for buffer in parcel.buffers) >= host.nbytes
     assert np.array_equal(found[0], host)
@@ -93,7 +86,7 @@ def test_host_arrays_are_not_copied_into_the_pickle() -> None:
 
 
 def test_a_function_without_a_name_goes_beside_memory() -> None:
-    found, parcel = sent([lambda x: x + 1, View(Memory(7, b"abc"), "x")])
+    found, parcel = sent([lambda x: x + 1, View(Memory(7))])
     assert found[0](1) == 2
     assert len(parcel.parts) == 1
 
