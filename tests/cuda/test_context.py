@@ -52,6 +52,14 @@ def test_owned(own):
     assert "owned" in repr(own)
 
 
+def test_making_one_leaves_the_current_context(backend):
+    with Device(0):
+        before = current()
+        with closing(Context(0)):
+            assert current() == before
+    assert current() == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -156,6 +164,31 @@ def test_scope(own):
 
 
 # -- closing
+
+
+def test_set_current(own):
+    own.set_current()
+    assert own.is_current
+    assert Context.current() is own
+    driver.backend().calls.set_current(0)
+    assert not own.is_current
+
+
+def test_synchronize_leaves_the_current_context(own):
+    with Device(0):
+        before = current()
+        own.synchronize()
+        assert current() == before
+    assert current() == 0
+
+
+def test_is_current_is_of_this_thread(own):
+    seen = []
+    with own:
+        thread = threading.Thread(target=lambda: seen.append((own.is_current, Context.current())))
+        thread.start()
+        thread.join()
+    assert seen == [(False, None)]
 
 
 def test_close(backend):
@@ -407,6 +440,18 @@ def test_current_is_borrowed(backend):
     assert not borrowed.is_current
     del borrowed
     gc.collect()  # a borrower warns of nothing
+
+
+def test_borrowed_has_it_all(backend):
+    calls = backend.driver()
+    handle = calls.create(0, 0)
+    borrowed = Context.current()
+    assert borrowed.api_version == calls.api_version(handle)
+    assert borrowed.flags == ContextFlags.SCHED_AUTO
+    assert borrowed.limits[Limit.STACK_SIZE] > 0
+    borrowed.synchronize()
+    assert current() == handle
+    calls.destroy(handle)
 
 
 def test_current_is_dead(backend):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import subprocess
 import sys
 import threading
+from contextlib import closing
 
 import cloudpickle
 import pytest
 from cuda.bindings.driver import CUresult
 
-from dask_devctx import Device, devices, driver
+from dask_devctx import Context, Device, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceNotFoundError, DriverError
 
@@ -88,6 +90,11 @@ def test_says_why_the_environment_hides_a_device(machine, monkeypatch, value, wh
 
 
 # -- the current one
+
+
+def test_current_is_none_before_anything_used_cuda(machine):
+    assert Device.current() is None
+    assert not machine.faults.calls["cuInit"]
 
 
 def test_current_follows_other_libraries(machine):
@@ -271,6 +278,23 @@ def test_sync_raises_what_the_work_failed_with(machine):
 
 
 # -- a device as a number
+
+
+def test_sync_and_synchronize_are_one(machine):
+    with Device(1), closing(Context(1)) as own:
+        for scope in (Device(1), Device(1).primary_context, own):
+            for wait in (scope.sync, scope.synchronize):
+                machine.faults.calls.clear()
+                wait()
+                assert machine.faults.calls["cuCtxSynchronize"] == 1
+
+
+def test_is_the_ordinal_where_a_number_is_needed(machine):
+    assert int(Device(2)) == operator.index(Device(2)) == 2
+    assert ["a", "b", "c"][Device(2)] == "c"
+    assert f"{Device(2).__index__()}" == "2"
+    assert Device(2) != 2  # it is no number: another UUID may have this ordinal elsewhere
+    assert Device(Device(2)) is Device(2)
 
 
 def test_an_ordinal_that_is_not_here(machine):

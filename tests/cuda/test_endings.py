@@ -179,6 +179,13 @@ Device(0).__enter__()
 """
 
 
+def test_set_current_inside_a_scope_ends_with_it(machine):
+    with Device(1):
+        Device(2).set_current()
+        assert Device.current() is Device(2)
+    assert Device.current() is None
+
+
 @pytest.mark.parametrize("options", [("-X", "dev", "-W", "error"), ("-O",)], ids=" ".join)
 @pytest.mark.parametrize("without_extension", [False, True])
 def test_the_interpreter_ends_with_scopes_open(without_extension, options):

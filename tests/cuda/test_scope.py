@@ -78,6 +78,64 @@ def test_basic(device):
     assert current() == 0
 
 
+def test_same_device_nested(device):
+    with device:
+        handle = current()
+        with device:
+            assert open_scopes() == (device, device)
+            with device:
+                assert current() == handle
+            assert current() == handle
+        assert current() == handle
+    assert current() == 0
+
+
+def test_deep_nesting(machine):
+    everything = [Device(n % 4) for n in range(60)]
+    seen = []
+    for device in everything:
+        device.__enter__()
+        seen.append(current())
+    for device, handle in zip(reversed(everything), reversed(seen), strict=True):
+        assert current() == handle
+        device.__exit__(None, None, None)
+    assert current() == 0
+
+
+def test_usable_again_after_exit(device):
+    for _ in range(3):
+        with device:
+            assert Device.current() is device
+        device.sync()
+        assert device.memory_info.total
+        assert current() == 0
+
+
+def test_threads_do_not_see_each_other(device, last):
+    barrier = threading.Barrier(8, timeout=30)
+    problems = []
+
+    def work(mine):
+        try:
+            for _ in range(20):
+                with mine:
+                    barrier.wait()
+                    assert Device.current() is mine
+                    assert open_scopes() == (mine,)
+                    barrier.wait()
+                assert current() == 0
+        except BaseException as error:
+            problems.append(error)
+            barrier.abort()
+
+    threads = [threading.Thread(target=work, args=((device, last)[n % 2],)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems
+
+
 @pytest.mark.gpu(count=2)
 def test_runtime_agrees_which_device_is_current(child):
     """``cudaGetDevice``, on two real GPUs."""
@@ -139,6 +197,44 @@ def test_a_context_that_is_not_primary_is_restored_as_it_was(backend, device):
             pass
     assert current() == own
     calls.destroy(own)
+    assert current() == 0
+
+
+def test_binds_again_where_somebody_set_another_one_inside(calls):
+    with Device(1):
+        Device(2).set_current()
+        with Device(3):
+            pass
+        assert Device.current() is Device(2)
+    assert current() == 0
+
+
+def test_pushed_and_popped_inside(backend, device, last):
+    raw = backend.driver().driver
+    context = CUcontext(last.primary_context.handle)
+    with device:
+        raw.cuCtxPushCurrent(context)
+        with device:
+            raw.cuCtxPushCurrent(context)
+            raw.cuCtxPopCurrent()
+            assert Device.current() is device
+        assert Device.current() is last
+        raw.cuCtxPopCurrent()
+        assert Device.current() is device
+    assert current() == 0
+
+
+def test_pushed_before_is_on_the_stack_afterwards(backend, device, last):
+    raw = backend.driver().driver
+    first, second = device.primary_context.handle, last.primary_context.handle
+    raw.cuCtxPushCurrent(CUcontext(second))
+    raw.cuCtxPushCurrent(CUcontext(first))
+    with last:
+        pass
+    assert int(raw.cuCtxPopCurrent()[1]) == first
+    with device:
+        pass
+    assert int(raw.cuCtxPopCurrent()[1]) == second
     assert current() == 0
 
 
