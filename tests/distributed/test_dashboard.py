@@ -67,23 +67,17 @@ async def test_other_programs_find_each_plot(client: Any, scheduler: Any, worker
     await client.register_plugin(DevicePlugin())
     plots = json.loads((await page(scheduler, "individual-plots.json")).body)
     assert plots.items() >= theirs.items()
-    assert plots["Individual Device Timeline"] == "/individual-device-timeline"
-    assert {path for name, path in plots.items() if "Device" in name} == {
-        f"/individual-device-{name}"
+    assert {name: path for name, path in plots.items() if "Device" in name} == {
+        f"Individual Device {name.title()}": f"/individual-device-{name}"
         for name in ("timeline", "memory", "utilization", "transfers", "failures")
     }
-
-
-@with_dashboard
-async def test_dasks_pages_for_gpus_lead_to_it(client: Any, scheduler: Any, worker: Any) -> None:
-    await client.register_plugin(DevicePlugin())
-    for path, ours in {
-        "gpu": "devices",
-        "individual-gpu-memory": "individual-device-memory",
-        "individual-gpu-utilization": "individual-device-utilization",
-    }.items():
-        answer = await page(scheduler, path, follow_redirects=False)
+    for name in ("gpu", "individual-gpu-memory", "individual-gpu-utilization"):
+        ours = name.replace("gpu", "device") + ("s" if name == "gpu" else "")
+        answer = await page(scheduler, name, follow_redirects=False)
         assert (answer.code, answer.headers["Location"]) == (302, ours)  # a browser asks again
+    for theme in ("light", "dark", "neither"):
+        text = (await page(scheduler, f"individual-device-memory?theme={theme}")).body.decode()
+        assert f"color-scheme: {'dark' if theme == 'dark' else 'light'}" in text
 
 
 @gen_cluster(
@@ -97,14 +91,6 @@ async def test_behind_a_prefix(client: Any, scheduler: Any, worker: Any) -> None
     assert (await page(scheduler, "devices")).code == 404
     answer = await page(scheduler, "proxied/gpu")
     assert answer.effective_url.endswith("/proxied/devices")
-
-
-@pytest.mark.parametrize("theme", ["light", "dark", "neither"])
-@with_dashboard
-async def test_themes(client: Any, scheduler: Any, worker: Any, theme: str) -> None:
-    await client.register_plugin(DevicePlugin())
-    text = (await page(scheduler, f"individual-device-memory?theme={theme}")).body.decode()
-    assert f"color-scheme: {'dark' if theme == 'dark' else 'light'}" in text
 
 
 @with_dashboard

@@ -9,6 +9,7 @@ import ast
 import asyncio
 import logging
 import pickle
+import re
 import time
 import weakref
 from collections.abc import Iterator
@@ -119,33 +120,25 @@ async def test_without_a_name_nothing_is_changed(
     assert dask.config.config == config
 
 
-@pytest.mark.parametrize("way", [*ON_A_WORKER, *(f"data.{way}" for way in ON_SPILLING_DATA)])
+ON_THEM = [("Worker", way) for way in ON_A_WORKER]
+ON_THEM += [("Worker", f"data.{way}") for way in ON_SPILLING_DATA]
+ON_THEM += [("Scheduler", way) for way in ON_A_SCHEDULER]
+
+
+@pytest.mark.parametrize(("kind", "way"), ON_THEM)
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_without_a_name_on_the_worker_nothing_is_changed(
-    client: Any, scheduler: Any, worker: Any, way: str
+async def test_without_a_name_on_a_worker_or_scheduler_nothing_is_changed(
+    client: Any, scheduler: Any, worker: Any, kind: str, way: str
 ) -> None:
-    plugin = DevicePlugin()
-    changes = changes_of(worker)
+    plugin, on_a_worker = DevicePlugin(), kind == "Worker"
+    changes, handlers = changes_of(worker), dict(scheduler.handlers)
     with pytest.MonkeyPatch.context() as patch:
-        take_away(patch, worker, way)
+        take_away(patch, worker if on_a_worker else scheduler, way)
         with pytest.raises(UnsupportedDaskError) as error:
-            plugin.setup(worker).send(None)
-    assert_says(error.value, f"distributed.Worker.{way}")
+            (plugin.setup(worker) if on_a_worker else DeviceRouting().start(scheduler)).send(None)
+    assert_says(error.value, f"distributed.{kind}.{way}")
     assert changes() == {}
-
-
-@pytest.mark.parametrize("way", ON_A_SCHEDULER)
-@gen_cluster(client=True, nthreads=[])
-async def test_without_a_name_on_the_scheduler_nothing_is_changed(
-    client: Any, scheduler: Any, way: str
-) -> None:
-    before = dict(scheduler.handlers)
-    with pytest.MonkeyPatch.context() as patch:
-        take_away(patch, scheduler, way)
-        with pytest.raises(UnsupportedDaskError) as error:
-            DeviceRouting().start(scheduler).send(None)
-    assert_says(error.value, f"distributed.Scheduler.{way}")
-    assert scheduler.handlers == before
+    assert scheduler.handlers == handlers
 
 
 def test_frames_and_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,59 +172,19 @@ async def test_the_client_is_told(client: Any, scheduler: Any, worker: Any) -> N
 
 # -- nobody else uses them
 
-PRIVATE = frozenset(
-    {
-        "_adjust_thread_count",
-        "_close",
-        "_correct_state_internal",
-        "_deque_handler",
-        "_i",
-        "_lookup",
-        "_new_worker_name",
-        "_numel_arraylike",
-        "_pending_plugins",
-        "_rejoin_list",
-        "_rejoin_lock",
-        "_shutdown",
-        "_shutdown_lock",
-        "_start",
-        "_threads",
-        "_update_worker_status",
-        "_work_queue",
-        "active_keys",
-        "actors",
-        "batched_send",
-        "coerce_address",
-        "coerce_hostname",
-        "check_idle_saturated",
-        "idle_task_count",
-        "is_rootish",
-        "stimulus_queue_slots_maybe_opened",
-        "valid_workers",
-        "WORKER_SATURATION",
-        "convert_legacy_graph",
-        "FrameBase",
-        "fuse_roots",
-        "GraphNode",
-        "handlers",
-        "host_info",
-        "host_restrictions",
-        "MaterializedLayer",
-        "nanny",
-        "numel_lookup",
-        "on_evict",
-        "optimize_blockwise",
-        "periodic_callbacks",
-        "slow_to_fast_callbacks",
-        "stream_handlers",
-        "thread_state",
-        "transitions",
-        "worker_restrictions",
-        "register_worker_plugin",
-        "SpillBuffer",
-        "worker_spec",
-    }
-)
+TABLES = (*dask_internals.NAMES, *ON_A_WORKER, *ON_SPILLING_DATA, *ON_A_SCHEDULER)
+STEPS = {step for way in TABLES for step in re.findall(r"\w+", way.rpartition(":")[2])}
+# Those of the tables that mean one thing only, and others that no table can have.
+PRIVATE = {step for step in STEPS if re.match("_[a-z]", step)} - {"_max_workers"} | {
+    *("active_keys", "actors", "batched_send", "coerce_address", "coerce_hostname"),
+    *("check_idle_saturated", "idle_task_count", "is_rootish", "valid_workers", "handlers"),
+    *("stimulus_queue_slots_maybe_opened", "WORKER_SATURATION", "convert_legacy_graph"),
+    *("FrameBase", "fuse_roots", "GraphNode", "host_info", "host_restrictions", "nanny", "_i"),
+    *("MaterializedLayer", "numel_lookup", "_numel_arraylike", "on_evict", "optimize_blockwise"),
+    *("periodic_callbacks", "slow_to_fast_callbacks", "stream_handlers", "thread_state"),
+    *("transitions", "worker_restrictions", "register_worker_plugin", "SpillBuffer"),
+    "worker_spec",
+}
 MODULES = (
     "dask._task_spec",
     "dask.blockwise",
@@ -276,17 +229,18 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("path", OTHERS, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_other_module_uses_them(path: Path) -> None:
-    name = str(path.relative_to(PACKAGE))
-    from_the_door = {
-        alias.name
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and "dask_internals" in (node.module or "")
-        for alias in node.names
-    }
-    found = {use for use in uses(path) if use not in from_the_door}
-    assert not found, f"{name} uses {found}; let dask_internals do it"
+def test_no_other_module_uses_them() -> None:
+    wrong = {}
+    for path in OTHERS:
+        from_the_door = {
+            alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and "dask_internals" in (node.module or "")
+            for alias in node.names
+        }
+        if found := {use for use in uses(path) if use not in from_the_door}:
+            wrong[str(path.relative_to(PACKAGE))] = found
+    assert not wrong, "let dask_internals do it"
 
 
 def test_the_table_finds_them_in_the_door() -> None:

@@ -351,31 +351,20 @@ def total(scheduler: Any, name: str) -> float:
     return sum(getattr(device.counts, name) for device in counts.past.values())
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
-async def test_counts_of_a_worker_that_left_stay(
-    client: Any, scheduler: Any, one: Any, two: Any
-) -> None:
-    await client.register_plugin(DevicePlugin())
-    await client.gather(client.map(nap, [0.01] * 6, pure=False, workers=[one.address]))
-    await client.submit(fail, workers=[one.address]).exception()
-    uuids = {device.uuid for device in one.plugins["devctx"].worker_devices}
-    assert total(scheduler, "done") == 0
-    await one.close()
-    await async_poll_for(lambda: len(scheduler.workers) == 1, timeout=10)
-    assert (total(scheduler, "done"), total(scheduler, "failed")) == (6, 1)
-    assert 0.05 < total(scheduler, "busy_s") < 10
-    assert set(scheduler.plugins["devctx-routing"].counts.past) <= uuids
-
-
+@pytest.mark.parametrize("how", ["close", "kill"])
 @gen_cluster(client=True, nthreads=[], Worker=Nanny, timeout=60)
-async def test_counts_of_a_worker_that_was_killed_stay(client: Any, scheduler: Any) -> None:
+async def test_counts_of_a_worker_that_left_stay(client: Any, scheduler: Any, how: str) -> None:
     async with Nanny(scheduler.address, nthreads=4) as nanny:
         await client.register_plugin(DevicePlugin())
-        await client.gather(client.map(nap, [0.0] * 5, pure=False))
+        await client.gather(client.map(nap, [0.01] * 5, pure=False))
         await client.submit(fail).exception()
-        await nanny.kill()
+        assert total(scheduler, "done") == 0
+        await getattr(nanny, how)()
         await async_poll_for(lambda: total(scheduler, "done") == 5, timeout=10)
         assert total(scheduler, "failed") == 1
+        assert 0.04 < total(scheduler, "busy_s") < 10
+        past = scheduler.plugins["devctx-routing"].counts.past
+        assert set(past) <= {device.uuid for device in devices()}
 
 
 @with_plugin(devices=[0, 1])

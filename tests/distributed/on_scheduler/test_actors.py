@@ -114,55 +114,32 @@ def test_tasks_go_to_other_devices_until_the_actor_ends(
     assert set(results(client, client.map(nap, range(60), pure=False))) == {0, 1, 2}
 
 
-def test_tasks_that_were_there_before_the_actor_move(
-    client: Client, cluster: LocalDeviceCluster
+@pytest.mark.parametrize("saturation", [1.1, float("inf")])
+def test_tasks_that_were_there_before_the_actor_move_and_later_ones_queue(
+    saturation: float,
 ) -> None:
-    futures = client.map(wait_for_event, ["open"] * 40, pure=False)
-    scheduler = cluster.scheduler
-    address = worker_of(cluster, 1).address
-    poll_for(lambda: len(scheduler.workers[address].processing) > 2, timeout=15)
-    with dask.annotate(device=1, device_share=1, priority=9):
-        server = client.submit(Server, actor=True)
-    Event("open").set()
-    assert server.result(timeout=15).where().result() == 1
-    assert sum(results(client, futures).values()) == 40
-    for future in futures:
-        assert scheduler.tasks[future.key].suspicious == 0
-
-
-def test_root_tasks_still_wait_in_the_schedulers_queue(
-    client: Client, cluster: LocalDeviceCluster
-) -> None:
-    server = serve(client, device=1, device_share=1)
-    scheduler, address = cluster.scheduler, worker_of(cluster, 1).address
-    futures = client.map(wait_for_event, ["queue"] * 100, pure=False)
-    poll_for(lambda: scheduler.queued, timeout=15)
-    time.sleep(0.3)
-    assert len(scheduler.queued) > 50
-    assert {ts.key for ts in scheduler.workers[address].processing} == set()
-    Event("queue").set()
-    assert set(results(client, futures)) == {0, 2}
-    assert server.where().result() == 1
-
-
-def test_without_a_queue() -> None:
     with (
-        dask.config.set({"distributed.scheduler.worker-saturation": float("inf")}),
+        dask.config.set({"distributed.scheduler.worker-saturation": saturation}),
         cluster_of() as cluster,
         Client(cluster) as client,
     ):
-        server = serve(client, device=1, device_share=1)
-        assert set(results(client, client.map(nap, range(100), pure=False))) == {0, 2}
-        assert server.where().result() == 1
-
-
-def test_inputs_on_the_actors_worker(client: Client, cluster: LocalDeviceCluster) -> None:
-    with dask.annotate(device=1):
-        value = client.submit(here, pure=False)
-    assert value.result(timeout=15) == 1
-    server = serve(client, device=1, device_share=1)
-    assert set(results(client, client.map(nap, [value] * 8, pure=False))) <= {0, 2}
-    assert server.where().result() == 1
+        scheduler, address = cluster.scheduler, worker_of(cluster, 1).address
+        futures = client.map(wait_for_event, ["open"] * 40, pure=False)
+        poll_for(lambda: len(scheduler.workers[address].processing) > 2, timeout=15)
+        with dask.annotate(device=1, device_share=1, priority=9):
+            server = client.submit(Server, actor=True)
+        Event("open").set()
+        assert server.result(timeout=15).where().result() == 1
+        assert sum(results(client, futures).values()) == 40
+        assert {scheduler.tasks[future.key].suspicious for future in futures} == {0}
+        value = futures[0]
+        later = client.map(wait_for_event, ["later"] * 100, pure=False)
+        if saturation < 2:
+            poll_for(lambda: len(scheduler.queued) > 50, timeout=15)
+            assert {ts.key for ts in scheduler.workers[address].processing} == set()
+        Event("later").set()
+        assert set(results(client, later)) == {0, 2}
+        assert set(results(client, client.map(nap, [value] * 8, pure=False))) <= {0, 2}
 
 
 def test_pinned_tasks_wait_for_the_actor_and_host_tasks_do_not(
@@ -198,21 +175,18 @@ def test_where_all_workers_have_actors_tasks_wait_for_the_first_to_end(
     assert set(results(client, futures)) == {2}
 
 
-def test_a_worker_that_leaves_with_its_actor(client: Client, cluster: LocalDeviceCluster) -> None:
-    server = serve(client, device=1, device_share=1)
+def test_workers_leave(client: Client, cluster: LocalDeviceCluster) -> None:
+    """The actor's own, and the others: then tasks wait for the actor's end."""
+    gone = serve(client, device=2, device_share=1)
     poll_for(lambda: changed(cluster.scheduler), timeout=15)
-    client.sync(worker_of(cluster, 1).close)  # dask retires no worker that has an actor
+    client.sync(worker_of(cluster, 2).close)  # dask retires no worker that has an actor
     poll_for(lambda: not changed(cluster.scheduler), timeout=15)
-    assert set(results(client, client.map(nap, range(20), pure=False))) == {0, 2}
-    del server
-
-
-def test_the_others_leave(client: Client, cluster: LocalDeviceCluster) -> None:
-    """Then tasks wait for the actor's end, as on the only worker."""
+    assert set(results(client, client.map(nap, range(20), pure=False))) == {0, 1}
+    del gone
     server = serve(client, device=1, device_share=1)
     blocked = client.map(wait_for_event, ["leave"] * 80, pure=False)
     poll_for(lambda: cluster.scheduler.queued, timeout=15)
-    client.retire_workers([worker_of(cluster, n).address for n in (0, 2)])
+    client.retire_workers([worker_of(cluster, 0).address])
     address = worker_of(cluster, 1).address
     Event("leave").set()
     poll_for(lambda: cluster.scheduler.workers[address].processing, timeout=15)
