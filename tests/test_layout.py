@@ -21,7 +21,6 @@ LINES = 340
 LONGER = {
     "cuda/device.py": 440,
     "simulated_array.py": 510,
-    "transfer/move.py": 360,
     "worker/extension.py": 425,
     "worker/inputs/inputs.py": 350,
     "worker/task.py": 390,

@@ -91,26 +91,11 @@ class Event:
 
 
 class Stamp:
-    """The work that this thread has given to some devices, and all work of their blocking streams.
-
-    On each device this is the work in the current stream of each loaded library, and in the legacy
-    default stream, which waits for all streams but the non-blocking ones.
-
-    Parameters
-    ----------
-    events
-        Events that stand for the work, by device.
-    places
-        The bytes per device of the stamped values; None for a stamp without values.
-
-    Notes
-    -----
-    Usable from any thread of the process, any number of times. It cannot be pickled: it means
-    nothing in another process.
+    """Work of some devices, until one moment; any thread of the process may wait for it.
 
     While another thread captures a graph in a blocking stream, the legacy stream cannot be
     recorded. The stamp's first reader does so when the capture is over, and covers more work then.
-    That reader waits.
+    That reader waits. ``places`` has the bytes per device of the stamped values, if there are any.
     """
 
     __slots__ = ("__weakref__", "_done", "_events", "_unrecorded", "places")
@@ -129,7 +114,7 @@ class Stamp:
     def of_devices(
         cls, devices: Iterable[Device], places: Mapping[Device, int] | None = None
     ) -> Self:
-        """Return a stamp of the work that these devices have been given until now."""
+        """Return a stamp of this thread's work on devices, and of all in their blocking streams."""
         stamp = cls({}, places)
         for device in devices:
             with device:
@@ -174,10 +159,7 @@ class Stamp:
         return tuple(self._events)
 
     def hold_back(self, device: Device, *, of: Device | None = None) -> None:
-        """Make this thread's current streams of ``device`` wait for the work, unless it is done.
-
-        ``of`` is the device whose work to wait for; None for all devices of the stamp.
-        """
+        """Make this thread's current streams of ``device`` wait for the work (of one device)."""
         if self._succeeded():  # to ask costs less than a wait
             return
         with device:
@@ -198,20 +180,13 @@ class Stamp:
                     event.holds_back(stream)
 
     def hold_back_readers(self) -> None:
-        """Make this thread's current streams of all these devices wait for unfinished work.
-
-        For values that are read without a move. This ignores the error of a failed device: the read
-        of the value raises it.
-        """
-        with suppress(DevctxError):
+        """Make this thread's current streams of all these devices wait: for a read, not a move."""
+        with suppress(DevctxError):  # the device failed: the read of the value raises it
             for device in self.devices:
                 self.hold_back(device)
 
     def may_be_read(self) -> bool:
-        """Return whether :meth:`hold_back_readers` would not wait for the end of a capture.
-
-        An event loop asks until it is so.
-        """
+        """Return whether :meth:`hold_back_readers` waits for no capture; event loops ask first."""
         with suppress(DevctxError):
             if not self.done():
                 for device in self.devices:
@@ -221,13 +196,7 @@ class Stamp:
         return True
 
     def done(self) -> bool:
-        """Return whether the work is done; does not wait.
-
-        Raises
-        ------
-        DriverError
-            The work failed.
-        """
+        """Return whether the work is done, without a wait; ``DriverError`` if it failed."""
         if (
             not self._done
             and self._record_rest(wait=False)
@@ -281,28 +250,14 @@ _lock = ProcessLock()  # a ``__del__`` may copy, too
 
 
 def hold(stamp: Stamp, *values: Any) -> None:
-    """Keep ``values`` alive until the work of ``stamp`` is done; does not wait.
-
-    Notes
-    -----
-    A later call of :func:`release_held` lets them go. Every move makes such a call.
-    """
+    """Keep values alive until some work is done and :func:`release_held` is called."""
     if not _finished(stamp):
         with _lock:
             _held.append((stamp, values))
 
 
 def release_held(at_most: int | None = None) -> int:
-    """Let go of held values whose work is done; return how many holds remain.
-
-    The call is cheap: a worker may make it with each heartbeat, and when a device's memory runs
-    short.
-
-    Parameters
-    ----------
-    at_most
-        How many holds to check, the ones not checked for longest first; all by default.
-    """
+    """Let go of held values whose work is done, of some holds or all; return how many remain."""
     if not _held:
         return 0
     gone: list[tuple[Stamp, tuple[Any, ...]]] = []

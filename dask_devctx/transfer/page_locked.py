@@ -36,15 +36,7 @@ _PART_NBYTES: Final = 16 * 2**20
 
 
 class HostBlock:
-    """Host memory of one value's part; it goes back to its pool when this object is collected.
-
-    Attributes
-    ----------
-    address, nbytes
-        Its place and size.
-    is_page_locked
-        Whether its pages are locked.
-    """
+    """Host memory of one value's part; it goes back to its pool when this object is collected."""
 
     __slots__ = ("__weakref__", "_memory", "address", "is_page_locked", "nbytes")
 
@@ -57,9 +49,8 @@ class HostBlock:
     @property
     def contents(self) -> memoryview:
         """The bytes, without a copy. The view keeps the block."""
-        kind: Any = ctypes.c_ubyte * self.nbytes
-        array = kind.from_address(self.address)
-        array._block = self  # it keeps the block
+        array = (ctypes.c_ubyte * self.nbytes).from_address(self.address)
+        array._block = self  # type: ignore[attr-defined]  # it keeps the block
         return memoryview(array).cast("B")
 
 
@@ -67,7 +58,6 @@ class _Slab:
     """Pages that are locked together."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
-        self.nbytes = nbytes
         self._device = device
         self._pages = _pages(nbytes)
         self.address = _address(self._pages)
@@ -83,23 +73,10 @@ class _Slab:
 
 
 class PageLockedPool:
-    """Host memory for values of a process's devices.
+    """Host memory for values of all devices, at most ``limit`` bytes of it locked for ``device``.
 
-    Parameters
-    ----------
-    device
-        The device in whose context the pages are locked; they serve all devices.
-    limit
-        The most bytes to lock. Beyond that, blocks are ordinary memory.
-    slab
-        How many bytes are locked at a time, at least.
-    make_room
-        Called with a number of bytes before the limit makes a block ordinary memory; returns
-        whether it gave blocks back.
-
-    Notes
-    -----
-    Thread-safe.
+    ``make_room`` is called with a number of bytes before a block becomes ordinary memory; it
+    returns whether it gave blocks back. Thread-safe.
     """
 
     def __init__(
@@ -124,7 +101,7 @@ class PageLockedPool:
     @property
     def nbytes(self) -> int:
         """The bytes that are locked, in use or not."""
-        return sum(slab.nbytes for slab in self._slabs)
+        return sum(slab.ranges.nbytes for slab in self._slabs)
 
     @property
     def taken(self) -> int:
@@ -139,7 +116,10 @@ class PageLockedPool:
             block = self._piece(nbytes)
         if block is None and self._make_room(nbytes):
             block = self._piece(nbytes)
-        return self._ordinary(nbytes) if block is None else block
+        if block is None:
+            pages = _pages(max(nbytes, 1))
+            block = HostBlock(pages, _address(pages), nbytes, is_page_locked=False)
+        return block
 
     def grow_ahead(self) -> bool:
         """Lock further pages if few are free; return whether it did."""
@@ -173,8 +153,7 @@ class PageLockedPool:
             with self._lock:
                 self._take_back()
                 yield
-                if self._refused:
-                    self._give_up_unused()
+                self._take_back()
         finally:
             self._settle()
 
@@ -183,8 +162,6 @@ class PageLockedPool:
         while self._ended and self._lock.acquire(blocking=False):
             try:
                 self._take_back()
-                if self._refused:
-                    self._give_up_unused()
             finally:
                 self._lock.release()
 
@@ -192,9 +169,7 @@ class PageLockedPool:
         while self._ended:
             slab, offset = self._ended.popleft()
             slab.ranges.give(offset)
-
-    def _give_up_unused(self) -> None:
-        for slab in [slab for slab in self._slabs if slab.ranges.unused]:
+        for slab in [slab for slab in self._slabs if self._refused and slab.ranges.unused]:
             self._slabs.remove(slab)
             slab.release()
 
@@ -221,17 +196,11 @@ class PageLockedPool:
                 self._slabs.append(slab)
             return True
 
-    @staticmethod
-    def _ordinary(nbytes: int) -> HostBlock:
-        pages = _pages(max(nbytes, 1))
-        return HostBlock(pages, _address(pages), nbytes, is_page_locked=False)
-
 
 def _pages(nbytes: int) -> mmap.mmap:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # fewer pages take less time to make and to lock
-        with suppress(OSError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(AttributeError, OSError):  # fewer pages take less time to make and to lock
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 

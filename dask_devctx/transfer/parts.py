@@ -11,6 +11,7 @@ import functools
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain, islice, product
 from typing import Any
@@ -31,12 +32,10 @@ def inherited(kind: type, name: str) -> Any:
 
 
 class Protocol:
-    """How to take values of ``kind`` apart; ``base`` is its nearest base that Python does not make.
+    """How to take values of a type apart; ``base`` is its nearest base in another language."""
 
-    If ``by_reduce`` is set, the type defines its own copying, as for pickle. Then this protocol
-    only reads the parts, and a :class:`Reduced` makes a new value.
-    """
-
+    # Whether the type defines its own copying, as for pickle, so that this only reads the parts.
+    by_reduce: bool
     # Tells the values of this type that hold others; None where all of them may.
     holds: Callable[[Any], bool] | None = None
     # Methods by which a type defines how it is pickled, and so copied.
@@ -68,8 +67,7 @@ class Protocol:
 
     def some_items(self, value: Any, at_most: int) -> tuple[Sequence[Any], int]:
         """Return about so many of the items, those at both ends included, and their number."""
-        items = self.items(value)
-        return items, len(items)
+        return (items := self.items(value)), len(items)
 
     def first(self, parts: Parts) -> int:
         """Return how many of the parts :meth:`begin` needs; :meth:`fill` gets the others."""
@@ -82,30 +80,29 @@ class Protocol:
     def finish(self, value: Any, made: Any, items: list[Any]) -> None:
         """Put the remaining items into a value that :meth:`begin` made."""
 
-    def attributes(self, value: Any) -> tuple[list[Any], list[Any]]:
-        """Return a value's attributes and their names; the name of a slot is its descriptor."""
+    def attributes(self, value: Any) -> dict[Any, Any]:
+        """Return a value's attributes by name; the name of a slot is its descriptor."""
         found: dict[Any, Any] = {}
         if self._has_dict:
             found.update(object.__getattribute__(value, "__dict__"))
         for slot in self._slots:
-            try:
+            with suppress(AttributeError):  # not set
                 found[slot] = slot.__get__(value)
-            except AttributeError:  # not set
-                continue
-        return list(found.values()), list(found)
+        return found
 
     def parts(self, value: Any) -> Parts:
         """Return the items of a value, then its attributes."""
         parts = Parts(self.items(value))
         if self._has_dict or self._slots:
-            attributes, parts.names = self.attributes(value)
-            parts += attributes
+            attributes = self.attributes(value)
+            parts.names = list(attributes)
+            parts += attributes.values()
         return parts
 
     def some(self, value: Any, at_most: int) -> tuple[list[Any], int]:
         """Return about so many of the parts, and the number of all parts."""
         items, n_items = self.some_items(value, at_most)
-        attributes, _ = self.attributes(value)
+        attributes = self.attributes(value).values()
         return [*items, *attributes], n_items + len(attributes)
 
     def fill(self, value: Any, made: Any, parts: list[Any], names: Sequence[Any]) -> None:
@@ -318,49 +315,3 @@ def built_in(kind: type, is_foreign: Callable[[type], bool]) -> Protocol | None:
             return None
     protocol = ObjectLike(kind)
     return protocol if protocol._has_dict or protocol._slots else None
-
-
-# -- values that define their own copying
-
-
-class Reduced(Protocol):
-    """Copies a value like a pickle does: by its ``__reduce_ex__``, or by ``copyreg``."""
-
-    def items(self, value: Any) -> list[Any]:
-        reduce = copyreg.dispatch_table.get(self.kind)
-        said = value.__reduce_ex__(4) if reduce is None else reduce(value)
-        if not isinstance(said, tuple):
-            raise TypeError(f"its __reduce_ex__ names one global object, {said!r}")
-        function, args, state, items, pairs, set_state = (*said, None, None, None, None)[:6]
-        return [function, args, state, list(items or ()), list(pairs or ()), set_state]
-
-    def parts(self, value: Any) -> Parts:
-        return Parts(self.items(value))
-
-    def first(self, parts: Parts) -> int:
-        return 2
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        function, args = parts
-        made = function(*args)
-        if made is value:
-            raise TypeError("its __reduce_ex__ gives the same object again")
-        return made
-
-    def finish(self, value: Any, made: Any, items: list[Any]) -> None:
-        state, members, pairs, set_state = items
-        if type(state) is dict:
-            state = dict(state)  # it may be the source's own dictionary: do not share it
-        if state is not None and set_state is not None:
-            set_state(made, state)
-        elif state is not None and hasattr(made, "__setstate__"):
-            made.__setstate__(state)
-        elif state is not None:
-            state, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-            made.__dict__.update(state or {})
-            for name, part in (slots or {}).items():
-                object.__setattr__(made, name, part)
-        for member in members:
-            made.append(member)
-        for key, part in pairs:
-            made[key] = part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from typing import Any
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
@@ -69,3 +70,13 @@ def copy_bytes(
         device._backend.calls.work.copy_peer(target, own, source, other, nbytes, way)
     if way != stream:
         Event(device).record(way).holds_back(stream)
+
+
+def is_dense(strides: Any, shape: Any, itemsize: int = 1) -> bool:
+    """Return whether an array's elements fill a stretch of memory in some order of the axes."""
+    for stride, length in sorted(zip(strides, shape, strict=True)):
+        if length != 1:
+            if stride != itemsize:
+                return 0 in shape
+            itemsize *= length
+    return True

@@ -6,12 +6,13 @@ copy, too. An object in which nothing changes is not copied. This only reads the
 
 from __future__ import annotations
 
+import copyreg
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from dask_devctx.transfer import walk
-from dask_devctx.transfer.parts import Parts, Protocol, Reduced
+from dask_devctx.transfer.parts import Parts, Protocol
 
 # New values by the identity of the old ones. It keeps the old ones, so that ids are not reused.
 Memo = dict[int, tuple[Any, Any]]
@@ -24,6 +25,49 @@ class UnmovableError(Exception):
         super().__init__(kind, reason)
         self.kind = kind
         self.reason = reason
+
+
+class Reduced(Protocol):
+    """Copies a value like a pickle does: by its ``__reduce_ex__``, or by ``copyreg``."""
+
+    def items(self, value: Any) -> list[Any]:
+        reduce = copyreg.dispatch_table.get(self.kind)
+        said = value.__reduce_ex__(4) if reduce is None else reduce(value)
+        if not isinstance(said, tuple):
+            raise TypeError(f"its __reduce_ex__ names one global object, {said!r}")
+        function, args, state, items, pairs, set_state = (*said, None, None, None, None)[:6]
+        return [function, args, state, list(items or ()), list(pairs or ()), set_state]
+
+    def parts(self, value: Any) -> Parts:
+        return Parts(self.items(value))
+
+    def first(self, parts: Parts) -> int:
+        return 2
+
+    def begin(self, value: Any, parts: list[Any]) -> Any:
+        function, args = parts
+        made = function(*args)
+        if made is value:
+            raise TypeError("its __reduce_ex__ gives the same object again")
+        return made
+
+    def finish(self, value: Any, made: Any, items: list[Any]) -> None:
+        state, members, pairs, set_state = items
+        if type(state) is dict:
+            state = dict(state)  # it may be the source's own dictionary: do not share it
+        if state is not None and set_state is not None:
+            set_state(made, state)
+        elif state is not None and hasattr(made, "__setstate__"):
+            made.__setstate__(state)
+        elif state is not None:
+            state, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+            made.__dict__.update(state or {})
+            for name, part in (slots or {}).items():
+                object.__setattr__(made, name, part)
+        for member in members:
+            made.append(member)
+        for key, part in pairs:
+            made[key] = part
 
 
 class _Node:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import threading
+from collections.abc import Callable
+from typing import Any
 
 from dask_devctx.transfer.blocks import memory_of
 from dask_devctx.transfer.host import to_host
@@ -24,9 +26,26 @@ _LIBRARIES = {
     "jaxlib": "jax",
     "cudf": "cudf",
 }
+_REGISTRIES = (device_of, nbytes_by_device, to_device, to_host, memory_of)
 
 _registered: set[str] = set()
 _lock = threading.RLock()
+
+
+def known(
+    kind: Any,
+    *,
+    device: Callable[[Any], Any] | None = None,
+    nbytes: Callable[[Any], dict[Any, int]] | None = None,
+    move: Callable[[Any, Any], Any] | None = None,
+    host: Callable[[Any], Any] | None = None,
+    memory: Callable[[Any], Any] | None = None,
+) -> None:
+    """Register functions for values of a type; ``nbytes`` or ``device`` tells where they live."""
+    functions = (device, nbytes, move, host, memory)
+    for registry, function in zip(_REGISTRIES, functions, strict=True):
+        if function is not None:
+            registry.register(kind, function)
 
 
 def _register_lazily(toplevel: str, module: str) -> None:
@@ -36,7 +55,7 @@ def _register_lazily(toplevel: str, module: str) -> None:
                 importlib.import_module(f"{__name__}.{module}").register()
                 _registered.add(module)
 
-    for registry in (device_of, nbytes_by_device, memory_of, to_device, to_host):
+    for registry in _REGISTRIES:
         registry.register_lazy(toplevel, register)
 
 

@@ -7,9 +7,7 @@ from typing import Any
 import jax
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.host import to_host
-from dask_devctx.transfer.location import nbytes_by_device
-from dask_devctx.transfer.move import to_device
+from dask_devctx.transfer.libraries import known
 
 
 def _bytes(array: Any) -> dict[Device, int]:
@@ -37,7 +35,4 @@ def _to_device(array: Any, device: Device) -> Any:
 
 
 def register() -> None:
-    """Make JAX's arrays known."""
-    nbytes_by_device.register(jax.Array, _bytes)
-    to_device.register(jax.Array, _to_device)
-    to_host.register(jax.Array, jax.device_get)
+    known(jax.Array, nbytes=_bytes, move=_to_device, host=jax.device_get)

@@ -8,9 +8,8 @@ from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.host import to_host
-from dask_devctx.transfer.location import device_of, nbytes_by_device
-from dask_devctx.transfer.move import current_move, to_device
+from dask_devctx.transfer.libraries import known
+from dask_devctx.transfer.move import current_move
 from dask_devctx.transfer.peers import copy_bytes
 from dask_devctx.transfer.streams import numba_stream
 
@@ -47,17 +46,12 @@ def _to_device(array: Any, device: Device) -> Any:
         move.order_copy_after(source)
         move.keep(dense)
         array = dense
-    # Numba keeps its own record of the device that a thread uses: set that, too.
+    # Numba keeps its own record of the device that a thread uses: set that, too. A strided array
+    # keeps its strides, so its gaps travel, too.
     with cuda.gpus[device.device_id]:
         moved = cuda.device_array(array.shape, array.dtype, strides=array.strides)
-    copy_bytes(
-        _address(moved),
-        device,
-        _address(array),
-        source,
-        _extent(array),  # a strided array keeps its strides, so its gaps travel, too
-        numba_stream(device.device_id),
-    )
+    nbytes = _extent(array)
+    copy_bytes(_address(moved), device, _address(array), source, nbytes, numba_stream())
     return moved
 
 
@@ -67,8 +61,4 @@ def _to_host(array: Any) -> Any:
 
 
 def register() -> None:
-    """Make Numba's device arrays known."""
-    device_of.register(DeviceNDArray, _device_of)
-    nbytes_by_device.register(DeviceNDArray, _bytes)
-    to_device.register(DeviceNDArray, _to_device)
-    to_host.register(DeviceNDArray, _to_host)
+    known(DeviceNDArray, nbytes=_bytes, move=_to_device, host=_to_host)

@@ -17,25 +17,16 @@ from typing import Any
 import torch
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.blocks import Memory, memory_of
-from dask_devctx.transfer.host import to_host
-from dask_devctx.transfer.location import device_of, nbytes_by_device
+from dask_devctx.transfer.blocks import Memory
+from dask_devctx.transfer.libraries import known
+from dask_devctx.transfer.location import nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.parts import ObjectLike, register_name
-from dask_devctx.transfer.peers import copy_bytes
+from dask_devctx.transfer.peers import copy_bytes, is_dense
 from dask_devctx.transfer.streams import torch_stream
 from dask_devctx.transfer.walk import register_protocol
 
-
-def _device_of(tensor: Any) -> Device | None:
-    return Device(tensor.device.index) if tensor.device.type == "cuda" else None
-
-
-def _tensor_bytes(tensor: Any) -> dict[Device, int]:
-    device = _device_of(tensor)
-    if device is None:
-        return {}
-    return {device: sum(int(part.nbytes) for part in _stored(tensor))}
+# -- tensors
 
 
 def _stored(tensor: Any) -> tuple[Any, ...]:
@@ -53,52 +44,46 @@ def _stored(tensor: Any) -> tuple[Any, ...]:
     return (tensor,)
 
 
+def _bytes(tensor: Any) -> dict[Device, int]:
+    if tensor.device.type != "cuda":
+        return {}
+    return {Device(tensor.device.index): sum(int(part.nbytes) for part in _stored(tensor))}
+
+
 def _memory_of(tensor: Any) -> Memory | None:
-    device = _device_of(tensor)
     stored = _stored(tensor)
-    if device is None or not stored:
+    if tensor.device.type != "cuda" or not stored:
         return None
+    device = Device(tensor.device.index)
     if len(stored) > 1:  # rare: it counts alone
         return Memory(device, 0, sum(int(part.nbytes) for part in stored))
     storage = stored[0].untyped_storage()
     return Memory(device, storage.data_ptr(), storage.nbytes())
 
 
-def _tensor_to_device(tensor: Any, device: Device) -> Any:
+def _to_device(tensor: Any, device: Device) -> Any:
     ordinary = (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_quantized
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj())
     )
-    if tensor.grad_fn is not None or not ordinary or tensor.is_conj():
-        moved = _by_torch(tensor, device)
-    else:
-        plain = tensor.detach()
-        moved = _copied(plain, device) if _is_dense(plain) else _by_torch(plain, device)
-        moved.requires_grad_(tensor.requires_grad)
-    return moved
-
-
-def _tensor_to_host(tensor: Any) -> Any:
-    if tensor.grad_fn is not None:
-        return tensor.cpu()
-    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+    if not ordinary or tensor.grad_fn is not None:
+        return _by_torch(tensor, device)
+    plain = tensor.detach()
+    as_it_is = is_dense(plain.stride(), plain.size()) and not plain.is_neg()
+    moved = _copied(plain, device) if as_it_is else _by_torch(plain, device)
+    return moved.requires_grad_(tensor.requires_grad)
 
 
 def _by_torch(tensor: Any, device: Device) -> Any:
-    move = current_move()
-    source = Device(tensor.device.index)
-    move.order(source, on_source=True)  # torch copies on the source's current stream
-    return tensor.to(torch.device("cuda", device.device_id), non_blocking=True, copy=True)
+    # torch copies on the source's current stream.
+    current_move().order(Device(tensor.device.index), on_source=True)
+    return tensor.to(_name_of(device), non_blocking=True, copy=True)
 
 
 def _copied(tensor: Any, device: Device) -> Any:
     moved = torch.empty_strided(
-        tensor.size(),
-        tensor.stride(),
-        dtype=tensor.dtype,
-        device=torch.device("cuda", device.device_id),
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_name_of(device)
     )
     copy_bytes(
         moved.data_ptr(),
@@ -111,37 +96,33 @@ def _copied(tensor: Any, device: Device) -> Any:
     return moved
 
 
-def _is_dense(tensor: Any) -> bool:
-    """Return whether its elements fill a block of memory in some order of the axes."""
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if length == 1:
-            continue
-        if stride != expected:
-            return not tensor.numel()
-        expected *= length
-    return not tensor.is_neg()
+def _to_host(tensor: Any) -> Any:
+    if tensor.grad_fn is not None:
+        return tensor.cpu()
+    return tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+
+
+def _name_of(device: Device) -> Any:
+    return torch.device("cuda", device.device_id)
 
 
 def _parameter_to_device(parameter: Any, device: Device) -> Any:
     if torch.nn.parameter.is_lazy(parameter):
         # It has no elements yet, and will make them on the device in its attribute.
-        where = torch.device("cuda", device.device_id)
-        return type(parameter)(parameter.requires_grad, device=where, dtype=parameter.dtype)
-    moved = torch.nn.Parameter(
-        _tensor_to_device(parameter.detach(), device), requires_grad=parameter.requires_grad
-    )
-    moved.__dict__.update(vars(parameter))
-    if parameter.grad is not None:
-        moved.grad = to_device(parameter.grad, device)
-    return moved
+        kind, where = type(parameter), _name_of(device)
+        return kind(parameter.requires_grad, device=where, dtype=parameter.dtype)
+    return _around(_to_device(parameter.detach(), device), parameter, device)
 
 
 def _parameter_to_host(parameter: Any) -> Any:
-    moved = torch.nn.Parameter(parameter.detach().cpu(), requires_grad=parameter.requires_grad)
+    return _around(parameter.detach().cpu(), parameter, "cpu")
+
+
+def _around(elements: Any, parameter: Any, device: object) -> Any:
+    moved = torch.nn.Parameter(elements, requires_grad=parameter.requires_grad)
     moved.__dict__.update(vars(parameter))
     if parameter.grad is not None:
-        moved.grad = to_device(parameter.grad, "cpu")
+        moved.grad = to_device(parameter.grad, device)
     return moved
 
 
@@ -157,31 +138,26 @@ def module_tensors(module: Any) -> list[Any]:
 
 
 class _Owning(ObjectLike):
-    """Objects that own their collections of parameters, submodules and hooks.
+    """Objects that own their collections of parameters, submodules and hooks."""
 
-    A copy is made from the attributes and not from the pickle, which lacks state that an optimizer
-    needs.
-    """
+    # A copy is made from the attributes and not from the pickle, which lacks state that an
+    # optimizer needs; also of one with a ``__del__``.
 
     def __init__(self, kind: type) -> None:
         super().__init__(kind)
-        self.by_reduce = self._ends_something = False
+        self.by_reduce = False
+
+    def begin(self, value: Any, parts: list[Any]) -> Any:
+        return object.__new__(self.kind)
 
     def fill(self, value: Any, made: Any, parts: list[Any], names: Sequence[Any]) -> None:
         own = [copy.copy(part) if type(part) in _COLLECTIONS else part for part in parts]
         super().fill(value, made, own, names)
-
-
-_COLLECTIONS = frozenset([dict, OrderedDict, set])
-
-
-class _Optimizer(_Owning):
-    def fill(self, value: Any, made: Any, parts: list[Any], names: Sequence[Any]) -> None:
-        super().fill(value, made, parts, names)
         if hasattr(vars(made).get("step"), _TRACKED):
             made.step = _tracked_step(made)
 
 
+_COLLECTIONS = frozenset([dict, OrderedDict, set])
 # An LR scheduler replaces an optimizer's step, and sets this attribute on the new function.
 _TRACKED = "_wrapped_by_lr_sched"
 
@@ -189,9 +165,7 @@ _TRACKED = "_wrapped_by_lr_sched"
 def _tracked_step(optimizer: Any) -> Any:
     """Return a step for this optimizer that its scheduler can see; the old one has another owner.
 
-    References
-    ----------
-    ``torch.optim.lr_scheduler.LRScheduler``, which warns without such a step.
+    ``torch.optim.lr_scheduler.LRScheduler`` warns without such a step.
     """
     function, found = type(optimizer).step, weakref.ref(optimizer)
 
@@ -218,7 +192,7 @@ def _script_to_device(module: Any, device: Device) -> Any:
         with source:
             module = copy.deepcopy(module)
         move.keep(list(module_tensors(module)))
-    return module.to(torch.device("cuda", device.device_id))
+    return module.to(_name_of(device))
 
 
 # -- types without elements to copy
@@ -230,7 +204,7 @@ def _generator_device(generator: Any) -> Device | None:
 
 
 def _generator_to_device(generator: Any, device: Device) -> Any:
-    moved = torch.Generator(torch.device("cuda", device.device_id))
+    moved = torch.Generator(_name_of(device))
     moved.set_state(generator.get_state())
     return moved
 
@@ -239,22 +213,14 @@ def _current_name(where: Any) -> Any:
     current = Device.current()
     if where.type != "cuda" or where.index is None or current is None:
         return where
-    return torch.device("cuda", current.device_id)
+    return _name_of(current)
 
 
 def register() -> None:
-    """Make torch's types known."""
-    device_of.register(torch.Tensor, _device_of)
-    nbytes_by_device.register(torch.Tensor, _tensor_bytes)
-    to_device.register(torch.Tensor, _tensor_to_device)
-    to_host.register(torch.Tensor, _tensor_to_host)
-    to_device.register(torch.nn.Parameter, _parameter_to_device)
-    to_host.register(torch.nn.Parameter, _parameter_to_host)
+    known(torch.Tensor, nbytes=_bytes, move=_to_device, host=_to_host, memory=_memory_of)
+    known(torch.nn.Parameter, move=_parameter_to_device, host=_parameter_to_host)
+    known(torch.jit.ScriptModule, nbytes=_script_bytes, move=_script_to_device)
+    known(torch.Generator, device=_generator_device, move=_generator_to_device)
     register_name(torch.device, _current_name)
     register_protocol(torch.nn.Module, _Owning)
-    register_protocol(torch.optim.Optimizer, _Optimizer)
-    nbytes_by_device.register(torch.jit.ScriptModule, _script_bytes)
-    to_device.register(torch.jit.ScriptModule, _script_to_device)
-    device_of.register(torch.Generator, _generator_device)
-    to_device.register(torch.Generator, _generator_to_device)
-    memory_of.register(torch.Tensor, _memory_of)
+    register_protocol(torch.optim.Optimizer, _Owning)
