@@ -21,8 +21,7 @@ from dask_devctx.dask_internals import check
 from dask_devctx.dask_internals.graphs import before_each_frame
 from dask_devctx.dask_internals.submits import after_each_submit, around_each_call
 from dask_devctx.graph import clients, optimize
-from dask_devctx.graph.mistaken import told_of_mistakes
-from dask_devctx.graph.resubmitted import warn_of_other_device
+from dask_devctx.graph.warnings import told_of_mistakes, warn_of_other_device
 
 __all__ = ["Kept", "Optimizer", "clients", "keep_annotations"]
 

@@ -1,10 +1,10 @@
-"""Warnings at the user's line: annotations that mean nothing, and annotations as arguments."""
+"""Warnings at the user's line: annotations that mean nothing, go astray, or come too late."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -22,7 +22,12 @@ from dask_devctx.annotations.names import (
 )
 from dask_devctx.cuda.scope import open_scopes
 from dask_devctx.dask_internals.graphs import layers_of
-from dask_devctx.dask_internals.submits import in_a_task, users_level
+from dask_devctx.dask_internals.submits import (
+    held_keys,
+    in_a_task,
+    is_held_elsewhere,
+    users_level,
+)
 
 _IN_A_SCOPE: Final = (
     "the scope of cuda:{0} is open, but client.{1} runs its tasks on any device: a scope is for "
@@ -31,6 +36,10 @@ _IN_A_SCOPE: Final = (
 )
 
 _told: WeakKeyDictionary[Client, set[str]] = WeakKeyDictionary()
+# The annotations of ours that were given first, by key; of keys that a client holds.
+_asked_for: WeakKeyDictionary[Client, dict[Hashable, dict[str, Any]]] = WeakKeyDictionary()
+# Keys that are released are forgotten when so many have been added.
+_FORGET_AFTER = 1000
 
 
 @contextmanager
@@ -96,3 +105,36 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     except (TypeError, ValueError):  # a function in C may not tell
         return True
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def warn_of_other_device(client: Client, key: Hashable) -> None:
+    """Warn if a task of this key was asked for on another device, and is there still."""
+    given = dask.get_annotations()
+    asked = {name: given[name] for name in sorted(NAMES & given.keys())}
+    if not asked:
+        return
+    known = _asked_for.setdefault(client, {})
+    if key not in known or not is_held_elsewhere(client, key):
+        if len(known) % _FORGET_AFTER == _FORGET_AFTER - 1:
+            held = held_keys(client)
+            for old in known.keys() - held:
+                del known[old]
+        known[key] = asked
+        return
+    first = known[key]
+    if first.keys() == asked.keys() and all(_same(first[name], asked[name]) for name in asked):
+        return
+    warnings.warn(
+        f"{key!r} was submitted with {_shown(first)} and is there still, so dask ignores "
+        f"{_shown(asked)}: it runs the same pure function with the same arguments once. To run it "
+        "again, submit it with pure=False, or as on_device(...)(function)",
+        stacklevel=users_level(),
+    )
+
+
+def _same(one: object, other: object) -> bool:
+    return type(one) is type(other) and one == other
+
+
+def _shown(annotations: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in annotations.items())
