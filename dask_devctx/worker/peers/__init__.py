@@ -49,6 +49,8 @@ _LOOK_EVERY_MS: Final = 5_000
 _LOOK_S: Final = 0.05
 _CAPTURE_POLL_S: Final = 0.001
 _CLOSE_TIMEOUT_S: Final = 5.0
+# The process of a worker that left the cluster ends within this time, else it keeps its memory.
+_GONE_S: Final = 5.0
 _CONNECT_TIMEOUT_S: Final = 2.0
 # dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
 # question takes milliseconds; between devices, 50 MB take a fifth of one.
@@ -87,7 +89,6 @@ class PeerTransfers:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._pairs = Pairs(local)
         self._sender = Sender(local)
-        self._left: set[str] = set()  # the workers that may still have this one's memory open
         with ExitStack() as steps:
             self._connections = Connections(
                 worker,
@@ -214,14 +215,11 @@ class PeerTransfers:
     def _worker_left(self, address: str) -> None:
         """Forget a worker that left the cluster; its process may still be there."""
         self._pairs.forget(address)
-        if address in self._pairs.readers:
-            self._left.add(address)
+        if address in self._pairs.readers:  # it may have this one's memory open still
+            self._local.worker.loop.call_later(_GONE_S, self._ask_to_close, address, ())
 
     async def look(self) -> None:
-        """Forget workers whose processes are gone, and release memory that was long unused."""
-        for address in [*self._left]:
-            await self._ask_to_close(address, ())
-        self._left &= self._pairs.readers
+        """Release staging memory that was long unused."""
         idle = [
             staging
             for staging in self.stagings.values()

@@ -111,7 +111,7 @@ class Local:
     make_room: Callable[[Device], object]  # called with a device that has no memory left
     on_failure: Callable[[Device, DriverError], object]
     has_failed: Callable[[], bool]  # whether a device of the worker has failed
-    memory: Callable[[], DeviceMemory | None]
+    memory: Callable[[], DeviceMemory | None]  # the manager of the device memory
     stagings: dict[Device, Staging] = field(default_factory=dict)
     opened: OpenedBuffers = field(default_factory=OpenedBuffers)
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.ipc.messages import Header, Next
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
-from dask_devctx.transfer.ipc.sending import Sending, Staging
+from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.worker.comms.device_types import are_few, find
 from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.memory.kept import Kept
@@ -115,12 +115,15 @@ class Sender:
         )
 
         def begin() -> tuple[Sending, Parcels, bool] | None:
-            packed = _packed(values, device, stamps)
-            if packed is None:
+            parcels = _packed(values, device, stamps)
+            if not parcels:
                 return None
-            sending = _sending(packed, staging, stamps, on_one_device=len(total) == 1)
+            parts = [part for parcel in parcels.values() for part in parcel.parts]
+            gathered = any(parcel.gathered for parcel in parcels.values())
+            here = len(total) == 1
+            sending = Sending(parts, staging, stamps, gathered=gathered, on_one_device=here)
             # In one go: each change of threads takes time.
-            return sending, packed, not quick and _start_and_finish(sending, 0)
+            return sending, parcels, not quick and _start_and_finish(sending, 0)
 
         begun = begin() if quick else await self._local.run(begin)
         if begun is None:
@@ -217,12 +220,7 @@ def on_devices(
 
     With ``staged``, values in host memory that belong on a device are staged there, and so count.
     """
-    return dict(_on_devices(data, devices, inputs, staged))
-
-
-def _on_devices(
-    data: Mapping[Hashable, Any], devices: Sequence[Device], inputs: Inputs | None, staged: bool
-) -> Iterator[tuple[Hashable, dict[Device, int]]]:
+    found: Places = {}
     for key, wrapped in data.items():
         if not isinstance(wrapped, Serialize):
             continue
@@ -230,7 +228,8 @@ def _on_devices(
         if value.__class__ is Kept:
             if staged:
                 form, _ = value.host_form()
-                yield key, {form.home if form.home in devices else devices[0]: form.nbytes}
+                home = form.home if form.home in devices else devices[0]
+                found[key] = {home: form.nbytes}
             continue
         after = _known_work(inputs, key)
         if after is not None and not after.devices and find(type(value)) is None:
@@ -242,7 +241,8 @@ def _on_devices(
         if not places and find(type(value)) is not None:
             places = {devices[0]: 0}
         if places:
-            yield key, places
+            found[key] = dict(places)
+    return found
 
 
 def _known_work(inputs: Inputs | None, key: Hashable) -> Stamp | None:
@@ -250,10 +250,8 @@ def _known_work(inputs: Inputs | None, key: Hashable) -> Stamp | None:
     return None if lifetime is None else lifetime.after
 
 
-def _packed(
-    values: Mapping[Hashable, Any], device: Device, stamps: Collection[Stamp]
-) -> Parcels | None:
-    """Return the values that have parts on a device; None if there are none."""
+def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[Stamp]) -> Parcels:
+    """Return the values that have parts on a device, packed."""
     parcels: Parcels = {}
     until = time.monotonic() + _LONGEST_CAPTURE_S
     while _is_captured(device) and time.monotonic() < until:
@@ -270,21 +268,13 @@ def _packed(
                 parcel = pack(value, find)
             if parcel.parts:
                 parcels[key] = parcel
-    return parcels or None
+    return parcels
 
 
 def _is_captured(device: Device) -> bool:
     """Return whether some types could not be packed without spoiling a graph under capture."""
     with device:
         return device._backend.calls.work.is_capturing(LEGACY_STREAM)
-
-
-def _sending(
-    parcels: Parcels, staging: Staging, stamps: Collection[Stamp], *, on_one_device: bool
-) -> Sending:
-    parts = [part for parcel in parcels.values() for part in parcel.parts]
-    gathered = any(parcel.gathered for parcel in parcels.values())
-    return Sending(parts, staging, stamps, gathered=gathered, on_one_device=on_one_device)
 
 
 def _start_and_finish(sending: Sending, index: int) -> bool:
