@@ -6,7 +6,6 @@ import functools
 import sys
 import threading
 import warnings
-import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -88,7 +87,7 @@ class Context(AnyContext, metaclass=ABCMeta):
             self._handle = handle
             self._owned = True
             if self._identity is not None:
-                _owners(self._backend)[self._identity] = self
+                self._backend.owners[self._identity] = self
         except BaseException as error:
             self._owned = False
             self._handle = 0
@@ -162,7 +161,7 @@ class Context(AnyContext, metaclass=ABCMeta):
             return None
         calls = backend.driver()
         identity = calls.context_id(handle)
-        owner = None if identity is None else _owners(backend).get(identity)
+        owner: Context | None = None if identity is None else backend.owners.get(identity)
         if owner is not None:
             return owner
         device = Device._of_current_context(backend)
@@ -273,14 +272,7 @@ class Context(AnyContext, metaclass=ABCMeta):
 Context.register(PrimaryContext)
 
 
-_Owners = weakref.WeakValueDictionary[int, "Context"]
-_owned: weakref.WeakKeyDictionary[Backend, _Owners] = weakref.WeakKeyDictionary()
 _closing = ProcessLock()
-
-
-def _owners(backend: Backend) -> _Owners:
-    """Return the contexts that this process owns, by their numbers: a driver reuses handles."""
-    return _owned.setdefault(backend, weakref.WeakValueDictionary())
 
 
 def _unmake(backend: Backend, handle: int, before: int, error: BaseException) -> None:

@@ -10,7 +10,6 @@ import logging
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,15 +17,11 @@ from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.discovery import DeviceInfo
-from dask_devctx.driver.backends import Backend
 from dask_devctx.errors import DevctxError
 
 logger = logging.getLogger(__name__)
 
 _NO_ACCESS = 100  # the rank of a link without peer access
-_ranks: weakref.WeakKeyDictionary[Backend, dict[frozenset[Device], int]] = (
-    weakref.WeakKeyDictionary()
-)
 _ASK_TIMEOUT_S = 30.0
 _ASK_NBYTES = 2 * 2**20
 _ASK = "from dask_devctx.cuda.inspection import answer; answer()"
@@ -108,7 +103,7 @@ def _peers(info: DeviceInfo, others: tuple[DeviceInfo, ...]) -> tuple[str, ...]:
 def link_rank(device: Device, peer: Device) -> int:
     """Return how slow the link between two devices is: 0 for the fastest of the machine."""
     # Asked once for each pair. Where the driver does not answer, all links count as equal.
-    known = _ranks.setdefault(device._backend, {})
+    known = device._backend.link_ranks
     pair = frozenset((device, peer))
     rank = known.get(pair)
     if rank is None:

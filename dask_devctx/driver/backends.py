@@ -52,6 +52,12 @@ class Backend:
         self.devices: dict[str, Any] = {}
         # The same by ordinal. Empty until CUDA is initialised, which fixes the ordinals.
         self.ordinals: dict[int, Any] = {}
+        # The devices of the machine, by the environment's values.
+        self.inventories: dict[tuple[str | None, str | None], Any] = {}
+        # The ranks of the links, by the pair of devices.
+        self.link_ranks: dict[frozenset[Any], int] = {}
+        # The contexts that this process owns, by their numbers: a driver uses handles again.
+        self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # The environment's values when this process initialised CUDA. CUDA reads them once.
         self.environment: tuple[str | None, str | None] | None = None
         self._uuids: tuple[str, ...] = ()

@@ -8,7 +8,6 @@ creates no context either. Only the UUID joins NVML's indices and CUDA's ordinal
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 
 from dask_devctx.cuda.discovery.nvml import (
@@ -40,8 +39,6 @@ __all__ = [
     "utilization",
 ]
 
-_Key = tuple[str | None, str | None]
-_known: weakref.WeakKeyDictionary[Backend, dict[_Key, Inventory]] = weakref.WeakKeyDictionary()
 _lock = ProcessLock()
 
 
@@ -50,16 +47,17 @@ def inventory(backend: Backend) -> Inventory:
     # Looked up once per value of the variables, and not again after CUDA was initialised: CUDA has
     # read them by then.
     with _lock:
-        known = _known.setdefault(backend, {})
+        known = backend.inventories
         key = backend.environment or environment()
         if key not in known:
             known[key] = _discover(backend, *key)
-        return known[key]
+        found: Inventory = known[key]
+        return found
 
 
 def ordinal_if_known(backend: Backend, uuid: str) -> int | None:
     """Return the ordinal of a device among those found so far; asks neither NVML nor the driver."""
-    known = _known.get(backend, {}).get(backend.environment or environment())
+    known = backend.inventories.get(backend.environment or environment())
     found = () if known is None else known.devices
     return next((info.device_id for info in found if info.uuid == uuid), None)
 
