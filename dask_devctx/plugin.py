@@ -251,9 +251,9 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             await no_more_heartbeats(worker)
 
     def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
-        """Follow each task of the worker from state to state."""
-        if self.extension is not None:
-            self.extension.transition(key, start, finish)
+        """Note the values that the worker releases."""
+        if start == "memory" and self.extension is not None:
+            self.extension.released(key)
 
 
 def held_devices(

@@ -1,17 +1,21 @@
-"""A worker's tasks: the call that replaces a task, and the executor that runs it."""
+"""A worker's tasks: what executes them, and what is called in their place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 from dask._task_spec import DataNode, GraphNode, Task
 from distributed import Worker
+from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
-from dask_devctx.dask_internals.threads import Submits, send_next_task_to
+from dask_devctx.dask_internals.replacing import replaced
 
 # A node of dask's graph: a task, a value, or a container of further nodes.
 Node: Final[Any] = GraphNode
+FAILED: Final = ExecuteFailureEvent
 # The attributes of a node that hold values or further nodes. All others hold only names.
 NODE_PARTS: Final = ("args", "func", "kwargs", "value")
 
@@ -24,34 +28,16 @@ def node_parts(node: Any) -> tuple[Any, ...]:
 
 
 class TaskStandIn:
-    """A stand-in that a worker calls in the place of a task.
+    """What a worker calls in the place of a task; a subclass has the attributes of its own.
 
-    dask reads ``is_coro`` right before it submits the task, in the same context. The executor is
-    set at that moment. The annotation ``executor`` is not used: it belongs to the user, and
-    everybody sees it.
-
-    In another process, such as that of a process pool, it is the task itself.
+    Those are ``task``, dask's node, from which all others come, and ``is_coro``: whether the task
+    calls a coroutine function, which dask runs on its event loop.
     """
 
-    __slots__ = ("executor", "priority", "task")
+    __slots__ = ()
 
-    def __init__(
-        self,
-        task: Callable[[Any], Any],
-        executor: Submits | None = None,
-        priority: tuple[Any, ...] | None = None,
-    ) -> None:
-        self.task = task
-        self.executor = executor
-        self.priority = priority
-
-    @property
-    def is_coro(self) -> bool:
-        """Whether the task calls a coroutine function, which dask runs on its event loop."""
-        is_coro = bool(self.task.is_coro)  # type: ignore[attr-defined]
-        if self.executor is not None and not is_coro:
-            send_next_task_to(self.executor, self.priority)
-        return is_coro
+    task: Any
+    is_coro: bool
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -61,45 +47,71 @@ class TaskStandIn:
     def __repr__(self) -> str:
         return repr(self.task)
 
-    def __reduce__(self) -> Any:
-        return _itself, (self.task,)
+
+@contextmanager
+def executed_by(
+    worker: Worker,
+    begin: Callable[[Any], TaskStandIn | None],
+    end: Callable[[Any, Any, Any], Any],
+) -> Iterator[None]:
+    """While it is open, a worker calls the stand-in that ``begin`` makes in the place of a task.
+
+    ``begin`` gets the worker's state of the task and must not raise; ``end`` gets it too, with the
+    stand-in and dask's event of the outcome, None without one, and returns the event.
+    """
+    execute, states = worker.execute, worker.state.tasks
+
+    async def executed(key: Hashable, *, stimulus_id: str) -> Any:
+        if vars(worker).get("execute") is not executed:  # it did not begin before the end of this
+            return await worker.execute(key, stimulus_id=stimulus_id)
+        ts = states[key]
+        task = ts.run_spec
+        stand_in = begin(ts)
+        if stand_in is not None:
+            ts.run_spec = stand_in
+        event = None
+        try:
+            event = await execute(key, stimulus_id=stimulus_id)
+        finally:
+            if ts.run_spec is stand_in:  # else the task was requested again meanwhile
+                ts.run_spec = task
+            event = end(ts, stand_in, event)
+        return event
+
+    with replaced(vars(worker), "execute", executed):
+        yield
+    for ts in states.values():
+        if isinstance(ts.run_spec, TaskStandIn):
+            ts.run_spec = ts.run_spec.task
 
 
-def _itself(task: Any) -> Any:
-    return task
+def outcome(event: Any) -> tuple[str, float | None, float | None]:
+    """Return the state that a task gets from the event of its execution, its start and its stop.
+
+    ``"memory"``, ``"error"``, or ``"released"`` if it did not run.
+    """
+    if event.__class__ is ExecuteSuccessEvent:
+        return "memory", event.start, event.stop
+    if event.__class__ is FAILED:
+        return "error", event.start, event.stop
+    return "released", None, None
 
 
-def replace(ts: Any, run_spec: Any) -> None:
-    """Let a worker call ``run_spec`` in the place of a task."""
-    ts.run_spec = run_spec
+def add_to_times(ts: Any, event: Any, name: str, value: str) -> Any:
+    """Return the event of a task that failed, whose times now have a further entry.
 
-
-def restore(ts: Any) -> None:
-    """Let a worker call a task itself again, if a stand-in has its place, or several."""
-    while isinstance(ts.run_spec, TaskStandIn):
-        ts.run_spec = ts.run_spec.task
-
-
-def about_to_begin(worker: Worker) -> Iterator[Any]:
-    """Yield the states of the tasks that a worker executes next, in this turn of its event loop."""
-    for ts in worker.state.tasks.values():
-        if ts.state == "executing" and ts.key not in worker.active_keys:
-            yield ts
+    The scheduler gets no metadata of such a task.
+    """
+    if event.start is None or event.stop is None:
+        return event
+    times = {"action": "compute", "start": event.start, "stop": event.stop, name: value}
+    ts.startstops.append(times)
+    return replace(event, start=None, stop=None)
 
 
 def add_metadata(ts: Any, name: str, value: str) -> None:
     """Add an entry to the metadata of a task, which its worker sends to the scheduler."""
     ts.metadata[name] = value
-
-
-def is_cancelled(worker: Worker, key: Hashable) -> bool:
-    """Return whether a task was cancelled; on any thread.
-
-    dask counts a task as running as soon as its device's threads have it. It may wait there for a
-    long time, and may not be needed any more when it begins.
-    """
-    ts = worker.state.tasks.get(key)
-    return ts is not None and ts.state == "cancelled"
 
 
 def makes_an_actor(worker: Worker, key: Hashable) -> bool:

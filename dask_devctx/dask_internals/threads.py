@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,9 +15,6 @@ from weakref import WeakKeyDictionary
 from distributed import Reschedule
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor  # its users too
 from distributed.threadpoolexecutor import secede, thread_state
-from distributed.utils import thread_state as task_state
-
-Priority = tuple[Any, ...]
 
 
 class Work(Protocol):
@@ -32,9 +28,9 @@ class Submits(Protocol):
     """An executor of dask's tasks."""
 
     def submit_task(
-        self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self, claim: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any] | asyncio.Future[Any]:
-        """Run a task of dask's; the task with the smallest priority runs first."""
+        """Run a task of dask's as soon as its claim is granted."""
 
 
 def rescheduled() -> dict[str, Any]:
@@ -53,27 +49,32 @@ def has_seceded() -> bool:
     return not getattr(thread_state, "proceed", True)
 
 
-def key_of_this_thread() -> Hashable:
-    """Return the key of the task that runs on this thread, or ran last; None without one."""
-    key: Hashable = getattr(task_state, "key", None)
-    return key
-
-
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
     """dask's thread pool, with a queue that its subclass gives it.
 
+    Parameters
+    ----------
+    name
+        The prefix of the threads' names.
+    threads
+        The number of threads.
+    work
+        The queue of :class:`Work`, with ``put`` and ``get``. None in it ends the threads.
+
+    Notes
+    -----
     dask recognizes a thread pool by the name of its class, which must contain
     ``ThreadPoolExecutor``. The base class is distributed's, so that ``secede`` and ``rejoin`` work.
     """
 
-    def __init__(self, name: str, threads: int, work: queue.Queue[Work | None]) -> None:
+    def __init__(self, name: str, threads: int, work: Any) -> None:
         super().__init__(threads, thread_name_prefix=name)
         self._work_queue = work
 
     def submit_task(
-        self, priority: Priority | None, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self, claim: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Future[Any] | asyncio.Future[Any]:
-        """Run a task of dask's; the task with the smallest priority runs first."""
+        """Run a task of dask's as soon as its claim is granted."""
         raise NotImplementedError
 
     def give(self, work: Work) -> bool:
@@ -91,10 +92,10 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         """Whether the pool takes no more work."""
         return bool(self._shutdown)
 
-    def grow_to(self, busy: int, needed: int) -> None:
-        """Allow ``needed`` threads, and start one if fewer than ``busy`` run."""
-        self._max_workers: int = max(self._max_workers, needed)
-        if len(self._threads) < busy:
+    def grow_to(self, threads: int) -> None:
+        """Let the pool have so many threads, and start one if it has fewer."""
+        self._max_workers: int = max(self._max_workers, threads)
+        if len(self._threads) < threads:
             self._adjust_thread_count()
 
     def seceding(self) -> None:
@@ -116,19 +117,17 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         return bool(waiting)
 
 
-# The executor and the priority of the next task of this context. A reader takes the entry out of
+# The executor and the claim of the next task of this context. A reader takes the entry out of
 # the list, since the task itself runs in a copy of this context.
-_next_task: ContextVar[list[tuple[Submits, Priority | None]] | None] = ContextVar(
-    "next_task", default=None
-)
+_next_task: ContextVar[list[tuple[Submits, Any]] | None] = ContextVar("next_task", default=None)
 
 
-def send_next_task_to(executor: Submits, priority: Priority | None) -> None:
+def send_next_task_to(executor: Submits, claim: Any) -> None:
     """Send the next task that this context submits to another executor.
 
     This works for executors for which :func:`sending_tasks_on` is open.
     """
-    _next_task.set([(executor, priority)])
+    _next_task.set([(executor, claim)])
 
 
 _opened: WeakKeyDictionary[Executor, int] = WeakKeyDictionary()
@@ -160,8 +159,8 @@ def _submit(
     found = _next_task.get()
     if not found:
         return here(fn, *args, **kwargs)
-    executor, priority = found.pop()
-    return executor.submit_task(priority, fn, *args, **kwargs)
+    executor, claim = found.pop()
+    return executor.submit_task(claim, fn, *args, **kwargs)
 
 
 # -- the number of a pool's threads

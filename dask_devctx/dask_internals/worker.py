@@ -76,6 +76,20 @@ def told_who_leaves(worker: Worker, call: Callable[[str], object]) -> Iterator[N
 
 
 @contextmanager
+def told_of_freed_keys(worker: Worker, call: Callable[[Hashable], object]) -> Iterator[None]:
+    """While it is open, a function gets each key that the scheduler frees, or cancels."""
+    before = worker.stream_handlers["free-keys"]
+
+    def freed(keys: Collection[Hashable], **message: Any) -> None:
+        before(keys=keys, **message)
+        for key in keys:
+            call(key)
+
+    with replaced(worker.stream_handlers, "free-keys", freed):
+        yield
+
+
+@contextmanager
 def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
     """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too."""
     handler = AsText(worker._deque_handler)

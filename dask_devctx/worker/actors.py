@@ -3,58 +3,79 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable, Mapping
 from contextlib import ExitStack, suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from distributed import Worker
 from distributed.protocol import to_serialize
 
+from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.on_device import Together
+from dask_devctx.cuda.on_device import DeviceFunction, Together, known_as_the_tasks
 from dask_devctx.dask_internals import worker as internals
 from dask_devctx.transfer import nbytes_by_device, stamp, to_device
+from dask_devctx.worker.failures import guard
+from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.failures.others import Others
-from dask_devctx.worker.task import Arguments, Bring, DeviceMethod, monitored_method
+from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim
+from dask_devctx.worker.tracebacks import begins_with_the_task
 
-_POLL_S = 0.01
+if TYPE_CHECKING:
+    from dask_devctx.worker.placement.placement import Placement
+
+_POLL_S: Final = 0.01
 # The time that an error may take to reach the caller of a method.
-_ON_ITS_WAY_S = 0.2
+_ON_ITS_WAY_S: Final = 0.2
+_METHODS_RUN_ONCE: Final = (
+    "calls of actors run once, and this actor's state is lost with its worker. Make a new actor"
+)
+
+# The positional and the named arguments of a method.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Living(NamedTuple):
+    devices: tuple[Device, ...]
+    claim: Claim | None  # all that it keeps
+
 
 # The actors' devices, by the state of the task that made the actor. An actor keeps its devices
 # while it lives, also when the plugin is registered again.
-_devices: weakref.WeakKeyDictionary[Any, tuple[Device, ...]] = weakref.WeakKeyDictionary()
+_living: weakref.WeakKeyDictionary[Any, _Living] = weakref.WeakKeyDictionary()
 
 
 class DeviceActors(dict[Hashable, Any]):
     """A worker's actors by key; a caller of an actor's method gets a stand-in.
 
-    Parameters
-    ----------
-    worker
-        The worker, whose dictionary of actors this replaces while it is entered.
-    monitor
-        Monitors the calls of their methods.
-    move_inputs
-        Whether a method's arguments are copied to its actor's device.
-
-    Notes
-    -----
     dask calls an actor's methods in two ways: by a message to the worker, and directly on the same
     thread, from a method of another actor on the same worker. Both look the actor up here. All
-    other code gets the actor itself.
+    other code gets the actor itself. dask takes an actor out at its end.
     """
 
-    def __init__(self, worker: Worker, monitor: Monitor, *, move_inputs: bool) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        monitor: Monitor,
+        placement: Placement,
+        admission: Admission,
+        *,
+        move_inputs: bool,
+    ) -> None:
         super().__init__(internals.actors_of(worker))
         self._worker = worker
         self._monitor = monitor
-        self._bring = _brought if move_inputs else None
+        self._placement = placement
+        self._admission = admission
+        self._moves = move_inputs
         self._called: Hashable = None
         self._unanswered: Counter[Hashable] = Counter()
+        self._claims: dict[Hashable, Claim] = {}
+        self.on_change: Callable[[], object] = lambda: None  # what actors keep
         self._steps = ExitStack()
 
     def __enter__(self) -> Self:
@@ -65,6 +86,8 @@ class DeviceActors(dict[Hashable, Any]):
             ):
                 steps.enter_context(internals.wrapped_handler(self._worker, op, wrap))
             steps.enter_context(internals.replaced_actors(self._worker, self))
+            steps.callback(self._admission.forget_actors)
+            self._keep_on(self._worker.state.tasks)
             self._steps = steps.pop_all()
         return self
 
@@ -72,9 +95,42 @@ class DeviceActors(dict[Hashable, Any]):
         """Restore the worker; running calls end on their devices."""
         self._steps.close()
 
+    # -- what actors keep
+
     def live_on(self, ts: Any, devices: tuple[Device, ...]) -> None:
         """Note the devices of the actor that a task makes."""
-        _devices[ts] = devices
+        _living[ts] = _Living(devices, None)
+
+    def keep(self, ts: Any, claim: Claim) -> None:
+        """Let an actor keep what the run has that made it."""
+        _living[ts] = _Living(claim.devices, claim)
+        self._claims[ts.key] = claim
+        self._admission.keep(claim)
+        self._placement.keep(ts.key, claim.devices, claim.share / WHOLE)
+        self.on_change()
+
+    def _keep_on(self, tasks: Mapping[Hashable, Any]) -> None:
+        """Let the actors that live keep their devices under this plugin too."""
+        mine = set(self._placement.devices)
+        for ts in tasks.values() if _living else ():
+            living = _living.get(ts)
+            if living and living.claim is not None and mine.issuperset(living.devices):
+                self.keep(ts, living.claim)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether an actor keeps devices."""
+        return bool(self._claims)
+
+    def pop(self, key: Hashable, *default: Any) -> Any:
+        claim = self._claims.pop(key, None)
+        if claim is not None:
+            self._admission.release(claim)
+            self._placement.drop(key)
+            self.on_change()
+        return super().pop(key, *default)
+
+    # -- calls
 
     async def answered(self) -> None:
         """Wait until the callers of actors' methods have their answers."""
@@ -90,11 +146,12 @@ class DeviceActors(dict[Hashable, Any]):
         devices = self._devices_of(key)
         if not devices:
             return actor
-        return _OnDevices(actor, devices, key, self._monitor, self._bring)
+        return _OnDevices(actor, devices, key, self._monitor, self._moves)
 
     def _devices_of(self, key: Hashable) -> tuple[Device, ...]:
         ts = self._worker.state.tasks.get(key)
-        return () if ts is None else _devices.get(ts, ())
+        living = None if ts is None else _living.get(ts)
+        return () if living is None else living.devices
 
     def _executing(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         async def execute_on_device(actor: Hashable = None, **kwargs: Any) -> Any:
@@ -119,14 +176,16 @@ class DeviceActors(dict[Hashable, Any]):
             devices = self._devices_of(actor)
             if not devices:
                 return read(actor=actor, **kwargs)
-            try:
-                with (  # a property may compute
-                    monitored_method(self._monitor, actor, devices[0]),
-                    Others(self._monitor, actor, devices),
-                ):
+
+            def answered() -> Any:  # a property may compute
+                with known_as_the_tasks(devices):
                     answer = read(actor=actor, **kwargs)
-                    if "exception" in answer:
-                        raise answer["exception"].data
+                if "exception" in answer:
+                    raise answer["exception"].data
+                return answer
+
+            try:
+                answer = _called(self._monitor, actor, devices, answered)
             except Exception as error:
                 return {"status": "error", "exception": to_serialize(error)}
             return self._to_send(actor, answer)
@@ -157,20 +216,76 @@ class _OnDevices:
         devices: tuple[Device, ...],
         key: Hashable,
         monitor: Monitor,
-        bring: Bring | None,
+        moves: bool,
     ) -> None:
         self._actor = actor
         self._devices = devices
         self._key = key
         self._monitor = monitor
-        self._bring = bring
+        self._moves = moves
 
     def __getattr__(self, name: str) -> Any:
         with Together(self._devices):
             attribute = getattr(self._actor, name)
         if not callable(attribute):
             return attribute
-        return DeviceMethod(self._monitor, self._key, self._devices, attribute, self._bring)
+        return DeviceMethod(self._monitor, self._key, self._devices, attribute, self._moves)
+
+
+class DeviceMethod(DeviceFunction[..., Any]):
+    """A method of an actor, on the actor's devices; its arguments move there."""
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        key: Hashable,
+        devices: tuple[Device, ...],
+        method: Callable[..., Any],
+        moves: bool,
+    ) -> None:
+        super().__init__(devices[0], method)
+        self._monitor = monitor
+        self._key = key
+        self._devices = devices
+        self._moves = moves
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        device = self._devices[0]
+        with begins_with_the_task:
+            if inspect.iscoroutinefunction(self.__wrapped__):
+                return self._await(args, kwargs)
+            body = functools.partial(self._call, args, kwargs)
+            result = _called(self._monitor, self._key, self._devices, body)
+            return suspending.within(device, result)
+
+    async def _await(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def body() -> Awaitable[Any]:
+            return suspending.within(self._devices[0], self._call_coroutine(args, kwargs))  # type: ignore[no-any-return]
+
+        with begins_with_the_task:
+            steps = _guard(self._monitor, self._key, self._devices, inside=False).steps()
+            return await guard.run_coroutine(steps, body)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._moves:
+            args, kwargs = _brought((args, kwargs), self._devices)
+        with known_as_the_tasks(self._devices):
+            return self.__wrapped__(*args, **kwargs)
+
+    async def _call_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with known_as_the_tasks(self._devices):
+            return await self._call(args, kwargs)
+
+
+def _guard(monitor: Monitor, key: Hashable, devices: tuple[Device, ...], *, inside: bool) -> Guard:
+    return Guard(monitor, key, devices, inside=inside, once=_METHODS_RUN_ONCE, is_method=True)
+
+
+def _called(
+    monitor: Monitor, key: Hashable, devices: tuple[Device, ...], body: Callable[[], Any]
+) -> Any:
+    """Return what a call of an actor's method or property returns, on the actor's devices."""
+    return guard.run(_guard(monitor, key, devices, inside=True).steps(), monitor, body)
 
 
 def _brought(arguments: Arguments, devices: tuple[Device, ...]) -> Arguments:

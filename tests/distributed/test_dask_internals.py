@@ -21,7 +21,7 @@ from typing import Any
 import dask
 import distributed
 import pytest
-from dask._task_spec import Alias, DataNode, GraphNode, Task
+from dask._task_spec import GraphNode
 from distributed import Event, Status, Worker, WorkerPlugin
 from distributed.utils_test import async_poll_for, gen_cluster
 
@@ -245,7 +245,7 @@ def test_no_other_module_uses_them() -> None:
 
 def test_the_table_finds_them_in_the_door() -> None:
     found = {use for path in (PACKAGE / "dask_internals").glob("*.py") for use in uses(path)}
-    assert found >= {"_work_queue", "active_keys", "stream_handlers", "ts.run_spec =", "zict"}
+    assert found >= {"_work_queue", "stream_handlers", "ts.run_spec =", "zict"}
 
 
 # -- what each of them does, where no other test says so
@@ -258,7 +258,11 @@ def blocks() -> None:
 class StandIn(TaskStandIn):
     """Calls the task with one more."""
 
-    __slots__ = ()
+    __slots__ = ("is_coro", "task")
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        self.is_coro = task.is_coro
 
     def __call__(self, data: Any = ()) -> Any:
         return self.task(data) + 1
@@ -268,47 +272,25 @@ class StandIn(TaskStandIn):
 async def test_a_worker_calls_what_takes_a_tasks_place(
     client: Any, scheduler: Any, worker: Any
 ) -> None:
-    class Replacing(WorkerPlugin):
-        name = "replacing"
+    ended: list[Any] = []
 
-        def setup(self, worker: Worker) -> None:
-            self.worker = worker
+    def begin(ts: Any) -> StandIn:
+        tasks.add_metadata(ts, "mark", "mine")
+        return StandIn(ts.run_spec)
 
-        def transition(self, key: Any, start: str, finish: str, **kwargs: Any) -> None:
-            ts = self.worker.state.tasks.get(key)
-            if ts is not None and ts.state == "executing":
-                about.extend(each.key for each in tasks.about_to_begin(self.worker))
-                tasks.replace(ts, StandIn(ts.run_spec))
-                tasks.add_metadata(ts, "mark", "mine")
+    def end(ts: Any, stand_in: Any, event: Any) -> Any:
+        ended.append((ts.key, tasks.outcome(event)[0], type(stand_in)))
+        return event
 
-    about: list[Any] = []
-    await worker.plugin_add(Replacing())
-    assert await client.submit(lambda x: x, 1, key="one") == 2
-    assert about == ["one"]
-    assert worker.state.tasks["one"].metadata == {"mark": "mine"}
-    tasks.restore(worker.state.tasks["one"])
-    assert isinstance(worker.state.tasks["one"].run_spec, GraphNode)
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_tasks_that_run_are_not_about_to_begin(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    future = client.submit(blocks, key="runs")
-    await async_poll_for(lambda: "runs" in worker.active_keys, timeout=10)
-    assert worker.state.tasks["runs"].state == "executing"
-    assert not list(tasks.about_to_begin(worker))
-    await Event("go-on", client).set()
-    await future
-
-
-def test_what_is_a_coroutine_functions() -> None:
-    async def coroutine() -> None: ...
-
-    assert TaskStandIn(Task("a", coroutine)).is_coro
-    assert not TaskStandIn(Task("a", print)).is_coro
-    assert not TaskStandIn(DataNode("a", 1)).is_coro
-    assert not TaskStandIn(Alias("a", "b")).is_coro
+    with tasks.executed_by(worker, begin, end):
+        assert await client.submit(lambda x: x, 1, key="one") == 2
+        assert worker.state.tasks["one"].metadata == {"mark": "mine"}
+        assert isinstance(worker.state.tasks["one"].run_spec, GraphNode)
+        with pytest.raises(ZeroDivisionError):
+            await client.submit(divmod, 1, 0, key="two")
+    assert ended == [("one", "memory", StandIn), ("two", "error", StandIn)]
+    assert "execute" not in vars(worker)
+    assert await client.submit(lambda x: x, 1, key="three") == 1
 
 
 def test_graphs() -> None:

@@ -29,7 +29,7 @@ from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.scheduler.suspects import TOPIC
-from dask_devctx.worker.task import DeviceTask
+from dask_devctx.worker.run import DeviceRun as DeviceTask
 from tests.distributed.devices import (
     current_context,
     device_threads,

@@ -36,7 +36,7 @@ from distributed import (
 from distributed.client import FutureCancelledError
 from distributed.utils_test import async_poll_for, gen_cluster, inc, slowinc
 
-from dask_devctx.worker.task import DeviceTask
+from dask_devctx.worker.run import DeviceRun as DeviceTask
 from tests.distributed.devices import here
 
 PRELOAD = "dask_devctx"

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from dask._task_spec import Task
 
-from dask_devctx import devices
+from dask_devctx import Device, devices
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
+from dask_devctx.worker.placement.admission import WHOLE
+from dask_devctx.worker.run import DeviceRun
 from tests.distributed.starting import forked_workers
 
 
@@ -76,3 +82,19 @@ def monitored() -> Iterator[Monitored]:
         monitor = runner.run(monitor_on_a_loop())
         yield monitor, failures
         monitor.close()
+
+
+def as_task(
+    monitor: Monitor,
+    fn: Callable[..., Any],
+    *args: object,
+    key: Hashable = "it",
+    device: int = 0,
+    watched: int = 0,
+) -> Callable[[], Any]:
+    """A run of a task, guarded by a monitor, as a worker calls it."""
+    runs: Any = SimpleNamespace(monitor=monitor, inputs=None, memory=None)
+    state = SimpleNamespace(key=key, run_spec=Task(key, fn, *args), prefix="it", state="executing")
+    run = DeviceRun(runs, state, (Device(device),), WHOLE, 0, ())
+    run.watched = watched
+    return functools.partial(run, {})

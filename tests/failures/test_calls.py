@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import inspect
 import weakref
@@ -12,14 +11,13 @@ from typing import Any
 
 import pytest
 from cuda.bindings.driver import CUresult
-from dask._task_spec import Task
 from distributed import Reschedule
 
 from dask_devctx import Device, DeviceFailedError, DeviceOutOfMemoryError, driver
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.actors import DeviceMethod
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.task import DeviceMethod, DeviceTask
-from tests.failures.conftest import Monitored
+from tests.failures.conftest import Monitored, as_task
 
 
 def poison() -> None:
@@ -56,12 +54,8 @@ async def run_out_of_memory_later() -> None:
     run_out_of_memory()
 
 
-def as_task(monitor: Monitor, fn: Callable[[], Any]) -> Callable[[], Any]:
-    return functools.partial(DeviceTask(Task("it", fn), Device(0), monitor=monitor), {})
-
-
 def as_method(monitor: Monitor, fn: Callable[[], Any]) -> Callable[[], Any]:
-    return DeviceMethod(monitor, "it", (Device(0),), fn, None)
+    return DeviceMethod(monitor, "it", (Device(0),), fn, moves=False)
 
 
 def call(made: Callable[[], Any]) -> Any:
@@ -128,7 +122,7 @@ def test_a_failure_of_another_of_its_devices_is_blamed_on_the_call(
     monitor, failures = monitored
     try:
         with pytest.raises(DeviceFailedError) as caught:
-            DeviceMethod(monitor, "it", (Device(0), Device(2)), fn, None)()
+            DeviceMethod(monitor, "it", (Device(0), Device(2)), fn, moves=False)()
     finally:
         machine.gpus[2].lost = False
     assert set(failures[0].errors) == {"it"}
@@ -141,5 +135,5 @@ def test_a_call_on_several_devices_is_a_suspect_on_each(monitored: Monitored) ->
     def suspects() -> set[str]:
         return {f"{one.key} on {one.device}" for one in monitor.suspects.named()}
 
-    method = DeviceMethod(monitor, "it", (Device(1), Device(2)), suspects, None)
+    method = DeviceMethod(monitor, "it", (Device(1), Device(2)), suspects, moves=False)
     assert method() == {"it on cuda:1", "it on cuda:2"}

@@ -16,7 +16,6 @@ from typing import Any
 import dask
 import pytest
 from cuda.bindings.driver import CUresult
-from dask._task_spec import Task
 from distributed import Client, Future, Reschedule, get_worker, secede, wait, worker_client
 from distributed.utils_test import gen_cluster
 
@@ -35,8 +34,7 @@ from dask_devctx.scheduler.suspects import SuspectTasks
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.quarantine import Quarantine
 from dask_devctx.worker.failures.suspects import Suspect, Suspects
-from dask_devctx.worker.task import DeviceTask
-from tests.failures.conftest import Monitored
+from tests.failures.conftest import Monitored, as_task
 
 ILLEGAL_ADDRESS = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
 
@@ -278,10 +276,7 @@ def run(
     *args: object,
     watched: int = 0,
 ) -> Any:
-    task = DeviceTask(
-        Task(key, fn, *args), Device(device), asked_for=False, watched=watched, monitor=monitor
-    )
-    return task({})
+    return as_task(monitor, fn, *args, key=key, device=device, watched=watched)()
 
 
 def run_watched(monitor: Monitor, key: Hashable, device: int, fn: Any, *args: object) -> Any:

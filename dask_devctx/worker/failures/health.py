@@ -45,16 +45,6 @@ class Checkup:
         self._on_failure = on_failure
         self._warned_at: dict[Device, float] = {}
 
-    def before(self, device: Device) -> None:
-        """Check a device inside its scope, before a task: a failure is not the task's then.
-
-        Raises
-        ------
-        DriverError
-            The device failed.
-        """
-        self._suspects.look(device, device._backend.calls.work, mark=False)
-
     def drain(self, device: Device) -> None:
         """Wait until a device has done all its work.
 

@@ -32,8 +32,6 @@ class Monitor:
         How often a task that ran out of a device's memory is tried again.
     on_failure
         Called once, on the task's thread, when a device failed.
-    is_cancelled
-        Given the key of a task that is about to begin, returns whether the task was cancelled.
     marks
         Returns whether the scheduler marks suspects.
 
@@ -56,8 +54,7 @@ class Monitor:
 
     Notes
     -----
-    Each call of a task or method is a
-    :class:`~dask_devctx.worker.failures.calls.MonitoredCall`.
+    Each call of a task or method has a :class:`~dask_devctx.worker.failures.guard.Guard`.
     """
 
     metric: Final = "devctx-failures"
@@ -69,13 +66,11 @@ class Monitor:
         synchronize: bool,
         oom_retries: int,
         on_failure: Callable[[Failure], None],
-        is_cancelled: Callable[[Hashable], bool] = lambda key: False,
         marks: Callable[[], bool] = lambda: True,
     ) -> None:
         self.synchronize = synchronize
         self._devices = tuple(devices)
         self.ranges: Ranges | None = None
-        self.is_cancelled = is_cancelled
         self.retries = Retries(devices, oom_retries)
         self.blame = Blame(synchronize, on_failure, marks)
         self.suspects = self.blame.suspects

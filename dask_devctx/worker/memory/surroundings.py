@@ -99,9 +99,8 @@ class Surroundings:
 
     def places(self, key: Hashable) -> Mapping[Device, int] | None:
         """Return the bytes by device of a value that a task just made; None if not known."""
-        ts = self._tasks.get(key)
-        made = None if ts is None else getattr(ts.run_spec, "made", None)
-        return made.places if isinstance(made, Stamp) else None
+        lifetime = None if self._inputs is None else self._inputs.lifetimes.get(key)
+        return None if lifetime is None else lifetime.places
 
     def made_by(self, kept: Kept) -> Stamp | None:
         """Return the stamp of the work that makes a value; None if it is not known."""

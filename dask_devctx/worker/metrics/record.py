@@ -25,7 +25,7 @@ from dask_devctx.worker.metrics.history import History
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
 # The `waited` of a task that did not run on this worker's threads.
-_NO_WAIT: Final = (0.0, 0.0, 0.0, None)
+NO_WAIT: Final = (0.0, 0.0, 0.0, None)
 # The longest text of an exception.
 _TEXT: Final = 2_000
 # The fields of the row of a task's only device, or first one.
@@ -113,7 +113,7 @@ class Record:
         # Functions of a device that return counts: `"held"` is the field `memory_held`.
         self.memory: dict[str, Callable[[Device], int | None]] = {}
         self.retried: Mapping[Device, int] = {}  # how often memory ran out
-        # Returns how many tasks wait for a place on a device.
+        # Returns how many tasks wait for a slot on a device.
         self.waiting: Callable[[Device], int] = lambda device: 0
         self._worker = worker
         self._history = history
@@ -122,21 +122,13 @@ class Record:
         _tallies[worker] = self._tallies
         self._ids = {device: (device.uuid, device.device_id) for device in devices}
         self._latest: list[dict[str, Any]] = []
-        # The further devices of tasks that have several, by key.
-        self._more: dict[Hashable, tuple[Device, ...]] = {}
 
-    def placed(
-        self, ts: Any, device: Device, before: Device | None, more: Sequence[Device] = ()
-    ) -> None:
-        """Count a task that is about to run on devices, and no longer on its first one before."""
-        if before is not None:
-            self._leave(ts.key, before)
-        self._tallies[device].begin()
-        if more:
-            self._more[ts.key] = tuple(more)
-            for one in more:
-                self._tallies[one].begin()
-        add_metadata(ts, DEVICE, device.uuid)  # readers of dask's own task stream see it
+    def began(self, ts: Any, devices: Sequence[Device]) -> None:
+        """Count a task that is about to run on its devices, until :meth:`left`."""
+        for device in devices:
+            self._tallies[device].begin()
+        # readers of dask's own task stream see it
+        add_metadata(ts, DEVICE, self._ids[devices[0]][0])
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device and fails with this error."""
@@ -145,54 +137,40 @@ class Record:
         self.refusals.append((ts.key, ts.prefix, reason))
         self._history.happened("refused", key=ts.key, text=reason)
 
-    def left(self, device: Device, key: Hashable, ts: Any) -> float | None:
-        """Count a task that leaves its devices; return its seconds, or None if it did not end."""
-        more = self._leave(key, device)
-        if ts is None or ts.state not in ("memory", "error"):
-            return None  # it was given up, started again or seceded: it has no run yet
-        seconds = self.ended(device, ts, more)
-        if seconds is not None:
-            for one in (device, *more):
-                self._tallies[one].counts["busy_s"] += seconds
-        return seconds
+    def left(self, devices: Sequence[Device], seconds: float = 0.0) -> None:
+        """Count a task no longer on its devices, on which it ran for so long."""
+        for device in devices:
+            tally = self._tallies[device]
+            tally.leave()
+            tally.counts["busy_s"] += seconds
 
-    def ended(self, device: Device | None, ts: Any, more: Sequence[Device] = ()) -> float | None:
-        """Remember a task that is done or failed; return its seconds, or None if it did not run."""
-        start = stop = None
-        failed = ts.state == "error"
-        for times in ts.startstops:
-            if times["action"] == "compute":
-                start, stop = times["start"], times["stop"]
-                if failed and device is not None:  # the scheduler gets no metadata of it
-                    times[DEVICE] = device.uuid
-        waited: tuple[float, float, float, int | None] = _NO_WAIT
-        uuid = device_id = None
-        if device is None:
-            self.without_device += 1
-        else:
-            uuid, device_id = self._ids[device]
-            waited = getattr(ts.run_spec, "waited", _NO_WAIT)
-            counts = self._tallies[device].counts
+    def ended(
+        self,
+        ts: Any,
+        devices: Sequence[Device],
+        state: str,
+        start: float | None,
+        stop: float | None,
+        waited: tuple[float, float, float, int | None] = NO_WAIT,
+        text: str = "",
+    ) -> None:
+        """Remember a task that is done or failed, with no devices or with some."""
+        failed = state == "error"
+        uuid, device_id = self._ids[devices[0]] if devices else (None, None)
+        if devices:
+            counts = self._tallies[devices[0]].counts
             counts["place_s"] += waited[0]
             counts["inputs_s"] += waited[1]
             counts["memory_s"] += waited[2]
             counts["failed" if failed else "done"] += 1
+        else:
+            self.without_device += 1
         if failed:
-            text = getattr(ts, "exception_text", "")
             self._history.happened("error", uuid, ts.key, text[:_TEXT])
         key, prefix, rows = ts.key, ts.prefix, self._history.tasks
-        rows.append((key, prefix, uuid, device_id, start, stop, ts.state, *waited))
-        for nth, one in enumerate(more, 1):
-            rows.append((key, prefix, *self._ids[one], start, stop, ts.state, *waited, nth))
-        return None if start is None or stop is None else stop - start
-
-    def _leave(self, key: Hashable, device: Device) -> Sequence[Device]:
-        """Count a task no longer on its devices; return those beside the first."""
-        self._tallies[device].leave()
-        more = self._more.pop(key, ()) if self._more else ()
-        for one in more:
-            self._tallies[one].leave()
-        return more
+        rows.append((key, prefix, uuid, device_id, start, stop, state, *waited))
+        for nth, one in enumerate(devices[1:], 1):
+            rows.append((key, prefix, *self._ids[one], start, stop, state, *waited, nth))
 
     def report(self) -> dict[str, Any]:
         """Return the latest tasks, the devices' counts and the refusals, as plain data."""

@@ -1,27 +1,24 @@
-"""The decision which waiting task may start: places, shares and bytes of a worker's devices.
+"""The order in which a worker's tasks get the slots, shares and bytes of its devices.
 
-A task that asks for more than a place on one device has a :class:`Claim`. All that the claim needs
-is taken at once, when it is there on all of its devices. So tasks that hold a part of it and wait
-for the rest do not exist, and no two tasks can wait for each other.
-
-A claim that waits reserves its devices. Less urgent tasks fill in there only if they end in time.
+All that a task needs is taken at once, on all of its devices, under one lock. So no task holds a
+part and waits for the rest, and no two tasks can wait for each other.
 """
 
 from __future__ import annotations
 
 import math
+import queue
 import threading
-from bisect import insort
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from time import monotonic
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors.base import counted, listed
-from dask_devctx.worker.placement.occupancy import Occupancy
 
-# Where durations are unknown, less urgent tasks start on a reserved device for so long.
-PATIENCE_S: Final = 1.0
+# A whole device. Shares are counted in whole millionths: sums of floats would go beyond 1.
+WHOLE: Final = 1_000_000
 _SHOWN: Final = 8  # the most actors that a report names
 _REMEDY: Final = (
     "Release the actor when it is not needed (del its future), give it a smaller device_share, or "
@@ -29,228 +26,249 @@ _REMEDY: Final = (
 )
 
 
+def share_units(share: float) -> int:
+    """Return a share in millionths, rounded down, so that n shares of 1/n fit on a device."""
+    return max(int(share * WHOLE + 1e-6), 1)
+
+
 class Claim:
-    """All that one run of a task takes on its devices.
-
-    Parameters
-    ----------
-    key, prefix
-        The task's key, and the common name of tasks of its kind.
-    devices
-        The task's devices; the first one's threads run it.
-    share
-        The share of each device, in millionths.
-    nbytes
-        The bytes that it reserves on each.
-    urgency
-        The task's priority among all that wait for these devices; the smallest comes first.
-    later
-        Its priority once it has waited for the admission's ``patience_s``.
-
-    Attributes
-    ----------
-    held
-        Whether it has what it needs now.
-    void
-        Whether its task was cancelled while it waited. It gets nothing, and its task must not run.
-    for_life
-        Whether it is kept until it is released explicitly: an actor's claim.
-    given_back
-        Called once when it is released.
-    """
+    """All that one run of a task takes on its devices; the smallest priority gets it first."""
 
     __slots__ = (
-        *("_admission", "_granted", "_number", "devices", "for_life", "given_back", "held"),
-        *("key", "later"),
-        *("nbytes", "prefix", "share", "since", "urgency", "void", "waits"),
+        *(
+            "any_device",
+            "call",
+            "devices",
+            "for_life",
+            "granted",
+            "held",
+            "key",
+            "nbytes",
+            "priority",
+            "share",
+        ),
+        *("void", "waits"),
     )
 
     def __init__(
         self,
-        admission: Admission,
         key: Hashable,
-        prefix: str,
-        devices: Sequence[Device],
+        devices: tuple[Device, ...],
         share: int,
-        nbytes: int,
-        urgency: tuple[Any, ...],
-        later: tuple[Any, ...] | None = None,
+        nbytes: int = 0,
+        priority: tuple[Any, ...] = (),
     ) -> None:
         self.key = key
-        self.prefix = prefix
-        self.devices = tuple(devices)
-        self.share = share
-        self.nbytes = nbytes
-        self.urgency = urgency
-        self.later = urgency if later is None else later
-        self.held = self.void = self.waits = self.for_life = False
-        self.since = 0.0
-        self.given_back: Callable[[], None] = _nothing
-        self._number = 0
-        self._admission = admission
-        self._granted: Callable[[], None] = _nothing
+        self.devices = devices
+        self.share = share  # of each device, in millionths
+        self.nbytes = nbytes  # on each device
+        self.priority = priority
+        self.any_device = False  # whether it may be of other devices
+        self.held = False
+        self.waits = False
+        self.void = False  # its task was cancelled while it waited, and must not run
+        self.for_life = False  # an actor's: kept until it is released explicitly
+        # What the first device's threads do when it is granted; or what is called then.
+        self.call: Any = None
+        self.granted: Callable[[], object] | None = None
 
-    def __lt__(self, other: Claim) -> bool:
-        return (self.urgency, self._number) < (other.urgency, other._number)
+    def seceded(self) -> None:
+        """Called on its thread each time that it secedes."""
 
-    def submit(self, granted: Callable[[], None]) -> None:
-        """Wait until all that the claim needs is there, and take it.
-
-        Parameters
-        ----------
-        granted
-            Called once, with the lock of the admission held, on any thread: it must not wait. The
-            claim is ``held`` then, or ``void``.
-        """
-        self._admission.submit(self, granted)
-
-    def withdraw(self) -> None:
-        """Stop waiting, because the task was cancelled; nothing happens if it does not wait."""
-        self._admission.withdraw(self)
-
-    def ended(self) -> None:
-        """Give all back when the task's call is over, unless its actor keeps it."""
-        if not self.for_life:
-            self.release()
-
-    def release(self) -> None:
-        """Give all back; a second call does nothing."""
-        self._admission.release(self)
-
-    def wait(self) -> None:
-        """Submit it and wait on this thread until it is granted."""
-        there = threading.Event()
-        self.submit(there.set)
-        there.wait()
+    def released(self) -> None:
+        """Called after a claim that reserves bytes has given all back."""
 
 
-def _nothing() -> None:
-    pass
+_Entry = tuple[tuple[Any, ...], int, Claim]
+
+
+class DeviceQueue:
+    """One device: what is free there, the claims that wait, and the calls that may start."""
+
+    def __init__(self, admission: Admission, device: Device, nbytes: float) -> None:
+        self.admission = admission
+        self.device = device
+        self.free = WHOLE
+        self.free_nbytes = nbytes
+        self.holding: list[Claim] = []
+        self.queue: list[_Entry] = []  # a heap; a worker that closes clears it
+        self.ready: deque[Any] = deque()
+        self.running: dict[int, Claim] = {}  # by thread
+        self.threads = 0  # as many may run here; `grow` starts more
+        self.grow: Callable[[int], object] = lambda threads: None
+        self.is_ended = False
+        self.changed = threading.Condition(admission.lock)
+
+    # -- as the queue of a thread pool
+
+    def put(self, call: Any) -> None:
+        """Queue a call: with its claim, or before all tasks; None ends the threads after all."""
+        if call is not None and call.claim is not None:
+            self.admission.submit(call.claim)
+            return
+        with self.changed:
+            if call is None:
+                self.is_ended = True
+                self.changed.notify_all()
+            else:
+                self.ready.appendleft(call)
+                self.changed.notify()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return the next call for this thread; None to end it."""
+        with self.changed:
+            if not self.ready:
+                if self.is_ended and not self._is_waited_for():
+                    return None
+                self.changed.wait(timeout)
+                if not self.ready:
+                    raise queue.Empty
+            call = self.ready.popleft()
+            if call.claim is not None:
+                self.running[threading.get_ident()] = call.claim
+            return call
+
+    def _is_waited_for(self) -> bool:
+        return any(c.waits and c.devices[0] is self.device for _, _, c in self.queue)
+
+    def left(self) -> None:
+        """Release what this thread's task has: it seceded, and may do so again."""
+        claim = self.running.get(threading.get_ident())
+        if claim is not None:
+            self.admission.release(claim)
+            claim.seceded()
+
+    def over(self) -> None:
+        """Release what this thread's task had, unless its actor keeps it."""
+        claim = self.running.pop(threading.get_ident(), None)
+        if claim is not None and claim.held and not claim.for_life:
+            self.admission.release(claim)
 
 
 class Admission:
-    """Decides which tasks of one worker may start on its devices.
+    """Decides which tasks of one worker may start on its devices; thread-safe.
 
-    Parameters
-    ----------
-    devices
-        The worker's devices.
-    tasks_per_device
-        How many tasks that say nothing run on a device at a time.
-    durations
-        The measured duration of tasks by prefix, in seconds; read at any time.
-    limits
-        The bytes that claims may reserve, by device; a device without an entry is unlimited.
-    patience_s
-        How long tasks of unknown duration may start on a device that a claim waits for.
-
-    Attributes
-    ----------
-    lock
-        Guards this object and the queues of the devices.
-    occupancy
-        The places, shares and bytes of the devices, and who has them.
-    idle
-        Whether no claim waits or holds anything: then plain tasks need no permission.
-
-    Notes
-    -----
-    Thread-safe. The first claim in line for its devices reserves them, so each device is reserved
-    by one claim at most. Others that are less urgent start there only if they end before the claim
-    can start, by measured durations. Where a duration is unknown, they may start until the claim
-    has waited for ``patience_s``. A claim that waits for the end of an actor reserves nothing.
+    A claim of several devices reserves them while it is the most urgent on each. A claim that only
+    the end of an actor could serve reserves nothing.
     """
 
     def __init__(
         self,
         devices: Sequence[Device],
         tasks_per_device: int,
-        durations: Mapping[str, float],
-        *,
-        limits: Mapping[Device, int] | None = None,
-        patience_s: float = PATIENCE_S,
+        limits: Mapping[Device, float] | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.idle = True
-        self.tasks_per_device = tasks_per_device
-        self._patience_s = patience_s
-        self.occupancy = Occupancy(devices, tasks_per_device, durations, limits or {})
-        self._waiting: list[Claim] = []
-        self._reserved: dict[Device, Claim] = {}
+        self.slot = WHOLE // tasks_per_device
+        limits = limits or {}
+        self.queues = {
+            device: DeviceQueue(self, device, limits.get(device, math.inf)) for device in devices
+        }
         self._count = 0
+        self._several = 0  # the waiting claims of several devices
+        self._actors: list[Claim] = []
 
-    # -- claims
-
-    def submit(self, claim: Claim, granted: Callable[[], None]) -> None:
+    def submit(self, claim: Claim) -> None:
         """Let a claim wait for its turn, which may come at once."""
         with self.lock:
             self._count += 1
-            claim._number, claim._granted = self._count, granted
+            claim.waits = True
             claim.held = claim.void = False
-            claim.since, claim.waits = monotonic(), True
-            insort(self._waiting, claim)
-            self.idle = False
-            self.look()
+            entry = claim.priority, self._count, claim
+            for device in claim.devices:
+                heappush(self.queues[device].queue, entry)
+            if len(claim.devices) > 1:
+                self._several += 1
+            self._look(claim)
 
     def withdraw(self, claim: Claim) -> None:
         """Take a claim that waits out of the line; its task must not run."""
         with self.lock:
             if claim.waits:
                 claim.void = True
-                self._leave_line(claim)
-                self.look()
+                self._end_wait(claim)
+                self._look(claim)
 
     def release(self, claim: Claim) -> None:
-        """Give back what a claim holds."""
+        """Give back what a claim holds; a second call does nothing."""
         with self.lock:
+            if not claim.held:
+                return
+            claim.held = False
             claim.for_life = False
-            if claim.held:
-                claim.held = False
-                for device in claim.devices:
-                    self.occupancy.holding[device].pop(claim, None)
-                given_back, claim.given_back = claim.given_back, _nothing
-                given_back()
-                self.look()
+            if claim in self._actors:
+                self._actors.remove(claim)
+            for device in claim.devices:
+                one = self.queues[device]
+                one.holding.remove(claim)
+                one.free += claim.share
+                one.free_nbytes += claim.nbytes
+            if claim.nbytes:
+                claim.released()
+            self._look(claim)
 
     def keep(self, claim: Claim) -> None:
-        """Let a claim of an actor that lives already hold its devices, without a wait."""
+        """Let a claim hold its devices until it is released, without a wait: an actor's."""
         with self.lock:
-            claim._admission = self
+            if not claim.held:
+                self._take(claim)
             claim.for_life = True
-            self._take(claim, monotonic())
-            self.idle = False
+            self._actors.append(claim)
 
     def forget_actors(self) -> None:
         """Give the devices of actors to the tasks that wait, since no task comes after them."""
         with self.lock:
-            for holding in self.occupancy.holding.values():
-                for claim in [one for one in holding if one.for_life]:
-                    del holding[claim]
-            self.look()
+            for claim in tuple(self._actors):
+                self.release(claim)
+                claim.for_life = True
 
-    def waiting(self) -> tuple[Claim, ...]:
-        """Return the claims that wait, the most urgent first."""
+    def free_of_actors(self, device: Device) -> tuple[int, float]:
+        """Return the share and the bytes of a device that actors leave."""
         with self.lock:
-            return tuple(self._waiting)
+            one = self.queues[device]
+            share, nbytes = one.free, one.free_nbytes
+            for claim in one.holding:
+                if not claim.for_life:
+                    share += claim.share
+                    nbytes += claim.nbytes
+            return share, nbytes
+
+    def kept_devices(self) -> set[Device]:
+        """Return the devices of which actors keep a part."""
+        with self.lock:
+            return {device for claim in self._actors for device in claim.devices}
+
+    def blocked(self) -> list[Claim]:
+        """Return the claims that can never start while the actors of today live."""
+        with self.lock:
+            waiting = {id(c): c for q in self.queues.values() for _, _, c in sorted(q.queue)}
+            return [one for one in waiting.values() if one.waits and not self._may(one)]
+
+    def may_move(self, claim: Claim) -> bool:
+        """Return whether other devices of the worker can run a task that names none."""
+        with self.lock:
+            fit = sum(self._leaves_room(device, claim) for device in self.queues)
+        return claim.any_device and fit >= len(claim.devices)
+
+    # -- what reports ask
+
+    @property
+    def idle(self) -> bool:
+        """Whether no claim waits or holds anything."""
+        with self.lock:
+            return not any(q.holding or _count_of(q) for q in self.queues.values())
 
     def waiting_for(self, device: Device) -> int:
-        """Return how many tasks wait for a place on a device."""
+        """Return how many tasks wait for a device."""
         with self.lock:
-            queue = self.occupancy.queues.get(device)
-            claims = sum(device in claim.devices for claim in self._waiting)
-            return claims + (0 if queue is None else queue.waiting())
-
-    def holding(self, device: Device) -> tuple[Claim, ...]:
-        """Return the claims that hold a part of a device."""
-        with self.lock:
-            return tuple(self.occupancy.holding[device])
+            return _count_of(self.queues[device]) if device in self.queues else 0
 
     def waits_for_actors(self) -> str:
         """Return which actors hold devices that tasks wait for, and the remedy; "" without any."""
         found = []
         with self.lock:
-            for device, holding in self.occupancy.holding.items():
-                keys = [repr(claim.key) for claim in holding if claim.for_life]
+            for device, one in self.queues.items():
+                keys = [repr(claim.key) for claim in one.holding if claim.for_life]
                 if keys and (count := self.waiting_for(device)):
                     found.append(
                         f"{device} is held by {listed(keys, _SHOWN)} until their futures are "
@@ -260,89 +278,90 @@ class Admission:
 
     # -- decisions, with the lock held
 
-    def look(self) -> None:
-        """Grant the claims whose turn it is; called after each change."""
-        if self._waiting:
-            now = monotonic()
-            self._hurry(now)
-            for claim in tuple(self._waiting):
-                if self._may_start(claim, now):
-                    self._take(claim, now)
-                    self._leave_line(claim)
-                    self._reserve(now)
-        self.idle = not self._waiting and not any(self.occupancy.holding.values())
-        for queue in self.occupancy.queues.values():
-            queue.look_again()
+    def _look(self, claim: Claim) -> None:
+        """Grant the claims whose turn it is, after a claim came or went."""
+        if self._several:
+            for one in self.queues.values():
+                self._look_at(one)
+        else:
+            for device in claim.devices:
+                self._look_at(self.queues[device])
 
-    def may_start_plain(self, device: Device, urgency: tuple[Any, ...]) -> bool:
-        """Return whether a plain task may take a place on a device now."""
-        free, _ = self.occupancy.free(device)
-        if free < self.occupancy.place:
-            return False
-        if self._waiting:
-            self._hurry(monotonic())
-        claim = self._reserved.get(device)
-        if claim is None or claim.urgency > urgency:
+    def _look_at(self, one: DeviceQueue) -> None:
+        waiting = one.queue
+        while waiting:
+            claim = waiting[0][2]
+            if not claim.waits:
+                heappop(waiting)
+                continue
+            if self._several or self._actors:
+                first = self._first(one)
+                if first is None or not self._fits(first):
+                    return
+                claim = first
+            elif claim.share > one.free or claim.nbytes > one.free_nbytes:
+                return
+            self._take(claim)
+            self._end_wait(claim)
+
+    def _first(self, one: DeviceQueue) -> Claim | None:
+        """Return the most urgent claim of a device that is first on all of its devices."""
+        top = self._top(one)
+        if top is None or self._is_first(top):
+            return None if top is None else top[2]
+        return next((entry[2] for entry in self._line(one) if self._is_first(entry)), None)
+
+    def _is_first(self, entry: _Entry) -> bool:
+        devices = entry[2].devices
+        return len(devices) == 1 or all(self._top(self.queues[one]) is entry for one in devices)
+
+    def _top(self, one: DeviceQueue) -> _Entry | None:
+        waiting = one.queue
+        while waiting and not waiting[0][2].waits:
+            heappop(waiting)
+        if waiting and self._may(waiting[0][2]):
+            return waiting[0]
+        return next(self._line(one), None)
+
+    def _line(self, one: DeviceQueue) -> Iterator[_Entry]:
+        """Yield the claims that wait for a device, and not for an actor, in their order."""
+        return (entry for entry in sorted(one.queue) if entry[2].waits and self._may(entry[2]))
+
+    def _may(self, claim: Claim) -> bool:
+        """Return whether a claim can start while the actors of today live."""
+        if not self._actors:
             return True
-        return self._ends_in_time(urgency[-1], claim, monotonic())
+        return all(self._leaves_room(device, claim) for device in claim.devices)
 
-    def _hurry(self, now: float) -> None:
-        """Raise the priority of claims that have waited for long, and make the reservations."""
-        for claim in self._waiting:
-            if claim.urgency > claim.later and now - claim.since >= self._patience_s:
-                claim.urgency = claim.later
-        self._waiting.sort()
-        self._reserve(now)
+    def _leaves_room(self, device: Device, claim: Claim) -> bool:
+        share, nbytes = self.free_of_actors(device)
+        return claim.share <= share and claim.nbytes <= nbytes
 
-    def _take(self, claim: Claim, now: float) -> None:
+    def _fits(self, claim: Claim) -> bool:
+        free = [self.queues[device] for device in claim.devices]
+        return all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in free)
+
+    def _take(self, claim: Claim) -> None:
         claim.held = True
         for device in claim.devices:
-            self.occupancy.holding[device][claim] = now
+            one = self.queues[device]
+            one.holding.append(claim)
+            one.free -= claim.share
+            one.free_nbytes -= claim.nbytes
 
-    def _leave_line(self, claim: Claim) -> None:
-        self._waiting.remove(claim)
-        self._reserved = {one: by for one, by in self._reserved.items() if by is not claim}
+    def _end_wait(self, claim: Claim) -> None:
         claim.waits = False
-        granted, claim._granted = claim._granted, _nothing
-        granted()
+        if len(claim.devices) > 1:
+            self._several -= 1
+        if claim.granted is not None:
+            claim.granted()
+            return
+        first = self.queues[claim.devices[0]]
+        first.ready.append(claim.call)
+        first.changed.notify()
+        if len(first.ready) + len(first.running) > first.threads:
+            first.grow(len(first.ready) + sum(one.held for one in first.running.values()))
 
-    def _reserve(self, now: float) -> None:
-        """Let each claim that is the first in line on all of its devices reserve them."""
-        self._reserved = {}
-        for claim in self._waiting:
-            if self._reserved.keys().isdisjoint(claim.devices):
-                if self.occupancy.expected_start(claim, now) != math.inf:
-                    self._reserved.update(dict.fromkeys(claim.devices, claim))
-                if len(self._reserved) == len(self.occupancy.holding):
-                    break
 
-    def _may_start(self, claim: Claim, now: float) -> bool:
-        return self.occupancy.fits(claim) and all(
-            self._may_pass(claim, device, now) for device in claim.devices
-        )
-
-    def _may_pass(self, claim: Claim, device: Device, now: float) -> bool:
-        """Return whether a claim may start although more urgent tasks wait for a device."""
-        ahead = self._reserved.get(device)
-        waits = ahead is not None and ahead is not claim and ahead < claim
-        if ahead is not None and waits and not self._ends_in_time(claim.prefix, ahead, now):
-            return False
-        queue = self.occupancy.queues.get(device)
-        first = None if queue is None else queue.first()
-        if first is None or first > claim.urgency:
-            return True
-        free, _ = self.occupancy.free(device)
-        if free >= self.occupancy.place:
-            # the plain task starts at once, unless a claim keeps it back
-            enough_for_both = free >= self.occupancy.place + claim.share
-            return enough_for_both or not self.may_start_plain(device, first)
-        start = self.occupancy.free_at(device, self.occupancy.place, 0, now)
-        seconds = self.occupancy.seconds(claim.prefix)
-        return start is not None and seconds is not None and now + seconds <= start
-
-    def _ends_in_time(self, prefix: str, claim: Claim, now: float) -> bool:
-        """Return whether a task that starts now ends before a waiting claim can start."""
-        start, seconds = self.occupancy.expected_start(claim, now), self.occupancy.seconds(prefix)
-        if start is None or seconds is None:
-            return now - claim.since < self._patience_s
-        return now + seconds <= start
+def _count_of(one: DeviceQueue) -> int:
+    return sum(claim.waits for _, _, claim in one.queue)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from time import monotonic
-from typing import Protocol
+from typing import Final, Protocol
 
 from dask_devctx import driver
-from dask_devctx.annotations import Request, not_an_annotation
+from dask_devctx.annotations import ANY_DEVICE, Request, not_an_annotation
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.inspection import link_rank
-from dask_devctx.cuda.naming import AUTO
 from dask_devctx.cuda.on_device import refuse_twice
 from dask_devctx.errors import (
     DeviceNotFoundError,
@@ -19,15 +19,26 @@ from dask_devctx.errors import (
     NotEnoughDevicesError,
 )
 from dask_devctx.worker.placement.groups import choose_group
-from dask_devctx.worker.placement.load import Load, soonest, unknown_s
-from dask_devctx.worker.placement.policy import Candidate, Choice, Policy, start_soonest
+from dask_devctx.worker.placement.policy import (
+    FULL_NBYTES,
+    RELUCTANCE_S,
+    Candidate,
+    Choice,
+    Policy,
+    start_soonest,
+)
 
 # The weight of a new measurement against the known duration of a prefix.
-_NEW_DURATION_WEIGHT = 0.5
+_NEW_DURATION_WEIGHT: Final = 0.5
 # How long a reading of the devices' free memory is used: each takes microseconds.
-_MEMORY_AGE_S = 0.5
+_MEMORY_AGE_S: Final = 0.5
 # Shares are sums of fractions: so much of a device may be missing.
-_ROUNDING = 1e-6
+_ROUNDING: Final = 1e-6
+# The least duration that is expected of a task whose prefix was never measured. It is so long that
+# no task waits for it only to avoid a copy of its inputs.
+_UNKNOWN_S: Final = 10 * RELUCTANCE_S
+# The busy time of a slot that an actor keeps: tasks go there only if they must.
+_KEPT_S: Final = 1e6
 
 
 class Located(Protocol):
@@ -42,37 +53,36 @@ class Located(Protocol):
         """The devices that have a copy of it."""
 
 
+class _Load:
+    """The tasks of one device, and the slots that they take."""
+
+    __slots__ = ("counts", "device", "free_nbytes", "kept", "last_turn", "tasks")
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.tasks = 0
+        self.counts: Counter[str] = Counter()  # by prefix; slots, which may be parts of one
+        self.kept: dict[Hashable, float] = {}  # by actor
+        self.last_turn = 0
+        self.free_nbytes: int | None = None
+
+    @property
+    def kept_slots(self) -> float:
+        return sum(self.kept.values())
+
+
 class Placement:
-    """Chooses a device of a worker for each task, and counts the tasks on each device.
+    """Chooses a device of a worker for each task, and counts the tasks on each; on its event loop.
 
-    Parameters
-    ----------
-    devices
-        The worker's devices; not empty.
-    tasks_per_device
-        How many tasks run on a device at a time.
-    policy
-        Chooses a device for a task that asks for none.
-    limits
-        The bytes that tasks may reserve, by device; a device without an entry is unlimited.
-
-    Attributes
-    ----------
-    placed
-        The tasks that are counted now, and their devices; the first device of several.
-    durations_s
-        The durations of tasks, by prefix.
-
-    Notes
-    -----
-    Use it only on the worker's event loop.
+    The slot of a task that says nothing is 1 of ``tasks_per_device``. A device without an entry in
+    ``limits`` has no limit of bytes that tasks may reserve.
     """
 
     def __init__(
         self,
         devices: Sequence[Device],
         tasks_per_device: int,
-        policy: Policy,
+        policy: Policy = start_soonest,
         limits: Mapping[Device, int] | None = None,
     ) -> None:
         self.devices = tuple(devices)
@@ -80,64 +90,17 @@ class Placement:
         self._tasks_per_device = tasks_per_device
         self._policy = policy
         self._choose = Choice(policy)
-        self._loads = {device: Load(device) for device in devices}
-        self.placed: dict[Hashable, Device] = {}
-        self._groups: dict[Hashable, tuple[Device, ...]] = {}
+        self._loads = {device: _Load(device) for device in devices}
         self._named: dict[tuple[type, object], Device] = {}
-        self.durations_s: dict[str, float] = {}
+        self._durations_s: dict[str, float] = {}
         self._typical_s = 0.0
         self._turn = 0
         self._memory_read_at = float("-inf")
 
     def place(
-        self, key: Hashable, prefix: str, wanted: object, inputs: Sequence[Located] = ()
-    ) -> Device:
-        """Return the device that a task runs on, and count the task there until :meth:`remove`.
-
-        A task that is counted already and asks for any device stays on its device.
-
-        Parameters
-        ----------
-        key
-            The task's key.
-        prefix
-            The common name of tasks of its kind, by which durations are known.
-        wanted
-            ``"auto"``, or an argument that :class:`~dask_devctx.Device` accepts.
-        inputs
-            The inputs of the task; they are read only if there is a choice.
-
-        Raises
-        ------
-        DeviceNotFoundError
-            The worker does not have the device.
-        TypeError
-            ``wanted`` names no device.
-        """
-        if wanted.__class__ is str and wanted == AUTO:
-            device = self.placed.get(key) or self._any_device(inputs)
-        else:
-            device = self._asked_for(wanted)
-        if key in self.placed:
-            self.remove(key)
-        load = self._loads[device]
-        load.last_turn = self._turn = self._turn + 1
-        load.prefixes[key] = prefix
-        load.counts[prefix] = load.counts.get(prefix, 0) + 1
-        self.placed[key] = device
-        return device
-
-    def place_group(
-        self, key: Hashable, prefix: str, request: Request, inputs: Sequence[Located] = ()
+        self, request: Request, inputs: Sequence[Located] = (), next_device: Device | None = None
     ) -> tuple[Device, ...]:
-        """Return the devices that a task with a request runs on, and count the task on each.
-
-        Parameters
-        ----------
-        key, prefix, inputs
-            As for :meth:`place`.
-        request
-            What the task asks for.
+        """Return the devices that a task runs on; ``inputs`` are read only if there is a choice.
 
         Raises
         ------
@@ -145,77 +108,36 @@ class Placement:
             The worker does not have these devices, or not so many.
         DeviceReservationError
             No device may give a task so many bytes.
-        ValueError
-            The request names a device twice.
+        TypeError, ValueError
+            The request names no device, or one twice.
         """
+        if request is ANY_DEVICE:
+            return (next_device or self._any_device(inputs),)
         if request.names:
             group = self._named_group(request.names)
         else:
-            group = self._any_group(key, request, inputs)
-        self._check_limits(request, group)
-        self.remove(key)
-        self._turn += 1
-        taken = self.share_of(request, group[0]) * self._tasks_per_device
-        for device in group:
-            load = self._loads[device]
-            load.last_turn = self._turn
-            load.parts[key] = prefix, taken
-        self.placed[key] = group[0]
-        self._groups[key] = group
+            group = self._any_group(request, inputs)
+        if request.nbytes:
+            self._check_limits(request, group)
         return group
 
-    def share_of(self, request: Request, device: Device) -> float:
-        """Return the part of a device that a request takes.
-
-        A request that does not say counts as a task that says nothing. If it reserves a smaller
-        part of the device's memory, it counts as this part.
-        """
-        if request.share is not None:
-            return request.share
-        one_task, limit = 1 / self._tasks_per_device, self._limits.get(device)
-        if request.nbytes is None or not limit:
-            return one_task
-        return min(request.nbytes / limit, one_task)
-
-    def _any_group(
-        self, key: Hashable, request: Request, inputs: Sequence[Located]
-    ) -> tuple[Device, ...]:
-        if request.number is None:
-            return self.devices
-        if request.number > len(self.devices):
-            raise self._not_enough(request.number)
-        if len(before := self._groups.get(key, ())) == request.number:
-            return before
-        nbytes = request.nbytes or 0
-        usable = [one for one in self.devices if self._limits.get(one, nbytes) >= nbytes]
-        if request.number > len(usable):
-            self._check_limits(request, self.devices)
-        share = min(self.share_of(request, one) for one in usable)
-        candidates = self._candidates(inputs, usable, share, request.number)
-        if request.number == 1:
-            return (self._choose(candidates),)
-        located = [(one.nbytes, frozenset(one.copies)) for one in inputs]
-        return choose_group(candidates, request.number, located, link_rank)
-
-    def _check_limits(self, request: Request, group: Sequence[Device]) -> None:
-        nbytes = request.nbytes or 0
-        low = {one: limit for one in group if (limit := self._limits.get(one, nbytes)) < nbytes}
-        if low:
-            raise DeviceReservationError(nbytes, {str(one.info): n for one, n in low.items()})
-
-    def remove(self, key: Hashable) -> Device | None:
-        """Stop counting a task; return its device, or None."""
-        device = self.placed.pop(key, None)
-        if device is not None and key in self._groups:
-            for one in self._groups.pop(key):
-                del self._loads[one].parts[key]
-        elif device is not None:
+    def add(self, devices: Sequence[Device], prefix: str, slots: float = 1) -> None:
+        """Count a task on its devices, until :meth:`remove`."""
+        self._turn += 1
+        for device in devices:
             load = self._loads[device]
-            prefix = load.prefixes.pop(key)
-            load.counts[prefix] -= 1
-            if not load.counts[prefix]:
+            load.last_turn = self._turn
+            load.tasks += 1
+            load.counts[prefix] += slots  # type: ignore[assignment]
+
+    def remove(self, devices: Sequence[Device], prefix: str, slots: float = 1) -> None:
+        """Stop counting a task."""
+        for device in devices:
+            load = self._loads[device]
+            load.tasks -= 1
+            load.counts[prefix] -= slots  # type: ignore[assignment]
+            if load.counts[prefix] <= _ROUNDING:
                 del load.counts[prefix]
-        return device
 
     def keep(self, key: Hashable, devices: Sequence[Device], share: float) -> None:
         """Count an actor that keeps a part of some devices."""
@@ -233,18 +155,56 @@ class Placement:
 
     def record_duration(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
-        known = self.durations_s.get(prefix, seconds)
-        self.durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
+        known = self._durations_s.get(prefix, seconds)
+        self._durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
         self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
+    def share_of(self, request: Request, device: Device) -> float:
+        """Return the part of a device that a request takes.
+
+        A request that does not say takes a slot. If it reserves a smaller part of the device's
+        memory, it takes this part.
+        """
+        if request.share is not None:
+            return request.share
+        slot, limit = 1 / self._tasks_per_device, self._limits.get(device)
+        if request.nbytes is None or not limit:
+            return slot
+        return min(request.nbytes / limit, slot)
+
+    # -- any device
+
     def _any_device(self, inputs: Sequence[Located]) -> Device:
-        if len(self.devices) == 1 and self._policy is start_soonest:
-            return self.devices[0]
-        if not inputs and self._policy is start_soonest:
-            self._read_memory()
-            if load := soonest(self._loads.values(), self.durations_s, unknown_s(self._typical_s)):
+        if self._policy is start_soonest:
+            if len(self.devices) == 1:
+                return self.devices[0]
+            if not inputs and (load := self._soonest()):
                 return load.device
         return self._choose(self._candidates(inputs, self.devices, 1 / self._tasks_per_device))
+
+    def _soonest(self) -> _Load | None:
+        """Return what ``start_soonest`` chooses for a task without inputs, in a third of its time.
+
+        None if an actor keeps a part of a device: the policy is to be asked then.
+        """
+        self._read_memory()
+        best, least = None, (True, float("inf"), 0, 0)
+        for load in self._loads.values():
+            if load.kept:
+                return None
+            full = load.free_nbytes is not None and load.free_nbytes < FULL_NBYTES
+            cost = full, self._busy_s(load) if load.tasks else 0.0, load.tasks, load.last_turn
+            if cost < least:
+                best, least = load, cost
+        return best
+
+    def _busy_s(self, load: _Load) -> float:
+        """Return how long a device needs for its tasks, as far as durations are known."""
+        known, unknown_s = self._durations_s, max(self._typical_s, _UNKNOWN_S)
+        busy_s = load.kept_slots * _KEPT_S if load.kept else 0.0
+        for prefix, slots in load.counts.items():
+            busy_s += slots * known.get(prefix, unknown_s)
+        return busy_s
 
     def _candidates(
         self, inputs: Iterable[Located], devices: Sequence[Device], share: float, number: int = 1
@@ -259,12 +219,12 @@ class Placement:
         at_once = self._tasks_per_device
         most_kept = at_once * (1 - share + _ROUNDING)
         loads = [self._loads[device] for device in devices]
-        unkept = [load for load in loads if load.kept_places <= most_kept]
+        unkept = [load for load in loads if load.kept_slots <= most_kept]
         return [
             Candidate(
                 device=load.device,
                 queued=load.tasks,
-                busy_s=load.busy_s(self.durations_s, unknown_s(self._typical_s)) / at_once,
+                busy_s=self._busy_s(load) / at_once,
                 move_nbytes=move_nbytes[load.device],
                 since=self._turn - load.last_turn,
                 free_nbytes=load.free_nbytes,
@@ -299,6 +259,30 @@ class Placement:
                     nbytes[device] += total - parts.get(device, 0)
         return moves, nbytes
 
+    # -- several devices, and devices by name
+
+    def _any_group(self, request: Request, inputs: Sequence[Located]) -> tuple[Device, ...]:
+        if request.number is None:
+            return self.devices
+        if request.number > len(self.devices):
+            raise self._not_enough(request.number)
+        nbytes = request.nbytes or 0
+        usable = [one for one in self.devices if self._limits.get(one, nbytes) >= nbytes]
+        if request.number > len(usable):
+            self._check_limits(request, self.devices)
+        share = min(self.share_of(request, one) for one in usable)
+        candidates = self._candidates(inputs, usable, share, request.number)
+        if request.number == 1:
+            return (self._choose(candidates),)
+        located = [(one.nbytes, frozenset(one.copies)) for one in inputs]
+        return choose_group(candidates, request.number, located, link_rank)
+
+    def _check_limits(self, request: Request, group: Sequence[Device]) -> None:
+        nbytes = request.nbytes or 0
+        low = {one: limit for one in group if (limit := self._limits.get(one, nbytes)) < nbytes}
+        if low:
+            raise DeviceReservationError(nbytes, {str(one.info): n for one, n in low.items()})
+
     def _named_group(self, names: Sequence[object]) -> tuple[Device, ...]:
         if len(names) == 1:
             return (self._asked_for(names[0]),)
@@ -331,6 +315,19 @@ class Placement:
         if name[0] in (int, str):
             self._named[name] = device
         return device
+
+
+class NoDevices(Placement):
+    """The placement of a worker without devices: a task that asks for one fails with the reason."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__((), 1)
+        self._reason = reason
+
+    def place(
+        self, request: Request, inputs: Sequence[Located] = (), next_device: Device | None = None
+    ) -> tuple[Device, ...]:
+        raise self._reason
 
 
 def _device(wanted: object) -> Device:

@@ -14,7 +14,7 @@ from distributed import Client, Event, Scheduler, Worker, get_worker
 from distributed.utils_test import async_poll_for, poll_for
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster, report
-from dask_devctx.worker.placement import giving_back
+from dask_devctx.worker.placement import handback
 from tests.distributed.devices import here, with_plugin, worker_with
 
 CHANGED = {"valid_workers", "is_rootish", "check_idle_saturated"}
@@ -45,7 +45,7 @@ def address_of_worker(_: object) -> str:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(giving_back, "_LOOK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(handback, "_LOOK_INTERVAL_S", 0.1)
 
 
 def cluster_of(n_workers: int = 3, **how: Any) -> LocalDeviceCluster:

@@ -3,307 +3,160 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_devctx import Device
-from dask_devctx.worker.placement import admission as module
-from dask_devctx.worker.placement.admission import Admission, Claim
-from dask_devctx.worker.placement.occupancy import WHOLE, share_units
+from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim, share_units
 
-DEVICES = 4
+DEVICES = [Device(number) for number in range(4)]
 LIMIT = 100
 
 
-class Clock:
-    """The time of a simulation."""
+class Line:
+    """Claims on four devices, the names of those that hold, and what they hold together."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    def __init__(self, tasks_per_device: int = 1) -> None:
+        self.admission = Admission(DEVICES, tasks_per_device, dict.fromkeys(DEVICES, LIMIT))
+        self.held: list[str] = []
+        self.claims: dict[str, Claim] = {}
 
+    def submit(
+        self,
+        name: str,
+        *devices: int,
+        priority: int = 1,
+        share: float | None = None,
+        nbytes: int = 0,
+    ) -> Claim:
+        units = self.admission.slot if share is None else share_units(share)
+        group = tuple(DEVICES[number] for number in devices)
+        claim = self.claims[name] = Claim(name, group, units, nbytes, (priority,))
+        claim.granted = lambda: None if claim.void else self.held.append(name)
+        self.admission.submit(claim)
+        self.check()
+        return claim
 
-clock = Clock()
-
-
-class Queue:
-    """A device's plain tasks, each with its urgency; the last entry is the prefix."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self.begun: dict[Task, float] = {}
-
-    def running(self) -> list[tuple[str, float]]:
-        return [(task.prefix, since) for task, since in self.begun.items()]
-
-    def first(self) -> tuple[Any, ...] | None:
-        return min((task.urgency for task in self.tasks), default=None)
-
-    def look_again(self) -> None:
-        pass
-
-
-class Task:
-    def __init__(self, number: int, spec: dict[str, Any]) -> None:
-        self.number = number
-        self.devices: tuple[int, ...] = tuple(spec["devices"])
-        self.share: float | None = spec["share"]
-        self.nbytes: int = spec["nbytes"]
-        self.prefix = f"takes-{spec['seconds']}"
-        self.seconds: float = spec["seconds"]
-        self.plain = len(self.devices) == 1 and self.share is None and not self.nbytes
-        self.urgency = (-spec["priority"], 1, number, self.prefix)
-        self.arrived = 0.0
-        self.claim: Claim | None = None
-        self.ends: float | None = None
-
-
-class Machine:
-    """Devices whose time runs in steps, and the admission that is tested."""
-
-    def __init__(self, tasks_per_device: int, known: bool) -> None:
-        self.devices = [Device(n) for n in range(DEVICES)]
-        self.durations: dict[str, float] = {}
-        self.known = known
-        self.places = tasks_per_device
-        limits = dict.fromkeys(self.devices, LIMIT)
-        self.admission = Admission(self.devices, tasks_per_device, self.durations, limits=limits)
-        self.queues = [Queue() for _ in self.devices]
-        self.admission.occupancy.queues.update(zip(self.devices, self.queues, strict=True))
-        self.running: list[Task] = []
-        self.done: list[Task] = []
-
-    def submit(self, task: Task) -> None:
-        task.arrived = clock.now
-        if task.plain:
-            self.queues[task.devices[0]].tasks.append(task)
-        else:
-            share = share_units(task.share or 1 / self.places)
-            devices = [self.devices[n] for n in task.devices]
-            by_user, _, *others = task.urgency
-            task.claim = Claim(
-                *(self.admission, task.number, task.prefix, devices, share, task.nbytes),
-                *(task.urgency, (by_user, 0, *others)),
-            )
-            task.claim.submit(lambda: self.granted(task))
-        self.start_plain()
-
-    def granted(self, task: Task) -> None:
-        assert task.claim is not None
-        if task.claim.held:
-            self.begin(task)
-
-    def begin(self, task: Task) -> None:
-        task.ends = clock.now + task.seconds
-        self.running.append(task)
-
-    def start_plain(self) -> None:
-        """As a device's threads do: take the most urgent task, if it may start."""
-        changed = True
-        while changed:
-            changed = False
-            for device, queue in zip(self.devices, self.queues, strict=True):
-                first = queue.first()
-                if first is not None and self.admission.may_start_plain(device, first):
-                    task = next(one for one in queue.tasks if one.urgency == first)
-                    queue.tasks.remove(task)
-                    queue.begun[task] = clock.now
-                    self.begin(task)
-                    self.admission.look()
-                    changed = True
-            self.check()
+    def end(self, name: str) -> None:
+        self.held.remove(name)
+        self.admission.release(self.claims[name])
+        self.check()
 
     def check(self) -> None:
-        """No device is over its places and bytes, whatever the admission believes."""
-        shares: Counter[int] = Counter()
-        nbytes: Counter[int] = Counter()
-        for task in self.running:
-            for n in task.devices:
-                shares[n] += share_units(task.share or 1 / self.places)
-                nbytes[n] += task.nbytes
-        assert all(share <= WHOLE for share in shares.values()), shares
-        assert all(n <= LIMIT for n in nbytes.values()), nbytes
-
-    def end(self, task: Task) -> None:
-        self.running.remove(task)
-        self.done.append(task)
-        if self.known:
-            self.durations[task.prefix] = task.seconds
-        if task.claim is None:
-            del self.queues[task.devices[0]].begun[task]
-            self.admission.look()
-        else:
-            task.claim.ended()
-        self.start_plain()
-
-    def cancel(self, task: Task) -> None:
-        if task in self.done:
-            return
-        if task in self.running:
-            self.end(task)
-            return
-        if task.claim is not None:
-            task.claim.withdraw()
-            assert task.claim.void
-        else:
-            self.queues[task.devices[0]].tasks.remove(task)
-        self.done.append(task)
-        self.start_plain()
-
-    def run_until(self, moment: float) -> None:
-        while self.running:
-            task = min(self.running, key=lambda one: (one.ends, one.number))
-            assert task.ends is not None
-            if task.ends > moment:
-                break
-            clock.now = max(clock.now, task.ends)
-            self.end(task)
-        clock.now = max(clock.now, moment)
+        for device in DEVICES:
+            holding = [c for c in self.claims.values() if c.held and device in c.devices]
+            assert sum(claim.share for claim in holding) <= WHOLE
+            assert sum(claim.nbytes for claim in holding) <= LIMIT
 
 
-@pytest.fixture(autouse=True)
-def simulated_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "monotonic", lambda: clock.now)
-    clock.now = 0.0
-
-
-SPECS = st.fixed_dictionaries(
+asks = st.fixed_dictionaries(
     {
-        "devices": st.permutations(range(DEVICES)).flatmap(
-            lambda order: st.sampled_from([1, 1, 1, 2, 2, 3, 4]).map(lambda n: order[:n])
-        ),
-        "share": st.sampled_from([None, None, None, 0.1, 0.25, 1 / 3, 0.5, 1.0]),
-        "nbytes": st.sampled_from([0, 0, 0, 10, 34, 50, 100]),
-        "seconds": st.sampled_from([0.01, 0.1, 0.5, 3.0]),
-        "priority": st.sampled_from([0, 0, 0, 1]),
-        "pause": st.sampled_from([0, 0, 0, 0.05, 1.0]),
-        "cancels": st.sampled_from([None, None, None, None, 1, 5]),
+        "devices": st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
+        "share": st.sampled_from([None, None, 0.1, 0.3, 0.5, 1.0]),
+        "nbytes": st.sampled_from([0, 0, 10, 60, 100]),
+        "priority": st.integers(0, 2),
     }
 )
 
 
-def run(specs: list[dict[str, Any]], tasks_per_device: int, known: bool) -> Machine:
-    clock.now = 0.0
-    machine = Machine(tasks_per_device, known)
-    tasks: list[Task] = []
-    for number, spec in enumerate(specs):
-        task = Task(number, spec)
-        tasks.append(task)
-        machine.submit(task)
-        if spec["cancels"] is not None and number >= spec["cancels"]:
-            machine.cancel(tasks[number - spec["cancels"]])
-        machine.run_until(clock.now + spec["pause"])
-    machine.run_until(clock.now + 1e9)
-    assert sorted(task.number for task in machine.done) == list(range(len(specs)))
-    assert machine.admission.idle
-    assert machine.admission.waiting() == ()
-    return machine
-
-
-@settings(max_examples=150)
-@given(
-    specs=st.lists(SPECS, max_size=25),
-    tasks_per_device=st.sampled_from([1, 2, 3]),
-    known=st.booleans(),
-)
-def test_all_end_and_no_device_is_over_its_places(
-    specs: list[dict[str, Any]], tasks_per_device: int, known: bool
+@given(st.lists(asks, max_size=40), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_all_start_and_no_device_is_over_its_slots(
+    specs: list[dict[str, object]], tasks_per_device: int, chance: random.Random
 ) -> None:
-    run(specs, tasks_per_device, known)
+    line = Line(tasks_per_device)
+    todo = list(enumerate(specs))
+    started = 0
+    while todo or line.held:
+        if todo and (chance.random() < 0.6 or not line.held):
+            number, spec = todo.pop()
+            given_devices = spec["devices"]
+            assert isinstance(given_devices, list)
+            line.submit(
+                str(number), *given_devices, **{k: v for k, v in spec.items() if k != "devices"}
+            )  # type: ignore[arg-type]
+        elif line.held:
+            line.end(chance.choice(line.held))
+            started += 1
+    assert started == len(specs)
+    assert line.admission.idle
 
 
-def spec(*devices: int, seconds: float = 0.1, **more: Any) -> dict[str, Any]:
-    return {
-        "devices": devices,
-        "share": None,
-        "nbytes": 0,
-        "seconds": seconds,
-        "priority": 0,
-    } | more
+def test_the_smallest_priority_first() -> None:
+    line = Line()
+    line.submit("runs", 0)
+    for name, priority in (("late", 3), ("soon", 1), ("next", 2)):
+        line.submit(name, 0, priority=priority)
+    order = []
+    while line.held:
+        order.append(line.held[0])
+        line.end(line.held[0])
+    assert order == ["runs", "soon", "next", "late"]
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("seconds", [0.1, 0.7])
-def test_a_task_of_all_devices_is_not_overtaken_endlessly(seconds: float, known: bool) -> None:
-    """Its devices never are free at once by themselves; more urgent tasks are not stopped."""
-    machine = Machine(1, known)
-    generator = random.Random(0)
-    large = Task(1000, spec(0, 1, 2, 3))
-    number = 2000
-    for n in range(4):
-        machine.submit(Task(n, spec(n, seconds=seconds * (1 + n / 4))))
-    for step in range(400):
-        if step == 20:
-            machine.submit(large)
-        for n, queue in enumerate(machine.queues):
-            if len(queue.tasks) < 2:
-                number += 1
-                task = Task(number, spec(n, seconds=seconds * generator.choice([1, 1.3])))
-                # As tasks that use up an input: before others of their user's priority.
-                task.urgency = (0, 0, number, task.prefix)
-                machine.submit(task)
-        if large in machine.done:
-            break
-        machine.run_until(clock.now + seconds / 10)
-    assert large in machine.done
-    waited = clock.now - large.arrived
-    assert waited < module.PATIENCE_S + 4 * seconds + large.seconds
+def test_several_devices_are_reserved_for_the_first_in_line() -> None:
+    line = Line()
+    line.submit("runs", 0)
+    line.submit("both", 0, 1)
+    line.submit("later", 1)
+    line.submit("elsewhere", 2)
+    assert line.held == ["runs", "elsewhere"]
+    assert line.admission.waiting_for(DEVICES[1]) == 2
+    line.end("runs")
+    assert line.held == ["elsewhere", "both"]
+    line.end("both")
+    assert line.held == ["elsewhere", "later"]
 
 
-def test_dasks_priorities_hold() -> None:
-    machine = Machine(1, known=True)
-    machine.submit(Task(0, spec(0)))
-    later, urgent = Task(1, spec(0, 1)), Task(2, spec(0, priority=1))
-    machine.submit(later)
-    machine.submit(urgent)
-    machine.run_until(0.1)
-    assert machine.running == [urgent]
-    machine.run_until(0.2)
-    assert machine.running == [later]
+def test_a_claim_that_is_not_first_everywhere_reserves_nothing() -> None:
+    line = Line()
+    line.submit("runs", 0)
+    line.submit("urgent", 0, priority=0)
+    line.submit("both", 0, 1)
+    line.submit("passes", 1)
+    assert line.held == ["runs", "passes"]
+    line.end("runs")
+    line.submit("behind", 1)  # now the claim is the first on both
+    line.end("passes")
+    assert line.held == ["urgent"]
+    line.end("urgent")
+    assert line.held == ["both"]
 
 
-def test_others_fill_in_only_where_they_end_in_time() -> None:
-    machine = Machine(1, known=True)
-    machine.durations.update({"takes-1.0": 1.0, "takes-0.4": 0.4, "takes-0.9": 0.9})
-    machine.submit(Task(0, spec(0, seconds=1.0)))
-    large = Task(1, spec(0, 1))
-    machine.submit(large)
-    short, long = Task(2, spec(1, seconds=0.4)), Task(3, spec(1, seconds=0.9))
-    machine.submit(short)
-    machine.submit(long)
-    assert short in machine.running
-    machine.run_until(0.5)
-    assert machine.running[1:] == []  # the long one would end after the large one can start
-    machine.run_until(1.0)
-    assert machine.running == [large]
+def test_bytes_are_waited_for_in_turn() -> None:
+    line = Line(tasks_per_device=4)
+    line.submit("most", 0, nbytes=80)
+    line.submit("more", 0, nbytes=40)
+    line.submit("small", 0, nbytes=10)
+    assert line.held == ["most"]
+    line.end("most")
+    assert line.held == ["more", "small"]
 
 
-def test_a_claim_that_waits_for_an_actor_holds_no_one_back() -> None:
-    machine = Machine(1, known=False)
-    actor = Task(0, spec(0, 1))
-    machine.submit(actor)
-    assert actor.claim is not None
-    actor.claim.for_life = True
-    machine.submit(Task(1, spec(1, 2)))
-    clock.now = 100.0
-    plain = Task(2, spec(2))
-    machine.submit(plain)
-    assert plain in machine.running
-    actor.claim.release()
-    machine.run_until(clock.now + 1)
-    assert {task.number for task in machine.done} >= {1, 2}
+@pytest.mark.parametrize("asked", [{"share": 1.0}, {"nbytes": 60, "share": 0.1}])
+def test_a_claim_that_waits_for_an_actor_holds_no_one_back(asked: dict[str, float]) -> None:
+    line = Line(tasks_per_device=2)
+    actor = line.submit("actor", 0, share=0.5, nbytes=50)
+    line.admission.keep(actor)
+    line.submit("waits", 0, priority=0, **asked)  # type: ignore[arg-type]
+    line.submit("passes", 0)
+    assert line.held == ["actor", "passes"]
+    assert [claim.key for claim in line.admission.blocked()] == ["waits"]
+    assert "cuda:0 is held by 'actor'" in line.admission.waits_for_actors()
+    line.end("passes")
+    line.end("actor")
+    assert line.held == ["waits"]
+    assert line.admission.waits_for_actors() == ""
 
 
 def test_a_claim_that_is_withdrawn_reserves_nothing() -> None:
-    machine = Machine(1, known=False)
-    machine.submit(Task(0, spec(0, seconds=3.0)))
-    waits = Task(1, spec(0) | {"share": 0.1})
-    machine.submit(waits)
-    machine.submit(Task(2, spec(0)))
-    machine.run_until(2.0)  # the claim has waited for longer than unknown tasks may pass it
-    machine.cancel(waits)
-    machine.run_until(1e9)
-    assert {task.number for task in machine.done} == {0, 1, 2}
+    line = Line()
+    line.submit("runs", 0)
+    both = line.submit("both", 0, 1)
+    line.submit("behind", 1)
+    line.admission.withdraw(both)
+    assert both.void
+    assert line.held == ["runs", "behind"]
+    line.admission.release(both)
+    line.check()

@@ -243,9 +243,7 @@ async def test_cancelled_and_resumed_in_one_tick(
     assert worker.state.tasks["x"].state == "executing"
     await async_poll_for(lambda: seen, timeout=10)
     assert seen == [3] if device == 3 else seen[0] in range(4)
-    await async_poll_for(
-        lambda: "x" not in worker.plugins["devctx"].extension.placement.placed, timeout=10
-    )
+    await async_poll_for(lambda: not worker.plugins["devctx"].extension.runs.now, timeout=10)
 
 
 @with_plugin()
@@ -668,4 +666,4 @@ async def test_two_thousand_mixed_tasks(client: Any, scheduler: Any, worker: Any
     plugin = worker.plugins["devctx"]
     threads = Counter(name.split("-")[1] for name in device_threads())
     assert threads == {f"cuda:{n}": 2 for n in range(4)}
-    assert not plugin.extension.placement.placed
+    assert not plugin.extension.runs.now

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_devctx import Device, DeviceNotFoundError, LocalDeviceCluster, devices, report
-from dask_devctx.annotations import Request
+from dask_devctx.annotations import Request, requested_device
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import (
@@ -25,6 +25,27 @@ from dask_devctx.worker.placement.policy import (
     start_soonest,
 )
 from tests.distributed.devices import here, with_plugin
+
+
+class Keyed(Placement):
+    """A placement of tasks by key."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.placed: dict[object, tuple[Device, str]] = {}
+
+    def put(self, key: object, prefix: str, wanted: object, inputs: Any = ()) -> Device:
+        (device,) = self.place(requested_device({"device": wanted}, key, "assign"), inputs)  # type: ignore[arg-type]
+        self.drop_task(key)
+        self.add((device,), prefix)
+        self.placed[key] = device, prefix
+        return device
+
+    def drop_task(self, key: object) -> Device | None:
+        device, prefix = self.placed.pop(key, (None, ""))
+        if device is not None:
+            self.remove((device,), prefix)
+        return device
 
 
 def candidate(device: int = 0, **kwargs: Any) -> Candidate:
@@ -38,17 +59,17 @@ def first(candidates: Sequence[Candidate]) -> Candidate:
 
 @pytest.mark.parametrize("share", [1, 0.5])
 def test_a_policy_chooses_among_the_devices_that_no_actor_keeps(share: float) -> None:
-    placement = Placement(devices()[:2], 2, first)
+    placement = Keyed(devices()[:2], 2, first)
     placement.keep("actor", [Device(0)], 1)
     wants = Request(share=share, number=1)
-    assert placement.place_group("some", "some", wants) == (Device(1),)
-    assert placement.place("any", "any", "auto") == Device(1)
-    assert placement.place_group("both", "both", Request(number=2)) == (Device(0), Device(1))
+    assert placement.place(wants) == (Device(1),)
+    assert placement.put("any", "any", "auto") == Device(1)
+    assert placement.place(Request(number=2)) == (Device(0), Device(1))
     placement.keep("other", [Device(1)], 0.75)
-    assert placement.place("waits", "waits", "auto") == Device(0)
+    assert placement.put("waits", "waits", "auto") == Device(0)
     placement.drop("actor")
     placement.keep("small", [Device(0)], 0.5)  # one of two places is left
-    assert placement.place("fits", "fits", "auto") == Device(0)
+    assert placement.put("fits", "fits", "auto") == Device(0)
 
 
 @pytest.mark.parametrize(
@@ -99,19 +120,19 @@ def test_a_task_without_inputs_is_placed_by_the_policy(
 ) -> None:
     """The short way for such tasks chooses as a policy does that is asked."""
     ours, asked = (
-        Placement(devices(), per_device, policy)
+        Keyed(devices(), per_device, policy)
         for policy in (start_soonest, lambda candidates: start_soonest(candidates))
     )
     for number, (what, prefix, n) in enumerate(steps):
         for placement in (ours, asked):
             if what == 0 and placement.placed:
-                placement.remove([*placement.placed][n % len(placement.placed)])
+                placement.drop_task([*placement.placed][n % len(placement.placed)])
             elif what == 1:
                 placement.record_duration(prefix, n / 100)
             elif what == 2:
                 placement.keep(number, [placement.devices[n % 4]], 1.0)
             else:
-                placement.place(number, prefix, n if n < 2 else "auto")
+                placement.put(number, prefix, n if n < 2 else "auto")
         assert ours.placed == asked.placed
 
 
@@ -129,74 +150,74 @@ class Shown:
         self.candidates = [*candidates]
         return start_soonest(candidates)
 
-    def by(self, placement: Placement) -> dict[Device, Candidate]:
+    def by(self, placement: Keyed) -> dict[Device, Candidate]:
         """Return what a placement with this policy says of its devices now."""
-        placement.place("another", "another", "auto")
-        placement.remove("another")
+        placement.put("another", "another", "auto")
+        placement.drop_task("another")
         return {one.device: one for one in self.candidates}
 
 
 @pytest.fixture
-def make() -> Callable[..., Placement]:
-    def make(per: int = 1, policy: Any = start_soonest) -> Placement:
-        return Placement(devices(), per, policy)
+def make() -> Callable[..., Keyed]:
+    def make(per: int = 1, policy: Any = start_soonest) -> Keyed:
+        return Keyed(devices(), per, policy)
 
     return make
 
 
-def test_round_robin_on_ties(make: Callable[..., Placement]) -> None:
+def test_round_robin_on_ties(make: Callable[..., Keyed]) -> None:
     placement = make()
     placed = []
     for turn in range(8):  # each is done before the next one comes
-        placed.append(placement.place(turn, "f", "auto").device_id)
-        placement.remove(turn)
+        placed.append(placement.put(turn, "f", "auto").device_id)
+        placement.drop_task(turn)
     assert placed == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_durations_by_prefix(make: Callable[..., Placement]) -> None:
+def test_durations_by_prefix(make: Callable[..., Keyed]) -> None:
     placement = make()
     placement.record_duration("long", 10.0)
     placement.record_duration("short", 0.1)
-    first = placement.place("a", "long", 0)
+    first = placement.put("a", "long", 0)
     for key in ("b", "c", "d"):
         for device in (1, 2, 3):
-            placement.place((key, device), "short", device)
+            placement.put((key, device), "short", device)
     # Nine short ones queue elsewhere, three a device, and still end before the long one.
-    assert placement.place("next", "short", "auto") is not first
+    assert placement.put("next", "short", "auto") is not first
 
 
-def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Placement]) -> None:
+def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Keyed]) -> None:
     shown = Shown()
     placement = make(policy=shown)
     placement.record_duration("known", 1.0)
     for key in range(5):
-        placement.place(key, "new", 0)
-    placement.place("known", "known", 1)
+        placement.put(key, "new", 0)
+    placement.put("known", "known", 1)
     found = shown.by(placement)
     assert found[Device(0)].busy_s > found[Device(1)].busy_s / 2
 
 
-def test_inputs_draw_a_task_to_them(make: Callable[..., Placement]) -> None:
+def test_inputs_draw_a_task_to_them(make: Callable[..., Keyed]) -> None:
     placement = make()
     inputs = [Found({Device(2): nbytes}) for nbytes in (10**9, 10**6)]
-    assert placement.place("x", "f", "auto", inputs) is Device(2)
-    assert placement.place("y", "f", "auto", []) is not Device(2)
+    assert placement.put("x", "f", "auto", inputs) is Device(2)
+    assert placement.put("y", "f", "auto", []) is not Device(2)
 
 
-def test_full_devices_come_last(make: Callable[..., Placement], machine: SimulatedMachine) -> None:
+def test_full_devices_come_last(make: Callable[..., Keyed], machine: SimulatedMachine) -> None:
     for gpu in machine.gpus[:3]:
         gpu.used_memory = gpu.total_memory - 2**20
     placement = make()
-    assert {placement.place(key, "f", "auto") for key in range(4)} == {Device(3)}
+    assert {placement.put(key, "f", "auto") for key in range(4)} == {Device(3)}
 
 
 def test_memory_is_not_asked_for_at_every_task(
-    make: Callable[..., Placement], machine: SimulatedMachine, monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., Keyed], machine: SimulatedMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placement = make()
-    placement.place(0, "f", "auto")
+    placement.put(0, "f", "auto")
     machine.gpus[3].used_memory = machine.gpus[3].total_memory
-    placed = {placement.place(key, "f", "auto") for key in range(1, 4)}
+    placed = {placement.put(key, "f", "auto") for key in range(1, 4)}
     assert Device(3) in placed  # the answer of half a second ago still holds
 
 
@@ -207,12 +228,12 @@ def test_a_policy_of_ones_own_is_asked_where_there_is_one_device() -> None:
         given.append(len(candidates))
         return candidates[0]
 
-    placement = Placement(devices()[2:3], 1, only)
-    assert placement.place("x", "f", "auto") is Device(2)
+    placement = Keyed(devices()[2:3], 1, only)
+    assert placement.put("x", "f", "auto") is Device(2)
     assert given == [1]
 
 
-def test_a_policy_of_ones_own(make: Callable[..., Placement]) -> None:
+def test_a_policy_of_ones_own(make: Callable[..., Keyed]) -> None:
     given: list[Sequence[Candidate]] = []
 
     def last(candidates: Sequence[Candidate]) -> Candidate:
@@ -220,7 +241,7 @@ def test_a_policy_of_ones_own(make: Callable[..., Placement]) -> None:
         return candidates[-1]
 
     placement = make(policy=last)
-    assert {placement.place(key, "f", "auto") for key in range(3)} == {Device(3)}
+    assert {placement.put(key, "f", "auto") for key in range(3)} == {Device(3)}
     assert [c.queued for c in given[-1]] == [0, 0, 0, 2]
     assert all(c.free_nbytes for c in given[-1])
 
@@ -268,32 +289,32 @@ async def test_the_line_of_a_policy_that_raises_is_shown(
 
 
 @pytest.mark.parametrize("wanted", [1.5, True, [1], {"a": 1}, b"1", object()])
-def test_what_names_no_device(make: Callable[..., Placement], wanted: object) -> None:
+def test_what_names_no_device(make: Callable[..., Keyed], wanted: object) -> None:
     placement = make()
-    placement.place("before", "f", 1)  # True == 1
+    placement.put("before", "f", 1)  # True == 1
     with pytest.raises(TypeError, match='"auto" for any device'):
-        placement.place("x", "f", wanted)
+        placement.put("x", "f", wanted)
     assert "x" not in placement.placed
 
 
-def test_a_device_of_another_worker(make: Callable[..., Placement]) -> None:
-    placement = Placement(devices()[:2], 1, start_soonest)
+def test_a_device_of_another_worker(make: Callable[..., Keyed]) -> None:
+    placement = Keyed(devices()[:2], 1, start_soonest)
     with pytest.raises(
         DeviceNotFoundError,
         match=r"does not use.*Available: cuda:0 \(GPU-\w{8}\), cuda:1 \(GPU-\w{8}\);",
     ):
-        placement.place("x", "f", "cuda:3")
+        placement.put("x", "f", "cuda:3")
 
 
 def test_what_was_guessed_is_corrected_when_it_is_measured(
-    make: Callable[..., Placement],
+    make: Callable[..., Keyed],
 ) -> None:
     shown = Shown()
     placement = make(policy=shown)
     for key in range(8):
-        placement.place(key, "new", "auto")
-    placement.place("other", "other", 1)
-    first = placement.remove(0)
+        placement.put(key, "new", "auto")
+    placement.put("other", "other", 1)
+    first = placement.drop_task(0)
     placement.record_duration("new", 0.001)
     busy = {device: one.busy_s for device, one in shown.by(placement).items()}
     assert busy.pop(first) == pytest.approx(0.001)
@@ -304,25 +325,23 @@ def test_what_was_guessed_is_corrected_when_it_is_measured(
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from([None, "auto", 0, 1, 2, 3]))))
 def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) -> None:
     shown = Shown()
-    placement = Placement(devices(), 2, shown)
+    placement = Keyed(devices(), 2, shown)
     placement.record_duration("f", 0.1)
     there: dict[int, Device] = {}
     for key, wanted in steps:
         if wanted is None:
-            placement.remove(key)
+            placement.drop_task(key)
             there.pop(key, None)
         else:
-            device = placement.place(key, "f", wanted)
-            if wanted == "auto" and key in there:
-                assert device is there[key]  # a task that is counted stays
+            device = placement.put(key, "f", wanted)
             there[key] = device
-    assert placement.placed == there
+    assert {key: device for key, (device, _) in placement.placed.items()} == there
     for device, found in shown.by(placement).items():
         count = list(there.values()).count(device)
         assert found.queued == count
         assert found.busy_s == pytest.approx(0.1 * count / 2)  # two run at a time
     for key in there:
-        placement.remove(key)
+        placement.drop_task(key)
     assert {(one.queued, one.busy_s) for one in shown.by(placement).values()} == {(0, 0.0)}
 
 
@@ -352,7 +371,7 @@ def test_a_busy_devices_queue_keeps_no_other_waiting() -> None:
     assert beside >= 8  # one queue after the other would be 0, and 16 on a quiet machine
 
 
-def test_inputs_are_counted_where_they_are(make: Callable[..., Placement]) -> None:
+def test_inputs_are_counted_where_they_are(make: Callable[..., Keyed]) -> None:
     """Values on two devices, one spread over both, one on the host; one has a copy."""
     seen: list[Candidate] = []
 
@@ -370,8 +389,8 @@ def test_inputs_are_counted_where_they_are(make: Callable[..., Placement]) -> No
     ]
     placement = make(per=2, policy=policy)
     for key in range(2):
-        placement.place(key, "x", 1)
-    placement.place("x", "x", "auto", values)
+        placement.put(key, "x", 1)
+    placement.put("x", "x", "auto", values)
     assert [c.move_nbytes for c in seen] == [27, 11, 18, 38]
     assert [c.moves for c in seen] == [3, 2, 3, 4]
     assert [c.waits for c in seen] == [False, True, False, False]
@@ -382,9 +401,9 @@ def test_a_broken_policy_is_named() -> None:
         raise KeyError("gpu")
 
     with pytest.raises(KeyError) as raised:
-        Placement(devices(), 1, broken).place("x", "x", "auto")
+        Keyed(devices(), 1, broken).put("x", "x", "auto")
     assert "placement policy" in raised.value.__notes__[0]
     assert "broken" in raised.value.__notes__[0]
     for answer in (None, Device(1)):
         with pytest.raises(TypeError, match="must return one of the candidates"):
-            Placement(devices(), 1, lambda _, answer=answer: answer).place("x", "x", "auto")
+            Keyed(devices(), 1, lambda _, answer=answer: answer).put("x", "x", "auto")

@@ -13,14 +13,27 @@ from contextlib import suppress
 import pytest
 from distributed.threadpoolexecutor import rejoin, secede
 
+from dask_devctx import devices
+from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor, near_cpus
 
-Priority = tuple[int, ...]
+
+def pool_of(
+    threads: int, name: str = "test", cpus: frozenset[int] | None = None
+) -> DeviceThreadPoolExecutor:
+    device = devices()[0]
+    admission = Admission([device], threads)
+    return DeviceThreadPoolExecutor(name, threads, admission.queues[device], cpus)
+
+
+def claim(pool: DeviceThreadPoolExecutor, *priority: int) -> Claim:
+    queue = pool._queue
+    return Claim("it", (queue.device,), queue.admission.slot, 0, priority)
 
 
 @pytest.fixture
 def pool() -> Iterator[DeviceThreadPoolExecutor]:
-    pool = DeviceThreadPoolExecutor("test", 1, None)
+    pool = pool_of(1)
     yield pool
     pool.shutdown(wait=True, timeout=10)
 
@@ -33,10 +46,10 @@ def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
         go_on.wait(10)
 
     order: list[object] = []
-    futures = [pool.submit_task((0,), block)]
+    futures = [pool.submit_task(claim(pool), block)]
     assert began.wait(10)
     for name, priority in [("late", (5, 1)), ("b", (1, 2)), ("soon", (1, 1)), ("c", (1, 2))]:
-        futures.append(pool.submit_task(priority, order.append, name))
+        futures.append(pool.submit_task(claim(pool, *priority), order.append, name))
     futures.append(pool.submit(order.append, "of no task"))
     go_on.set()
     for future in futures:
@@ -45,7 +58,7 @@ def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
 
 
 def test_what_was_submitted_before_the_shutdown_runs() -> None:
-    pool = DeviceThreadPoolExecutor("test", 1, None)
+    pool = pool_of(1)
     futures = [pool.submit(time.sleep, 0.02) for _ in range(5)]
     pool.shutdown(wait=True, timeout=10)
     assert all(future.done() for future in futures)
@@ -55,7 +68,7 @@ def test_what_was_submitted_before_the_shutdown_runs() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rejoining_after_the_shutdown(threads: int) -> None:
-    pool = DeviceThreadPoolExecutor("test-rejoin", threads, None)
+    pool = pool_of(threads, "test-rejoin")
     seceded, go_on = threading.Event(), threading.Event()
 
     def leaves() -> str:
@@ -80,7 +93,7 @@ def test_rejoining_after_the_shutdown(threads: int) -> None:
 def test_threads_keep_to_their_cpus() -> None:
     usable = os.sched_getaffinity(0)
     one = frozenset([min(usable)])
-    pool = DeviceThreadPoolExecutor("near", 2, one)
+    pool = pool_of(2, "near", one)
     try:
         together = threading.Barrier(2)
 
@@ -98,7 +111,7 @@ def test_threads_keep_to_their_cpus() -> None:
 def test_a_refused_binding_fails_no_task(caplog: pytest.LogCaptureFixture) -> None:
     """A batch system may take CPUs away after the worker has started: EINVAL."""
     taken = frozenset([max(os.sched_getaffinity(0)) + 1000])
-    pool = DeviceThreadPoolExecutor("near", 1, taken)
+    pool = pool_of(1, "near", taken)
     try:
         with caplog.at_level("INFO", "dask_devctx"):
             assert pool.submit(abs, -1).result(10) == 1
@@ -130,14 +143,14 @@ def outcomes(pool: DeviceThreadPoolExecutor, count: int) -> list[object]:
         return number
 
     async def run() -> list[object]:
-        futures = [pool.submit_task((0,), task, number) for number in range(count)]
+        futures = [pool.submit_task(claim(pool), task, number) for number in range(count)]
         return await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
 
     return asyncio.run(run())
 
 
 def test_every_outcome_reaches_the_loop_that_submitted() -> None:
-    pool = DeviceThreadPoolExecutor("test", 4, None)
+    pool = pool_of(4)
     for number, outcome in enumerate(outcomes(pool, 2000)):
         if number % 7 == 3:
             assert isinstance(outcome, KeyError)
@@ -153,12 +166,12 @@ def test_one_that_is_cancelled_does_not_run(pool: DeviceThreadPoolExecutor) -> N
 
     async def run() -> None:
         first, second = (
-            pool.submit_task((0,), time.sleep, 0.1),
-            pool.submit_task((0,), ran.append, 2),
+            pool.submit_task(claim(pool), time.sleep, 0.1),
+            pool.submit_task(claim(pool), ran.append, 2),
         )
         second.cancel()
         await asyncio.wrap_future(first)
-        await asyncio.wrap_future(pool.submit_task((0,), ran.append, 3))
+        await asyncio.wrap_future(pool.submit_task(claim(pool), ran.append, 3))
 
     asyncio.run(run())
     assert ran == [3]
@@ -168,7 +181,7 @@ def test_the_loop_is_gone_before_the_task_ends(pool: DeviceThreadPoolExecutor) -
     go_on = threading.Event()
 
     async def run() -> None:
-        pool.submit_task((0,), go_on.wait, 10)
+        pool.submit_task(claim(pool), go_on.wait, 10)
 
     asyncio.run(run())
     go_on.set()
@@ -182,7 +195,7 @@ def test_a_task_that_is_cancelled_as_it_begins_runs_once(pool: DeviceThreadPoolE
     async def submit_and_cancel(rounds: int) -> list[int]:
         sent_again = []
         for number in range(rounds):
-            future = pool.submit_task((0,), ran.append, number)
+            future = pool.submit_task(claim(pool), ran.append, number)
             for _ in range(number % 200):
                 pass
             future.cancel()

@@ -1,0 +1,397 @@
+"""One execution of a task: what the worker calls in the task's place."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from threading import get_ident
+from time import perf_counter
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from distributed import Reschedule
+
+from dask_devctx import driver
+from dask_devctx.cuda import suspending
+from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.on_device import known_as_the_tasks, note_devices
+from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
+from dask_devctx.dask_internals.tasks import TaskStandIn
+from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
+from dask_devctx.transfer import Stamp, nbytes_by_device
+from dask_devctx.worker.failures import guard
+from dask_devctx.worker.failures.guard import Guard
+from dask_devctx.worker.memory.kept import Kept
+from dask_devctx.worker.placement.admission import Claim
+from dask_devctx.worker.tracebacks import begins_with_the_task, place_of
+from dask_devctx.worker.values.use import Use
+
+if TYPE_CHECKING:
+    from dask_devctx.transfer.lifetime import Lifetime
+    from dask_devctx.worker.runs import Runs
+
+logger = logging.getLogger(__name__)
+
+_NONE: Final[Mapping[Hashable, Lifetime]] = MappingProxyType({})
+
+
+class Refused(TaskStandIn):
+    """A task that got no device: it raises the reason."""
+
+    __slots__ = ("error", "is_coro", "task")
+
+    def __init__(self, task: Any, error: Exception) -> None:
+        self.task = task
+        self.error = error
+        self.is_coro = False
+
+    def __call__(self, data: Any = ()) -> Any:
+        with begins_with_the_task:
+            raise self.error
+
+    def __reduce__(self) -> Any:
+        return Refused, (self.task, self.error)
+
+
+class DeviceRun(TaskStandIn, Claim):
+    """A run of a task on its devices, which is its own claim on them; the first is current.
+
+    It can be pickled, unless it asks for more than a slot. In another process, it runs on the
+    device of the same UUID, unguarded, and its inputs stay as they are. A process that was forked
+    after CUDA was initialized can use no device: there a task that asked for no device runs without
+    one, and any other fails.
+    """
+
+    __slots__ = (
+        *("asked_for", "began_at", "inputs_s", "is_again", "is_coro", "is_plain", "known"),
+        *("left_devices", "lifetimes", "made", "makes_actor", "memory_s", "once", "placed_at"),
+        *("prefix", "queued", "reserved", "runs", "slots", "task", "thread", "ts", "watched"),
+    )
+
+    def __init__(
+        self,
+        runs: Runs,
+        ts: Any,
+        devices: tuple[Device, ...],
+        share: int,
+        nbytes: int,
+        priority: tuple[Any, ...],
+    ) -> None:
+        super().__init__(ts.key, devices, share, nbytes, priority)
+        self.runs = runs
+        self.ts = ts
+        self.task = ts.run_spec
+        self.is_coro = self.task.is_coro
+        self.prefix = ts.prefix
+        # What task_devices() returns inside.
+        self.known = devices[0] if len(devices) == 1 else devices
+        self.slots = 1.0  # of each device, for the choice of the next task's device
+        self.is_plain = True  # it takes one slot, and none on other threads than the device's
+        self.asked_for = False  # whether the user named the device
+        self.watched = 0  # the number of its isolated run; 0 for any other
+        self.once = ""  # why it does not run again after a device failed; "" if it may
+        self.makes_actor = False
+        # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it
+        # may have been cancelled a moment ago.
+        self.queued = True
+        self.lifetimes = _NONE
+        self.made: Stamp | None = None
+        self.is_again = False  # an attempt ran out of memory
+        self.left_devices = False  # it seceded
+        self.reserved: list[Device] = []
+        self.placed_at = self.began_at = perf_counter()
+        self.inputs_s = self.memory_s = 0.0
+        self.thread: int | None = None
+
+    @property
+    def waited(self) -> tuple[float, float, float, int | None]:
+        """The seconds that it waited for a slot, for its inputs and for memory, and its thread."""
+        return self.began_at - self.placed_at, self.inputs_s, self.memory_s, self.thread
+
+    def is_cancelled(self) -> bool:
+        """Return whether dask has cancelled it; on any thread."""
+        return bool(self.ts.state == "cancelled")
+
+    def seceded(self) -> None:
+        self.runs.seceded(self)
+
+    def __call__(self, data: Any = ()) -> Any:
+        with begins_with_the_task:
+            if self.is_coro:
+                return self._await(data)
+            if not self.is_plain and not (self.held or self.void):  # on threads of the user's
+                return self._after_its_turn(data)
+            return self._guarded(data)
+
+    def _after_its_turn(self, data: Any) -> Any:
+        there = threading.Event()
+        self.granted = there.set
+        admission = self.runs.admission
+        admission.submit(self)
+        there.wait()
+        try:
+            return self._guarded(data)
+        finally:
+            if not self.for_life:
+                admission.release(self)
+
+    def _guarded(self, data: Any) -> Any:
+        steps = self._begin(inside=True)
+        self._reserve()
+        try:
+            result = guard.run(steps, self.runs.monitor, functools.partial(self._call, data))
+        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
+            self._name_place(error)
+            raise
+        self.for_life = self.makes_actor and self.held
+        return suspending.within(self.devices[0], result)
+
+    async def _await(self, data: Any) -> Any:
+        with begins_with_the_task:
+            if self.is_plain:
+                return await self._guarded_coroutine(data)
+            there, loop = asyncio.Event(), asyncio.get_running_loop()
+
+            def grant() -> None:
+                with suppress(RuntimeError):  # the loop is closed, so no task waits
+                    loop.call_soon_threadsafe(there.set)
+
+            self.granted = grant
+            admission = self.runs.admission
+            try:
+                admission.submit(self)
+                await there.wait()
+                return await self._guarded_coroutine(data)
+            finally:
+                admission.withdraw(self)
+                if not self.for_life:
+                    admission.release(self)
+
+    async def _guarded_coroutine(self, data: Any) -> Any:
+        steps = self._begin(inside=False)
+        if self.nbytes:
+            await asyncio.to_thread(self._reserve)
+        device, key = self.devices[0], self.key
+
+        async def body() -> Any:
+            ranges = self.runs.monitor.ranges
+            with nullcontext() if ranges is None else ranges.of_process(key):
+                return await suspending.within(device, self._call_coroutine(data))
+
+        try:
+            result = await guard.run_coroutine(steps, body)
+        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
+            self._name_place(error)
+            raise
+        self.for_life = self.makes_actor and self.held
+        return result
+
+    def _begin(self, *, inside: bool) -> guard.Steps:
+        """Return the steps around its call, which begins now."""
+        if self.void or (self.queued and self.is_cancelled()):
+            raise Reschedule  # dask ignores this, unless the task was requested again just now
+        self.began_at, self.thread = perf_counter(), get_ident()
+        return Guard(
+            self.runs.monitor,
+            self.key,
+            self.devices,
+            inside=inside,
+            movable=not self.asked_for,
+            watched=self.watched,
+            once=self.once,
+            is_cancelled=self.is_cancelled,
+        ).steps()
+
+    def _call(self, data: Any) -> Any:
+        use = self._use(data)
+        if use.waits:
+            use.wait()
+        ranges = self.runs.monitor.ranges
+        before = note_devices(self.known)
+        try:
+            with nullcontext() if ranges is None else ranges.on_thread(self.key), use:
+                result = use.task(use.data)
+                self._returned(use, result)
+        finally:
+            note_devices(before)
+        return result
+
+    async def _call_coroutine(self, data: Any) -> Any:
+        use = self._use(data)
+        if use.waits:  # on another thread: this one runs the worker's event loop
+            await asyncio.to_thread(use.wait)
+        before = note_devices(self.known)
+        try:
+            with use:
+                result = await use.task(use.data)
+                self._returned(use, result)
+        finally:
+            note_devices(before)
+        return result
+
+    def _use(self, data: Any) -> Use:
+        runs = self.runs
+        if self.is_again:
+            self.memory_s = perf_counter() - self.began_at  # for the attempt before
+        self.is_again = True
+        return Use(
+            runs.inputs,
+            runs.memory,
+            self.task,
+            self.key,
+            self.prefix,
+            data,
+            self.lifetimes,
+            self.devices,
+        )
+
+    def _returned(self, use: Use, result: Any) -> None:
+        use.returned(result)
+        self.made = use.made
+        self.inputs_s = use.brought_s
+        self.memory_s += use.waited_s
+
+    def _reserve(self) -> None:
+        """Spill values of others, until the bytes that it reserves are free on its devices."""
+        memory = self.runs.memory
+        if memory is not None and self.nbytes:
+            for device in self.devices:
+                memory.reservations.make_room(device, self.nbytes)
+                self.reserved.append(device)
+
+    def released(self) -> None:
+        memory = self.runs.memory
+        if memory is not None:
+            while self.reserved:
+                memory.reservations.give_room(self.reserved.pop(), self.nbytes)
+
+    def _name_place(self, error: Exception) -> None:
+        place = place_of(getattr(self.task, "func", None))
+        if place:
+            error.add_note(f"This task calls {place}")
+
+    def __reduce__(self) -> Any:
+        if not self.is_plain:
+            raise TypeError(
+                "a task with the annotation devices, device_share or device_memory runs in its "
+                "worker's process, and its executor is of other processes. Leave out the "
+                "annotation 'executor', or name one device with dask.annotate(device=1)"
+            )
+        return functools.partial, (_run_elsewhere, self.task, self.devices[0], self.asked_for)
+
+
+def _run_elsewhere(
+    task: Callable[[Any], Any], device: Device, asked_for: bool, data: Any = ()
+) -> Any:
+    """Run a task in the process that unpickled it; return its result."""
+    with begins_with_the_task:
+        backend = driver.current_backend()
+        if not asked_for and backend is not None and backend.calls.checked.forked:
+            _warn_forked()
+            return task(data)
+        with known_as_the_tasks(device):
+            return suspending.call(device, task, data)
+
+
+@functools.cache
+def _warn_forked() -> None:
+    logger.warning(
+        "This process was forked after CUDA was initialised and can use no device: tasks that name "
+        "no device run without one. Create the pool with multiprocessing's 'spawn' context"
+    )
+
+
+class HostRun(TaskStandIn):
+    """A run of a task without a device: nothing is current while it runs, and nothing stays so.
+
+    Libraries that copy an input to the host begin to use CUDA's first device where none is current.
+    So a task whose inputs are on devices has the device ``landing``; None where the worker uses the
+    first device anyway.
+    """
+
+    __slots__ = ("after", "is_coro", "key", "landing", "runs", "task", "theirs")
+
+    def __init__(self, runs: Runs, ts: Any, after: Sequence[Stamp], *, theirs: bool) -> None:
+        self.runs = runs
+        self.key = ts.key
+        self.task = ts.run_spec
+        self.is_coro = self.task.is_coro
+        self.landing = runs.landing
+        # The stamps of the work that makes its inputs. An executor of the user's own may be for
+        # processes, which get inputs that this one has read.
+        self.after = after
+        self.theirs = theirs
+        if theirs:
+            self._hold_back()
+
+    def __call__(self, data: Any = ()) -> Any:
+        if self.is_coro:
+            return self._in_scope(data)
+        with begins_with_the_task, self._scope(data):
+            # Here, and not on the event loop: the driver waits where a stream is full.
+            self._hold_back()
+            if (use := self._use(data)) is None:
+                return self.task(data)
+            if use.waits:
+                with self._elsewhere_after_failure():
+                    use.wait()
+            with use:
+                return self.task(use.data)
+
+    async def _in_scope(self, data: Any) -> Any:
+        with begins_with_the_task:
+            return await suspending.awaiting(self._scope(data), self._await(data))
+
+    async def _await(self, data: Any) -> Any:
+        self._hold_back()
+        if (use := self._use(data)) is None:
+            return await self.task(data)
+        if use.waits:  # on another thread: this one runs the worker's event loop
+            with self._elsewhere_after_failure():
+                await asyncio.to_thread(use.wait)
+        with use:
+            return await self.task(use.data)
+
+    def _scope(self, data: Any) -> AbstractContextManager[Any]:
+        if self.theirs and not self.is_coro and is_any_current():
+            return Restored()  # a context that is current on the user's threads stays so
+        if self.landing is not None and any(map(self._is_on_a_device, dict(data).values())):
+            return NothingCurrent() if self.runs.monitor.has_failed() else self.landing
+        return NothingCurrent()
+
+    def _is_on_a_device(self, value: object) -> bool:
+        if self.runs.memory is not None:
+            return value.__class__ is Kept
+        return bool(nbytes_by_device(value))
+
+    def _use(self, data: Any) -> Use | None:
+        memory = self.runs.memory
+        if memory is None or not data:
+            return None
+        return Use(None, memory, self.task, self.key, "", data, {}, ())
+
+    @contextmanager
+    def _elsewhere_after_failure(self) -> Iterator[None]:
+        """If an input cannot be restored since a device failed, run the task on another worker."""
+        try:
+            yield
+        except Exception as error:
+            if self.runs.monitor.has_failed():
+                raise Reschedule from error
+            raise
+
+    def _hold_back(self) -> None:
+        after, self.after = self.after, ()
+        for stamp in after:
+            stamp.hold_back_readers()
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.task,)
+
+
+def _itself(task: Any) -> Any:
+    return task

@@ -1,0 +1,232 @@
+"""A worker's executions of tasks: each gets its devices, runs, and is counted until its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from distributed import Reschedule, Worker
+
+from dask_devctx.annotations import (
+    ANY_DEVICE,
+    HOST_ONLY,
+    Request,
+    Unannotated,
+    requested_device,
+)
+from dask_devctx.cuda.device import Device
+from dask_devctx.dask_internals import tasks
+from dask_devctx.dask_internals.threads import send_next_task_to
+from dask_devctx.dask_internals.worker import in_memory, told_of_freed_keys
+from dask_devctx.scheduler.counts import DEVICE
+from dask_devctx.worker.failures import conditions
+from dask_devctx.worker.inputs.one_input import Input
+from dask_devctx.worker.memory.data import DeviceData
+from dask_devctx.worker.placement.admission import Admission, share_units
+from dask_devctx.worker.run import DeviceRun, HostRun, Refused
+from dask_devctx.worker.tracebacks import of_the_user
+
+if TYPE_CHECKING:
+    from dask_devctx.transfer.lifetime import Lifetime
+    from dask_devctx.worker.actors import DeviceActors
+    from dask_devctx.worker.failures.monitor import Monitor
+    from dask_devctx.worker.inputs.inputs import Inputs
+    from dask_devctx.worker.leases.share import DeviceShare
+    from dask_devctx.worker.memory.manager import DeviceMemory
+    from dask_devctx.worker.metrics.record import Record
+    from dask_devctx.worker.placement.placement import Placement
+    from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor
+
+
+class Runs:
+    """Makes and ends the runs of one worker's tasks; on its event loop."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        placement: Placement,
+        admission: Admission,
+        monitor: Monitor,
+        record: Record,
+        *,
+        share: DeviceShare,
+        unannotated: Unannotated,
+        landing: Device | None,
+        inputs: Inputs | None,
+        failure: Exception | None,
+    ) -> None:
+        self.placement = placement
+        self.admission = admission
+        self.monitor = monitor
+        self.record = record
+        self.landing = landing
+        self.inputs = inputs
+        self.memory: DeviceMemory | None = None
+        self.pools: Mapping[Device, DeviceThreadPoolExecutor] = {}
+        self.living: DeviceActors | None = None
+        self.advise: Callable[[], object] | None = None  # called once
+        self._worker = worker
+        self._tasks = worker.state.tasks
+        self._share = share
+        self._unannotated = unannotated
+        self._failure = failure  # why the worker does not have the devices
+        self._slot = admission.slot
+        self.now: dict[Hashable, DeviceRun] = {}  # the present run of each task on devices
+
+    @contextmanager
+    def executing(self) -> Iterator[None]:
+        """While it is open, tasks that begin to execute get their devices."""
+        with (
+            tasks.executed_by(self._worker, self._begin, self._end),
+            told_of_freed_keys(self._worker, self._freed),
+        ):
+            yield
+
+    def _freed(self, key: Hashable) -> None:
+        """Let a cancelled task that reserves devices reserve them no longer."""
+        run = self.now.get(key)
+        if run is not None and not run.is_plain and run.is_cancelled():
+            self.admission.withdraw(run)
+
+    def _begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
+        """Return the run of a task; None to run it as without this package."""
+        annotations = ts.annotations
+        wanted = ANY_DEVICE
+        try:
+            watched, once = conditions.read(annotations) if annotations else (0, "")
+            wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
+            if wanted is HOST_ONLY:
+                return None if self._failure is not None else self._on_host(ts)
+            run = self._on_devices(ts, wanted)
+        except Exception as error:
+            # Of the traceback, only the lines of a policy or of an annotation help the user.
+            error = error.with_traceback(of_the_user(error))
+            failure = conditions.explained(error, annotations)
+            if self._share.gave_up(wanted.name):  # another worker has the device now
+                return Refused(ts.run_spec, Reschedule())
+            self.record.refused(ts, failure)
+            return Refused(ts.run_spec, failure)
+        run.watched, run.once = watched, once
+        theirs = bool(annotations) and "executor" in annotations  # the user's own threads
+        if not (theirs or run.is_coro):
+            send_next_task_to(self.pools[run.devices[0]], run)
+        return run
+
+    def _on_devices(self, ts: Any, wanted: Request) -> DeviceRun:
+        key, dependencies, placement = ts.key, ts.dependencies, self.placement
+        # Where there is no choice, inputs matter only if they can be moved ahead.
+        located = bool(dependencies) and (len(placement.devices) > 1 or self.memory is not None)
+        inputs = self._inputs_of(ts) if located else []
+        redirected = self.monitor.retries.redirect(key) if wanted is ANY_DEVICE else None
+        devices = placement.place(wanted, inputs, redirected)
+        if wanted.plain:
+            run = DeviceRun(self, ts, devices, self._slot, 0, _priority(ts))
+        else:
+            share = placement.share_of(wanted, devices[0])
+            by_user, _, *others = _priority(ts)
+            # Tasks that come later and use up an input would pass it endlessly otherwise.
+            first = by_user, 0, *others
+            run = DeviceRun(self, ts, devices, share_units(share), wanted.nbytes or 0, first)
+            run.is_plain = False
+            run.slots = share_units(share) / self._slot
+        run.asked_for = wanted is not ANY_DEVICE
+        run.any_device = wanted.any_device and not tasks.makes_an_actor(self._worker, key)
+        placement.add(devices, run.prefix, run.slots)
+        self.record.began(ts, devices)
+        self.now[key] = run
+        has_queue = placement.has_queue(devices[0])
+        run.queued = has_queue or not run.is_plain
+        if tasks.makes_an_actor(self._worker, key):
+            assert self.living is not None
+            self.living.live_on(ts, devices)
+            run.makes_actor = not run.is_plain
+        if dependencies and self.inputs is not None:
+            known = self.inputs.lifetimes
+            # A task that is requested again while it runs may have lost its inputs meanwhile.
+            run.lifetimes = {d.key: known[d.key] for d in dependencies if d.state == "memory"}
+            if inputs and has_queue:
+                self.inputs.start_moving(inputs, run.lifetimes, *devices)
+        if self.advise is not None:
+            self.advise()
+            self.advise = None
+        return run
+
+    def _on_host(self, ts: Any) -> HostRun:
+        keys = [dep.key for dep in ts.dependencies]
+        after = [] if self.inputs is None or not keys else self.inputs.stamps_of(keys)
+        return HostRun(self, ts, after, theirs="executor" in (ts.annotations or ()))
+
+    def _end(self, ts: Any, run: Any, event: Any) -> Any:
+        state, start, stop = tasks.outcome(event)
+        on_devices = run if run.__class__ is DeviceRun else None
+        cancelled = ts.state == "cancelled"
+        ended = state != "released" and not cancelled
+        text = event.exception_text if state == "error" else ""
+        if on_devices is None:
+            if ended:
+                self.record.ended(ts, (), state, start, stop, text=text)
+            return event
+        seconds = stop - start if ended and start is not None and stop is not None else None
+        devices, key = on_devices.devices, ts.key
+        self.now.pop(key, None)
+        if not on_devices.left_devices:
+            on_devices.left_devices = True
+            self.placement.remove(devices, on_devices.prefix, on_devices.slots)
+            self.record.left(devices, seconds or 0.0)
+            if seconds is not None:
+                self.placement.record_duration(on_devices.prefix, seconds)
+        if ended:
+            self.record.ended(ts, devices, state, start, stop, on_devices.waited, text)
+        stored = ended and state == "memory"
+        made = on_devices.made
+        if stored and made is not None and self.inputs is not None:
+            self.inputs.arrived(key, made)
+        elif self.memory is not None and not stored:
+            self.memory.reservations.handed_over(key)
+        if on_devices.makes_actor:
+            assert self.living is not None
+            if stored and on_devices.for_life and key in self.living:
+                self.living.keep(ts, on_devices)
+            else:
+                self.admission.release(on_devices)
+        if state == "error":
+            return tasks.add_to_times(ts, event, DEVICE, devices[0].uuid)
+        return event
+
+    def seceded(self, run: DeviceRun) -> None:
+        """Note that a run seceded from its thread: it may wait for other tasks; on any thread."""
+        self.monitor.seceded(run.key)
+        self._worker.loop.add_callback(self._left_devices, run)
+
+    def _left_devices(self, run: DeviceRun) -> None:
+        if not run.left_devices:
+            run.left_devices = True
+            self.placement.remove(run.devices, run.prefix, run.slots)
+            self.record.left(run.devices)
+
+    def _inputs_of(self, ts: Any) -> list[Input]:
+        """Return a task's inputs that are in memory, but for those that are known as host data."""
+        data, found = self._worker.data, []
+        known: Mapping[Hashable, Lifetime] = {} if self.inputs is None else self.inputs.lifetimes
+        peek = data.peek if isinstance(data, DeviceData) else in_memory(self._worker).get
+        for dep in ts.dependencies:
+            lifetime = known.get(dep.key)
+            on_host = lifetime is not None and lifetime.places is not None and not lifetime.places
+            if not on_host and (value := peek(dep.key)) is not None:
+                found.append(Input(dep.key, value, self.inputs))
+        return found
+
+
+def _priority(ts: Any) -> tuple[Any, ...]:
+    """Return a task's priority in the queue of its device; the smallest is first.
+
+    It is dask's own priority, with one change. Among tasks of the same user priority, tasks that
+    use up an input that no other task waits for run first: the device holds less data when they are
+    done. Without this, a device fills up with the results of many tasks before the first is used.
+    """
+    by_user, *others = ts.priority
+    for dep in ts.dependencies:
+        if len(dep.dependents) == 1:
+            return (by_user, 0, *others)
+    return (by_user, 1, *others)
