@@ -134,10 +134,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         return () if self.extension is None else self.extension.placement.devices
 
     def report(self) -> dict[str, Any] | None:
-        """Return the worker's tasks and their devices, as plain data; None where it is not set up.
-
-        Call this on the worker's event loop.
-        """
+        """Return the worker's tasks and their devices; call this on its event loop."""
         return None if self.extension is None else self.extension.report()
 
     def configuration(self) -> dict[str, Any]:
@@ -259,21 +256,5 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
 def held_devices(
     devices: Iterable[Device], *, in_process: bool, cluster: str = ""
 ) -> dict[Device, str]:
-    """Return the devices that a new worker on this machine could not have, with their holders.
-
-    Parameters
-    ----------
-    devices
-        The devices.
-    in_process
-        Whether the worker would run in this process, and use the devices with those that are here.
-    cluster
-        The address of its scheduler, if it is known: devices of workers of this cluster that ended
-        are free for it.
-
-    Raises
-    ------
-    LockDirectoryError
-        The directory of the locks cannot be trusted, or cannot be used.
-    """
+    """Return the devices that a new worker on this machine could not have, with their holders."""
     return holders(devices, config.get("lock-directory"), cluster, in_process=in_process)

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Self
 
 import numpy as np
@@ -164,45 +165,19 @@ class SimulatedArray(NDArrayOperatorsMixin):
         """The device of the array."""
         return self._device
 
-    @property
-    def shape(self) -> Any:
-        return self._data.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self._data.dtype
-
-    @property
-    def ndim(self) -> int:
-        return self._data.ndim
-
-    @property
-    def size(self) -> int:
-        return self._data.size
-
-    @property
-    def itemsize(self) -> int:
-        return self._data.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self._data.nbytes
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        return self._data.strides
-
-    @property
-    def flags(self) -> Any:
-        """NumPy's flags; ``flags.writeable`` is False for a shared copy of a task's input."""
-        return self._data.flags
+    # NumPy's, as below. `flags.writeable` is False for a shared copy of a task's input.
+    shape: Any
+    dtype: Any
+    ndim: int
+    size: int
+    itemsize: int
+    nbytes: int
+    strides: Any
+    flags: Any
 
     @property
     def _pointer(self) -> int:
-        """The address of its first element on the device, for the driver's copies.
-
-        It is 0 for an array without elements.
-        """
+        """The address of its first element on the device, for the driver's copies."""
         if self.dtype.hasobject:
             raise TypeError(f"{self!r} holds Python's objects, which the driver cannot copy")
         return 0 if self._memory is None else self._memory.pointer(self._data)
@@ -464,6 +439,8 @@ def _method(name: str) -> Callable[..., Any]:
 
 for _name in _METHODS.split():
     setattr(SimulatedArray, _name, _method(_name))
+for _name in ["shape", "dtype", "ndim", "size", "itemsize", "nbytes", "strides", "flags"]:
+    setattr(SimulatedArray, _name, property(attrgetter(f"_data.{_name}")))
 
 
 _registered = False

@@ -12,11 +12,9 @@ from dask_devctx.cuda.naming import ACCEPTED
 
 
 def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
-    """Return a task's annotations, with each function replaced by its answer.
-
-    The scheduler calls this once, so that the worker that it chooses for the device runs the task
-    there. An exception of the function takes its place, and the worker fails the task with it.
-    """
+    """Return a task's annotations, with each function replaced by its answer."""
+    # The scheduler calls this once, so that the worker that it chooses for the device runs the task
+    # there. An exception of the function takes its place, and the worker fails the task with it.
     if not annotations:
         return annotations
     asked = [name for name in NAMES & annotations.keys() if _is_function(annotations[name])]

@@ -60,13 +60,7 @@ def _meant(name: str) -> str:
 
 
 def mistaken(annotations: Mapping[str, Any]) -> dict[str, str]:
-    """Return a warning for each annotation that seems to be ours, but means nothing, by its name.
-
-    Parameters
-    ----------
-    annotations
-        Annotations and their values.
-    """
+    """Return a warning for each annotation that seems to be ours but means nothing, by name."""
     found = {
         name: about_mistaken(name, value) for name, value in annotations.items() if _meant(name)
     }

@@ -21,21 +21,7 @@ _BEYOND_ONE: Final = NAMES - {DEVICE}
 
 
 class Request(NamedTuple):
-    """The devices that a task asks for; the names of devices are not checked yet.
-
-    Parameters
-    ----------
-    names
-        The devices that it names, each an argument for :class:`~dask_devctx.Device`; empty for any.
-    number
-        How many devices it asks for, 0 for none; None for all devices of its worker.
-    share
-        The part of each device that it takes, at most 1; None for a slot.
-    nbytes
-        The bytes that it reserves on each device; None if it does not say.
-    plain
-        Whether it only says which device: it takes one slot there, and an actor keeps none.
-    """
+    """The devices that a task asks for; the names of devices are not checked yet."""
 
     names: tuple[Any, ...] = ()
     number: int | None = 1
@@ -66,10 +52,7 @@ HOST_ONLY: Final = Request(number=0, plain=True)
 
 
 def carried_device(task: object) -> object:
-    """Return the device that a task's function carries by ``on_device(...)(fn)``, or None.
-
-    A task that dask has fused from several functions carries no device.
-    """
+    """Return the device that a task's function carries by ``on_device(...)(fn)``, or None."""
     fn = getattr(task, "func", None)
     return fn.which if getattr(type(fn), "carries_device", False) else None  # type: ignore[union-attr]
 
@@ -80,27 +63,7 @@ def requested_device(
     unannotated: Unannotated,
     task: object = None,
 ) -> Request:
-    """Return what a task asks for; an annotation takes precedence over the task's function.
-
-    Parameters
-    ----------
-    annotations
-        The task's annotations as they reached the worker.
-    key
-        The task's key, the argument of a callable annotation.
-    unannotated
-        The rule for a task that names no device: ``"assign"`` gives it any device, ``"leave"``
-        gives it none.
-    task
-        The task itself. Its function may carry devices.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An annotation has no meaning, is out of range, or contradicts another one.
-    Exception
-        A function in an annotation raised, here or on the scheduler.
-    """
+    """Return what a task asks for; an annotation takes precedence over the task's function."""
     carried = carried_device(task)
     if annotations and not _BEYOND_ONE.isdisjoint(annotations):
         return _read(annotations, key, carried)

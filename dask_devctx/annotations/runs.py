@@ -25,13 +25,7 @@ PRESENT: Final = "devctx-present"
 
 
 def may_rerun(annotations: Mapping[str, Any] | None) -> bool:
-    """Return whether a task with these annotations may run again after a device failed.
-
-    Raises
-    ------
-    TypeError
-        The annotation is neither True nor False.
-    """
+    """Return whether a task with these annotations may run again after a device failed."""
     given = True if not annotations else annotations.get(RERUN, True)
     if not isinstance(given, bool):
         raise TypeError(

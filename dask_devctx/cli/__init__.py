@@ -1,25 +1,13 @@
 """``dask devctx``: a subcommand of dask's own command line."""
 
-from __future__ import annotations
-
-import json
-from dataclasses import replace
-from typing import Any
-
 import click
 
 # The configuration comes first, because it decides which devices are simulated.
-from dask_devctx import config
+from dask_devctx import config  # noqa: F401
 from dask_devctx.cli.configuration import configuration
-from dask_devctx.cli.connection import connected, finds_scheduler
+from dask_devctx.cli.info import info
 from dask_devctx.cli.top import top
-from dask_devctx.cli.whole_cluster import WorkerView, by_machine, uses_text, views
 from dask_devctx.cli.worker import worker
-from dask_devctx.client.tables import aligned
-from dask_devctx.config.options import Options
-from dask_devctx.cuda.discovery import DeviceInfo
-from dask_devctx.cuda.inspection import Machine, inspect_machine
-from dask_devctx.errors.base import nbytes_text
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,168 +15,5 @@ def devctx() -> None:
     """GPUs of this machine, workers that use them, and clusters of such workers."""
 
 
-devctx.add_command(worker)
-devctx.add_command(configuration)
-devctx.add_command(top)
-
-
-@devctx.command()
-@click.argument("address", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-@click.option("--scheduler", help="The same as the address.")
-@finds_scheduler
-@click.pass_context
-def info(
-    context: click.Context,
-    /,
-    address: str | None,
-    as_json: bool,
-    scheduler: str | None,
-    **where: Any,
-) -> None:
-    """Show the GPUs, their peer access, the hidden GPUs, and problems.
-
-    With the ADDRESS of a scheduler, show those of all machines of its cluster.
-
-    The command creates no CUDA context. Its exit status is 1 if no GPU can be used.
-    """
-    if address is not None and scheduler is not None:
-        raise click.UsageError(f"two addresses: {address} and --scheduler {scheduler}")
-    scheduler = address or scheduler
-    if scheduler is not None or where["scheduler_file"] is not None:
-        with connected(scheduler, **where) as client:
-            found = views(client)
-        click.echo(json.dumps(_cluster_as_json(found), indent=2) if as_json else _of_cluster(found))
-        context.exit(0 if any(view.uses for view in found) else 1)
-    machine = inspect_machine()
-    machine = replace(machine, problems=(*machine.problems, *_problems_of_the_configuration()))
-    click.echo(json.dumps(_as_json(machine), indent=2) if as_json else _as_text(machine))
-    context.exit(0 if machine.usable else 1)
-
-
-def _problems_of_the_configuration() -> list[str]:
-    found = config.unknown_keys()
-    try:
-        Options()
-    except (TypeError, ValueError) as error:
-        found.append(str(error))
-    return found
-
-
-def _of_cluster(found: list[WorkerView]) -> str:
-    parts = []
-    for host, workers in by_machine(found).items():
-        lines = [f"Host {host}", *(uses_text(view) for view in workers)]
-        # Processes of one host may see different devices: each view is shown once.
-        shown = [_as_text(view.machine) for view in workers if isinstance(view.machine, Machine)]
-        parts += ["\n".join(lines), *dict.fromkeys(shown)]
-    return "\n\n".join(parts) if parts else "the cluster has no workers"
-
-
-def _cluster_as_json(found: list[WorkerView]) -> dict[str, Any]:
-    return {
-        view.address: {
-            "name": view.name,
-            "host": view.host,
-            "uses": None if view.uses is None else list(view.uses),
-            "machine": None if isinstance(view.machine, str) else _as_json(view.machine),
-            "problem": view.machine if isinstance(view.machine, str) else None,
-        }
-        for view in found
-    }
-
-
-def _as_text(machine: Machine) -> str:
-    shown = "not set" if machine.visible_devices is None else repr(machine.visible_devices)
-    order = "" if machine.device_order is None else f", CUDA_DEVICE_ORDER={machine.device_order}"
-    simulated = " simulated" if machine.simulated else ""
-    cuda = f"CUDA {machine.cuda_version}" if machine.cuda_version else "CUDA not available"
-    parts = [
-        f"{len(machine.devices)}{simulated} device{'' if len(machine.devices) == 1 else 's'}, "
-        f"{cuda}, CUDA_VISIBLE_DEVICES {shown}{order}"
-    ]
-    if machine.devices:
-        head = ("device", "name", "uuid", "PCI bus id", "compute", "free", "total", "NUMA", "CPUs")
-        parts.append(aligned(head, [_row(machine, device) for device in machine.devices]))
-    if len(machine.devices) > 1 and machine.peers:
-        parts.append("Peer access, from each row's device to each column's memory:")
-        names = [f"cuda:{device.device_id}" for device in machine.devices]
-        parts.append(
-            aligned(
-                ("", *names),
-                [
-                    (name, *(_reach(machine, one, other) for other in machine.devices))
-                    for name, one in zip(names, machine.devices, strict=True)
-                ],
-            )
-        )
-    if machine.hidden:
-        parts.append("Hidden by CUDA_VISIBLE_DEVICES:")
-        rows = [(d.nvml_index, d.name, d.uuid, d.pci_bus_id) for d in machine.hidden]
-        parts.append(aligned(("NVML index", "name", "uuid", "PCI bus id"), rows))
-    if machine.problems:
-        parts.append("\n".join(["Problems:", *(f"- {problem}" for problem in machine.problems)]))
-    return "\n\n".join(parts)
-
-
-def _row(machine: Machine, device: DeviceInfo) -> tuple[object, ...]:
-    free = machine.memory[device.uuid]
-    capability = device.compute_capability
-    return (
-        f"cuda:{device.device_id}",
-        device.name,
-        device.uuid,
-        device.pci_bus_id,
-        None if capability is None else "{}.{}".format(*capability),
-        nbytes_text(free[0] if free else None),
-        nbytes_text(device.total_memory),
-        device.numa_node,
-        _ranges(device.cpu_affinity),
-    )
-
-
-def _reach(machine: Machine, one: DeviceInfo, other: DeviceInfo) -> str:
-    if one.uuid == other.uuid:
-        return "-"
-    if one.uuid not in machine.peers:
-        return "?"
-    return "yes" if other.uuid in machine.peers[one.uuid] else "no"
-
-
-def _ranges(numbers: frozenset[int] | None) -> str | None:
-    """Return ``"0-3,8"`` for 0, 1, 2, 3 and 8."""
-    if numbers is None:
-        return None
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _as_json(machine: Machine) -> dict[str, Any]:
-    def fields(device: DeviceInfo) -> dict[str, Any]:
-        cpus = device.cpu_affinity
-        return device._asdict() | {"cpu_affinity": None if cpus is None else sorted(cpus)}
-
-    devices = []
-    for device in machine.devices:
-        memory = machine.memory[device.uuid]
-        devices.append(
-            {
-                **fields(device),
-                "free_memory": memory[0] if memory else None,
-                "peers": list(machine.peers.get(device.uuid, ())),
-            }
-        )
-    return {
-        "devices": devices,
-        "hidden": [fields(device) for device in machine.hidden],
-        "cuda_visible_devices": machine.visible_devices,
-        "cuda_device_order": machine.device_order,
-        "cuda_version": machine.cuda_version,
-        "simulated": machine.simulated,
-        "problems": list(machine.problems),
-    }
+for _command in (info, worker, configuration, top):
+    devctx.add_command(_command)

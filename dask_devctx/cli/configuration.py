@@ -6,13 +6,21 @@ import json
 from typing import Any
 
 import click
+import dask
+from distributed import Client, Worker
 
 from dask_devctx.cli.connection import connected, finds_scheduler
-from dask_devctx.client.configuration import cluster_configuration
 from dask_devctx.client.tables import aligned
 from dask_devctx.errors.base import nbytes_text
+from dask_devctx.plugin import DevicePlugin
 
 _BYTES = ("memory_limit", "device_memory_limit", "rmm_pool_size", "rmm_maximum_pool_size")
+_OF_HOST_MEMORY = (
+    "memory_limit",
+    "memory_target_fraction",
+    "memory_spill_fraction",
+    "memory_pause_fraction",
+)
 
 
 @click.command(
@@ -90,3 +98,37 @@ def _by_options(workers: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 def _shown(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
+
+def cluster_configuration(client: Client) -> Any:
+    """Return the configuration of a cluster, as plain data."""
+    return client.sync(_collected, client)
+
+
+async def _collected(client: Client) -> dict[str, Any]:
+    workers = await client.run(_of_worker)
+    address = client.scheduler.address
+    return {
+        "scheduler": {
+            "address": address,
+            "protocol": address.partition("://")[0],
+            "worker_ttl": await client.run_on_scheduler(_worker_ttl),
+        },
+        "workers": dict(sorted(workers.items(), key=lambda item: str(item[1]["name"]))),
+    }
+
+
+def _worker_ttl(dask_scheduler: Any) -> float | None:
+    found: float | None = dask_scheduler.worker_ttl
+    return found
+
+
+def _of_worker(dask_worker: Worker) -> dict[str, Any]:
+    plugins = [one for one in dask_worker.plugins.values() if isinstance(one, DevicePlugin)]
+    return {
+        "name": dask_worker.name,
+        "nthreads": dask_worker.state.nthreads,
+        **{name: getattr(dask_worker.memory_manager, name) for name in _OF_HOST_MEMORY},
+        "timeouts": dask.config.get("distributed.comm.timeouts"),
+        "devctx": plugins[0].configuration() if plugins else None,
+    }

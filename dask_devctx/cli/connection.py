@@ -62,15 +62,7 @@ def finds_scheduler(function: Function) -> Function:
 
 
 def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str | None:
-    """Return the address of a command's scheduler; None where only its file is given.
-
-    Raises
-    ------
-    click.UsageError
-        There is neither, or the address is none.
-    click.ClickException
-        The address is of UCX, which is not installed.
-    """
+    """Return the address of a command's scheduler; None where only its file is given."""
     address: str | None = scheduler or dask.config.get("scheduler-address", None)
     if scheduler_file and not scheduler:
         return address
@@ -109,15 +101,7 @@ def connected(
     tls_key: str | None,
     timeout: str,
 ) -> Client:
-    """Return a client of a scheduler.
-
-    Raises
-    ------
-    click.ClickException
-        The scheduler cannot be reached.
-    click.UsageError
-        There is no address, or a wrong one.
-    """
+    """Return a client of a scheduler."""
     address = scheduler_address(scheduler, scheduler_file)
     tls = {"tls_ca_file": tls_ca_file, "tls_client_cert": tls_cert, "tls_client_key": tls_key}
     given = {name: value for name, value in tls.items() if value is not None}

@@ -13,7 +13,7 @@ import click
 import dask
 from distributed import Scheduler, Worker, WorkerPlugin
 
-from dask_devctx.cli.usable import usable_devices
+from dask_devctx.cli.devices import usable_devices
 from dask_devctx.dask_internals.worker import set_up_at_start
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
@@ -22,29 +22,14 @@ from dask_devctx.worker.leases.registration import NOT_STARTED
 
 
 async def dask_setup(server: object) -> None:
-    """Give a worker the plugin, as the configuration describes it, or a scheduler the routing.
-
-    Parameters
-    ----------
-    server
-        The worker or scheduler that preloads this package, while it starts.
-
-    Raises
-    ------
-    TypeError
-        The server is neither, such as a nanny.
-
-    Notes
-    -----
-    A worker that cannot use its devices does not start. dask logs the exception of a preload and
-    continues. So the worker gets a plugin that raises the error during the worker's start.
-    """
+    """Give a worker the plugin, as the configuration describes it, or a scheduler the routing."""
     if isinstance(server, Scheduler):
         await server.register_scheduler_plugin(
             DeviceRouting(), name=DeviceRouting.name, idempotent=True
         )
     elif isinstance(server, Worker):
         plugin: WorkerPlugin
+        # dask logs the exception of a preload and continues: the plugin raises it at the start.
         try:
             plugin = DevicePlugin()
         except Exception as error:
@@ -94,10 +79,7 @@ def _say_why_last(
     error: BaseException,
     traceback: TracebackType | None,
 ) -> None:
-    """Show the exception that ends this process, then the reason why the worker did not start.
-
-    Below dask's own commands there is no code of the user, and the reason alone is shown.
-    """
+    """Show the exception that ends this process, then the reason why the worker did not start."""
     reason = _reason(error)
     frames = walk_tb(traceback)
     if reason is None or not any(_is_command(frame) for frame, _ in frames):
@@ -122,10 +104,7 @@ def _without_tracebacks(record: logging.LogRecord) -> bool:
 
 
 def _look_first() -> None:
-    """Let ``dask worker --preload dask_devctx`` end with one line if its devices cannot be used.
-
-    dask imports this module while it reads the command's options, before any process starts.
-    """
+    """Let ``dask worker --preload dask_devctx`` end with one line if its devices cannot be used."""
     context = click.get_current_context(silent=True)
     command = getattr(context and context.command.callback, "__module__", "")
     # A process that is forked from this one later must find the driver untouched.

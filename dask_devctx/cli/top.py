@@ -115,10 +115,8 @@ def _show_live(client: Client, interval: float, interrupted: Event) -> None:
 
 @contextmanager
 def _interrupted() -> Iterator[Event]:
-    """Yield an event that the first Ctrl-C sets; a second one raises KeyboardInterrupt.
-
-    An exception that a signal raises can be lost: in a callback, or in an object's ``__del__``.
-    """
+    """Yield an event that the first Ctrl-C sets; a second one raises KeyboardInterrupt."""
+    # An exception that a signal raises can be lost: in a callback, or in an object's `__del__`.
     interrupted = Event()
 
     def on_interrupt(*_: object) -> None:

@@ -18,10 +18,9 @@ from distributed.cli.dask_worker import main as dask_worker
 
 from dask_devctx import driver
 from dask_devctx.cli.connection import cluster_address, scheduler_address
-from dask_devctx.cli.free import free_devices
-from dask_devctx.cli.usable import usable_devices
+from dask_devctx.cli.devices import free_devices, usable_devices
 from dask_devctx.client.arguments import DASK_CUDAS, UCX, check_memory_limit, set_up_ucx
-from dask_devctx.client.shares import default_n_workers, even_share, look_ahead, warn_of_limit
+from dask_devctx.client.layout import default_n_workers, even_share, look_ahead, warn_of_limit
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, fold_rmm
@@ -141,10 +140,7 @@ def _run(**given: Any) -> None:
 def _shape(
     n_workers: int | None, cluster: str, *, nanny: bool
 ) -> Iterator[tuple[Options, int, int]]:
-    """Yield the options, the number of workers, and how many devices each of them has.
-
-    The configuration, which the nannies hand on to their workers, has these devices meanwhile.
-    """
+    """Yield the options, the number of workers, and how many devices each of them has."""
     options, used = usable_devices()
     found = discovery.inventory(driver.backend())
     if found.source == "nvml":  # such as a wrong entry of CUDA_VISIBLE_DEVICES

@@ -17,7 +17,7 @@ from dask.utils import parse_bytes
 from distributed import LocalCluster, Nanny, Worker
 from distributed.comm import get_address_host
 
-from dask_devctx.config.options import OPTION_NAMES, SETTINGS, fold_rmm
+from dask_devctx.config.options import OPTION_NAMES, fold_rmm
 from dask_devctx.config.packages import is_ucx, require_ucx
 from dask_devctx.config.signatures import refuse_unknown
 from dask_devctx.cuda.device import Device
@@ -27,76 +27,54 @@ logger = logging.getLogger(__name__)
 
 
 class Argument(NamedTuple):
-    """The outcome of an argument of ``LocalCUDACluster`` here.
-
-    Parameters
-    ----------
-    outcome
-        Whether it works, or is accepted and not needed.
-    text
-        Its meaning here, or the reason why it is not needed.
-    """
+    """The outcome of an argument of ``LocalCUDACluster`` here."""
 
     outcome: Literal["works", "not needed"]
     text: str
 
 
-def _works(text: str) -> Argument:
-    return Argument("works", text)
+# Arguments of dask-cuda's that are configuration of the plugin.
+SETTINGS_OF_DASK_CUDA: Final = frozenset({"enable_cudf_spill", "cudf_spill_stats", "pre_import"})
+_ONE_MACHINE: Final = "all workers are on this machine, and values on GPUs go by CUDA IPC"
 
-
-def _not_needed(text: str) -> Argument:
-    return Argument("not needed", text)
-
-
-_ONE_MACHINE = "all workers are on this machine, and values on GPUs go by CUDA IPC"
-
-DASK_CUDAS: Final[Mapping[str, Argument]] = {
-    "CUDA_VISIBLE_DEVICES": _works(
-        "the devices, by the variable's own rules; the workers' processes get the variable. "
-        "`devices=[0, 1]` names devices without it"
+_WORKS: Final = {
+    "CUDA_VISIBLE_DEVICES": "the devices, by the variable's own rules; the workers' processes get "
+    "the variable. `devices=[0, 1]` names devices without it",
+    "n_workers": "the number of workers; the devices are divided evenly among them. `devices=` "
+    "leaves devices out",
+    "threads_per_worker": "**not tasks per GPU**, but how many tasks dask gives a worker at a "
+    "time. `tasks_per_device=` is how many run on a GPU",
+    "memory_limit": "host memory of each worker",
+    "device_memory_limit": 'the same, and `"auto"` means 0.8 of each GPU, as `"default"`',
+    "protocol": 'the same; `"ucx"` and `"ucxx"` need the package `distributed-ucxx-cu13`',
+    "enable_tcp_over_ucx": 'the same: it implies `protocol="ucx"`',
+    "rmm_allocator_external_lib_list": "the same, also for Numba",
+    "rmm_log_directory": "the same; also without a pool",
+    "worker_class": "a class of nannies, or of workers; the workers run in this process, unless "
+    "`processes=True` gives each of them a nanny",
+    **dict.fromkeys(
+        ("rmm_pool_size", "rmm_maximum_pool_size", "rmm_release_threshold"),
+        "the same, for each device of a worker",
     ),
-    "n_workers": _works(
-        "the number of workers; the devices are divided evenly among them. `devices=` leaves "
-        "devices out"
+    **dict.fromkeys(
+        ("rmm_managed_memory", "rmm_async", "rmm_track_allocations", *SETTINGS_OF_DASK_CUDA),
+        "the same",
     ),
-    "threads_per_worker": _works(
-        "**not tasks per GPU**, but how many tasks dask gives a worker at a time. "
-        "`tasks_per_device=` is how many run on a GPU"
-    ),
-    "memory_limit": _works("host memory of each worker"),
-    "device_memory_limit": _works('the same, and `"auto"` means 0.8 of each GPU, as `"default"`'),
-    "enable_cudf_spill": _works("the same"),
-    "cudf_spill_stats": _works("the same"),
-    "local_directory": _works("the same"),
-    "shared_filesystem": _not_needed("values are not shared by files"),
-    "protocol": _works('the same; `"ucx"` and `"ucxx"` need the package `distributed-ucxx-cu13`'),
-    "enable_tcp_over_ucx": _works('the same: it implies `protocol="ucx"`'),
-    "enable_infiniband": _not_needed(f"{_ONE_MACHINE}. With UCX, it is passed on"),
-    "enable_nvlink": _not_needed(
-        "values on GPUs go by CUDA IPC, which uses NVLink where it is. With UCX, it is passed on"
-    ),
-    "enable_rdmacm": _not_needed(f"{_ONE_MACHINE}. With UCX, it is passed on"),
-    "rmm_pool_size": _works("the same, for each device of a worker"),
-    "rmm_maximum_pool_size": _works("the same, for each device of a worker"),
-    "rmm_managed_memory": _works("the same"),
-    "rmm_async": _works("the same"),
-    "rmm_allocator_external_lib_list": _works("the same, also for Numba"),
-    "rmm_release_threshold": _works("the same, for each device of a worker"),
-    "rmm_log_directory": _works("the same; also without a pool"),
-    "rmm_track_allocations": _works("the same"),
-    "jit_unspill": _not_needed("a value comes back to its device before its task, by itself"),
-    "log_spilling": _not_needed("the log says when spilling begins, `report(client)` how much"),
-    "worker_class": _works(
-        "a class of nannies, or of workers; the workers run in this process, unless "
-        "`processes=True` gives each of them a nanny"
-    ),
-    "pre_import": _works("the same"),
-    "data": _works("the same"),
+    **dict.fromkeys(("local_directory", "data"), "the same"),
 }
-
-# Those that are configuration of the plugin.
-DASK_CUDAS_SETTINGS: Final = DASK_CUDAS.keys() & {*SETTINGS}
+_NOT_NEEDED: Final = {
+    "shared_filesystem": "values are not shared by files",
+    "enable_infiniband": f"{_ONE_MACHINE}. With UCX, it is passed on",
+    "enable_nvlink": "values on GPUs go by CUDA IPC, which uses NVLink where it is. With UCX, it "
+    "is passed on",
+    "enable_rdmacm": f"{_ONE_MACHINE}. With UCX, it is passed on",
+    "jit_unspill": "a value comes back to its device before its task, by itself",
+    "log_spilling": "the log says when spilling begins, `report(client)` how much",
+}
+DASK_CUDAS: Final[Mapping[str, Argument]] = {
+    **{name: Argument("works", text) for name, text in _WORKS.items()},
+    **{name: Argument("not needed", text) for name, text in _NOT_NEEDED.items()},
+}
 
 # Names that are like none of ours, and mean something here.
 _DEVICES: Final = "devices=[0, 1] names the devices, and n_workers= is the number of workers"
@@ -116,26 +94,7 @@ UCX: Final = {
 
 
 def without_dask_cudas(given: Mapping[str, Any], owner: type) -> dict[str, Any]:
-    """Return the arguments of ``LocalCluster`` and of the plugin for those that were given.
-
-    Parameters
-    ----------
-    given
-        All arguments, those of dask-cuda's cluster among them.
-    owner
-        The class of the cluster.
-
-    Raises
-    ------
-    DeviceNotFoundError
-        ``CUDA_VISIBLE_DEVICES`` names a device that is missing, or hidden from this process.
-    MissingPackageError
-        UCX is not installed.
-    TypeError
-        An argument is unknown, or two of them contradict each other.
-    ValueError
-        The value of an argument means nothing.
-    """
+    """Return the arguments of ``LocalCluster`` and of the plugin for those that were given."""
     _refuse_unknown(given, owner)
     kept = fold_rmm(dict(given))
     set_up_ucx(kept)
@@ -239,13 +198,7 @@ def _given_device(entry: str, value: str) -> Device:
 
 
 def visible_device(entry: str) -> Device:
-    """Return the device of an entry of ``CUDA_VISIBLE_DEVICES``, as a process without it counts.
-
-    Raises
-    ------
-    DeviceNotFoundError
-        There is no such device, or this process's own variable hides it.
-    """
+    """Return the device of an entry of ``CUDA_VISIBLE_DEVICES``, as a process without it counts."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not entry.isdecimal() or own is None:
         return Device(entry)
@@ -258,17 +211,7 @@ def visible_device(entry: str) -> Device:
 
 
 def set_up_ucx(kept: dict[str, Any]) -> None:
-    """Configure UCX, if it is the protocol, by the arguments ``enable_…``, and take these out.
-
-    Raises
-    ------
-    MissingPackageError
-        UCX is not installed.
-    TypeError
-        ``enable_tcp_over_ucx`` is given with another protocol.
-    ValueError
-        dask does not know the protocol.
-    """
+    """Configure UCX, if it is the protocol, by the arguments ``enable_…``, and take these out."""
     flags = {key: kept[name] for name, key in UCX.items() if kept.get(name) is not None}
     protocol = kept.get("protocol")
     if kept.pop("enable_tcp_over_ucx", None):
@@ -300,13 +243,7 @@ def _check_protocol(protocol: str) -> None:
 
 
 def check_memory_limit(limit: object) -> None:
-    """Refuse a text that is no amount of host memory.
-
-    Raises
-    ------
-    ValueError
-        dask could not read it, either, but would not name the argument.
-    """
+    """Refuse a text that is no amount of host memory."""
     if not isinstance(limit, str) or limit == "auto":
         return
     try:

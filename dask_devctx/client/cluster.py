@@ -15,17 +15,17 @@ import dask
 from distributed.core import Status
 
 from dask_devctx import driver
-from dask_devctx.client.arguments import DASK_CUDAS_SETTINGS, has_nannies, without_dask_cudas
-from dask_devctx.client.free import held_by_others
-from dask_devctx.client.main_module import refuse_unguarded_main
-from dask_devctx.client.shares import (
+from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, without_dask_cudas
+from dask_devctx.client.layout import (
     default_n_workers,
     even_share,
+    held_by_others,
     look_ahead,
     warn_of_idle,
     warn_of_limit,
     warn_of_threads,
 )
+from dask_devctx.client.main_module import refuse_unguarded_main
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, Options
@@ -128,7 +128,7 @@ class LocalDeviceCluster(WatchedCluster):
         n_workers = kwargs.pop("n_workers")
         given = {name: kwargs.pop(name) for name in OPTION_NAMES if name in kwargs}
         settings = {
-            f"devctx.{key_of(n)}": kwargs.pop(n) for n in DASK_CUDAS_SETTINGS & kwargs.keys()
+            f"devctx.{key_of(n)}": kwargs.pop(n) for n in SETTINGS_OF_DASK_CUDA & kwargs.keys()
         }
         own: dict[str, Any] = {}
         self._made_plugin = plugin is None

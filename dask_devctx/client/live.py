@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed import Client
 
-from dask_devctx.client.past import now_and_before
+from dask_devctx.client.scheduler_part import now_and_before
 from dask_devctx.client.tables import host_of
 from dask_devctx.scheduler.counts import METRIC, TRAFFIC
 from dask_devctx.scheduler.rows import (
@@ -29,22 +29,7 @@ from dask_devctx.scheduler.rows import (
 
 @dataclass(frozen=True)
 class Moment:
-    """The devices and the transfers of a cluster at one moment.
-
-    Parameters
-    ----------
-    at
-        The moment, by a clock that never goes back.
-    workers
-        The workers' names, by address.
-    devices
-        The devices, by worker and UUID.
-    transfers
-        The bytes that moved until now, by source, destination and transport.
-    before
-        The tasks that were done and that failed on workers that left, by UUID; None where the
-        scheduler does not count them.
-    """
+    """The devices and the transfers of a cluster at one moment."""
 
     at: float
     workers: Mapping[str, str]
@@ -55,30 +40,7 @@ class Moment:
 
 @dataclass
 class LiveDevice:
-    """One device, with the sums over the workers that use it, and its rates.
-
-    Parameters
-    ----------
-    uuid, device_id, name
-        The device.
-    host
-        Its host, as the workers' addresses have it.
-    workers
-        The names of the workers that use it.
-    running, queued, done, failed
-        As in :class:`~dask_devctx.scheduler.rows.DeviceCounts`; the last two include workers that
-        left.
-    tasks_per_s
-        The tasks that ended, for each second.
-    occupied
-        The share of time in which a worker had a task there; None if there is only one moment.
-    utilization
-        The share of time in which the device computed, by NVML, or None.
-    memory
-        Its bytes of each kind that is known: ``"free"``, ``"total"``, ``"held"``, and so on.
-    nbytes_per_s
-        The bytes that came from other devices, for each second.
-    """
+    """One device, with the sums over the workers that use it, and its rates."""
 
     uuid: str
     device_id: int
@@ -97,16 +59,7 @@ class LiveDevice:
 
 
 def moment(client: Client, last: Moment | None = None) -> Any:
-    """Return the present state of the cluster; an asynchronous client gives an awaitable.
-
-    Parameters
-    ----------
-    client
-        The client.
-    last
-        The last moment. A scheduler that had no counts of workers that left is not asked again: it
-        would log each question.
-    """
+    """Return the present state of the cluster; an asynchronous client gives an awaitable."""
     return client.sync(_moment, client, last)
 
 
@@ -129,10 +82,7 @@ async def _moment(client: Client, last: Moment | None) -> Moment:
 
 
 def between(before: Moment, now: Moment) -> list[LiveDevice]:
-    """Return the devices at a moment, with their rates since an earlier moment.
-
-    The devices of a host follow each other, in the order of their ordinals.
-    """
+    """Return the devices at a moment, with their rates since an earlier moment."""
     elapsed_s = now.at - before.at
     found: dict[str, LiveDevice] = {}
     order = sorted(now.devices.items(), key=lambda item: (host_of(item[0][0]), item[1].device_id))

@@ -12,14 +12,7 @@ import dask
 
 
 def refuse_unguarded_main() -> None:
-    """Refuse a start at the top level of the main script, which every worker would repeat.
-
-    Raises
-    ------
-    RuntimeError
-        The start is not under ``if __name__ == "__main__":``, or the main program comes from no
-        file, such as from standard input.
-    """
+    """Refuse a start at the top level of the main script, which every worker would repeat."""
     if dask.config.get("distributed.worker.multiprocessing-method", "spawn") == "fork":
         return  # such a process imports nothing
     main = sys.modules["__main__"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from html import escape
 from textwrap import wrap
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from dask_devctx.client.tables import aligned, device_names, host_of, shortened
 from dask_devctx.errors.base import counted, listed, nbytes_text
@@ -27,82 +26,71 @@ _BY_DEVICE: Final = (
     *("device", "worker", "runs", "waits", "done", "failed", "busy s", "use"),
     *("memory used", "copied in"),
 )
+_COUNTS: Final = ("running", "queued", "done", "failed")
 _BY_PREFIX: Final = (
     *("tasks", "done", "failed", "busy s", "mean ms"),
     *("for a place s", "inputs s", "memory s", "devices"),
 )
 
 
-@dataclass
-class Line:
-    """One device of a cluster, with the sums over the workers that use it; or all devices."""
+class Line(NamedTuple):
+    """The cells of a device of a cluster, or of all devices; and what bars show of them."""
 
-    name: str
-    workers: list[str] = field(default_factory=list)
-    running: int = 0
-    queued: int = 0
-    done: int = 0
-    failed: int = 0
-    busy_s: float = 0.0
-    uses: list[float] = field(default_factory=list)
-    used: int | None = None
-    total: int | None = None
-    copied_in: int = 0
-
-    def add(self, device: ReportedDevice) -> None:
-        """Add the counts of a device of a worker."""
-        self.running += device.running
-        self.queued += device.queued
-        self.done += device.done
-        self.failed += device.failed
-        self.busy_s += device.busy_s
-
-    def cells(self) -> tuple[object, ...]:
-        """Return its cells, in the order of the table's columns."""
-        return (
-            self.name,
-            shortened(", ".join(self.workers), _WORKER),
-            self.running,
-            self.queued,
-            self.done,
-            self.failed,
-            round(self.busy_s, 1),
-            None if not self.uses else f"{sum(self.uses) / len(self.uses):.0%}",
-            None if not self.total else f"{nbytes_text(self.used)} of {nbytes_text(self.total)}",
-            nbytes_text(self.copied_in),
-        )
+    cells: tuple[object, ...]
+    busy_s: float
+    used: int
+    total: int
 
 
 def lines(report: Report) -> list[Line]:
     """Return a line for each device, and one for all devices."""
-    found: dict[str, Line] = {}
-    everything = Line("")
-    names: set[str] = set()
-    shown = _names(report)
+    shown, copied = _names(report), Counter[str]()
+    found: dict[str, list[ReportedDevice]] = {}  # by UUID, for each worker that uses it
     for device in sorted(report.devices, key=_place):
-        line = found.get(device.uuid)
-        first = line is None
-        if line is None:
-            line = found[device.uuid] = Line(shown[device.uuid])
-        if device.present:
-            line.workers.append(device.worker_name)
-            names.add(device.worker)
-        elif first:
-            line.workers.append("(left)")
-        for one in (line, everything):
-            one.add(device)
-            if first and device.utilization is not None:
-                one.uses.append(device.utilization)
-            if first and device.memory_total is not None and device.memory_free is not None:
-                one.used = (one.used or 0) + device.memory_total - device.memory_free
-                one.total = (one.total or 0) + device.memory_total
+        found.setdefault(device.uuid, []).append(device)
     for row in report.transfers:
         if row.destination in found:
-            for one in (found[row.destination], everything):
-                one.copied_in += row.nbytes
-    everything.name = f"all {len(found)}"
-    everything.workers = [f"{len(names)} worker{'' if len(names) == 1 else 's'}"]
-    return [*found.values(), everything]
+            copied[row.destination] += row.nbytes
+    each = [
+        _line(
+            shown[uuid],
+            ", ".join(device.worker_name for device in rows if device.present) or "(left)",
+            rows,
+            rows[:1],
+            copied[uuid],
+        )
+        for uuid, rows in found.items()
+    ]
+    rows = [device for rows in found.values() for device in rows]
+    firsts = [rows[0] for rows in found.values()]
+    workers = counted(len({device.worker for device in rows if device.present}), "worker")
+    return [*each, _line(f"all {len(found)}", workers, rows, firsts, copied.total())]
+
+
+def _line(
+    name: str,
+    workers: str,
+    rows: Sequence[ReportedDevice],
+    firsts: Sequence[ReportedDevice],
+    copied_in: int,
+) -> Line:
+    """Return a line; one row of each device says what is so for the whole device."""
+    busy_s = sum(device.busy_s for device in rows)
+    uses = [device.utilization for device in firsts if device.utilization is not None]
+    sizes = [(device.memory_free, device.memory_total) for device in firsts]
+    known = [(free, all_) for free, all_ in sizes if free is not None and all_ is not None]
+    total = sum(all_ for _, all_ in known)
+    used = total - sum(free for free, _ in known)
+    cells = (
+        name,
+        shortened(workers, _WORKER),
+        *(sum(getattr(device, one) for device in rows) for one in _COUNTS),
+        round(busy_s, 1),
+        None if not uses else f"{sum(uses) / len(uses):.0%}",
+        None if not total else f"{nbytes_text(used)} of {nbytes_text(total)}",
+        nbytes_text(copied_in),
+    )
+    return Line(cells, busy_s, used, total)
 
 
 def _place(device: ReportedDevice) -> tuple[object, ...]:
@@ -119,7 +107,7 @@ def text(report: Report) -> str:
     if report.by == "prefix":
         table = aligned(_BY_PREFIX, list(_prefixes(report)))
     else:
-        table = aligned(_BY_DEVICE, [line.cells() for line in lines(report)])
+        table = aligned(_BY_DEVICE, [line.cells for line in lines(report)])
     problems = [wrapped for line in _problems(report) for wrapped in wrap(line, COLUMNS)]
     return "\n".join([table, *(_cut(line) for line in _below(report)), *problems])
 
@@ -235,20 +223,16 @@ def _below(report: Report) -> Iterator[str]:
     """Yield a line for each way of transfers, for tasks without a device, and for problems."""
     if report.hosted:
         yield f"tasks without a device: {report.hosted}"
-    nbytes: Counter[tuple[str, str | None]] = Counter()
-    copies: Counter[tuple[str, str | None]] = Counter()
-    measured: defaultdict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0, 0.0])
+    sums: defaultdict[tuple[str, str | None], list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
     for row in report.transfers:
-        nbytes[row.transport, row.reason] += row.nbytes
-        copies[row.transport, row.reason] += row.copies
-        measured[row.transport, row.reason][0] += row.measured_nbytes
-        measured[row.transport, row.reason][1] += row.measured_s
-    for way, reason in nbytes:
+        numbers = row.nbytes, row.copies, row.measured_nbytes, row.measured_s
+        key = row.transport, row.reason
+        sums[key] = [a + b for a, b in zip(sums[key], numbers, strict=True)]
+    for (transport, reason), (nbytes, copies, timed, seconds) in sums.items():
         because = f": {reason}" if reason else ""
-        moved, count = nbytes_text(nbytes[way, reason]), copies[way, reason]
-        timed, seconds = measured[way, reason]
-        several = "copy" if count == 1 else "copies"
-        yield f"moved by {way}: {moved} in {count} {several}{_rate(timed, seconds)}{because}"
+        several = f"{int(copies)} {'copy' if copies == 1 else 'copies'}"
+        moved = f"{nbytes_text(int(nbytes))} in {several}{_rate(timed, seconds)}"
+        yield f"moved by {transport}: {moved}{because}"
     yield from _spilled(report)
     yield from _lost(report)
     for worker, reason in report.silent.items():
@@ -307,11 +291,11 @@ def html(report: Report) -> str:
 
 
 def _html_cells(line: Line, most_s: float, *, is_all: bool) -> list[str]:
-    cells = [escape("-" if cell is None else str(cell)) for cell in line.cells()]
+    cells = [escape("-" if cell is None else str(cell)) for cell in line.cells]
     busy, memory = _BY_DEVICE.index("busy s"), _BY_DEVICE.index("memory used")
     if not is_all and most_s > 0:
         cells[busy] = _bar(_BUSY, line.busy_s / most_s, cells[busy])
-    if line.used is not None and line.total:
+    if line.total:
         cells[memory] = _bar(_MEMORY, line.used / line.total, cells[memory])
     return cells
 

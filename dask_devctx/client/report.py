@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from distributed import Client, Worker
 from distributed.deploy import Cluster
 
 from dask_devctx.client import rendering
-from dask_devctx.client.past import of_scheduler, refuse_unusable
+from dask_devctx.client.scheduler_part import of_scheduler, refuse_unusable
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.counts import PastCounts
 from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer, known
@@ -118,6 +118,7 @@ class FailedDevice:
     suspects: tuple[str, ...]
 
 
+@dataclass(repr=False, eq=False)
 class Report(list[ReportedTask]):
     """The tasks that ran on a cluster's devices, the earliest first.
 
@@ -131,7 +132,7 @@ class Report(list[ReportedTask]):
         A row for each device of each worker. The counts of workers that left are in the row of a
         worker that has the same device.
     transfers
-        A row for each pair of devices between which values moved, and for each way.
+        A row for each pair of devices between which values moved, and for each transport.
     refused
         The tasks that failed before they could run, because they got no device.
     without_device
@@ -156,36 +157,22 @@ class Report(list[ReportedTask]):
         ``"device"`` or ``"prefix"``: the lines of its text.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[ReportedTask] = (),
-        devices: Sequence[ReportedDevice] = (),
-        refused: Sequence[ReportedRefusal] = (),
-        workers: Mapping[str, bool] | None = None,
-        silent: Mapping[str, str] | None = None,
-        transfers: Sequence[ReportedTransfer] = (),
-        *,
-        waiting: Mapping[str, str] | None = None,
-        without_device: Sequence[ReportedTask] = (),
-        hosted: int = 0,
-        lost: Sequence[LostWorker] = (),
-        failures: Sequence[FailedDevice] = (),
-        unplaced: Mapping[tuple[str, str], int] | None = None,
-        by: By = "device",
-    ) -> None:
+    tasks: InitVar[Sequence[ReportedTask]] = ()
+    devices: Sequence[ReportedDevice] = field(default_factory=list)
+    refused: Sequence[ReportedRefusal] = field(default_factory=list)
+    workers: Mapping[str, bool] = field(default_factory=dict)
+    silent: Mapping[str, str] = field(default_factory=dict)
+    transfers: Sequence[ReportedTransfer] = field(default_factory=list)
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    without_device: Sequence[ReportedTask] = field(default_factory=list)
+    hosted: int = 0
+    lost: Sequence[LostWorker] = field(default_factory=list)
+    failures: Sequence[FailedDevice] = field(default_factory=list)
+    unplaced: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    by: By = "device"
+
+    def __post_init__(self, tasks: Sequence[ReportedTask]) -> None:
         super().__init__(tasks)
-        self.devices = list(devices)
-        self.refused = list(refused)
-        self.transfers = list(transfers)
-        self.without_device = list(without_device)
-        self.hosted = hosted
-        self.lost = list(lost)
-        self.failures = list(failures)
-        self.unplaced = dict(unplaced or {})
-        self.workers = dict(workers or {})
-        self.silent = dict(silent or {})
-        self.waiting = dict(waiting or {})
-        self.by = by
 
     def __repr__(self) -> str:
         return str(self)  # a list of thousands of tasks is unreadable
@@ -245,55 +232,41 @@ def report(client: Client | Cluster, *, by: By = "device") -> Report:
 
 
 async def _report(client: Client, by: By) -> Report:
-    tasks: list[ReportedTask] = []
-    devices: list[ReportedDevice] = []
-    transfers: list[ReportedTransfer] = []
-    refused: list[ReportedRefusal] = []
-    workers: dict[str, bool] = {}
-    silent: dict[str, str] = {}
-    waiting: dict[str, str] = {}
-    hosted = 0
     # A worker that restarts, or has another version of this package, must not hide the others.
-    answers = await client.run(_of_worker, on_error="return")
-    for worker, answer in sorted(answers.items()):
-        if isinstance(answer, BaseException):
-            silent[worker] = repr(answer)
-            continue
-        workers[worker] = answer is not None
-        if answer is not None:
-            who = {"worker": worker, "worker_name": answer["name"]}
-            more = answer.get("more", {})
-            tasks += [_task(r, worker, more.get(n, ())) for n, r in enumerate(answer["runs"])]
-            devices += [
-                ReportedDevice(**known(DeviceCounts, row), **who) for row in answer["devices"]
-            ]
-            transfers += [
-                ReportedTransfer(**known(Transfer, row), worker=worker)
-                for row in answer["transfers"]
-            ]
-            refused += [ReportedRefusal(*(*task[:3], worker)) for task in answer["refused"]]
-            hosted += answer["without_device"]
-            if text := answer.get("waiting"):
-                waiting[worker] = text
+    answers = sorted((await client.run(_of_worker, on_error="return")).items())
+    silent = {w: repr(one) for w, one in answers if isinstance(one, BaseException)}
+    workers = {w: one is not None for w, one in answers if w not in silent}
+    found = [(w, one) for w, one in answers if workers.get(w)]
     past, moved, lost, unplaced, failures = await of_scheduler(client)
-    devices = _with_past(devices, past)
-    for (source, destination, way), (nbytes, copies, saved, seconds, *measured) in moved.items():
-        counts = int(nbytes), int(copies), int(saved), seconds
-        timed = int(measured[0]), measured[1]
-        transfers.append(ReportedTransfer(source, destination, way, *counts, None, *timed))
+    tasks = [
+        _task(run, w, one.get("more", {}).get(n, ()))
+        for w, one in found
+        for n, run in enumerate(one["runs"])
+    ]
     tasks.sort(key=lambda task: task.start or 0.0)
-    on_devices = [task for task in tasks if task.uuid is not None]
-    on_none = [task for task in tasks if task.uuid is None]
+    devices = [
+        ReportedDevice(**known(DeviceCounts, row), worker=w, worker_name=one["name"])
+        for w, one in found
+        for row in one["devices"]
+    ]
+    transfers = [
+        ReportedTransfer(**known(Transfer, row), worker=w)
+        for w, one in found
+        for row in one["transfers"]
+    ]
+    for ends, (nbytes, copies, saved, seconds, *measured) in moved.items():
+        counts = int(nbytes), int(copies), int(saved), seconds, None, int(measured[0]), measured[1]
+        transfers.append(ReportedTransfer(*(*ends, *counts)))
     return Report(
-        on_devices,
-        devices,
-        refused,
+        [task for task in tasks if task.uuid is not None],
+        _with_past(devices, past),
+        [ReportedRefusal(*(*task[:3], w)) for w, one in found for task in one["refused"]],
         workers,
         silent,
         transfers,
-        waiting=waiting,
-        without_device=on_none,
-        hosted=hosted,
+        waiting={w: text for w, one in found if (text := one.get("waiting"))},
+        without_device=[task for task in tasks if task.uuid is None],
+        hosted=sum(one["without_device"] for _, one in found),
         lost=[LostWorker(*one) for one in lost],
         failures=[FailedDevice(*one) for one in failures],
         unplaced=unplaced,
@@ -329,6 +302,7 @@ def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> li
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:
+    # A coroutine, so that it runs on the worker's event loop.
     plugin = dask_worker.plugins.get(DevicePlugin.name)
     if not isinstance(plugin, DevicePlugin):
         return None

@@ -13,13 +13,6 @@ _UUID: Final = 8
 def aligned(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a table of aligned columns; columns of numbers are aligned to the right.
 
-    Parameters
-    ----------
-    head
-        The columns' names.
-    rows
-        A cell for each column; None is shown as "-".
-
     Examples
     --------
     >>> print(aligned(("name", "n"), [("one", 1), ("eleven", 11)]))
@@ -64,12 +57,6 @@ def host_of(address: str) -> str:
 
 def device_names(devices: Iterable[tuple[str, int, str]]) -> dict[str, str]:
     """Return a short name for each device, by its UUID; a part of the UUID where names clash.
-
-    Parameters
-    ----------
-    devices
-        The host, the ordinal and the UUID of each. Processes of one host that see other devices
-        give them the same ordinals.
 
     Examples
     --------

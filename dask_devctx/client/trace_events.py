@@ -37,19 +37,7 @@ _MEMORY: Final = ("held", "copies", "staging", "spilled", "others", "free")
 
 @dataclass
 class Stretch:
-    """The known history of a stretch of time.
-
-    Parameters
-    ----------
-    rows
-        Pairs of a worker's address and a row.
-    samples
-        Pairs of a worker's address and a sample of a device.
-    devices, workers
-        As in :class:`~dask_devctx.scheduler.history.DeviceHistory`.
-    lost
-        How many rows were dropped before they were read.
-    """
+    """The known history of a stretch of time."""
 
     rows: list[tuple[str, Row]] = field(default_factory=list)
     samples: list[tuple[str, Sample]] = field(default_factory=list)

@@ -26,15 +26,7 @@ dask.config.update_defaults(defaults)
 
 
 def get(key: str, given: Any = None) -> Any:
-    """Return the argument that was given, or else the configuration's value.
-
-    Parameters
-    ----------
-    key
-        A key of the section, such as ``"tasks-per-device"``.
-    given
-        An argument that overrides the configuration; None where there is none.
-    """
+    """Return the argument that was given, or else the configuration's value."""
     if given is not None:
         return given
     # Programs that clear dask's configuration, as its own tests do, clear the defaults too.
@@ -65,13 +57,7 @@ def warn_of_unknown_keys() -> None:
 
 
 def seconds(key: str) -> float | None:
-    """Return a time of the configuration in seconds; None where it is null.
-
-    Raises
-    ------
-    ValueError
-        The value is not a time; the message names the key.
-    """
+    """Return a time of the configuration in seconds; None where it is null."""
     value = get(key)
     try:
         found: float | None = parse_timedelta(value)

@@ -202,13 +202,7 @@ def refused(name: str, expected: str, value: object) -> ValueError:
 
 
 def configured(check: Check, name: str, value: Any) -> object:
-    """Check a value of the configuration; the error names its key.
-
-    Raises
-    ------
-    TypeError, ValueError
-        The check refuses the value.
-    """
+    """Check a value of the configuration; the error names its key."""
     try:
         return check(name, value)
     except (TypeError, ValueError) as error:

@@ -10,19 +10,7 @@ from dask_devctx.cuda import discovery
 
 
 def fair_memory(n_devices: int) -> int:
-    """Return the bytes of host memory for workers that use so many of the machine's devices.
-
-    Parameters
-    ----------
-    n_devices
-        The number of devices.
-
-    Notes
-    -----
-    Devices that ``CUDA_VISIBLE_DEVICES`` hides count too, because other workers may use them. But
-    where the system gives this process a part of the memory, as in a container or a batch job, that
-    part belongs to the visible devices.
-    """
+    """Return the bytes of host memory for workers that use so many of the machine's devices."""
     found = discovery.inventory(driver.backend())
     total = len(found.devices)
     if psutil.virtual_memory().total <= MEMORY_LIMIT:

@@ -40,13 +40,7 @@ def rmm_keeps_memory(options: Options) -> bool:
 
 
 def require_packages(options: Options) -> None:
-    """Check that the packages that the options need are installed; nothing is imported.
-
-    Raises
-    ------
-    MissingPackageError
-        One is not.
-    """
+    """Check that the packages that the options need are installed; nothing is imported."""
     for name in rmm_options(options):
         require(name, "rmm")
     for library in options.rmm_allocator_external_lib_list or ():
@@ -62,13 +56,7 @@ def require_packages(options: Options) -> None:
 
 
 def require(option: str, package: str) -> None:
-    """Check that a package that an option needs is installed.
-
-    Raises
-    ------
-    MissingPackageError
-        It is not.
-    """
+    """Check that a package that an option needs is installed."""
     try:
         found = importlib.util.find_spec(package.partition(".")[0])
     except ValueError:  # a module without a specification, or None in sys.modules

@@ -53,7 +53,7 @@ _SIZES = {
 
 def configuration_in_their_words(client: Any) -> Any:
     """Return the configuration of the first worker, by the keys of dask-cuda's function."""
-    from dask_devctx.client.configuration import cluster_configuration
+    from dask_devctx.cli.configuration import cluster_configuration
 
     def translated(found: dict[str, Any]) -> dict[str, Any]:
         worker = next(iter(found["workers"].values()))

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from distributed import LocalCluster
 
-from dask_devctx import LocalDeviceCluster
+from dask_devctx import Device, LocalDeviceCluster, start_soonest
 from dask_devctx.cli import devctx
 
 # Those of `dask cuda config`, version 26.10.
@@ -27,21 +28,47 @@ def show(*arguments: str) -> Result:
 def test_options_devices_and_limits_are_shown() -> None:
     arguments: dict[str, Any] = {"protocol": "tcp", "processes": False, "dashboard_address": ":0"}
     with LocalDeviceCluster(
-        n_workers=2, tasks_per_device=3, device_memory_limit="4 GiB", **arguments
+        n_workers=2,
+        devices=[1, 3],
+        tasks_per_device=3,
+        device_memory_limit=0.25,
+        policy=start_soonest,
+        **arguments,
     ) as cluster:
         text = show(cluster.scheduler_address)
         found = json.loads(show(cluster.scheduler_address, "--json").stdout)
+        limits = [worker.memory_manager.memory_limit for worker in cluster.workers.values()]
     assert text.exit_code == 0
     head, workers, devices, title, options = text.stdout.split("\n\n")
     assert head.startswith(f"scheduler {cluster.scheduler_address}, worker_ttl 300 s, 2 workers")
-    assert [line.split()[-1] for line in workers.splitlines()] == ["devices", "2", "2"]
-    assert devices.count("4.0 GiB") == 4
+    assert [line.split()[-1] for line in workers.splitlines()] == ["devices", "1", "1"]
+    assert devices.count("4.0 GiB") == 2
     assert title == "Options of all workers:"
     assert ["tasks_per_device", "3"] in [line.split() for line in options.splitlines()]
-    assert [one["devctx"]["options"]["tasks_per_device"] for one in found["workers"].values()] == [
-        3,
-        3,
+    assert found["scheduler"]["protocol"] == "tcp"
+    seen = [*found["workers"].values()]
+    assert [(one["name"], one["nthreads"], one["memory_limit"]) for one in seen] == [
+        (n, 24, limit) for n, limit in enumerate(limits)
     ]
+    for one, device in zip(seen, (Device(1), Device(3)), strict=True):
+        options = one["devctx"]["options"]
+        assert (options["tasks_per_device"], options["policy"]) == (3, "start_soonest")
+        assert one["devctx"]["devices"] == {
+            device.uuid: {
+                "device": str(device.info),
+                "device_memory_limit": 4 * 2**30,
+                "rmm_pool_size": None,
+                "rmm_maximum_pool_size": None,
+                "rmm_release_threshold": None,
+            }
+        }
+
+
+def test_a_worker_without_the_plugin_is_shown() -> None:
+    with LocalCluster(1, processes=False, protocol="tcp", dashboard_address=":0") as cluster:
+        (one,) = json.loads(show(cluster.scheduler_address, "--json").stdout)["workers"].values()
+        assert "no plugin" in show(cluster.scheduler_address).stdout
+    assert one["devctx"] is None
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from dask_devctx import (
     devices,
     start_soonest,
 )
-from dask_devctx.client import free, shares
+from dask_devctx.client import layout
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.inspection import answer
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -99,7 +99,7 @@ def test_by_default_there_is_a_worker_for_each_device(
 
 
 def test_where_memory_cannot_be_shown_there_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "can_export", lambda used: False)
+    monkeypatch.setattr(layout, "can_export", lambda used: False)
     with LocalDeviceCluster(dashboard_address=":0") as cluster:
         assert len(cluster.workers) == 1
 
@@ -247,7 +247,7 @@ def test_asynchronously(lock_directory: Path, monkeypatch: pytest.MonkeyPatch) -
             with dask.annotate(device=3):
                 assert await client.submit(_where, pure=False) == 3
         share = acquire(devices(), 1, holder="somebody", directory=lock_directory)
-        monkeypatch.setattr(free, "held_devices", lambda devices, in_process: {})
+        monkeypatch.setattr(layout, "held_devices", lambda devices, in_process: {})
         cluster = LocalDeviceCluster(n_workers=4, asynchronous=True, **QUIET)
         with pytest.raises(DevicesInUseError, match="somebody"):
             await cluster

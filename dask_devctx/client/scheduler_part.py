@@ -23,11 +23,7 @@ def refuse_unusable(client: object, example: str) -> None:
 
 
 async def of_scheduler(client: Client) -> Any:
-    """Return the scheduler's part of a report; an empty one where it lacks this package.
-
-    It has the devices of workers that left, their transfers, the fields of each worker that was
-    lost, the tasks that no worker may run, and the latest devices that failed.
-    """
+    """Return the scheduler's part of a report; an empty one where it lacks this package."""
     try:
         found: Any = await client.run_on_scheduler(_read)
     except Exception:
@@ -36,11 +32,7 @@ async def of_scheduler(client: Client) -> Any:
 
 
 async def now_and_before(client: Client) -> tuple[Any, dict[str, tuple[int, int]]] | None:
-    """Return the scheduler's identity, and how many tasks ended on workers that left.
-
-    These are the tasks that were done and that failed, by the device's UUID. Both are of one
-    moment, so that a worker is in one of them. None where the scheduler lacks this package.
-    """
+    """Return the scheduler's identity, and how many tasks ended on workers that left."""
     try:
         found: Any = await client.run_on_scheduler(_now_and_before)
     except OSError:  # no scheduler answers

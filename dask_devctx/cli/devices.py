@@ -1,4 +1,4 @@
-"""The devices that are free for the workers of a command, looked at before it starts them."""
+"""The options and devices of a command, looked at before anything starts: a problem is one line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import click
 
-from dask_devctx.client.free import least_wanted
-from dask_devctx.client.shares import default_n_workers
+from dask_devctx.client.layout import default_n_workers, least_wanted
 from dask_devctx.config.options import Options
-from dask_devctx.cuda.device import Device
-from dask_devctx.errors import LockDirectoryError
+from dask_devctx.config.packages import require_packages
+from dask_devctx.cuda.device import Device, named_devices
+from dask_devctx.cuda.inspection import inspect_machine
+from dask_devctx.errors import DevctxError, LockDirectoryError
 from dask_devctx.errors.base import counted
 from dask_devctx.errors.leases import held_text
 from dask_devctx.plugin import held_devices
@@ -22,6 +23,22 @@ _TAKEN = (
 )
 
 
+def usable_devices() -> tuple[Options, tuple[Device, ...]]:
+    """Return the configured options, and the devices that they name."""
+    try:
+        options = Options()
+        require_packages(options)
+        devices = named_devices(options.devices)
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    except DevctxError as error:
+        raise click.ClickException(str(error)) from error
+    if not devices:
+        reasons = ". ".join(inspect_machine().problems)
+        raise click.ClickException(f"no GPU can be used. {reasons}")
+    return options, tuple(devices)
+
+
 def free_devices(
     used: Sequence[Device],
     options: Options,
@@ -30,26 +47,7 @@ def free_devices(
     cluster: str,
     processes: bool,
 ) -> tuple[Device, ...]:
-    """Return those of a command's devices that its workers can have; say who holds the others.
-
-    Parameters
-    ----------
-    used
-        The devices that it names, or all.
-    options
-        The options of its workers' plugin.
-    n_workers
-        The number of its workers; None where none is given.
-    cluster
-        The address of its scheduler; "" if it is not known yet.
-    processes
-        Whether each worker has a process of its own.
-
-    Raises
-    ------
-    click.ClickException
-        Fewer devices are free than the workers need, or the locks cannot be used.
-    """
+    """Return those of a command's devices that its workers can have; say who holds the others."""
     if options.shared:
         return tuple(used)
     try:

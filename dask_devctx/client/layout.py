@@ -1,32 +1,24 @@
-"""The number of workers for some devices, and the devices and tasks of each."""
+"""The layout of a cluster: its workers, the devices of each, and the devices that are free."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from dask_devctx.config.options import LOOK_AHEAD, Options
-from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.inspection import can_export
 from dask_devctx.dask_internals.submits import users_level
+from dask_devctx.errors import DevicesInUseError
 from dask_devctx.errors.base import counted, nbytes_text
+from dask_devctx.plugin import held_devices
 
 logger = logging.getLogger(__name__)
 
 
 def default_n_workers(used: Sequence[Device], options: Options, *, processes: bool) -> int:
-    """Return the number of workers for these devices, where none is given.
-
-    Parameters
-    ----------
-    used
-        The devices.
-    options
-        The options of the plugin.
-    processes
-        Whether a worker may have a process of its own.
-    """
+    """Return the number of workers for these devices, where none is given."""
     if not processes or len(used) < 2:
         return 1
     if options.devices_per_worker is not None:
@@ -58,17 +50,7 @@ def warn_of_idle(n_workers: int, share: int | None, n_devices: int) -> None:
 
 
 def warn_of_threads(given: int, n_devices: int, options: Options) -> None:
-    """Warn of a number of threads that is too small, or meant for the tasks of a device.
-
-    Parameters
-    ----------
-    given
-        The argument ``threads_per_worker``.
-    n_devices
-        The number of devices of each worker.
-    options
-        The options of the plugin.
-    """
+    """Warn of a number of threads that is too small, or meant for the tasks of a device."""
     running = n_devices * options.tasks_per_device
     if given < 2 * running:
         logger.warning(
@@ -99,3 +81,35 @@ def warn_of_limit(limit: float | str | None, used: Sequence[Device]) -> None:
             "each device, or give a fraction",
             stacklevel=users_level(),
         )
+
+
+def held_by_others(
+    used: Sequence[Device], options: Options, n_workers: int | None, *, in_process: bool
+) -> Mapping[Device, str]:
+    """Return those of a new cluster's devices that others hold, with their holders."""
+    if options.shared or n_workers == 0:
+        return {}
+    alone = in_process and options.devices_per_worker is None and n_workers in (None, 1)
+    held = held_devices(used, in_process=alone)
+    wanted = least_wanted(len(used), options, n_workers)
+    if len(used) - len(held) < wanted <= len(used):
+        others = [device for device in devices() if device not in held]
+        free = [d for d in others if d not in held_devices(others, in_process=alone)]
+        raise DevicesInUseError(
+            wanted,
+            [str(device.info) for device in free],
+            {str(device.info): who for device, who in held.items()},
+            by_cluster=True,
+        )
+    return held
+
+
+def least_wanted(n_used: int, options: Options, n_workers: int | None) -> int:
+    """Return how many devices a cluster needs at least; devices that are named are all needed."""
+    is_named = options.devices is not None
+    if options.devices_per_worker is not None:
+        most = n_used // options.devices_per_worker if is_named else 1
+        return options.devices_per_worker * (max(most, 1) if n_workers is None else n_workers)
+    if is_named:
+        return n_used if n_workers is None else n_used // n_workers * n_workers
+    return n_workers or 1
