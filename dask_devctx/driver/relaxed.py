@@ -87,8 +87,11 @@ class Look:
         if by is None:  # each call releases the GIL
             return self._in_python(event, context, query, record)
         # A stream has room for about a thousand launches. While the legacy stream is full, a record
-        # of the whole context waits, and by its address it would keep the GIL.
-        at_once = record and self.is_legacy_idle()
+        # of the whole context waits, and by its address it would keep the GIL. While a stream is
+        # captured for which the legacy stream waits, a record would spoil the graph.
+        refused = self._refused_by_legacy(by) if record else None
+        record = record and refused != by.capturing
+        at_once = record and refused is None
         reached, recorded = self._by(by, event, context, query, at_once)
         if record and not at_once and (reached or not query):
             with RelaxedCapture(self._calls), suppress(DriverError):
@@ -97,27 +100,26 @@ class Look:
 
     def is_legacy_idle(self) -> bool:
         """Return whether the legacy default stream is idle; False where it cannot be asked."""
-        # While a stream for which it waits is captured, a question would spoil the graph.
         by = self._addresses
-        if by is None or not (by.capturing and by.idle):
-            return False
-        captures = (by.capturing, LEGACY_STREAM, self._answer.buffer_info()[0])
-        return invoke_relaxed(by.exchange, *captures, by.idle, LEGACY_STREAM, 0) is None
+        return by is not None and self._refused_by_legacy(by) is None
+
+    def _refused_by_legacy(self, by: _Addresses) -> int | None:
+        """Return None if the legacy stream is idle, or else the call that does not say so."""
+        # While a stream for which it waits is captured, the second question would spoil the graph.
+        if not (by.capturing and by.idle):
+            return -1
+        capturing = by.capturing, LEGACY_STREAM, self._answer.buffer_info()[0]
+        failed = invoke_relaxed(by.exchange, *capturing, by.idle, LEGACY_STREAM, 0)
+        return None if failed is None else failed[0]
 
     def _by(
         self, by: _Addresses, event: int, context: int, query: bool, record: bool
     ) -> tuple[bool, bool]:
-        if query:
-            if record and by.record:
-                failed = invoke_relaxed(
-                    by.exchange, by.query, event, 0, by.probe, 0, 0, by.record, context, event
-                )
-            else:
-                failed = invoke_relaxed(by.exchange, by.query, event, 0, by.probe, 0, 0)
-        elif record and by.record:
-            failed = invoke_relaxed(by.exchange, by.probe, 0, 0, by.record, context, event)
-        else:
-            failed = invoke_relaxed(by.exchange, by.probe, 0, 0)
+        wanted = [by.query, event, 0] if query else []
+        wanted += [by.probe, 0, 0]
+        if record and by.record:
+            wanted += [by.record, context, event]
+        failed = invoke_relaxed(by.exchange, *wanted)
         if failed is None:
             return query, record and by.record != 0
         address, status = failed
@@ -137,5 +139,6 @@ class Look:
             recorded = False
             if record and (reached or not query):
                 with suppress(DriverError):
-                    recorded = calls.event_record_context(event, context)
+                    free = not calls.is_capturing(LEGACY_STREAM)
+                    recorded = free and calls.event_record_context(event, context)
         return reached, recorded

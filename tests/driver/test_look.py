@@ -109,3 +109,20 @@ def test_an_event_is_recorded_without_the_gil_where_the_legacy_stream_is_busy(
         for query in (False, True):
             assert look(query=query, record=True)[0] == (query, True)
             assert by_address.pop() is not busy
+
+
+@pytest.mark.parametrize("in_python", [False, True])
+def test_a_look_records_nothing_that_would_spoil_a_capture(
+    look: Looks, monkeypatch: pytest.MonkeyPatch, in_python: bool
+) -> None:
+    if in_python:
+        monkeypatch.setattr("dask_devctx.driver.relaxed.invoke_relaxed", None)
+    cuda = look.machine.driver
+    with look.device:
+        stream = cuda.cuStreamCreate(0)[1]
+        cuda.cuStreamBeginCapture(stream, CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+    assert look(record=True)[0] == (False, False)
+    assert look(query=True, record=True)[0] == (True, False)
+    with look.device:
+        assert cuda.cuStreamEndCapture(stream)[0] == 0
+    assert look(query=True, record=True)[0] == (True, True)
