@@ -59,7 +59,7 @@ class Move:
         release_held(_LOOK_AT_MOST)
         before, _thread.move = _thread.move, self
         try:
-            with RelaxedCapture(driver.backend().calls.work):  # libraries allocate
+            with RelaxedCapture(driver.backend().driver().work):  # libraries allocate
                 return self.take(value)
         finally:
             _thread.move = before

@@ -260,18 +260,6 @@ class EndsSomething:
         pass
 
 
-class ReducesToItself:
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-    def __reduce__(self) -> Any:
-        return self.itself, ()
-
-    def itself(self) -> ReducesToItself:
-        return self
-
-
-# Types that cannot be made again, and a part of the reason.
 UNMOVABLE: dict[type, str] = {
     Singleton: "THE_ONE",
     NotPickled: "it holds a connection",

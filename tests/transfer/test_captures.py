@@ -18,6 +18,7 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import Stamp, events, release_held, stamp
 from dask_devctx.transfer.page_locked import PageLockedPool
+from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
 
 GLOBAL, THREAD_LOCAL, RELAXED = CUstreamCaptureMode

@@ -41,6 +41,7 @@ def test_whether_it_is_done_is_asked_until_it_is(machine, x):
     assert [made.done() for _ in range(4)] == [False, False, True, True]
     assert machine.faults.calls["cuEventQuery"] == 3
     assert made.devices == (Device(0),)
+    assert stamp(1, "a", [2]) is None
     stamp(x)
     assert machine.faults.calls["cuEventCreate"] == 1, "the event of what is done is free"
 
@@ -52,11 +53,22 @@ def test_a_broken_device_is_noticed_where_it_is_waited_for(machine, x):
         to_device(x, 0, after=made)
 
 
-def test_many_from_one_device_are_ordered_once(machine, x):
+def test_the_driver_is_asked_once_for_many_values_and_moves(machine, x):
     with Device(0):
-        others = [SimulatedArray(3) for _ in range(5)]
-    to_device([x, *others], 1)
-    assert machine.faults.calls["cuEventRecord"] == 2  # of the source's work, and of the copies
+        others = [SimulatedArray(3) for _ in range(4)] + [SimulatedArray((0, 3))]
+    calls = machine.faults.calls
+    for n in range(1, 4):
+        moved = to_device([x, *others], 1)
+        release_held()
+        assert calls["cuEventRecord"] == 2 * n  # of the source's work, and of the copies
+    assert [one.shape for one in moved] == [(2, 3), (3,), (3,), (3,), (3,), (0, 3)]
+    assert {one.device for one in moved} == {Device(1)}
+    assert (calls["cuEventCreate"], calls["cuEventDestroy"]) == (2, 0)
+    assert calls["cuCtxEnablePeerAccess"] == 2
+    assert connect(Device(0), Device(1))
+    Device(1).primary_context.release()
+    to_device(x, 1)
+    assert calls["cuCtxEnablePeerAccess"] == 4, "the context is new"
 
 
 def test_a_failed_copy_is_the_callers_error_and_leaves_nothing(machine, x):
@@ -93,24 +105,6 @@ def test_no_such_device(x):
     assert to_device("host", 9) == "host"
 
 
-def test_stamps_are_for_what_is_on_a_device(x):
-    assert stamp(1, "a", [2]) is None
-    with Device(3):
-        y = SimulatedArray(2)
-    made = stamp(x, {"y": y})
-    assert made is not None
-    assert set(made.devices) == {Device(0), Device(3)}
-    assert made.done()
-
-
-def test_events_are_used_again(machine, x):
-    for _ in range(3):
-        to_device(x, 1)
-        release_held()
-        assert machine.faults.calls["cuEventCreate"] == 2
-    assert machine.faults.calls["cuEventDestroy"] == 0
-
-
 def test_the_end_of_an_event_calls_nothing(machine, x):
     """The garbage collector may end it on any thread, which would wait with the driver."""
     made = [stamp(x) for _ in range(2000)]
@@ -132,13 +126,6 @@ def test_events_end_with_their_context(machine):
     assert len(driver.backend().calls.work._free_events) == 1
 
 
-def test_peer_access_is_enabled_once_per_pair(machine, x):
-    for _ in range(3):
-        to_device(to_device(x, 1), 0)
-    assert machine.faults.calls["cuCtxEnablePeerAccess"] == 2
-    assert connect(Device(0), Device(1))
-
-
 def test_without_peer_access_it_still_moves(machine, x):
     machine.gpus[2].peers = frozenset()
     assert device_of(to_device(x, 2)) is Device(2)
@@ -156,13 +143,6 @@ def test_peer_access_is_tried_again_where_memory_was_short(machine, x):
     assert device_of(to_device(x, 3)) is Device(3)
     assert connect(Device(3), Device(0))
     assert machine.faults.calls["cuCtxEnablePeerAccess"] == 3
-
-
-def test_an_array_without_elements(x):
-    with Device(0):
-        empty = SimulatedArray((0, 3))
-    moved = to_device(empty, 1)
-    assert (moved.device, moved.shape) == (Device(1), (0, 3))
 
 
 class Pair:
@@ -185,6 +165,10 @@ class Grid:
     def __init__(self, cells, **attributes):
         self.cells = cells
         vars(self).update(attributes)
+
+
+class Named:
+    """Lives on a device, by its name only."""
 
 
 def test_a_type_that_nothing_moves_is_told_once(x, caplog):
@@ -214,16 +198,8 @@ def test_the_bytes_of_a_users_type_are_its_own_or_those_of_its_parts(x):
     }
     assert nbytes_by_device(Grid(x, nbytes=7)) == {Device(0): 7}
     assert nbytes_by_device(Grid("on the host")) == {}
-
-
-class Handle:
-    """Lives on a device, by its ordinal only."""
-
-
-def test_where_a_users_type_is_may_be_any_name_of_a_device(x):
-    device_of.register(Handle, lambda handle: "cuda:2")
-    assert device_of([Handle()]) is Device(2)
-    assert nbytes_by_device(Handle()) == {Device(2): 0}
+    device_of.register(Named, lambda value: "cuda:2")
+    assert nbytes_by_device([Named()]) == {Device(2): 0}
 
 
 def test_plain_values_touch_neither_the_driver_nor_a_library():
@@ -237,12 +213,3 @@ def test_plain_values_touch_neither_the_driver_nor_a_library():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.stdout.strip(), done.stderr) == ("", "")
-
-
-def test_peer_access_is_enabled_again_where_a_context_is_new(machine, x):
-    to_device(x, 1)
-    release_held()
-    before = machine.faults.calls["cuCtxEnablePeerAccess"]
-    Device(1).primary_context.release()
-    to_device(x, 1)
-    assert machine.faults.calls["cuCtxEnablePeerAccess"] == before + 2

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.transfer import Stamp, events, hold, release_held, stamp
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.move import Move
+from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
 
 
@@ -160,6 +163,15 @@ def test_a_stamp_covers_current_and_blocking_streams(
     covered = {own, waited_for, blocking, LEGACY_STREAM, PER_THREAD_STREAM}
     assert order.before(1) == {str(stream) for stream in covered}
     assert made.devices == (Device(0),)
+
+
+def test_libraries_are_not_asked_about_simulated_devices(
+    machine: SimulatedMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(get_current_stream=None))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    with Device(1) as device:
+        assert events.current_streams(device) == (LEGACY_STREAM,)
 
 
 def test_a_stamp_of_streams_covers_nothing_else(order: Order, current: Streams) -> None:

@@ -40,59 +40,33 @@ def test_blocks_have_their_own_bytes(machine: SimulatedMachine) -> None:
     assert [len(block.contents) for block in blocks] == [1, 1000, SLAB // 2, SLAB // 2]
     assert pool.nbytes == 2 * SLAB
     assert sum(block.nbytes for block in blocks) <= pool.taken <= pool.nbytes
+    addresses = {block.address for block in blocks}
+    del block
+    blocks.clear()
+    assert pool.taken == 0
+    assert pool.take(SLAB // 2).address in addresses
     assert locked(machine) == (2, 0)
     pool.close()
+    assert locked(machine) == (2, 2)
 
 
-def test_pages_are_used_again_without_being_locked_again(machine: SimulatedMachine) -> None:
-    pool = pool_of(1)
-    addresses = set()
-    for _ in range(5):
-        block = pool.take(SLAB)
-        addresses.add(block.address)
-        del block
-    assert len(addresses) == 1
-    assert pool.taken == 0
-    assert locked(machine) == (1, 0)
-    pool.close()
-    assert locked(machine) == (1, 1)
-
-
-def test_beyond_the_limit_memory_is_ordinary(machine: SimulatedMachine) -> None:
-    pool = pool_of(1)
-    first, second = pool.take(SLAB), pool.take(SLAB)
-    assert (first.is_page_locked, second.is_page_locked) == (True, False)
-    second.contents[:] = bytes(SLAB)
-    assert pool.nbytes == SLAB
-    del first
-    assert pool.take(SLAB).is_page_locked
-    pool.close()
-
-
-@pytest.mark.parametrize(("nbytes", "is_locked"), [(3 * SLAB, True), (4 * SLAB + 1, False)])
-def test_a_block_that_is_larger_than_a_slab(
-    machine: SimulatedMachine, nbytes: int, is_locked: bool
+@pytest.mark.parametrize(
+    ("slabs", "nbytes", "is_locked"),
+    [(4, 3 * SLAB, True), (4, 4 * SLAB + 1, False), (0, 100, False), (0, 0, False)],
+)
+def test_beyond_the_limit_memory_is_ordinary(
+    machine: SimulatedMachine, slabs: int, nbytes: int, is_locked: bool
 ) -> None:
-    pool = pool_of(4)
+    pool = pool_of(slabs)
     block = pool.take(nbytes)
     assert block.is_page_locked == is_locked
-    assert len(block.contents) == nbytes
+    block.contents[:] = bytes(nbytes)
     assert pool.nbytes == (nbytes if is_locked else 0)
+    assert pool.take(nbytes).is_page_locked is False
+    assert pool.grow_ahead() is (slabs == 4)
+    del block
+    assert pool.take(nbytes).is_page_locked == is_locked or nbytes > slabs * SLAB
     pool.close()
-
-
-def test_without_any_page_locked_memory(machine: SimulatedMachine) -> None:
-    pool = pool_of(0)
-    assert not pool.take(100).is_page_locked
-    assert not pool.grow_ahead()
-    assert locked(machine) == (0, 0)
-
-
-def test_no_bytes(machine: SimulatedMachine) -> None:
-    pool = pool_of(1)
-    assert bytes(pool.take(0).contents) == b""
-    pool.close()
-    assert bytes(pool.take(0).contents) == b""
 
 
 def test_others_make_room_before_memory_is_ordinary(machine: SimulatedMachine) -> None:
