@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class WorkerDevices:
     limits: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
-    def _names(self) -> frozenset[Name]:
+    def names(self) -> frozenset[Name]:
         """The names of the devices in use, without prefixes of UUIDs."""
         names = {_CURRENT}
         for ordinal, info in enumerate(self.seen.devices):
@@ -67,9 +67,9 @@ class WorkerDevices:
         """Return whether the worker uses the device; every worker has the current device."""
         if isinstance(name, Several):
             return self._have_several(name)
-        if name in self._names:
+        if name in self.names:
             return True
-        if name.kind != "uuid" or len(str(name.value)) in _WHOLE_UUID:
+        if is_whole(name):
             return False
         found = naming.among(name, self.seen)
         return len(found) == 1 and found[0].uuid in self.used
@@ -89,6 +89,13 @@ class WorkerDevices:
         return frozenset(info.uuid for infos in found for info in infos)
 
 
+def is_whole(name: Name | Several) -> bool:
+    """Return whether a name is that of one device, and no prefix of a UUID."""
+    if isinstance(name, Several):
+        return False
+    return name.kind != "uuid" or len(str(name.value)) in _WHOLE_UUID
+
+
 @dataclass
 class Cluster:
     """The workers that have joined, by the scheduler's addresses, and what is known of devices.
@@ -100,8 +107,8 @@ class Cluster:
         the latest that left for good.
     unheard
         The workers that have joined but not announced their devices yet, with the time of joining.
-    leaving
-        The workers that are about to leave for good.
+    leaving, using
+        The workers that are about to leave for good, and those that use any devices.
     """
 
     workers: set[str] = field(default_factory=set)
@@ -110,52 +117,70 @@ class Cluster:
     gone: dict[str, WorkerDevices] = field(default_factory=dict)
     unheard: dict[str, float] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
+    using: set[str] = field(default_factory=set)
+    _by_name: dict[Name, set[str]] = field(default_factory=dict)
     _early: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
 
-    def join(self, address: str, now: float) -> bool:
-        """Add a worker that joins; return whether it has announced its devices before."""
+    def join(self, address: str, now: float) -> list[WorkerDevices]:
+        """Add a worker that joins; return its devices if it has announced them before."""
         self.workers.add(address)
         self.leaving.discard(address)
         self.left.pop(address, None)
         self._expire_early(now)
         if address not in self._early:
             self.unheard[address] = now
-            return False
-        self.present[address], _ = self._early.pop(address)
-        return True
+            return []
+        return self._set(address, self._early.pop(address)[0])
 
-    def leave(self, address: str, now: float, *, may_return: bool = True) -> bool:
-        """Remove a worker that leaves; return whether it had devices."""
+    def leave(self, address: str, now: float, *, may_return: bool = True) -> list[WorkerDevices]:
+        """Remove a worker that leaves; return its devices."""
         self.workers.discard(address)
         self.leaving.discard(address)
         self.unheard.pop(address, None)
-        devices = self.present.pop(address, None)
-        if devices is None:
-            return False
-        if may_return:
-            self.left[address] = devices, now
-        else:
-            self.gone[address] = devices
-            while len(self.gone) > _GONE_LIMIT:
-                del self.gone[next(iter(self.gone))]
-        return True
+        changed = self._set(address, None)
+        for devices in changed:
+            if may_return:
+                self.left[address] = devices, now
+            else:
+                self.gone[address] = devices
+                while len(self.gone) > _GONE_LIMIT:
+                    del self.gone[next(iter(self.gone))]
+        return changed
 
-    def announce(self, address: str, devices: WorkerDevices, now: float) -> None:
-        """Note the devices of a worker, which may not have joined yet."""
+    def announce(self, address: str, devices: WorkerDevices, now: float) -> list[WorkerDevices]:
+        """Note the devices of a worker; return those of one that has joined, before and now."""
         if address in self.workers:
             self.unheard.pop(address, None)
-            self.present[address] = devices
-        else:
-            self._early.pop(address, None)
-            self._early[address] = devices, now
-            self._expire_early(now)
+            return self._set(address, devices)
+        self._early.pop(address, None)
+        self._early[address] = devices, now
+        self._expire_early(now)
+        return []
 
-    def using(self) -> set[str]:
-        """Return the workers that use any devices."""
-        return {address for address, devices in self.present.items() if devices.used}
+    def withdraw(self, address: str) -> list[WorkerDevices]:
+        """Note that a worker stays but uses no devices from now on; return its devices."""
+        return self._set(address, None)
 
-    def having(self, name: Name | Several) -> set[str]:
+    def _set(self, address: str, now: WorkerDevices | None) -> list[WorkerDevices]:
+        before = self.present.pop(address, None)
+        self.using.discard(address)
+        if before is not None:
+            for name in before.names:
+                self._by_name[name].discard(address)
+                if not self._by_name[name]:
+                    del self._by_name[name]
+        if now is not None:
+            self.present[address] = now
+            if now.used:
+                self.using.add(address)
+            for name in now.names:
+                self._by_name.setdefault(name, set()).add(address)
+        return [one for one in (before, now) if one is not None]
+
+    def having(self, name: Name | Several) -> Set[str]:
         """Return the workers that have a device."""
+        if is_whole(name):
+            return self._by_name.get(name, frozenset())  # type: ignore[arg-type]
         return {address for address, devices in self.present.items() if devices.have(name)}
 
     def may_come(self, name: Name | Several) -> bool:

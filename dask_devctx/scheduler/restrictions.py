@@ -15,7 +15,7 @@ from dask_devctx.annotations import Request
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import Name
 from dask_devctx.dask_internals.scheduler import restrict, restrictions
-from dask_devctx.scheduler.cluster import Cluster, Several
+from dask_devctx.scheduler.cluster import Cluster, Several, WorkerDevices, is_whole
 
 # A restriction to no worker: the task waits in dask's state "no-worker" until it is lifted.
 _NOBODY: Final = frozenset({"devctx://waiting-for-the-device"})
@@ -33,17 +33,17 @@ class Group:
     """Tasks that name the same device on the same terms, by key.
 
     ``workers``, ``hosts`` and ``loose`` are dask's restrictions of all of them; dask reads the set
-    of workers itself, not a copy. ``served`` is whether a worker has the device.
+    of workers itself, not a copy. ``holders`` is how many workers have the device.
     """
 
-    __slots__ = ("hosts", "loose", "served", "tasks", "terms", "workers")
+    __slots__ = ("holders", "hosts", "loose", "tasks", "terms", "workers")
 
     def __init__(self, terms: Terms) -> None:
         self.terms = terms
         self.workers: set[str] = set()
         self.hosts: frozenset[str] | None = None
         self.loose = False
-        self.served = False
+        self.holders = 0
         self.tasks: dict[Hashable, Any] = {}
 
 
@@ -95,27 +95,39 @@ class Restrictions:
     def gone(self) -> Iterator[tuple[Any, str]]:
         """Yield the tasks for a device whose last worker left for good, and this worker."""
         for group in self._by_terms.values():
-            address = None if group.served else self._cluster.had(group.terms[0])
+            address = None if group.holders else self._cluster.had(group.terms[0])
             if address is not None:
                 yield from ((ts, address) for ts in group.tasks.values())
 
     def are_for_nobody(self, group: Group) -> bool:
         """Return whether tasks go to a worker that fails them, since no worker has their device."""
-        lost = not group.served and bool(self._cluster.using())
+        lost = not group.holders and bool(self._cluster.using)
         return lost and group.workers.isdisjoint(_NOBODY)
 
-    def review(self) -> list[Any]:
-        """Update all restrictions; return the tasks that wait and may go to other workers now."""
+    def review(self, changed_devices: Iterable[WorkerDevices] = ()) -> list[Any]:
+        """Update the restrictions; return the tasks that wait and may go to other workers now.
+
+        Only one worker may have joined or left since the last call, or changed to other devices:
+        the devices are its former ones and those that it has now.
+        """
         for terms in [terms for terms, group in self._by_terms.items() if not group.tasks]:
             del self._by_terms[terms]
-        changed = [group for group in self._by_terms.values() if self._update(group)]
+        n_workers = len(self._cluster.workers)
+        names = frozenset[Name]().union(*(devices.names for devices in changed_devices))
+        changed = []
+        for group in self._by_terms.values():
+            # A device that all workers had or have now, or that no worker has: its tasks change.
+            at_a_limit = not group.holders or abs(group.holders - n_workers) <= 1
+            name = group.terms[0]
+            if (at_a_limit or name in names or not is_whole(name)) and self._update(group):
+                changed.append(group)
         tasks = (ts for group in changed for ts in group.tasks.values())
         return [ts for ts in tasks if ts.state in _WAITING]
 
     def _update(self, group: Group) -> bool:
         """Bring a group's restrictions up to date; return whether they have changed."""
         holders = self._cluster.having(group.terms[0])
-        group.served = bool(holders)
+        group.holders = len(holders)
         workers, hosts, loose = self._restrictions(group.terms, holders)
         others = hosts != group.hosts or loose is not group.loose
         if workers == group.workers and not others:
@@ -137,7 +149,7 @@ class Restrictions:
             if may_wait and cluster.may_come(name):
                 return _NOBODY, None, False
             # A worker that has devices gives the best error about one that is not there.
-            targets = cluster.using() or cluster.present.keys()
+            targets = cluster.using or cluster.present.keys()
         if targets and len(targets) < len(cluster.workers):
             if not workers and not hosts:
                 return targets, None, False

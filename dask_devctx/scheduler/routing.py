@@ -24,7 +24,7 @@ from dask_devctx.annotations.runs import GONE, PRESENT
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
 from dask_devctx.scheduler.actors import ActorDevices
-from dask_devctx.scheduler.cluster import Cluster
+from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.counts import Counts
 from dask_devctx.scheduler.dashboard import DevicePages
 from dask_devctx.scheduler.history import DeviceHistory
@@ -109,7 +109,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         )
         self._actors = ActorDevices(scheduler, self._cluster)
         self._pages = DevicePages(scheduler)
-        self.history = DeviceHistory(scheduler, self._cluster.using)
+        self.history = DeviceHistory(scheduler, lambda: self._cluster.using)
         self.counts = Counts(scheduler)
         for address in scheduler.workers:
             self._cluster.join(address, time())
@@ -120,7 +120,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             ANNOUNCE: _answers(ANNOUNCE, self._announced),
             WITHDRAW: _answers(WITHDRAW, self._withdrawn),
             REFUSE: _answers(REFUSE, self._refused),
-            FAILED: _answers(FAILED, self._failed),
+            FAILED: _answers(FAILED, lambda one: self._suspects.failed(self._address(one), one)),
             KEEP: _answers(KEEP, self._keeps),
             CLAIM: self._claimed,
         }
@@ -177,33 +177,33 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._suspects.moved(key, finish, kwargs.get("worker"))
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        announced = self._cluster.join(worker, time())
+        devices = self._cluster.join(worker, time())
         self.counts.joined(worker)
-        if announced:
+        if devices:
             self._pages.open()
         else:
             self._look_again_later()
-        self._review()
+        self._review(devices)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._suspects.worker_left(worker)
         for_good = worker in self._cluster.leaving
         # The others get the devices that it shared with them; tasks wait for that.
         shares = self._sharing.left(worker, may_return=not for_good)
-        if self._cluster.leave(worker, time(), may_return=shares or not for_good):
+        devices = self._cluster.leave(worker, time(), may_return=shares or not for_good)
+        if devices:
             self._look_again_later()
         if for_good and shares:
             self.scheduler.loop.add_callback(self._sharing.even_out)
         self.counts.left(worker)
         self.history.left(worker)
-        moved = self._restricted.review()
+        moved = self._restricted.review(devices)
         for ts, last in self._restricted.gone() if for_good else ():
             internals.annotate(ts, GONE, last)
         internals.schedule_again(scheduler, moved)
         self._actors.forget(worker)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Mark the tasks that may have broken a worker's devices; note who leaves for good."""
         leaving = internals.leaves_for_good(topic, msg)
         if leaving in self._cluster.workers:
             self._cluster.leaving.add(leaving)
@@ -215,23 +215,23 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     def _announced(self, message: Message) -> None:
         address = self._address(message)
         devices, memory_limit = read_devices(message)
-        self._cluster.announce(address, devices, time())
+        changed = self._cluster.announce(address, devices, time())
         if address in self._cluster.workers:
             self._pages.open()
             self.counts.announced(address, devices.used)
             if memory_limit is not None:
                 internals.set_memory_limit(self.scheduler, address, memory_limit)
-            self._review()
+            self._review(changed)
 
     def _withdrawn(self, message: Message) -> None:
         address = self._member(message)
         self._sharing.left(address, may_return=False)
         self.counts.forget(address)
-        self._cluster.present.pop(address, None)
-        if not self._cluster.using():
+        changed = self._cluster.withdraw(address)
+        if not self._cluster.using:
             self.counts.forget_all()
             self._pages.close()
-        self._review()
+        self._review(changed)
         self._actors.forget(address)
 
     def _refused(self, message: Message) -> None:
@@ -240,9 +240,6 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self.refused[self.scheduler.workers[address].name] = error
         self._cluster.unheard.pop(address, None)
         self._review()
-
-    def _failed(self, message: Message) -> None:
-        self._suspects.failed(self._address(message), message)
 
     def _keeps(self, message: Message) -> dict[str, Any]:
         """Note the devices that actors keep on a worker; answer which of its tasks others run."""
@@ -294,16 +291,16 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             if wanted is ANY_DEVICE or wanted is HOST_ONLY:
                 continue
             group = restricted.note(ts, wanted)
-            if group.served:
+            if group.holders:
                 continue
             if (last := self._cluster.had(group.terms[0])) is not None:
                 internals.annotate(ts, GONE, last)
             elif restricted.are_for_nobody(group):
                 internals.annotate(ts, PRESENT, self._cluster.shown())
 
-    def _review(self) -> None:
+    def _review(self, devices: Iterable[WorkerDevices] = ()) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
-        internals.schedule_again(self.scheduler, self._restricted.review())
+        internals.schedule_again(self.scheduler, self._restricted.review(devices))
         self._actors.review()
 
     def _look_again_later(self) -> None:
