@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
 from distributed.comm import CommClosedError
@@ -157,7 +157,7 @@ class Receiver:
         def all_at_once() -> dict[Hashable, Any]:
             self._allocate(receiving)
             if last == 0:
-                receiving.finish(*receiving.start(0, place))
+                _read(receiving, 0, place)
             return unpacked()
 
         if receiving.nbytes <= QUICK_NBYTES and receiving.is_quick(place):
@@ -181,41 +181,26 @@ class Receiver:
         return await run(unpacked)  # type: ignore[no-any-return]
 
     async def _pieces(self, address: str, header: Header, receiving: Receiving, last: int) -> None:
-        """Read the pieces, two at a time, while the one after them is staged."""
+        """Read the pieces, each while the next one is staged."""
 
-        def read_one(index: int, place: Place) -> None:
-            receiving.finish(*receiving.start(index, place))
+        async def ask(piece: int, have_read: int) -> Any:
+            asked = Next(header.memory, header.number, piece, have_read)
+            return await self._local.call(address, NEXT, asked)
 
-        place = header.place
-        reads: list[asyncio.Task[None]] = []
-        try:
-            for index in range(last + 1):
-                reads.append(asyncio.create_task(self._local.run(read_one, index, place)))
-                if index < last:
-                    place = await self._place(address, header, index + 1, reads)
-                if index:
-                    await reads[index - 1]
-            await reads[last]
-        except BaseException as error:
-            # They write to memory that is freed next; and what a device says comes first.
-            ends = await asyncio.gather(*reads, return_exceptions=True)
-            raise next((end for end in ends if isinstance(end, DevctxError)), error) from None
-
-    async def _place(
-        self, address: str, header: Header, index: int, reads: Sequence[asyncio.Task[None]]
-    ) -> Place:
-        """Return where the next piece is."""
-        ask: Callable[[int], Any] = lambda read: self._local.call(  # noqa: E731
-            address, NEXT, Next(header.memory, header.number, index, read)
-        )
-        is_read = [read.done() for read in reads]
-        said = await ask(is_read.index(False) if False in is_read else index)
-        if said is False:  # there is room where the pieces were that are read now
-            await asyncio.gather(*reads)
-            said = await ask(index)
-        if not said:
-            raise CommClosedError(f"{address} gave a transfer up")
-        return read(Place, said)
+        place, said = header.place, None
+        for piece in range(last + 1):
+            reading = asyncio.ensure_future(self._local.run(_read, receiving, piece, place))
+            try:
+                if piece < last:
+                    said = await ask(piece + 1, piece)
+            finally:
+                await reading  # what a device says comes first
+            if piece < last:
+                if said is False:  # there is room where the piece was that was just read
+                    said = await ask(piece + 1, piece + 1)
+                if not said:
+                    raise CommClosedError(f"{address} gave a transfer up")
+                place = read(Place, said)
 
     def _allocate(self, receiving: Receiving) -> None:
         """Allocate memory for arriving values, on a thread; others make room for them."""
@@ -228,3 +213,7 @@ class Receiver:
                     raise
             self._local.make_room(receiving.device)
         receiving.allocate()
+
+
+def _read(receiving: Receiving, piece: int, place: Place) -> None:
+    receiving.finish(*receiving.start(piece, place))

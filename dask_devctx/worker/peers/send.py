@@ -76,24 +76,23 @@ class Sender:
         False where there is no room while it reads another piece: it asks again after that. None
         where the transfer is given up.
         """
-        sending = self._sendings.get(asked.number)
+        sending, piece = self._sendings.get(asked.number), asked.piece
         if sending is None or asked.memory != self._local.name:
             return None
-        if not asked.read <= asked.piece < sending.pieces:
+        if not asked.read <= piece < sending.pieces:
             logger.warning("a transfer has %d pieces; refused %s", sending.pieces, asked)
             return None
         sending.was_read(asked.read)
         self._wake()
-        if sending.place(asked.piece) is None:  # it was not asked for before
-            alone = asked.read == asked.piece
-            try:
-                if not await self._staged(sending, asked.piece, wait=alone):
-                    return None if alone else False
-            except DriverError as error:  # the receiver is to take it for nothing of its own
-                self._local.failed(sending.staging.device, error)
-                logger.warning("a transfer is given up", exc_info=True)
-                return None
-        return sending.place(asked.piece)
+        alone = asked.read == piece
+        try:
+            if sending.place(piece) is None and not await self._staged(sending, piece, wait=alone):
+                return None if alone else False
+        except DriverError as error:  # the receiver is to take it for nothing of its own
+            self._local.failed(sending.staging.device, error)
+            logger.warning("a transfer is given up", exc_info=True)
+            return None
+        return sending.place(piece)
 
     async def _begun(self, data: dict[Hashable, Any], places: Places) -> Any:
         """Return values packed, with their first piece staged; None if they cannot be."""
