@@ -45,39 +45,16 @@ def unpack(padding: bytes) -> Seen:
     return seen
 
 
-def fails_there() -> None:
-    raise RuntimeError("it cannot be unpacked")
-
-
-class Unreadable:
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return fails_there, ()
-
-
 def unpacked_on(seen: Seen) -> int | None:
     return seen.unpacked_on
 
 
-async def coroutine() -> list[int | None]:
-    found = [here()]
+async def coroutine() -> set[int | None]:
+    found = {here()}
     for _ in range(3):
         await asyncio.sleep(0.001)
-        found.append(here())
+        found.add(here())
     return found
-
-
-@with_plugin(4, devices=[2])
-async def test_coroutines_that_are_for_no_device_see_none(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
-    for device in (None, "none"):
-        with dask.annotate(device=device):
-            assert set(await client.submit(coroutine, pure=False)) == {None}
-    assert set(await client.submit(coroutine, pure=False)) == {2}
-    assert await client.run(coroutine) == {worker.address: [2] * 4}
-    await client.unregister_worker_plugin("devctx")
-    assert current_context() == 0
-    assert await client.run(here) == {worker.address: None}
 
 
 async def fails_later() -> None:
@@ -86,9 +63,14 @@ async def fails_later() -> None:
 
 
 @with_plugin(4, devices=[2])
-async def test_a_coroutine_for_no_device_that_fails_leaves_the_device_current(
+async def test_coroutines_that_are_for_no_device_see_none(
     client: Any, scheduler: Any, worker: Worker
 ) -> None:
+    for device in (None, "none"):
+        with dask.annotate(device=device):
+            assert await client.submit(coroutine, pure=False) == {None}
+    assert await client.submit(coroutine, pure=False) == {2}
+    assert await client.run(coroutine) == {worker.address: {2}}
     with dask.annotate(device=None):
         with pytest.raises(RuntimeError, match="later"):
             await client.submit(fails_later)
@@ -98,6 +80,7 @@ async def test_a_coroutine_for_no_device_that_fails_leaves_the_device_current(
         assert await client.submit(unpacked_on, Seen(), pure=False) == 2
     await client.unregister_worker_plugin("devctx")
     assert current_context() == 0
+    assert await client.run(here) == {worker.address: None}
 
 
 @pytest.mark.parametrize("nbytes", [0, 20_000_000], ids=["event loop", "offload"])
@@ -110,18 +93,11 @@ async def test_values_are_unpacked_on_the_workers_device(
     with dask.annotate(device="none"):
         assert await client.submit(unpacked_on, seen) == 2
         assert await client.submit(unpacked_on, Seen(), pure=False) == 2  # in the task itself
+    await client.scatter({"x": SimulatedArray.asarray(np.ones(3))}, hash=False)
+    assert device_of(worker.data["x"]) is Device(2)
     packed.clear()
     assert (await client.gather(seen)).padding == bytes(nbytes)
     assert 2 in packed
-    await client.unregister_worker_plugin("devctx")
-
-
-@with_plugin(4, devices=[2])
-async def test_arrays_arrive_on_the_workers_device(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
-    await client.scatter({"x": SimulatedArray.asarray(np.ones(3))}, hash=False)
-    assert device_of(worker.data["x"]) is Device(2)
     await client.unregister_worker_plugin("devctx")
 
 

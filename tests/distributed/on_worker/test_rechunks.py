@@ -54,29 +54,25 @@ async def test_arrays_are_on_devices_again(
     assert len(used) > 1
 
 
-@with_plugin(8)
-async def test_on_the_device_of_the_task(client: Any, scheduler: Any, worker: Any) -> None:
-    x = on_devices(160)
-    with dask.annotate(device=3):
-        rows = x.rechunk((40, N), method="p2p").map_blocks(on, dtype=int)
-        found = await client.compute(rows)
-    assert (found == 3).all()
-
-
 def on(x: SimulatedArray) -> Any:
     return np.full(x.shape, x.device.device_id)
 
 
 @with_plugin(8)
-async def test_a_task_without_a_device_gets_host_arrays(
+async def test_on_the_device_of_the_task_or_on_the_host_where_it_has_none(
     client: Any, scheduler: Any, worker: Any
 ) -> None:
     x = on_devices(160)
+    with dask.annotate(device=3):
+        rows = x.rechunk((40, N), method="p2p").map_blocks(on, dtype=int)
+        assert (await client.compute(rows) == 3).all()
     with dask.annotate(device="none"):
-        rows = x.rechunk((40, N), method="p2p")
-        found = await client.compute(rows)
+        found = await client.compute(x.rechunk((40, N), method="p2p"))
     assert type(found) is np.ndarray
     assert (found == numbers()).all()
+    assert "add_partition" in vars(ArrayRechunkRun)
+    await client.unregister_worker_plugin("devctx")
+    assert "add_partition" not in vars(ArrayRechunkRun), "dask's own is back"
 
 
 class Other(SimulatedArray):
@@ -121,10 +117,3 @@ async def test_memory_that_runs_out_for_the_result(
         rows = x.rechunk((40, N), method="p2p").map_blocks(SimulatedArray.get, dtype=x.dtype)
         assert (await client.compute(rows) == numbers()).all()
     assert failed
-
-
-@with_plugin(8)
-async def test_closed_it_leaves_dasks_own(client: Any, scheduler: Any, worker: Any) -> None:
-    assert "add_partition" in vars(ArrayRechunkRun)
-    await client.unregister_worker_plugin("devctx")
-    assert "add_partition" not in vars(ArrayRechunkRun)

@@ -59,8 +59,10 @@ async def test_its_task_fails_with_the_reason_and_the_connection_is_not_used_aga
                 assert await use.result(timeout=20) == 5
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 2, timeout=60)
-async def test_what_comes_with_it_arrives(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 3, timeout=60)
+async def test_what_comes_with_it_arrives_and_another_task_fails_too(
+    client: Any, scheduler: Any, a: Any, b: Any, c: Any
+) -> None:
     await client.register_plugin(DevicePlugin())
     good = client.map(_identity, range(10), workers=[a.address], pure=False)
     bad = client.submit(Unreadable, ValueError, workers=[a.address], pure=False)
@@ -68,19 +70,7 @@ async def test_what_comes_with_it_arrives(client: Any, scheduler: Any, a: Any, b
     with_bad = client.submit(lambda *values: len(values), *good, bad, workers=[b.address])
     without = client.submit(lambda *values: sum(values), *good, workers=[b.address])
     assert await without.result(timeout=20) == 45
-    with pytest.raises(ValueError, match="no such thing here"):
-        await with_bad.result(timeout=20)
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 3, timeout=60)
-async def test_nobody_gets_what_stands_for_it(
-    client: Any, scheduler: Any, a: Any, b: Any, c: Any
-) -> None:
-    await client.register_plugin(DevicePlugin())
-    bad = client.submit(Unreadable, ValueError, workers=[a.address], pure=False)
-    await wait(bad)
-    for worker in (b, c, b):
-        use = client.submit(len, bad, workers=[worker.address], pure=False)
+    for use in (with_bad, *(client.submit(len, bad, workers=[w.address]) for w in (b, c))):
         with pytest.raises(ValueError, match="no such thing here"):
             await use.result(timeout=20)
     use = client.submit(lambda value: value.error, bad, workers=[a.address], pure=False)
