@@ -22,7 +22,7 @@ from dask_devctx import (
     StreamPriorityRange,
     driver,
 )
-from dask_devctx.errors import DevctxError, DeviceNotFoundError, DeviceScopeError, DriverError
+from dask_devctx.errors import DevctxError, DeviceScopeError, DriverError
 from tests.addressed import AddressedDriver
 
 
@@ -149,18 +149,6 @@ def test_enumerations_are_the_drivers(ours, theirs, prefix):
     for member in theirs:  # older bindings have fewer
         if member.name != "CU_LIMIT_MAX":
             assert named[member.name] == member.value
-
-
-def test_scope(own):
-    with own as entered:
-        assert entered is own
-        assert own.is_current
-        assert current() == own.handle
-        with Device(0):
-            assert not own.is_current
-        assert own.is_current
-    assert not own.is_current
-    assert current() == 0
 
 
 # -- closing
@@ -358,11 +346,6 @@ def test_temporary_that_cannot_be_closed(machine):
         1 / 0  # noqa: B018
     assert "cuCtxDestroy failed" in caught.value.__notes__[0]
     own.close()
-
-
-def test_temporary_looks_at_its_device_when_it_is_entered(machine):
-    with pytest.raises(DeviceNotFoundError):
-        Context.temporary(9).__enter__()
 
 
 def test_equality_and_hash_last(machine):

@@ -67,12 +67,6 @@ def test_as_the_driver_shows_them(backend):
         assert calls.device_compute_capability(info.device_id) == info.compute_capability
 
 
-def test_creates_no_context(backend):
-    for device in devices():
-        assert device.name
-        assert backend.driver().primary_state(device.device_id) == (0, False)
-
-
 def test_touches_no_driver(machine):
     assert [d.device_id for d in devices()] == [0, 1, 2, 3]
     assert devices()[1].memory_info.total == 16 * 2**30

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -104,21 +103,6 @@ def test_a_failing_get_leaves_the_thread_as_it_was(machine: SimulatedMachine) ->
         pass
     assert (caught.value.function, caught.value.code) == ("cuCtxGetCurrent", int(ILLEGAL))
     assert open_scopes() == ()
-
-
-def test_a_status_that_the_bindings_do_not_know(machine: SimulatedMachine) -> None:
-    error = Device(0)._backend.calls.set_current_error(123_456)
-    assert isinstance(error, DriverError)
-    assert error.code == 123_456
-    assert pickle.loads(pickle.dumps(error)).code == 123_456
-
-
-@pytest.mark.parametrize("arguments", [(), (None,), (None, None, None, None)])
-def test_exit_takes_three_arguments(
-    machine: SimulatedMachine, arguments: tuple[object, ...]
-) -> None:
-    with pytest.raises(TypeError):
-        Device(1).__exit__(*arguments)  # type: ignore[call-overload]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
