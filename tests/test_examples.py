@@ -47,11 +47,17 @@ sys.exit(segment_images.main())
 """
 
 
+VARIABLES = {
+    "DASK_DEVCTX__SIMULATED_DEVICES": "2",
+    "DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver",  # workers that start fast
+}
+
+
 def python(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=os.environ | {"DASK_DEVCTX__SIMULATED_DEVICES": "2"} | variables,
+        env=os.environ | VARIABLES | variables,
         capture_output=True,
         text=True,
         timeout=100,

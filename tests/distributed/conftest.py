@@ -14,6 +14,7 @@ import pytest
 from distributed import utils_test
 
 from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed.starting import forked_workers
 
 
 @pytest.fixture
@@ -22,8 +23,10 @@ def simulation() -> str:
 
 
 @pytest.fixture(autouse=True)
-def on_simulated_devices(machine: SimulatedMachine, validate: None) -> None:
+def on_simulated_devices(machine: SimulatedMachine, validate: None) -> Iterator[None]:
     """All tests here run so."""
+    with forked_workers():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,7 @@ _VARIABLES = ("DASK_DEVCTX__LOCK_DIRECTORY", "DASK_DEVCTX__SIMULATED_DEVICES")
 
 @contextmanager
 def forked_workers() -> Iterator[None]:
-    """Have nannies start processes in a third of the time that dask's default takes.
-
-    Other tests start processes in dask's way.
-    """
+    """Have nannies start processes in a third of the time that dask's default takes."""
     settings = {
         "distributed.worker.multiprocessing-method": "forkserver",
         "distributed.nanny.environ": {name: os.environ[name] for name in _VARIABLES},

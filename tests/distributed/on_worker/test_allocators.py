@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ GB, GIB = 10**9, 2**30
 
 
 @pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started now find the stand-ins."""
+def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Processes that are started now find the stand-ins, also when they import distributed."""
     monkeypatch.syspath_prepend(STANDINS)
+    with dask.config.set({"distributed.worker.multiprocessing-method": "spawn"}):
+        yield
 
 
 def chains() -> dict[int, list[tuple[Any, ...]]]:
