@@ -178,7 +178,7 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
                     "replace the other, or remove the other first: "
                     f"client.unregister_worker_plugin({name!r})"
                 )
-        if self.extension is not None:  # another worker of this process uses this object
+        if self._share is not None:  # another worker of this process uses this object
             own = copy.copy(self)
             own.extension = own._share = None
             worker.plugins.update({n: own for n, p in worker.plugins.items() if p is self})
