@@ -60,7 +60,8 @@ def _choose() -> Backend:
         chosen = _active
         if chosen is not None and chosen is not _real:
             return chosen
-        settings.warn_of_unknown_variables()
+        if chosen is None:
+            settings.warn_of_unknown_variables()
         count = settings.simulated_devices()
         if chosen is not None and not count:
             return chosen
