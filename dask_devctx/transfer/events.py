@@ -197,20 +197,24 @@ class Stamp:
 
     def done(self) -> bool:
         """Return whether the work is done, without a wait; ``DriverError`` if it failed."""
-        if (
-            not self._done
-            and self._record_rest(wait=False)
-            and all(event.done() for events in self._events.values() for event in events)
-        ):
-            self._done = True  # this never changes back, so the events can be used again
-            self._events = dict.fromkeys(self._events, ())
-        return self._done
+        if self._done:
+            return True
+        if self._unrecorded and not self._record_rest(wait=False):
+            return False
+        for events in self._events.values():
+            for event in events:
+                if not event.done():
+                    return False
+        self._events = dict.fromkeys(self._events, ())  # they can be used again
+        self._done = True
+        return True
 
     def _succeeded(self) -> bool:
         """Return whether the work is done; False if it failed: a wait raises the error."""
-        with suppress(DriverError):
+        try:
             return self.done()
-        return False
+        except DriverError:
+            return False
 
     def __repr__(self) -> str:
         return f"<Stamp of {', '.join(map(str, self._events)) or 'nothing'}>"

@@ -82,10 +82,11 @@ class BytesByDevice(Registry):
         super().__init__("nbytes_by_device", lambda value: {})
 
     def __call__(self, value: object) -> dict[Device, int]:
-        if walk.is_plain(value):
-            return {}
-        if walk.find(type(value)) is walk.LEAF:
+        found = walk.find(type(value))
+        if found is walk.LEAF:
             return self._count(value)
+        if found is None or (found.holds is not None and not found.holds(value)):
+            return {}
         for at_most in (_FIRST_LOOK, walk.AT_MOST - _FIRST_LOOK):
             seen = walk.look(value, self._count, at_most)
             if seen.complete:
