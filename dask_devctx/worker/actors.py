@@ -18,7 +18,7 @@ from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import DeviceFunction, Together, known_as_the_tasks
 from dask_devctx.dask_internals import worker as internals
-from dask_devctx.transfer import nbytes_by_device, stamp, to_device
+from dask_devctx.transfer import Stamp, nbytes_by_device, stamp, to_device
 from dask_devctx.worker.failures import guard
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.failures.monitor import Monitor
@@ -73,6 +73,7 @@ class DeviceActors(dict[Hashable, Any]):
         self._admission = admission
         self._moves = move_inputs
         self._called: Hashable = None
+        self._made: list[Stamp] = []
         self._unanswered: Counter[Hashable] = Counter()
         self._claims: dict[Hashable, Claim] = {}
         self.on_change: Callable[[], object] = lambda: None  # what actors keep
@@ -139,14 +140,15 @@ class DeviceActors(dict[Hashable, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         actor = super().__getitem__(key)
+        made: list[Stamp] = []
         if self._called is not None and self._called == key:
-            self._called = None
+            self._called, made = None, self._made
         elif not internals.in_an_actor():
             return actor
         devices = self._devices_of(key)
         if not devices:
             return actor
-        return _OnDevices(actor, devices, key, self._monitor, self._moves)
+        return _OnDevices(actor, devices, key, self._monitor, self._moves, made)
 
     def _devices_of(self, key: Hashable) -> tuple[Device, ...]:
         ts = self._worker.state.tasks.get(key)
@@ -155,7 +157,8 @@ class DeviceActors(dict[Hashable, Any]):
 
     def _executing(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         async def execute_on_device(actor: Hashable = None, **kwargs: Any) -> Any:
-            self._called = actor  # dask looks it up before other code runs on this loop
+            made: list[Stamp] = []
+            self._called, self._made = actor, made  # dask looks it up before other code runs here
             self._unanswered[actor] += 1
             failed = True
             try:
@@ -167,7 +170,11 @@ class DeviceActors(dict[Hashable, Any]):
                     self._worker.loop.call_later(_ON_ITS_WAY_S, self._has_answered, actor)
                 else:
                     self._has_answered(actor)
-            return self._to_send(actor, answer)
+            while not all(one.may_be_read() for one in made):  # a graph is being captured
+                await asyncio.sleep(_POLL_S)
+            for one in made:
+                one.hold_back_readers()
+            return answer
 
         return execute_on_device
 
@@ -217,8 +224,10 @@ class _OnDevices:
         key: Hashable,
         monitor: Monitor,
         moves: bool,
+        made: list[Stamp],
     ) -> None:
         self._actor = actor
+        self._made = made
         self._devices = devices
         self._key = key
         self._monitor = monitor
@@ -229,11 +238,15 @@ class _OnDevices:
             attribute = getattr(self._actor, name)
         if not callable(attribute):
             return attribute
-        return DeviceMethod(self._monitor, self._key, self._devices, attribute, self._moves)
+        call = self._monitor, self._key, self._devices, attribute, self._moves
+        return DeviceMethod(*call, self._made)
 
 
 class DeviceMethod(DeviceFunction[..., Any]):
-    """A method of an actor, on the actor's devices; its arguments move there."""
+    """A method of an actor, on the actor's devices; its arguments move there.
+
+    ``made`` gets the stamp of the work that makes its result.
+    """
 
     def __init__(
         self,
@@ -242,8 +255,10 @@ class DeviceMethod(DeviceFunction[..., Any]):
         devices: tuple[Device, ...],
         method: Callable[..., Any],
         moves: bool,
+        made: list[Stamp],
     ) -> None:
         super().__init__(devices[0], method)
+        self._made = made
         self._monitor = monitor
         self._key = key
         self._devices = devices
@@ -270,11 +285,17 @@ class DeviceMethod(DeviceFunction[..., Any]):
         if self._moves:
             args, kwargs = _brought((args, kwargs), self._devices)
         with known_as_the_tasks(self._devices):
-            return self.__wrapped__(*args, **kwargs)
+            return self._stamped(self.__wrapped__(*args, **kwargs))
 
     async def _call_coroutine(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with known_as_the_tasks(self._devices):
-            return await self._call(args, kwargs)
+            return self._stamped(await self._call(args, kwargs))
+
+    def _stamped(self, result: Any) -> Any:
+        with suppress(Exception):  # a user's type raised, or the device failed
+            if (made := stamp(result)) is not None:
+                self._made.append(made)
+        return result
 
 
 def _guard(monitor: Monitor, key: Hashable, devices: tuple[Device, ...], *, inside: bool) -> Guard:
