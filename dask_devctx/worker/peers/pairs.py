@@ -36,6 +36,7 @@ _TIMEOUT_S: Final = 10.0
 # A worker that refused for a passing reason is asked again after this time.
 _AGAIN_S: Final = 5.0
 _MOST_OF_A_REASON: Final = 1000
+_NO_PLUGIN: Final = "it does not run this version of the plugin"
 _NAME: Final = uuid.uuid4().hex
 
 
@@ -75,7 +76,10 @@ class Pairs:
                 task.add_done_callback(lambda _: self._asking.pop(address, None))
             if not known:
                 await asyncio.wait([task])  # who asks for data goes on where this was cancelled
-        return self.reasons.get(address) or self.memories.get(address, "")
+        reason = self.reasons.get(address, "")
+        if reason == _NO_PLUGIN:  # it would not understand
+            return ""
+        return reason or self.memories.get(address, "")
 
     async def refuse(self, address: str, reason: str) -> None:
         """Stop reading a worker's memory."""
@@ -119,7 +123,7 @@ class Pairs:
         hello = Hello(PROTOCOL, own, _process(), _host())
         answer = await asyncio.wait_for(self._local.call(address, HELLO, hello), _TIMEOUT_S)
         if not isinstance(answer, list | tuple):
-            return "it does not run this version of the plugin", True
+            return _NO_PLUGIN, True
         if len(answer) == len(Refused._fields):
             refused = read(Refused, answer)
             return refused.reason, refused.passes

@@ -121,8 +121,11 @@ class Sender:
             gathered = any(parcel.gathered for parcel in parcels.values())
             here = len(total) == 1
             sending = Sending(parts, staging, stamps, gathered=gathered, on_one_device=here)
-            # In one go: each change of threads takes time.
-            return sending, parcels, not quick and _start_and_finish(sending, 0)
+            try:  # in one go: each change of threads takes time
+                return sending, parcels, not quick and _start_and_finish(sending, 0)
+            except BaseException:
+                sending.close()
+                raise
 
         begun = begin() if quick else await self._local.run(begin)
         if begun is None:

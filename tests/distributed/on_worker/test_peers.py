@@ -404,6 +404,19 @@ def test_where_the_driver_refuses_values_go_as_dask_sends_them(
         assert reason in row.reason
 
 
+@pytest.mark.parametrize("value", [peers.array, of_3_mb], ids=["small", "large"])
+def test_a_copy_that_fails_sends_a_value_through_the_host_once(pair: Pair, value: Any) -> None:
+    client, workers = pair
+    assert peers.send(client, value, peers.last, workers) == ARRIVED
+    before = peers.ways(client)
+    client.run(peers.fail, "cuMemcpyAsync", 1, workers=workers[:1])
+    for _ in range(2):
+        assert peers.send(client, value, peers.last, workers) == ARRIVED
+    after = {"host": before.get("host", 0) + 1, "ipc": before["ipc"] + 1}
+    assert peers.ways(client) == {**before, **after}
+    assert peers.nothing_staged(client)
+
+
 def test_memory_that_can_be_opened_no_more_is_asked_for_no_more() -> None:
     with peers.cluster(2) as (client, workers):
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
