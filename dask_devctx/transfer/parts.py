@@ -172,7 +172,10 @@ class Container(Protocol):
         return 0 if self._put else len(parts) - len(parts.names)
 
     def begin(self, value: Any, parts: list[Any]) -> Any:
-        return self.base.__new__(self.kind, *(() if self._put else (parts,)))
+        made = self.base.__new__(self.kind, *(() if self._put else (parts,)))
+        if self.base is deque:
+            deque.__init__(made, (), deque.maxlen.__get__(value))
+        return made
 
     def finish(self, value: Any, made: Any, items: list[Any]) -> None:
         if self._put:
@@ -186,13 +189,6 @@ def _ends(forwards: Iterator[Any], backwards: Iterator[Any], at_most: int) -> li
 
 def _backwards(value: tuple[Any, ...]) -> Iterator[Any]:
     return (tuple.__getitem__(value, n) for n in range(tuple.__len__(value) - 1, -1, -1))
-
-
-class Queue(Container):
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        made: deque[Any] = super().begin(value, parts)
-        deque.__init__(made, (), deque.maxlen.__get__(value))
-        return made
 
 
 class DictLike(Container):
@@ -295,7 +291,7 @@ _BASES: dict[type, Callable[..., Protocol]] = {
     tuple: partial(Container, backwards=_backwards),
     set: partial(Container, put=set.update),
     frozenset: Container,
-    deque: partial(Queue, put=deque.extend, backwards=deque.__reversed__),
+    deque: partial(Container, put=deque.extend, backwards=deque.__reversed__),
     functools.partial: Call,
     types.MethodType: Call,
     types.SimpleNamespace: ObjectLike,

@@ -6,6 +6,7 @@ copy, too. An object in which nothing changes is not copied. This only reads the
 
 from __future__ import annotations
 
+import copy
 import copyreg
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -55,19 +56,11 @@ class Reduced(Protocol):
         state, members, pairs, set_state = items
         if type(state) is dict:
             state = dict(state)  # it may be the source's own dictionary: do not share it
-        if state is not None and set_state is not None:
+        if set_state is not None and state is not None:
             set_state(made, state)
-        elif state is not None and hasattr(made, "__setstate__"):
-            made.__setstate__(state)
-        elif state is not None:
-            state, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
-            made.__dict__.update(state or {})
-            for name, part in (slots or {}).items():
-                object.__setattr__(made, name, part)
-        for member in members:
-            made.append(member)
-        for key, part in pairs:
-            made[key] = part
+            state = None
+        put: Any = copy._reconstruct  # type: ignore[attr-defined]  # as copy.copy does
+        put(made, None, lambda: made, (), state, iter(members), iter(pairs))
 
 
 class _Node:
