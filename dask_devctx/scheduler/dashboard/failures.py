@@ -32,7 +32,7 @@ th {{ color: {faint}; font-weight: normal; text-align: left; position: sticky; t
 th, td {{ padding: 3px 10px; border-bottom: 1px solid {grid}; vertical-align: top;
           overflow-wrap: anywhere; }}
 td:nth-child(3), td:nth-child(4) {{ min-width: 8em; }}
-td:nth-child(-n+2) {{ white-space: nowrap; overflow-wrap: normal; }}
+th, td:nth-child(-n+2) {{ white-space: nowrap; overflow-wrap: normal; }}
 """
 
 

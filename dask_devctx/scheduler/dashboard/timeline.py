@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import cycle
 from typing import Any, Final, NamedTuple
 
+from bokeh.colors import RGB
 from bokeh.core.properties import value
 from bokeh.palettes import Category20
 from dask.utils import format_bytes, format_time
@@ -60,7 +62,7 @@ class Timeline:
 
     def __init__(self, times: TimeAxis, lanes: LaneAxis, colours: Colours) -> None:
         self._slots = Slots()
-        self._tasks = Rows("left right bottom top color key about")
+        self._tasks = Rows("left right bottom top color edge key about")
         self._copies = Rows("left right bottom top color nbytes about")
         self._failed, self._running = Rows("x y"), Rows("left right bottom top about")
         self._kept: deque[_Ran] = deque(maxlen=MOST_ROWS)
@@ -75,10 +77,10 @@ class Timeline:
             **box, source=self._running.source, fill_color=colours.grid, fill_alpha=0.8,
             line_color=None, legend_label="running",
         )  # fmt: skip
-        # The border tells two tasks of one kind apart.
+        # The edge tells two tasks of one kind apart, and shows one that is too short to be seen.
         tasks = self.root.quad(
-            **box, source=self._tasks.source, fill_color="color", line_color=colours.page,
-            line_width=0.6,
+            **box, source=self._tasks.source, fill_color="color", line_color="edge",
+            line_width=1,
         )  # fmt: skip
         copies = self.root.quad(
             **box, source=self._copies.source, fill_color="color", line_color="color"
@@ -158,6 +160,7 @@ class Timeline:
             height = (high - low) / self._slots.count((host, row.uuid))
             top = middle + high - slot * height
             wrong = row.outcome == "error"
+            colour = FAILED if wrong else self._kinds.colour(row.prefix)
             lines = {
                 "key": str(row.key),
                 "device": batch.lanes.label(host, row.uuid),
@@ -172,7 +175,8 @@ class Timeline:
                     "right": batch.ms(stop),
                     "bottom": top - 0.92 * height,
                     "top": top,
-                    "color": FAILED if wrong else self._kinds.colour(row.prefix),
+                    "color": colour,
+                    "edge": _edge(colour),
                     "key": str(row.key),
                     "about": about(f"{row.prefix}{' failed' if wrong else ''}", lines),
                 }
@@ -222,6 +226,14 @@ class Timeline:
                     "top": one.middle + high,
                     "about": about("running", lines),
                 }
+
+
+@lru_cache
+def _edge(colour: str) -> str:
+    """Return a colour beside which a colour can be seen, and that is like it."""
+    rgb = RGB.from_hex_string(colour)
+    lightness = (rgb.r + rgb.g + rgb.b) / (3 * 255)
+    return str((rgb.lighten(0.25) if lightness < 0.3 else rgb.darken(0.15)).to_hex())
 
 
 def _about_copy(host: str, row: Copy, batch: Batch) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from dask_devctx.scheduler.dashboard.figures import LIGHT, LaneAxis, TimeAxis
 from dask_devctx.scheduler.dashboard.lanes import Lanes, Member, Slots
 from dask_devctx.scheduler.dashboard.levels import MemoryPlot, UtilizationPlot
 from dask_devctx.scheduler.dashboard.timeline import Timeline
+from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
+from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.rows import Sample, TaskRun
 
 
@@ -101,8 +104,10 @@ def test_tasks_side_by_side_are_told_apart() -> None:
     plot = timeline(run(kind, n, n + 1.0, kind=kind) for n, kind in enumerate(kinds))
     assert len({*data(plot, "key")["color"]}) == len(kinds), "each kind has its own colour"
     (bars,) = (one.glyph for one in plot.root.renderers if "key" in one.data_source.data)
-    assert bars.line_color == LIGHT.page
+    assert bars.line_color == "edge"
     assert bars.line_width > 0
+    shown = data(plot, "key")
+    assert not {*shown["edge"]} & {*shown["color"]}
 
 
 def test_the_legend_has_the_colour_of_tasks_that_failed() -> None:
@@ -177,3 +182,21 @@ def test_memory_of_a_device_that_two_workers_use() -> None:
     for text in ("held by dask</td><td>350 B", "free</td><td>400 B", "processes</td><td>250 B"):
         assert text in shown["about"][-1]
     assert beside(plot) == ["600 B used"]
+
+
+def test_the_matrix_adds_up_the_rows_of_heartbeats() -> None:
+    row = {"source": "GPU-a-0", "destination": "GPU-a-1", "nbytes": 2048, "copies": 2, "saved": 1}
+    timed = {"measured_nbytes": 2_000_000_000, "measured_s": 1.0}
+    metrics = {"devctx-traffic": [{**row, "transport": "peer", **timed}, {"newer": 1}]}
+    worker = SimpleNamespace(metrics=metrics)
+    scheduler: Any = SimpleNamespace(workers={"one": worker, "two": worker}, plugins={})
+    scheduler.plugins["routing"] = SimpleNamespace(history=DeviceHistory(scheduler, list))
+    plot = TransferMatrix(scheduler, LIGHT)
+    plot.show(batch(Lanes(members("a")), again=True))
+    cells = data(plot, "nbytes")
+    names = ("source", "destination", "transport", "nbytes", "text")
+    assert [cells[name] for name in names] == [
+        ["cuda:0"], ["cuda:1"], ["within a worker"], [4096], ["4.00 kiB\n2 GB/s"]
+    ]  # fmt: skip
+    assert "used again</td><td>2<" in cells["about"][0]
+    assert plot.root.title.text == "Transfers: 4.00 kiB in 4 values"
