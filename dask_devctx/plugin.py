@@ -12,8 +12,9 @@ from dask.utils import funcname
 from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config
+from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, remembered_tasks
-from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_only
+from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_options
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals import check_worker
@@ -79,13 +80,13 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
     extension: DeviceExtension | None = None
     _share: DeviceShare | None = None
 
-    @takes_only(Options)
-    def __init__(self, **given: Any) -> None:
-        refuse_unknown(given, OPTION_NAMES, type(self).__name__)
+    @takes_options
+    def __init__(self, **options: Any) -> None:
+        refuse_unknown(options, OPTION_NAMES, type(self).__name__)
         self.annotations_kept = keep_annotations()
         serialization.register()  # in this process too, for the values that it scatters
         config.warn_of_unknown_keys()
-        self.options = Options(**given)
+        self.options = Options(**options)
         if self.options.rmm_async and self.options.rmm_pool_size is not None:
             warnings.warn(
                 "'rmm_pool_size' is not needed when 'rmm_async' is enabled: the asynchronous "
@@ -106,27 +107,17 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         return f"DevicePlugin({given})"
 
     def _repr_html_(self) -> str:
-        rows = {"uses": ", ".join(self._uses()), **self._chosen()}
-        return html_table("DevicePlugin", {name: str(value) for name, value in rows.items()})
-
-    def _uses(self) -> tuple[str, ...]:
-        if self.extension is not None:
-            return tuple(str(device.info) for device in self.worker_devices)
-        named = self.options.devices
-        return ("all devices of each worker",) if named is None else tuple(map(str, named))
+        uses = [device.info for device in self.worker_devices] or self.options.devices
+        rows = {"uses": ", ".join(map(str, uses or ["all devices of each worker"]))}
+        rows |= {name: str(value) for name, value in self._chosen().items()}
+        return html_table("DevicePlugin", rows)
 
     def _chosen(self) -> dict[str, Any]:
         """Return the devices, and the options that are not the default."""
-        usual = config.defaults["devctx"]
-        options = {name: getattr(self.options, name) for name in (*OPTION_NAMES, *SETTINGS)}
-        changed = {
-            name: value
-            for name, value in options.items()
-            if value is not None and value != usual.get(name.replace("_", "-"))
-        }
-        if self.extension is not None:
-            return {"worker_devices": self.worker_devices, **changed}
-        return changed
+        usual, values = config.defaults["devctx"], {n: getattr(self, n) for n in OPTION_NAMES}
+        changed = {n: v for n, v in values.items() if v not in (None, usual.get(key_of(n)))}
+        there = {} if self.extension is None else {"worker_devices": self.worker_devices}
+        return there | changed
 
     @property
     def worker_devices(self) -> tuple[Device, ...]:

@@ -152,15 +152,13 @@ def _shape(
         if len(free) < len(used):  # later, too, the workers use no others
             own["devctx.devices"] = [device.uuid for device in free]
             used = free
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with _warnings_echoed():
         warn_of_limit(options.device_memory_limit, used)
-    for one in told:
-        click.echo(one.message, err=True)
     if options.shared:
         yield options, n_workers, len(used)
         return
-    per_worker = options.devices_per_worker or _share(len(free), n_workers)
+    with _warnings_echoed():
+        per_worker = options.devices_per_worker or even_share(len(free), n_workers)
     if n_workers * per_worker > len(used):
         raise click.UsageError(
             f"{counted(n_workers, 'worker')} with {counted(per_worker, 'device')} each need "
@@ -210,13 +208,13 @@ def _protocol(protocol: str | None, address: str | None, ucx: dict[str, Any]) ->
     return found
 
 
-def _share(n_devices: int, n_workers: int) -> int:
+@contextmanager
+def _warnings_echoed() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        share = even_share(n_devices, n_workers)
+        yield
     for one in told:
         click.echo(one.message, err=True)
-    return share
 
 
 # -- the command's options

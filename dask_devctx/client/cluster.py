@@ -30,7 +30,7 @@ from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
-from dask_devctx.config.signatures import documents_options, takes_also
+from dask_devctx.config.signatures import documents_options, takes_options
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.cuda.html import html_table
@@ -108,7 +108,7 @@ class LocalDeviceCluster(WatchedCluster):
     # Whether it has only those that were free then.
     _is_rest = False
 
-    @takes_also
+    @takes_options
     def __init__(
         self,
         n_workers: int | None = None,

@@ -95,14 +95,10 @@ def between(before: Moment, now: Moment) -> list[LiveDevice]:
         for name in ("running", "queued", "done", "failed"):
             setattr(live, name, getattr(live, name) + getattr(counts, name))
         live.utilization = counts.utilization
-        for kind in OF_A_DEVICE:
-            nbytes = getattr(counts, memory_field(kind))
-            if nbytes is not None:
-                live.memory[kind] = nbytes
-        for kind in OF_A_WORKER:
-            nbytes = getattr(counts, memory_field(kind))
-            if nbytes is not None:
-                live.memory[kind] = live.memory.get(kind, 0) + nbytes
+        for kind in (*OF_A_DEVICE, *OF_A_WORKER):
+            if (nbytes := getattr(counts, memory_field(kind))) is not None:
+                before_this = live.memory.get(kind, 0) if kind in OF_A_WORKER else 0
+                live.memory[kind] = before_this + nbytes
         earlier = before.devices.get((worker, uuid))
         if elapsed_s > 0 and earlier is not None:
             ended = counts.done + counts.failed - earlier.done - earlier.failed

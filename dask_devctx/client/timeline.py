@@ -8,7 +8,6 @@ import os
 from collections.abc import Generator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from distributed import Client, Scheduler
@@ -69,24 +68,14 @@ class Timeline:
         self._client.sync(self._ask_for_history)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._client.sync(self._finish)
 
     async def __aenter__(self) -> Self:
         await self._ask_for_history()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._finish()
 
     async def _ask_for_history(self) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from typing import Any, Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Final, TypeVar
 
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import OPTION_NAMES, RMM_NAMES, SETTINGS, Options
@@ -15,32 +14,13 @@ from dask_devctx.errors.base import nearest
 # The paragraphs of all options replace this line in a class's docstring.
 _PLACE: Final = "{options}"
 
-P = ParamSpec("P")
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def takes_only(
-    options: Callable[P, Options],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate a constructor whose keyword arguments are the options, for help and editors."""
-
-    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        _sign(init, others=False)
-        return init
-
-    return decorate
-
-
-def takes_also(init: Init) -> Init:
-    """Decorate a constructor that takes the options and other keyword arguments."""
-    _sign(init, others=True)
-    return init
-
-
-def _sign(init: Any, *, others: bool) -> None:
+def takes_options(init: Init) -> Init:
+    """Decorate a constructor that takes the options as keyword arguments, for help and editors."""
     signature = inspect.signature(init)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    rest = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    *own, rest = signature.parameters.values()
     taken = [
         inspect.Parameter(
             one.name,
@@ -51,8 +31,11 @@ def _sign(init: Any, *, others: bool) -> None:
         for one in fields(Options)
         if one.name in OPTION_NAMES
     ]
-    parameters = itertools.chain(own, taken, rest if others else ())
-    init.__signature__ = signature.replace(parameters=list(parameters))
+    others = [rest] if rest.name == "kwargs" else []  # `**options` takes nothing else
+    init.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*own, *taken, *others]
+    )
+    return init
 
 
 Class = TypeVar("Class", bound=type)

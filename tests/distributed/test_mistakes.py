@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import dask
 import numpy as np
@@ -35,12 +36,22 @@ START = "LocalDeviceCluster(n_workers=1, dashboard_address=':0')"
 GUARD = 'if __name__ == "__main__":'
 
 
+def run(*arguments: str, **given: Any) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, **given)
+
+
 def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
     path.write_text("from dask_devctx import LocalDeviceCluster\n" + text)
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(
-        [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=100
-    )
+    return run(str(path))
+
+
+def last_line(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the error with which a program ended before it started a process."""
+    assert done.returncode == 1
+    assert "distributed.nanny" not in done.stderr
+    return done.stderr.strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -48,18 +59,13 @@ def run_script(path: Path, text: str) -> subprocess.CompletedProcess[str]:
     [f"cluster = {START}\n", f"def main():\n    {START}\n\nmain()\n", f"with {START}:\n    pass\n"],
     ids=["at once", "in a function", "in a with"],
 )
-def test_a_script_that_starts_a_cluster_while_it_is_imported(tmp_path, text):
-    done = run_script(tmp_path / "job.py", text)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: ")
-    assert "job.py, line" in last
-    assert "a process that imports the script" in last
+def test_a_script_that_starts_a_cluster_while_it_is_imported(tmp_path: Path, text: str) -> None:
+    last = last_line(run_script(tmp_path / "job.py", text))
+    assert re.match(r"RuntimeError: .*job\.py, line .* a process that imports the script", last)
     assert last.endswith(GUARD)
-    assert "distributed.nanny" not in done.stderr  # no process was started
 
 
-def test_a_script_with_the_guard_starts(tmp_path):
+def test_a_script_with_the_guard_starts(tmp_path: Path) -> None:
     done = run_script(tmp_path / "job.py", f"{GUARD}\n    {START}.close()\n    print('closed')\n")
     assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
 
@@ -68,15 +74,9 @@ def test_a_script_with_the_guard_starts(tmp_path):
 def test_a_program_from_standard_input(guard: str) -> None:
     """The workers' processes cannot import it, with a guard either."""
     text = f"from dask_devctx import LocalDeviceCluster\n{guard}{START}\n"
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-"], input=text, env=env, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+    last = last_line(run("-", input=text))
     assert last.startswith("RuntimeError: the main program comes from <stdin>, which is no file")
     assert "Save it in a file" in last
-    assert "distributed.nanny" not in done.stderr  # no process was started
 
 
 def test_a_script_that_ran_as_another_path_is_found(tmp_path: Path) -> None:
@@ -86,13 +86,8 @@ def test_a_script_that_ran_as_another_path_is_found(tmp_path: Path) -> None:
         "import sys; main = sys.modules['__main__']; main.__file__ = sys.argv[1]\n"
         "exec(compile(open('job.py').read(), 'job.py', 'exec'), vars(main))\n"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", program, str(tmp_path / "job.py")]
-    done = subprocess.run(
-        command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert "job.py, line 2, starts a cluster" in done.stderr.strip().splitlines()[-1]
-    assert "distributed.nanny" not in done.stderr
+    done = run("-c", program, str(tmp_path / "job.py"), cwd=tmp_path)
+    assert "job.py, line 2, starts a cluster" in last_line(done)
 
 
 def test_a_notebook_cell_that_runs_twice(capfd):
@@ -141,11 +136,7 @@ def test_simulated_arrays_without_numpy():
         "with Device(1): pass\n"
         "from dask_devctx import SimulatedArray\n"
     )
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60
-    )
-    last = done.stderr.strip().splitlines()[-1]
+    last = last_line(run("-c", program))
     assert "MissingPackageError: SimulatedArray needs the package numpy" in last
     assert "pip install '.[simulated]'" in last
 
