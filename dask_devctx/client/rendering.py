@@ -29,7 +29,7 @@ _BY_DEVICE: Final = (
 _COUNTS: Final = ("running", "queued", "done", "failed")
 _BY_PREFIX: Final = (
     *("tasks", "done", "failed", "busy s", "mean ms"),
-    *("for a place s", "inputs s", "memory s", "devices"),
+    *("for a slot s", "inputs s", "memory s", "devices"),
 )
 
 
@@ -129,7 +129,7 @@ def _prefixes(report: Report) -> Iterator[Sequence[object]]:
             failed,
             round(_busy_s(runs), 2),
             round(1000 * sum(map(_seconds, runs)) / len(runs), 1),
-            round(sum(run.place_s for run in runs), 2),
+            round(sum(run.slot_s for run in runs), 2),
             round(sum(run.inputs_s for run in runs), 2),
             round(sum(run.memory_s for run in runs), 2),
             shortened(on, 10),

@@ -170,7 +170,7 @@ class _Writer:
             "key": str(run.key),
             "outcome": run.outcome,
             "device": run.uuid,
-            "waited for a place (s)": round(run.place_s, 6),
+            "waited for a slot (s)": round(run.slot_s, 6),
             "waited for inputs (s)": round(run.inputs_s, 6),
             "waited for memory (s)": round(run.memory_s, 6),
             "thread": run.thread,

@@ -32,7 +32,7 @@ class PastCounts:
     failed: int = 0
     busy_s: float = 0.0
     occupied_s: float = 0.0
-    place_s: float = 0.0
+    slot_s: float = 0.0
     inputs_s: float = 0.0
     memory_s: float = 0.0
     out_of_memory: int = 0

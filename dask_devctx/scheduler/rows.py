@@ -29,8 +29,8 @@ class TaskRun:
         The times of its start and end; None if it failed before it could run.
     outcome
         ``"memory"`` or ``"error"``.
-    place_s
-        The seconds that it waited on its worker for a free place on its device.
+    slot_s
+        The seconds that it waited on its worker for a free slot of its device.
     inputs_s
         The seconds that its thread spent on bringing its inputs to the device.
     memory_s
@@ -48,11 +48,16 @@ class TaskRun:
     start: float | None
     stop: float | None
     outcome: str
-    place_s: float = 0.0
+    slot_s: float = 0.0
     inputs_s: float = 0.0
     memory_s: float = 0.0
     thread: int | None = None
     nth: int = 0
+
+    @property
+    def place_s(self) -> float:
+        """The old name of ``slot_s``."""
+        return self.slot_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +124,7 @@ class Sample:
     time
         The time.
     running, queued
-        The tasks that run there, and that wait for a place there.
+        The tasks that run there, and that wait for a slot there.
     occupied_s
         The seconds, since the worker has the device, in which it had at least one task.
     memory_free, memory_total
@@ -194,7 +199,7 @@ class DeviceCounts:
     uuid, name
         Its UUID, and its name if that is known.
     queued, running
-        The tasks that wait for a place on it, and that run on it.
+        The tasks that wait for a slot on it, and that run on it.
     done, failed
         The tasks that ended well, and that raised. A task of several devices counts on its first
         one only.
@@ -208,7 +213,7 @@ class DeviceCounts:
         As in :class:`Sample`.
     utilization, bandwidth
         As in :class:`Sample`.
-    place_s, inputs_s, memory_s
+    slot_s, inputs_s, memory_s
         The sums over the tasks that ended; as in :class:`TaskRun`.
     out_of_memory
         How often a task ran out of the device's memory.
@@ -241,7 +246,7 @@ class DeviceCounts:
     memory_others: int | None = None
     utilization: float | None = None
     bandwidth: float | None = None
-    place_s: float = 0.0
+    slot_s: float = 0.0
     inputs_s: float = 0.0
     memory_s: float = 0.0
     out_of_memory: int = 0
@@ -256,6 +261,11 @@ class DeviceCounts:
     def memory_limit(self) -> int | None:
         """The old name of ``device_memory_limit``."""
         return self.device_memory_limit
+
+    @property
+    def place_s(self) -> float:
+        """The old name of ``slot_s``."""
+        return self.slot_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ def assert_equal(content: dict[str, Any], report: Report) -> None:
         assert event["args"]["outcome"] == run.outcome
         assert event["args"]["thread"] == run.thread
         for what, seconds in (
-            ("a place", run.place_s),
+            ("a slot", run.slot_s),
             ("inputs", run.inputs_s),
             ("memory", run.memory_s),
         ):

@@ -264,7 +264,7 @@ METRICS = {
     "devctx": [
         {
             "uuid": UUIDS[0], "device_id": 0, "name": "GPU", "done": 1, "failed": 0, "busy_s": 1.0,
-            "occupied_s": 1.0, "place_s": 0.0, "inputs_s": 0.0, "memory_s": 0.0, "out_of_memory": 0,
+            "occupied_s": 1.0, "slot_s": 0.0, "inputs_s": 0.0, "memory_s": 0.0, "out_of_memory": 0,
         }
     ],
     "devctx-traffic": [

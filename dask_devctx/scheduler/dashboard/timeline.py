@@ -165,7 +165,7 @@ class Timeline:
                 "key": str(row.key),
                 "device": batch.lanes.label(host, row.uuid),
                 "ran for": format_time(stop - start),
-                "waited for a free slot": format_time(row.place_s),
+                "waited for a free slot": format_time(row.slot_s),
                 "waited for its inputs": format_time(row.inputs_s),
                 "waited for memory": format_time(row.memory_s),
             }

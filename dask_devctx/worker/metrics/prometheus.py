@@ -23,7 +23,7 @@ _COUNTERS: Final = {
     "busy_seconds": ("The sum of the seconds of tasks that ended.", ("device",)),
     "occupied_seconds": ("The seconds with one task or more.", ("device",)),
     "waiting_seconds": (
-        "The seconds for which tasks waited: for a place, their inputs, or memory.",
+        "The seconds for which tasks waited: for a slot, their inputs, or memory.",
         ("device", "for"),
     ),
     "transfer_bytes": ("The bytes that moved.", ("source", "destination", "transport")),
@@ -103,7 +103,7 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
             for name in ("busy", "occupied"):
                 sums[f"{name}_seconds"][(uuid,)] += row[f"{name}_s"]
             sums["spilled_bytes"][(uuid,)] += row["spilled_nbytes"]
-            for why in ("place", "inputs", "memory"):
+            for why in ("slot", "inputs", "memory"):
                 sums["waiting_seconds"][uuid, why] += row[f"{why}_s"]
             for state in ("running", "queued"):
                 sums["tasks_under_way"][uuid, state] += row[state]

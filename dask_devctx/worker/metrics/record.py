@@ -159,7 +159,7 @@ class Record:
         uuid, device_id = self._ids[devices[0]] if devices else (None, None)
         if devices:
             counts = self._tallies[devices[0]].counts
-            counts["place_s"] += waited[0]
+            counts["slot_s"] += waited[0]
             counts["inputs_s"] += waited[1]
             counts["memory_s"] += waited[2]
             counts["failed" if failed else "done"] += 1

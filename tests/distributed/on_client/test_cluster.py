@@ -54,21 +54,29 @@ def threads(cluster: LocalDeviceCluster) -> list[int]:
     return [worker.state.nthreads for worker in cluster.workers.values()]
 
 
+HALVES = {"devctx.devices-per-worker": 1, "devctx.devices": [0, 2]}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "settings", "expected"),
     [
-        ({}, [[0, 1, 2, 3]]),
-        ({"n_workers": 2}, [[0, 1], [2, 3]]),
-        ({"n_workers": 4}, [[0], [1], [2], [3]]),
-        ({"n_workers": 2, "devices": [3, "cuda:1"]}, [[1], [3]]),
-        ({"n_workers": 2, "devices_per_worker": 1}, [[0], [1]]),
-        ({"devices": [2]}, [[2]]),
-        ({"n_workers": 2, "plugin": DevicePlugin()}, [[0, 1], [2, 3]]),
+        ({}, {}, [[0, 1, 2, 3]]),
+        ({"n_workers": 2}, {}, [[0, 1], [2, 3]]),
+        ({"n_workers": 4}, {}, [[0], [1], [2], [3]]),
+        ({"n_workers": 2, "devices": [3, "cuda:1"]}, {}, [[1], [3]]),
+        ({"n_workers": 2, "devices_per_worker": 1}, {}, [[0], [1]]),
+        ({"devices": [2]}, {}, [[2]]),
+        ({"n_workers": 2, "plugin": DevicePlugin()}, {}, [[0, 1], [2, 3]]),
+        ({"n_workers": 2}, HALVES, [[0], [2]]),
     ],
 )
-def test_who_gets_what(arguments: dict[str, Any], expected: list[list[int]]) -> None:
-    with LocalDeviceCluster(**arguments, **QUIET) as cluster:
+def test_who_gets_what(
+    arguments: dict[str, Any], settings: dict[str, Any], expected: list[list[int]]
+) -> None:
+    with dask.config.set(settings), LocalDeviceCluster(**arguments, **QUIET) as cluster:
         assert ordinals(cluster) == expected
+    if "plugin" in arguments:
+        assert arguments["plugin"].devices_per_worker is None, "what was given is not changed"
 
 
 @pytest.mark.parametrize(
@@ -118,33 +126,27 @@ def test_whether_memory_can_be_shown_is_tried(
             answer()
 
 
-def test_what_is_left_over_is_told() -> None:
-    with (
-        pytest.warns(
-            UserWarning,
-            match="3 workers will use 3 of the 4 devices, 1 each: 1 device will be idle",
+@pytest.mark.parametrize(
+    ("arguments", "said", "expected"),
+    [
+        ({"n_workers": 3}, "3 workers will use 3 of the 4 devices, 1 each: 1 d", [[0], [1], [2]]),
+        (
+            {"devices_per_worker": 3},
+            "1 worker will use 3 of the 4 devices, 3 each: 1 device will be idle",
+            [[0, 1, 2]],
         ),
-        LocalDeviceCluster(n_workers=3, **QUIET) as cluster,
-    ):
-        assert ordinals(cluster) == [[0], [1], [2]]
-
-
-def test_what_is_left_over_by_the_devices_of_each_worker_is_told() -> None:
-    said = "1 worker will use 3 of the 4 devices, 3 each: 1 device will be idle"
+        ({"devices": [0, "cuda:0"]}, r"devices=\[0, 'cuda:0'\] names a device twice", [[0]]),
+    ],
+)
+def test_devices_that_are_left_over_or_named_twice_are_told(
+    arguments: dict[str, Any], said: str, expected: list[list[int]]
+) -> None:
     with (
         pytest.warns(UserWarning, match=said) as caught,
-        LocalDeviceCluster(devices_per_worker=3, dashboard_address=":0") as cluster,
+        LocalDeviceCluster(**arguments, **QUIET) as cluster,
     ):
-        assert repr(cluster).endswith(", devices=cuda:0, cuda:1, cuda:2)")
+        assert ordinals(cluster) == expected
     assert [one.filename for one in caught] == [__file__]
-
-
-def test_a_device_that_is_named_twice_is_told() -> None:
-    with (
-        pytest.warns(UserWarning, match=r"devices=\[0, 'cuda:0'\] names a device twice"),
-        LocalDeviceCluster(devices=[0, "cuda:0"], **QUIET) as cluster,
-    ):
-        assert ordinals(cluster) == [[0]]
 
 
 def test_threads_are_not_tasks_at_a_time_on_a_device(caplog: pytest.LogCaptureFixture) -> None:
@@ -176,14 +178,6 @@ def test_threads_follow_the_devices_of_a_worker() -> None:
         assert threads(cluster) == [3]
 
 
-def test_the_configuration_splits_too() -> None:
-    with (
-        dask.config.set({"devctx.devices-per-worker": 1, "devctx.devices": [0, 2]}),
-        LocalDeviceCluster(n_workers=2, **QUIET) as cluster,
-    ):
-        assert ordinals(cluster) == [[0], [2]]
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -199,6 +193,11 @@ def test_the_configuration_splits_too() -> None:
         ({"devices_per_worker": 0}, ValueError, "devices_per_worker must be a whole number"),
         ({"plugin": DevicePlugin(), "devices": [0]}, TypeError, "either a plugin"),
         ({"plugin": DevicePlugin(), "devices_per_worker": 1}, TypeError, "either a plugin"),
+        ({"task_per_device": 1}, TypeError, r"no option .*\. Did you mean tasks_per_device\?"),
+        ({"syncronize": 1}, TypeError, r"Did you mean synchronize\?"),
+        ({"memry_limit": 1}, TypeError, r"Did you mean memory_limit\?"),
+        ({"dashbord_address": 1}, TypeError, r"Did you mean dashboard_address\?"),
+        ({"death_timeouts": 1}, TypeError, r"Did you mean death_timeout\?"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(
@@ -272,10 +271,6 @@ def test_scaling() -> None:
             assert client.submit(_where, pure=False).result(timeout=10) == 3
         until_there_are(cluster, 4)
         assert ordinals(cluster) == [[0], [1], [2], [3]]
-        with pytest.raises(
-            ValueError, match="5 workers with 1 device each would need 5, and this machine has 4"
-        ):
-            cluster.scale(5)
         cluster.scale(2)
         until_there_are(cluster, 2)
         cluster.scale(4)
@@ -318,21 +313,6 @@ def test_it_takes_every_option_of_the_plugin() -> None:
     assert DevicePlugin().pre_import is None
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("task_per_device", "tasks_per_device"),
-        ("syncronize", "synchronize"),
-        ("memry_limit", "memory_limit"),
-        ("dashbord_address", "dashboard_address"),
-        ("death_timeouts", "death_timeout"),
-    ],
-)
-def test_a_mistyped_argument_is_named_with_the_one_that_was_meant(name: str, meant: str) -> None:
-    with pytest.raises(TypeError, match=rf"no option '{name}'\. Did you mean {meant}\?"):
-        LocalDeviceCluster(**{name: 1})
-
-
 def test_arguments_of_the_workers_reach_them() -> None:
     class Mine(Worker):  # type: ignore[misc]
         def __init__(self, *args: Any, colour: str, **kwargs: Any) -> None:
@@ -357,27 +337,30 @@ def test_adapting() -> None:
         assert ordinals(cluster) == [[0, 1], [2, 3]]
 
 
-def test_more_workers_than_the_devices_were_divided_among_are_refused_with_the_remedy() -> None:
-    said = (
-        "4 workers with 2 devices each would need 8, and this machine has 4. Start fewer workers, "
-        "or lower devices_per_worker: the 4 devices were divided among n_workers=2. For more "
-        "workers later, pass devices_per_worker to LocalDeviceCluster"
-    )
-    with (
-        LocalDeviceCluster(n_workers=2, **QUIET) as cluster,
-        pytest.raises(ValueError, match=f"^{said}$"),
-    ):
-        cluster.adapt(maximum=4)
-
-
-def test_more_than_there_is_room_for_is_refused() -> None:
-    with (
-        LocalDeviceCluster(n_workers=0, devices_per_worker=1, **QUIET) as cluster,
-        pytest.raises(
-            ValueError, match="9 workers with 1 device each would need 9, and this machine has 4"
+@pytest.mark.parametrize(
+    ("arguments", "n_workers", "said"),
+    [
+        (
+            {"n_workers": 2},
+            4,
+            "^4 workers with 2 devices each would need 8, and this machine has 4. Start fewer "
+            "workers, or lower devices_per_worker: the 4 devices were divided among n_workers=2. "
+            "For more workers later, pass devices_per_worker to LocalDeviceCluster$",
         ),
-    ):
-        cluster.adapt(maximum=9)
+        (
+            {"n_workers": 0, "devices_per_worker": 1},
+            9,
+            "9 workers with 1 device each would need 9, and this machine has 4",
+        ),
+    ],
+)
+def test_more_workers_than_there_is_room_for_are_refused(
+    arguments: dict[str, Any], n_workers: int, said: str
+) -> None:
+    with LocalDeviceCluster(**arguments, **QUIET) as cluster:
+        for grow in (cluster.scale, lambda n: cluster.adapt(maximum=n)):
+            with pytest.raises(ValueError, match=said):
+                grow(n_workers)
 
 
 @pytest.mark.parametrize("how", ["scale", "adapt"])
@@ -434,15 +417,6 @@ def _pid() -> int:
     import os
 
     return os.getpid()
-
-
-def test_a_plugin_without_a_share_is_given_one() -> None:
-    plugin = DevicePlugin(tasks_per_device=2)
-    with LocalDeviceCluster(2, processes=False, dashboard_address=":0", plugin=plugin) as cluster:
-        found = [worker.plugins["devctx"].worker_devices for worker in cluster.workers.values()]
-    assert sorted(device.device_id for used in found for device in used) == [0, 1, 2, 3]
-    assert [len(used) for used in found] == [2, 2]
-    assert plugin.options.devices_per_worker is None, "what was given is not changed"
 
 
 def test_a_plugin_that_is_registered_later_leaves_each_worker_as_many_devices() -> None:

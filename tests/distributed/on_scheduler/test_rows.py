@@ -10,7 +10,7 @@ from distributed import Worker
 
 from dask_devctx import DevicePlugin, report
 from dask_devctx.scheduler.counts import METRIC, Counts, PastCounts
-from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, Transfer
+from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer
 from tests.distributed.devices import with_plugin
 from tests.fuzz.inputs import UUIDS
 from tests.fuzz.messages import METRICS
@@ -71,4 +71,6 @@ def test_old_names_of_fields_can_be_read() -> None:
     assert (copy.target, copy.way) == (copy.destination, copy.transport) == ("b", "ipc")
     assert Transfer("a", "b", "host", 8, 1, 0, 0.0).way == "host"
     assert DeviceCounts(0, "GPU-0", None, device_memory_limit=8).memory_limit == 8
+    assert DeviceCounts(0, "GPU-0", None, slot_s=2.0).place_s == 2
+    assert TaskRun("x", "x", None, None, 0.0, 1.0, "memory", slot_s=2.0).place_s == 2
     assert Sample("GPU-0", 0.0, device_memory_limit=8).memory_limit == 8

@@ -63,7 +63,7 @@ async def test_its_numbers_are_those_of_the_report(
         assert value(samples, "tasks_total", outcome="memory", **where) == device.done
         assert value(samples, "tasks_total", outcome="error", **where) == device.failed
         assert value(samples, "busy_seconds_total", **where) == device.busy_s
-        for why in ("place", "inputs", "memory"):
+        for why in ("slot", "inputs", "memory"):
             waited = value(samples, "waiting_seconds_total", **where, **{"for": why})
             assert waited == getattr(device, f"{why}_s")
         assert value(samples, "memory_bytes", kind="free", **where) == device.memory_free
