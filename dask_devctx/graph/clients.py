@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -89,6 +89,7 @@ def _no_room(error: Exception) -> DeviceMemoryError:
 
 
 _steps, _gathering = ExitStack(), _Gathering()
-_steps.enter_context(around_each_call(_asked_whether_heeded))
-_steps.enter_context(around_each_gather(_gathering))
+with suppress(AttributeError):  # of a dask without these names, which the plugin refuses
+    _steps.enter_context(around_each_call(_asked_whether_heeded))
+    _steps.enter_context(around_each_gather(_gathering))
 logging.getLogger("distributed.protocol.core").addFilter(_gathering)
