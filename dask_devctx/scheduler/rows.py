@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Final
 
 
@@ -54,10 +55,7 @@ class TaskRun:
     thread: int | None = None
     nth: int = 0
 
-    @property
-    def place_s(self) -> float:
-        """The old name of ``slot_s``."""
-        return self.slot_s
+    place_s = property(attrgetter("slot_s"))  # its old name
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +79,8 @@ class Copy:
     timed: bool = True
 
     # The old names of two fields.
-    @property
-    def target(self) -> str:
-        return self.destination
-
-    @property
-    def way(self) -> str:
-        return self.transport
+    target = property(attrgetter("destination"))
+    way = property(attrgetter("transport"))
 
     @property
     def rate(self) -> float | None:
@@ -163,10 +156,7 @@ class Sample:
     bandwidth: float | None = None
     memory_staging: int | None = None
 
-    @property
-    def memory_limit(self) -> int | None:
-        """The old name of ``device_memory_limit``."""
-        return self.device_memory_limit
+    memory_limit = property(attrgetter("device_memory_limit"))  # its old name
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,15 +247,9 @@ class DeviceCounts:
     memory_staging: int | None = None
     spills_for_retries: int = 0
 
-    @property
-    def memory_limit(self) -> int | None:
-        """The old name of ``device_memory_limit``."""
-        return self.device_memory_limit
+    memory_limit = property(attrgetter("device_memory_limit"))  # its old name
 
-    @property
-    def place_s(self) -> float:
-        """The old name of ``slot_s``."""
-        return self.slot_s
+    place_s = property(attrgetter("slot_s"))  # its old name
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,10 +287,7 @@ class Transfer:
     measured_nbytes: int = 0
     measured_s: float = 0.0
 
-    @property
-    def way(self) -> str:
-        """The old name of ``transport``."""
-        return self.transport
+    way = property(attrgetter("transport"))  # its old name
 
     @property
     def rate(self) -> float | None:
