@@ -77,12 +77,12 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
         """Run a task of dask's as soon as its claim is granted."""
         raise NotImplementedError
 
-    def give(self, work: Work) -> bool:
-        """Queue work; return False if the pool is shut down."""
+    def give(self, queue: Callable[[Any], object], work: Any) -> bool:
+        """Queue work by a function; return False if the pool is shut down."""
         with self._shutdown_lock:
             if self._shutdown:
                 return False
-            self._work_queue.put(work)
+            queue(work)
             if len(self._threads) < self._max_workers:
                 self._adjust_thread_count()
             return True

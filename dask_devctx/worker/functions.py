@@ -31,19 +31,6 @@ def functions_of_clients(
     On a worker of one device whose memory comes from RMM, the function runs on this device. So
     RMM's own functions, which ask for the current resource, get the worker's.
 
-    Parameters
-    ----------
-    worker
-        The worker.
-    monitor
-        Monitors its devices.
-    devices
-        The devices.
-    options
-        The options of the plugin.
-
-    Notes
-    -----
     A function may use any device. So it is a suspect on each device that was used already. It is
     neither run again nor waited for.
     """

@@ -81,7 +81,14 @@ class DeviceRun(TaskStandIn, Claim):
         nbytes: int,
         priority: tuple[Any, ...],
     ) -> None:
-        super().__init__(ts.key, devices, share, nbytes, priority)
+        # as Claim.__init__, which would be another call for each task
+        self.key = ts.key
+        self.devices = devices
+        self.share = share
+        self.nbytes = nbytes
+        self.priority = priority
+        self.any_device = self.held = self.waits = self.void = self.for_life = False
+        self.call = self.granted = None
         self.runs = runs
         self.ts = ts
         self.task = ts.run_spec
@@ -106,11 +113,6 @@ class DeviceRun(TaskStandIn, Claim):
         self.placed_at = self.began_at = perf_counter()
         self.inputs_s = self.memory_s = 0.0
         self.thread: int | None = None
-
-    @property
-    def waited(self) -> tuple[float, float, float, int | None]:
-        """The seconds that it waited for a slot, for its inputs and for memory, and its thread."""
-        return self.began_at - self.placed_at, self.inputs_s, self.memory_s, self.thread
 
     def is_cancelled(self) -> bool:
         """Return whether dask has cancelled it; on any thread."""

@@ -118,8 +118,10 @@ class Runs:
         # Where there is no choice, inputs matter only if they can be moved ahead.
         located = bool(dependencies) and (len(placement.devices) > 1 or self.memory is not None)
         inputs = self._inputs_of(ts) if located else []
-        redirected = self.monitor.retries.redirect(key) if wanted is ANY_DEVICE else None
-        devices = placement.place(wanted, inputs, redirected)
+        if wanted is ANY_DEVICE and placement.only is not None:
+            devices = placement.only
+        else:
+            devices = placement.place(wanted, inputs, self.monitor.retries.redirect(key))
         if wanted.plain:
             run = DeviceRun(self, ts, devices, self._slot, 0, _priority(ts))
         else:
@@ -131,13 +133,14 @@ class Runs:
             run.is_plain = False
             run.slots = share_units(share) / self._slot
         run.asked_for = wanted is not ANY_DEVICE
-        run.any_device = wanted.any_device and not tasks.makes_an_actor(self._worker, key)
-        placement.add(devices, run.prefix, run.slots)
+        has_queue = placement.add(devices, run.prefix, run.slots)
         self.record.began(ts, devices)
         self.now[key] = run
-        has_queue = placement.has_queue(devices[0])
         run.queued = has_queue or not run.is_plain
-        if tasks.makes_an_actor(self._worker, key):
+        makes_actor = tasks.makes_an_actor(self._worker, key)
+        if not makes_actor:
+            run.any_device = not wanted.names and wanted.number is not None
+        else:
             assert self.living is not None
             self.living.live_on(ts, devices)
             run.makes_actor = not run.is_plain
@@ -177,7 +180,10 @@ class Runs:
             if seconds is not None:
                 self.placement.record_duration(on_devices.prefix, seconds)
         if ended:
-            self.record.ended(ts, devices, state, start, stop, on_devices.waited, text)
+            # the seconds that it waited for a slot, for its inputs and for memory, and its thread
+            place_s = on_devices.began_at - on_devices.placed_at
+            waited = place_s, on_devices.inputs_s, on_devices.memory_s, on_devices.thread
+            self.record.ended(ts, devices, state, start, stop, waited, text)
         stored = ended and state == "memory"
         made = on_devices.made
         if stored and made is not None and self.inputs is not None:

@@ -16,8 +16,6 @@ _ON_THE_WAY: Final = ("dask_devctx.", "dask._task_spec")
 class BeginsWithTheTask:
     """While it is open, an exception that leaves it loses the frames that lead to the task's code.
 
-    Notes
-    -----
     Return or await a task's result inside it: an interpreter raises the exception again without
     adding the frame of the function that uses this.
     """
@@ -53,8 +51,6 @@ def place_of(function: Any) -> str:
 def of_the_task(error: BaseException) -> TracebackType | None:
     """Return the part of an error's traceback that begins with the task's own code.
 
-    Notes
-    -----
     An error of this package that no code of the task is part of has no such part: its message says
     all that a user needs. Any other exception keeps its whole traceback then.
     """

@@ -22,23 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that ended the use of the devices in this process.
-
-    Parameters
-    ----------
-    error
-        The error of the device.
-    errors
-        The error of each task and method that errs with it, by key.
-    suspects
-        The keys of all tasks that may have caused it.
-    bystanders
-        The keys of tasks that run again, although they cannot have caused it.
-    marks
-        Whether the scheduler marks the suspects.
-    """
+    """A failure that ended the use of the devices in this process."""
 
     error: DeviceFailedError
+    # The error of each task and method that errs with it, the suspects, and the tasks that run
+    # again although they cannot have caused it. `marks`: whether the scheduler marks the suspects.
     errors: Mapping[Hashable, DeviceFailedError] = field(default_factory=dict)
     suspects: tuple[Hashable, ...] = ()
     bystanders: tuple[Hashable, ...] = ()
@@ -52,29 +40,6 @@ class Failure:
 class Blame:
     """Decides once which tasks of this process err with the failure of a device.
 
-    Parameters
-    ----------
-    synchronize
-        Whether the worker waits for the device after each task.
-    on_failure
-        Called once, before any task errs, on the thread of the task that noticed the failure.
-    marks
-        Returns whether the scheduler marks suspects, so that they are watched when they run again.
-        If not, the task that notices a failure errs, so that no task runs without end.
-
-    Attributes
-    ----------
-    failure
-        The failure, or None.
-    once
-        The reasons why some running tasks and methods do not run again, by key.
-    suspects
-        The tasks whose work may not be done yet.
-    quarantine
-        Lets watched tasks run alone.
-
-    Notes
-    -----
     A task errs if it is the one suspect, or if it does not run again. All others run again. The
     suspects are watched then: each runs alone, so that the guilty task is the one suspect.
 
@@ -89,22 +54,18 @@ class Blame:
         marks: Callable[[], bool] = lambda: True,
     ) -> None:
         self.failure: Failure | None = None
-        self.once: dict[Hashable, str] = {}
+        self.once: dict[Hashable, str] = {}  # why some running calls do not run again, by key
         self.suspects = Suspects()
         self.quarantine = Quarantine(self.suspects)
         self._synchronize = synchronize
         self._on_failure = on_failure
+        # Whether the scheduler marks suspects, so that they are watched when they run again. If
+        # not, the task that notices a failure errs, so that no task runs without end.
         self._marks = marks
         self._lock = threading.Lock()
 
     def refuse_after_failure(self) -> None:
-        """Raise if this process's devices failed, so that no task begins or ends well here.
-
-        Raises
-        ------
-        distributed.Reschedule
-            The devices failed.
-        """
+        """Raise if this process's devices failed, so that no task begins or ends well here."""
         if self.failure is not None:
             raise Reschedule
 
@@ -115,17 +76,7 @@ class Blame:
     def noticed(
         self, key: Hashable, device: Device, found: DriverError, *, began: bool = True
     ) -> DeviceFailedError | Reschedule:
-        """Return the exception for a task that noticed a failure.
-
-        Parameters
-        ----------
-        key, device
-            The task and its device.
-        found
-            The driver's error.
-        began
-            Whether the task had its device.
-        """
+        """Return the exception for a task that noticed a failure."""
         failure = self._note(Suspect(key, device), found, began)
         return failure.errors.get(key) or Reschedule()
 
@@ -191,16 +142,6 @@ _UNMARKED = "the scheduler lacks dask-devctx, so that no task can be watched in 
 def tell_scheduler(worker: Worker, failure: Failure) -> None:
     """Tell the scheduler which tasks may have broken a worker's devices; on any thread.
 
-    Parameters
-    ----------
-    worker
-        The worker.
-    failure
-        The failure. The scheduler marks its suspects, so that they are watched when they run again.
-        Its error is for readers of the events of ``devctx``.
-
-    Notes
-    -----
     An event goes the same way as the tasks' outcomes: if this is called before a task raises, the
     mark is there before the task runs again. A scheduler without this package only stores the
     event.
@@ -214,8 +155,6 @@ def tell_scheduler(worker: Worker, failure: Failure) -> None:
 async def confirm(worker: Worker, failure: Failure) -> None:
     """Wait until the scheduler knows which tasks may have broken a worker's devices.
 
-    Notes
-    -----
     dask computes the results of a worker again as soon as the worker has left. The worker leaves by
     a message that may overtake the event. So this tells the scheduler again, and waits for the
     answer.

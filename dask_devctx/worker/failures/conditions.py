@@ -19,27 +19,7 @@ from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
 
 
 def read(annotations: Mapping[str, Any] | None) -> tuple[int, str]:
-    """Return the number of a task's watched run, and why it does not run again after this run.
-
-    Parameters
-    ----------
-    annotations
-        The task's annotations: its user's, and the scheduler's.
-
-    Returns
-    -------
-    int
-        0 if the task is not watched.
-    str
-        "" if it may run again.
-
-    Raises
-    ------
-    DeviceFailedError
-        The scheduler does not let the task run again.
-    TypeError
-        The user's annotation is wrong.
-    """
+    """Return the number of a task's isolated run, or 0, and why it does not run again, or ""."""
     if not annotations:
         return 0, ""
     failed = refusal(annotations)

@@ -21,20 +21,7 @@ _WARN_EVERY_S = 10.0
 
 
 class Checkup:
-    """Checks devices, and clears the suspects whose work is done.
-
-    Parameters
-    ----------
-    suspects
-        The tasks whose work may not be done yet.
-    on_failure
-        Called with a device that failed between tasks, and the driver's error.
-
-    Attributes
-    ----------
-    left_behind
-        How often a task left another context current, by device.
-    """
+    """Checks devices, and clears the suspects whose work is done."""
 
     def __init__(
         self, suspects: Suspects, on_failure: Callable[[Device, DriverError], object]
@@ -46,33 +33,12 @@ class Checkup:
         self._warned_at: dict[Device, float] = {}
 
     def drain(self, device: Device) -> None:
-        """Wait until a device has done all its work.
-
-        Raises
-        ------
-        DriverError
-            The device failed, or the driver gives no answer.
-        """
+        """Wait until a device has done all its work."""
         with device, RelaxedCapture(device._backend.calls.work):
             self._wait(device)
 
     def after(self, key: Hashable, device: Device, *, wait: bool) -> None:
-        """Check a device inside its scope, after a task.
-
-        Parameters
-        ----------
-        key
-            The task's key.
-        device
-            The device.
-        wait
-            Whether to wait until the device has done all its work.
-
-        Raises
-        ------
-        DriverError
-            The device failed, or the driver gives no answer.
-        """
+        """Check a device inside its scope, after a task."""
         calls = device._backend.calls
         if calls.current() != device._handle:
             self._note_left_behind(key, device)

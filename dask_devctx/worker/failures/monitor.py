@@ -22,38 +22,6 @@ _LOOK_INTERVAL_MS = 1000
 class Monitor:
     """Monitors the devices of one worker while tasks use them.
 
-    Parameters
-    ----------
-    devices
-        The worker's devices.
-    synchronize
-        Wait for the device before a task counts as done.
-    oom_retries
-        How often a task that ran out of a device's memory is tried again.
-    on_failure
-        Called once, on the task's thread, when a device failed.
-    marks
-        Returns whether the scheduler marks suspects.
-
-    Attributes
-    ----------
-    metric
-        The name of the counts that the worker's heartbeat carries.
-    blame
-        Decides which task errs when a device failed.
-    suspects
-        The tasks whose work may not be done yet.
-    quarantine
-        Lets the tasks run alone that may have broken a device before.
-    checkup
-        Checks the devices.
-    retries
-        The tasks that ran out of memory.
-    ranges
-        Makes an NVTX range of each task; None if that is not asked for.
-
-    Notes
-    -----
     Each call of a task or method has a :class:`~dask_devctx.worker.failures.guard.Guard`.
     """
 
@@ -110,18 +78,7 @@ class Monitor:
         self.quarantine.seceded(key)
 
     def drain(self, key: Hashable, device: Device) -> None:
-        """Wait for the work of other tasks on all devices: a later failure is not theirs.
-
-        Parameters
-        ----------
-        key, device
-            The watched task that is about to get the device.
-
-        Raises
-        ------
-        DeviceFailedError, distributed.Reschedule
-            A device failed; as :meth:`Blame.noticed` decides.
-        """
+        """Wait for the work of other tasks on all devices: a later failure is not theirs."""
         for one in dict.fromkeys((device, *self.suspects.left())):
             try:
                 self.checkup.drain(one)
@@ -130,17 +87,7 @@ class Monitor:
                     raise self.blame.noticed(key, one, found, began=False) from found
 
     def began_aside(self, key: Hashable, devices: Sequence[Device], once: str) -> None:
-        """Count a call that is no task and may use several devices.
-
-        Parameters
-        ----------
-        key
-            Its name among the suspects.
-        devices
-            The devices that it may use.
-        once
-            Why it does not run again.
-        """
+        """Count a call that is no task and may use several devices."""
         self.blame.once[key] = once
         for device in devices:
             self.suspects.started(Suspect(key, device), aside=True)

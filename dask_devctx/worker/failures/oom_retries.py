@@ -41,36 +41,16 @@ class _Tried:
 
 
 class Retries:
-    """The tasks of one worker that ran out of a device's memory.
-
-    Parameters
-    ----------
-    devices
-        The worker's devices.
-    most
-        How often a task is tried again.
-
-    Attributes
-    ----------
-    counted
-        How often memory ran out, by device.
-    tried
-        The tasks that ran out of memory and are not done, with their attempts.
-    drop_replicas
-        Frees the copies of other devices' values on a device; returns their bytes.
-    clear
-        Called with a device that a task has for itself: frees all that is not in use there.
-    stock
-        Returns the limit of a device, and the bytes that could not leave it, by reason.
-    on_retry
-        Called with a task's key, its device and its error each time that memory ran out.
-    """
+    """The tasks of one worker that ran out of a device's memory."""
 
     def __init__(self, devices: Sequence[Device], most: int) -> None:
         self.counted: Counter[Device] = Counter()
         self.tried: OrderedDict[Hashable, _Tried] = OrderedDict()
+        # Frees the copies of other devices' values on a device; returns their bytes.
         self.drop_replicas: Callable[[Device], int] = lambda device: 0
+        # Frees all that is not in use on a device that a task has for itself.
         self.clear: Callable[[Device], object] = lambda device: None
+        # Returns the limit of a device, and the bytes that could not leave it, by reason.
         self.stock: Callable[[Hashable, Device], Stock] = lambda key, device: (None, {})
         self.on_retry: Callable[[Hashable, Device, Exception], object] = lambda *given: None
         self._devices = tuple(devices)
@@ -108,25 +88,10 @@ class Retries:
     def make_room(
         self, key: Hashable, movable: bool, device: Device, error: Exception
     ) -> Exception | None:
-        """Free memory for a task that ran out of it, and return the exception to raise.
+        """Free memory for a task that ran out of it; return the exception to raise.
 
-        Parameters
-        ----------
-        key
-            The task's key.
-        movable
-            Whether it may be tried on another device.
-        device
-            The device on which it ran.
-        error
-            The exception that it raised.
-
-        Returns
-        -------
-        Exception or None
-            None to try it again here at once, ``DeviceOutOfMemoryError`` after the last retry,
-            ``distributed.Reschedule`` to try it on another device, and ``error`` itself if it does
-            not concern memory.
+        None to try it again here at once, ``Reschedule`` to try it on another device, and ``error``
+        itself if it does not concern memory.
         """
         if not is_out_of_memory(error):
             if not isinstance(error, Reschedule):

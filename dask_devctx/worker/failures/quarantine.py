@@ -23,20 +23,6 @@ _LONGER: Final = 10
 class Quarantine:
     """Lets some tasks run one at a time, with no other task of the process or device beside them.
 
-    Parameters
-    ----------
-    suspects
-        Knows the running tasks.
-    patience_s
-        How long other tasks wait for a task in its first watched run, in seconds.
-
-    Attributes
-    ----------
-    taken
-        Whether a task has a turn to run alone. Tasks that begin ask :meth:`turn` then.
-
-    Notes
-    -----
     All devices report a sticky error of one device. So a watched task waits until the tasks that
     run have ended, and tasks that begin wait until it has ended. If a device fails meanwhile, the
     watched task is the one suspect. A task that lacks memory waits for the tasks of its device
@@ -69,21 +55,7 @@ class Quarantine:
         *,
         alone: bool = False,
     ) -> Iterator[None]:
-        """Yield until a task may begin.
-
-        Parameters
-        ----------
-        key
-            The task's key.
-        run
-            The number of its watched run; 0 if it is not watched.
-        check
-            Called repeatedly; if it raises, the wait ends.
-        device
-            The task's device.
-        alone
-            Whether a task that is not watched needs the device for itself.
-        """
+        """Yield until a task may begin."""
         where = device if alone and not run else None
         run = run or int(alone)
         while not self._has_turn(key, run, device, where):

@@ -51,17 +51,6 @@ async def end_failed_worker(
 ) -> None:
     """End a worker whose process cannot use its devices any more.
 
-    Parameters
-    ----------
-    worker
-        The worker.
-    failure
-        The failure, and the errors of the tasks that err with it.
-    answered
-        Waits until the callers of actors' methods have their answers.
-
-    Notes
-    -----
     Runs on the worker's event loop, in this order:
 
     1. The worker takes no more tasks.

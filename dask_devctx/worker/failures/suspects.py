@@ -47,8 +47,6 @@ class _Work:
 class Suspects:
     """The tasks of this process that may be the cause of a sticky error.
 
-    Notes
-    -----
     A kernel can still be running after its task's Python has returned. So a task is a suspect from
     its start until its device has done all work that it had when the task ended. This is known from
     an event, which is recorded and queried without waiting, or by waiting for the device.
@@ -118,20 +116,6 @@ class Suspects:
     def look(self, device: Device, calls: WorkCalls, *, mark: bool) -> None:
         """Query a device's progress and health without waiting, where the device is current.
 
-        Parameters
-        ----------
-        device, calls
-            The device, and its driver's calls about work.
-        mark
-            Whether to mark the work that it has now, for the next query.
-
-        Raises
-        ------
-        DriverError
-            The device failed.
-
-        Notes
-        -----
         If the device reached the mark and a probe finds no error, the tasks that had ended at the
         mark are cleared: their work succeeded. Each device has one event, which is recorded again
         after the device reached it.

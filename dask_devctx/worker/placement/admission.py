@@ -102,10 +102,7 @@ class DeviceQueue:
     # -- as the queue of a thread pool
 
     def put(self, call: Any) -> None:
-        """Queue a call: with its claim, or before all tasks; None ends the threads after all."""
-        if call is not None and call.claim is not None:
-            self.admission.submit(call.claim)
-            return
+        """Queue a call before all tasks; None ends the threads after all."""
         with self.changed:
             if call is None:
                 self.is_ended = True
@@ -179,7 +176,10 @@ class Admission:
                 heappush(self.queues[device].queue, entry)
             if len(claim.devices) > 1:
                 self._several += 1
-            self._look(claim)
+            if self._several:
+                self._look(claim)
+            else:
+                self._look_at(self.queues[claim.devices[0]])
 
     def withdraw(self, claim: Claim) -> None:
         """Take a claim that waits out of the line; its task must not run."""
@@ -205,7 +205,10 @@ class Admission:
                 one.free_nbytes += claim.nbytes
             if claim.nbytes:
                 claim.released()
-            self._look(claim)
+            if self._several or len(claim.devices) > 1:
+                self._look(claim)
+            else:
+                self._look_at(self.queues[claim.devices[0]])
 
     def keep(self, claim: Claim) -> None:
         """Let a claim hold its devices until it is released, without a wait: an actor's."""

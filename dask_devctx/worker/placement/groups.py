@@ -26,24 +26,6 @@ def choose_group(
 ) -> tuple[Device, ...]:
     """Return the devices where a task of several devices would start soonest.
 
-    Parameters
-    ----------
-    candidates
-        One for each device of the worker, in their order; at least ``count``.
-    count
-        How many devices the task asks for.
-    inputs
-        The location of each input. An input that lives within the group stays there.
-    link_rank
-        Returns how slow the link of two devices is; 0 is the fastest.
-
-    Returns
-    -------
-    tuple of Device
-        The first one has most of the inputs; the others are in their order.
-
-    Notes
-    -----
     A group is as late as its last device. A slower link between two of its devices counts as
     ``SLOWER_LINK_S`` for each rank. Among equal groups, the one whose devices have waited longest
     for a task wins.

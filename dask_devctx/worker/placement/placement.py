@@ -91,6 +91,9 @@ class Placement:
         self._policy = policy
         self._choose = Choice(policy)
         self._loads = {device: _Load(device) for device in devices}
+        # The only device, if there is one and the policy has no choice.
+        alone = policy is start_soonest and len(devices) == 1
+        self.only = self.devices if alone else None
         self._named: dict[tuple[type, object], Device] = {}
         self._durations_s: dict[str, float] = {}
         self._typical_s = 0.0
@@ -100,17 +103,7 @@ class Placement:
     def place(
         self, request: Request, inputs: Sequence[Located] = (), next_device: Device | None = None
     ) -> tuple[Device, ...]:
-        """Return the devices that a task runs on; ``inputs`` are read only if there is a choice.
-
-        Raises
-        ------
-        DeviceNotFoundError, NotEnoughDevicesError
-            The worker does not have these devices, or not so many.
-        DeviceReservationError
-            No device may give a task so many bytes.
-        TypeError, ValueError
-            The request names no device, or one twice.
-        """
+        """Return the devices that a task runs on; ``inputs`` are read only if there is a choice."""
         if request is ANY_DEVICE:
             return (next_device or self._any_device(inputs),)
         if request.names:
@@ -121,14 +114,15 @@ class Placement:
             self._check_limits(request, group)
         return group
 
-    def add(self, devices: Sequence[Device], prefix: str, slots: float = 1) -> None:
-        """Count a task on its devices, until :meth:`remove`."""
+    def add(self, devices: Sequence[Device], prefix: str, slots: float = 1) -> bool:
+        """Count a task on its devices, until :meth:`remove`; return whether it waits for others."""
         self._turn += 1
         for device in devices:
             load = self._loads[device]
             load.last_turn = self._turn
             load.tasks += 1
             load.counts[prefix] += slots  # type: ignore[assignment]
+        return self._loads[devices[0]].tasks > self._tasks_per_device
 
     def remove(self, devices: Sequence[Device], prefix: str, slots: float = 1) -> None:
         """Stop counting a task."""
@@ -148,10 +142,6 @@ class Placement:
         """Stop counting an actor."""
         for load in self._loads.values():
             load.kept.pop(key, None)
-
-    def has_queue(self, device: Device) -> bool:
-        """Return whether the task that was placed last on a device waits for others there."""
-        return self._loads[device].tasks > self._tasks_per_device
 
     def record_duration(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
@@ -176,8 +166,8 @@ class Placement:
 
     def _any_device(self, inputs: Sequence[Located]) -> Device:
         if self._policy is start_soonest:
-            if len(self.devices) == 1:
-                return self.devices[0]
+            if self.only is not None:
+                return self.only[0]
             if not inputs and (load := self._soonest()):
                 return load.device
         return self._choose(self._candidates(inputs, self.devices, 1 / self._tasks_per_device))

@@ -98,13 +98,7 @@ def start_soonest(candidates: Sequence[Candidate]) -> Candidate:
 
 
 class Choice:
-    """Returns the device that a policy chooses; names the policy in its errors.
-
-    Parameters
-    ----------
-    policy
-        The policy. The worker's log has the traceback of its first error.
-    """
+    """Returns the device that a policy chooses; names the policy in its errors."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

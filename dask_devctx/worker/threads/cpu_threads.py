@@ -34,15 +34,6 @@ def threads_without_a_device(worker: Worker, count: int | None, part: float) -> 
     """While it is open, a worker runs fewer tasks without a device at a time than ``nthreads``.
 
     In these tasks, ``task_devices()`` is empty.
-
-    Parameters
-    ----------
-    worker
-        The worker, on whose event loop this is called.
-    count
-        How many run at a time; None for the number of CPUs, and more while all of them wait.
-    part
-        The part of the machine's devices that the worker has, and so of its CPUs.
     """
     with tasks_told(partial(_is_task_of, worker)), _fewer_threads(worker, count, part):
         yield
@@ -76,15 +67,7 @@ def _fewer_threads(worker: Worker, count: int | None, part: float) -> Iterator[N
 
 
 class _Growth:
-    """Gives an executor more threads while all its threads wait and calls are queued.
-
-    Parameters
-    ----------
-    executor
-        The executor.
-    least, most
-        The number of threads while threads compute, and the largest number.
-    """
+    """Gives an executor more threads while all its threads wait and calls are queued."""
 
     def __init__(self, executor: ThreadPoolExecutor, least: int, most: int) -> None:
         self._executor = executor

@@ -53,13 +53,13 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run a call before all waiting tasks."""
-        call = _Call(partial(fn, *args, **kwargs), None, self)
-        if not self.give(call):
+        future: Future[Any] = Future()
+        call = _Call(partial(fn, *args, **kwargs), None, self, future)
+        if not self.give(self._queue.put, call):
             # The pool is shut down. A thread that rejoins calls this too: it continues at once.
             if not self.let_back_in():
                 raise _shut_down()
-            call.future.set_result(None)
-        future: Future[Any] = call.future
+            future.set_result(None)
         return future
 
     def submit_task(
@@ -70,11 +70,15 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
         outcomes = self._outcomes
         if outcomes.loop is None:
             outcomes.loop = loop
-        kind = _Call if loop is None or loop is not outcomes.loop else _LoopCall
-        claim.call = call = kind(partial(fn, *args, **kwargs), claim, self)
-        if not self.give(call):
+        future: Future[Any] | asyncio.Future[Any]
+        if loop is None or loop is not outcomes.loop:
+            future, kind = Future(), _Call
+        else:
+            future, kind = _Outcome(loop=loop), _LoopCall
+            future.take = threading.Lock().acquire
+        claim.call = kind(partial(fn, *args, **kwargs), claim, self, future)
+        if not self.give(self._queue.admission.submit, claim):
             raise _shut_down()
-        future: Future[Any] | asyncio.Future[Any] = call.future
         return future
 
     def grow_to(self, threads: int) -> None:
@@ -171,15 +175,16 @@ class _Call:
     __slots__ = ("claim", "fn", "future", "pool")
 
     def __init__(
-        self, fn: Callable[[], Any], claim: Claim | None, pool: DeviceThreadPoolExecutor
+        self,
+        fn: Callable[[], Any],
+        claim: Claim | None,
+        pool: DeviceThreadPoolExecutor,
+        future: Any,
     ) -> None:
         self.fn = fn
         self.claim = claim
         self.pool = pool
-        self.future: Any = self._future()
-
-    def _future(self) -> Any:
-        return Future()
+        self.future = future
 
     def run(self) -> None:
         future: Future[Any] = self.future
@@ -220,11 +225,6 @@ class _LoopCall(_Call):
     """A call with a future for which an event loop waits."""
 
     __slots__ = ()
-
-    def _future(self) -> Any:
-        future = _Outcome(loop=self.pool._outcomes.loop)
-        future.take = threading.Lock().acquire
-        return future
 
     def run(self) -> None:
         pool = self.pool

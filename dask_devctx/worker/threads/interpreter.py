@@ -18,13 +18,7 @@ _LOOK_INTERVAL_MS = 1000
 
 
 def switch_interval() -> float | None:
-    """Return the configured switch interval in seconds; None to leave Python's own.
-
-    Raises
-    ------
-    ValueError
-        The configured value is no time, or is out of range.
-    """
+    """Return the configured switch interval in seconds; None to leave Python's own."""
     found = config.seconds("switch-interval")
     if found is not None and not 0 < found < 1000:  # Python keeps it as an int of microseconds
         raise ValueError(
@@ -35,13 +29,7 @@ def switch_interval() -> float | None:
 
 
 def import_early(modules: Sequence[str]) -> None:
-    """Import modules before the first task needs them.
-
-    Raises
-    ------
-    ImportError
-        A module is missing, or fails.
-    """
+    """Import modules before the first task needs them."""
     for module in modules:
         import_module(module)
 
@@ -58,15 +46,6 @@ class _Interval:
 def set_for_devices(worker: Worker, interval_s: float | None) -> Iterator[None]:
     """While it is open, a worker's Python is set for threads that drive GPUs.
 
-    Parameters
-    ----------
-    worker
-        The worker, on whose event loop this is called.
-    interval_s
-        The switch interval, in seconds; None leaves it.
-
-    Notes
-    -----
     Libraries release Python's lock in each call into CUDA, for a few microseconds. Another thread
     that takes the lock then keeps it for ``sys.getswitchinterval()``, 5 ms by default. Beside a
     task that computes in Python, each kernel waits that long. ``devctx.switch-interval`` sets this
