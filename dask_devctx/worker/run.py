@@ -27,7 +27,7 @@ from dask_devctx.worker.failures import guard
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.placement.admission import Claim
-from dask_devctx.worker.tracebacks import begins_with_the_task, place_of
+from dask_devctx.worker.tracebacks import begins_with_the_task, of_the_task, place_of
 from dask_devctx.worker.values.use import Use
 
 if TYPE_CHECKING:
@@ -122,12 +122,15 @@ class DeviceRun(TaskStandIn, Claim):
         self.runs.seceded(self)
 
     def __call__(self, data: Any = ()) -> Any:
-        with begins_with_the_task:
-            if self.is_coro:
-                return self._await(data)
+        if self.is_coro:
+            return self._await(data)
+        try:
             if not self.is_plain and not (self.held or self.void):  # on threads of the user's
                 return self._after_its_turn(data)
             return self._guarded(data)
+        except BaseException as error:
+            error.__traceback__ = of_the_task(error)
+            raise
 
     def _after_its_turn(self, data: Any) -> Any:
         there = threading.Event()
@@ -143,14 +146,17 @@ class DeviceRun(TaskStandIn, Claim):
 
     def _guarded(self, data: Any) -> Any:
         steps = self._begin(inside=True)
-        self._reserve()
+        if self.nbytes:
+            self._reserve()
         try:
             result = guard.run(steps, self.runs.monitor, functools.partial(self._call, data))
         except (DeviceFailedError, DeviceOutOfMemoryError) as error:
             self._name_place(error)
             raise
         self.for_life = self.makes_actor and self.held
-        return suspending.within(self.devices[0], result)
+        if suspending.suspends(result):
+            return suspending.within(self.devices[0], result)
+        return result
 
     async def _await(self, data: Any) -> Any:
         with begins_with_the_task:
@@ -194,7 +200,7 @@ class DeviceRun(TaskStandIn, Claim):
 
     def _begin(self, *, inside: bool) -> guard.Steps:
         """Return the steps around its call, which begins now."""
-        if self.void or (self.queued and self.is_cancelled()):
+        if self.void or (self.queued and self.ts.state == "cancelled"):
             raise Reschedule  # dask ignores this, unless the task was requested again just now
         self.began_at, self.thread = perf_counter(), get_ident()
         return Guard(
@@ -217,9 +223,12 @@ class DeviceRun(TaskStandIn, Claim):
         try:
             with nullcontext() if ranges is None else ranges.on_thread(self.key), use:
                 result = use.task(use.data)
-                self._returned(use, result)
+                use.returned(result)
+                self.made = use.made
         finally:
             note_devices(before)
+            self.inputs_s = use.brought_s
+            self.memory_s += use.waited_s
         return result
 
     async def _call_coroutine(self, data: Any) -> Any:
@@ -230,9 +239,12 @@ class DeviceRun(TaskStandIn, Claim):
         try:
             with use:
                 result = await use.task(use.data)
-                self._returned(use, result)
+                use.returned(result)
+                self.made = use.made
         finally:
             note_devices(before)
+            self.inputs_s = use.brought_s
+            self.memory_s += use.waited_s
         return result
 
     def _use(self, data: Any) -> Use:
@@ -251,16 +263,10 @@ class DeviceRun(TaskStandIn, Claim):
             self.devices,
         )
 
-    def _returned(self, use: Use, result: Any) -> None:
-        use.returned(result)
-        self.made = use.made
-        self.inputs_s = use.brought_s
-        self.memory_s += use.waited_s
-
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""
         memory = self.runs.memory
-        if memory is not None and self.nbytes:
+        if memory is not None:
             for device in self.devices:
                 memory.reservations.make_room(device, self.nbytes)
                 self.reserved.append(device)

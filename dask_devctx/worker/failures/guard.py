@@ -118,7 +118,9 @@ class Guard:
         self._watched = watched  # the number of its isolated run; 0 for any other
         self._is_method = is_method  # nobody waits for it, and it is not tried again
         self._is_cancelled = is_cancelled
-        self._suspects = [Suspect(key, device) for device in devices]
+        self._suspects = [Suspect(key, devices[0])]
+        if len(devices) > 1:
+            self._suspects += [Suspect(key, device) for device in devices[1:]]
         self._alone = False
         self._waits = (monitor.synchronize or bool(watched)) and not is_method
 
@@ -166,7 +168,8 @@ class Guard:
                 if self._watched or self._alone:
                     quarantine.ended(key)
                 if outcome is None:
-                    retries.forget(key)
+                    if retries.tried:
+                        retries.forget(key)
                     return None
                 if isinstance(outcome, Exception) and monitor.blame.failure is None:
                     if self._is_method:
@@ -255,7 +258,10 @@ class Guard:
             if not self._inside and error is None and monitor.blame.failure is not None:
                 outcome = monitor.blame.error_of(self.key) or Reschedule()
             elif looks and self._inside:
-                outcome = self._look(error, wait=self._waits)  # type: ignore[arg-type]
+                try:
+                    monitor.checkup.after(self.key, self.device, wait=self._waits)
+                except DriverError as found:
+                    outcome = self._found(found, error)  # type: ignore[arg-type]
             elif looks:
                 outcome = self._look_inside(error, wait=False)  # type: ignore[arg-type]
         except BaseException as found:

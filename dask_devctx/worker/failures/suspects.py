@@ -85,7 +85,10 @@ class Suspects:
     def ended(self, suspect: Suspect) -> None:
         """Count a task that returned: its work may still be running on the device."""
         with self._lock:
-            self._left_off(suspect)
+            count = self._running.pop(suspect, 1) - 1
+            if count > 0 or self._aside:
+                self._running[suspect] = count + 1
+                self._left_off(suspect)
             work = self._work[suspect.device]
             work.left.append(suspect)
             work.ended += 1
@@ -144,7 +147,8 @@ class Suspects:
             reached, recorded = calls.look(work.event, device._handle, query=query, record=mark)
             if reached and marked is not None:
                 with self._lock:
-                    work.done(marked)
+                    if work.left:
+                        work.done(marked)
             if recorded:
                 work.marked = ended
             elif reached or not query:

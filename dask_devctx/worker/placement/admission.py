@@ -304,6 +304,17 @@ class Admission:
                 claim = first
             elif claim.share > one.free or claim.nbytes > one.free_nbytes:
                 return
+            elif claim.granted is None:  # the usual one, without a further call
+                heappop(waiting)
+                one.free -= claim.share
+                one.free_nbytes -= claim.nbytes
+                one.holding.append(claim)
+                claim.held, claim.waits = True, False
+                one.ready.append(claim.call)
+                one.changed.notify()
+                if len(one.ready) + len(one.running) > one.threads:
+                    self._grow(one)
+                continue
             self._take(claim)
             self._end_wait(claim)
 
@@ -363,7 +374,10 @@ class Admission:
         first.ready.append(claim.call)
         first.changed.notify()
         if len(first.ready) + len(first.running) > first.threads:
-            first.grow(len(first.ready) + sum(one.held for one in first.running.values()))
+            self._grow(first)
+
+    def _grow(self, one: DeviceQueue) -> None:
+        one.grow(len(one.ready) + sum(claim.held for claim in one.running.values()))
 
 
 def _count_of(one: DeviceQueue) -> int:

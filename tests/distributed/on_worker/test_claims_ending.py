@@ -163,7 +163,9 @@ async def test_the_plugins_end_lets_those_that_wait_run(
     with dask.annotate(devices="all"):
         first = client.submit(hold, key="first")
         second = client.submit(mine, key="second")
-        await asyncio.sleep(0.1)
+        admission = worker.plugins["devctx"].extension.admission
+        while not admission.waiting_for(Device(0)):
+            await asyncio.sleep(0.01)
         await client.unregister_worker_plugin("devctx")
         Gate.open.set()
         assert await first == await second == (0, 1, 2, 3)
