@@ -98,7 +98,7 @@ class Stamp:
     That reader waits. ``places`` has the bytes per device of the stamped values, if there are any.
     """
 
-    __slots__ = ("__weakref__", "_done", "_events", "_unrecorded", "places")
+    __slots__ = ("__weakref__", "_asked", "_done", "_events", "_unrecorded", "places")
 
     def __init__(
         self,
@@ -108,6 +108,7 @@ class Stamp:
         self._events = dict(events)
         self._unrecorded: set[Device] = set()
         self._done = False
+        self._asked = 0.0  # when a capture first kept an event loop from reading
         self.places = places
 
     @classmethod
@@ -188,11 +189,11 @@ class Stamp:
     def may_be_read(self) -> bool:
         """Return whether :meth:`hold_back_readers` waits for no capture; event loops ask first."""
         with suppress(DevctxError):
-            if not self.done():
-                for device in self.devices:
-                    with device:
-                        if device._backend.calls.work.is_capturing(LEGACY_STREAM):
-                            return False
+            for device in () if self.done() else self.devices:
+                with device:
+                    if device._backend.calls.work.is_capturing(LEGACY_STREAM):
+                        self._asked = self._asked or time.monotonic()
+                        return time.monotonic() - self._asked > _LONGEST_CAPTURE_S
         return True
 
     def done(self) -> bool:

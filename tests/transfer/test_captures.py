@@ -200,6 +200,9 @@ def test_a_capture_without_an_end_is_waited_for_in_vain(
     capture = Capture(machine, RELAXED, blocking=True)
     made = stamp(x)
     assert made is not None
+    assert not made.may_be_read()
+    time.sleep(0.02)
+    assert made.may_be_read()
     with pytest.raises(DriverError, match="STREAM_CAPTURE_IMPLICIT"):
         made.hold_back(Device(1))
     assert capture.end() == CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
