@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from distributed import Reschedule
 from distributed.threadpoolexecutor import ThreadPoolExecutor as ThreadPoolExecutor  # its users too
-from distributed.threadpoolexecutor import secede, thread_state
+from distributed.threadpoolexecutor import rejoin, secede, thread_state
 
 
 class Work(Protocol):
@@ -47,6 +47,12 @@ def error_in(outcome: Any) -> BaseException | None:
 def has_seceded() -> bool:
     """Return whether this thread of a pool has seceded from it."""
     return not getattr(thread_state, "proceed", True)
+
+
+def rejoin_if_seceded() -> None:
+    """Let this thread back into its pool if it seceded: its task begins again."""
+    if has_seceded():
+        rejoin()
 
 
 class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]

@@ -9,7 +9,7 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client, wait, worker_client
+from distributed import Client, secede, wait, worker_client
 
 from dask_devctx import (
     Device,
@@ -284,6 +284,17 @@ def test_tasks_that_secede_twice(machine: SimulatedMachine) -> None:
     ):
         for future in client.map(outer, range(2), pure=False):
             assert isinstance(future.exception(timeout=20), DeviceOutOfMemoryError)
+
+
+def secede_and_run_out() -> int:
+    secede()
+    return run_out_of_memory(1)
+
+
+def test_a_task_that_seceded_is_in_its_pool_again_when_it_is_tried_again(client: Client) -> None:
+    with dask.annotate(device=2):
+        assert client.submit(secede_and_run_out).result(timeout=20) == 2
+    assert runs == [2, 2]
 
 
 def allocate_while_others_release(nbytes: int) -> int:

@@ -20,6 +20,7 @@ from dask_devctx.cuda.out_of_memory import (
     release_caches,
     requested_nbytes,
 )
+from dask_devctx.dask_internals.threads import rejoin_if_seceded
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.worker.failures.monitor import Monitor
@@ -179,6 +180,7 @@ class Guard:
                         outcome = (yield make) if is_out_of_memory(outcome) else make()
                         del make
                         if outcome is None:
+                            yield rejoin_if_seceded
                             continue
                 if outcome is raised and raised is not None:
                     name_remedy(raised)
