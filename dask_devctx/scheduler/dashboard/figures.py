@@ -175,10 +175,11 @@ class LaneTexts:
 
 
 class Rows:
-    """The rows of a part of a plot, with some columns. The oldest rows leave."""
+    """The rows of a part of a plot, with columns of numbers and of texts. The oldest rows leave."""
 
-    def __init__(self, columns: str) -> None:
-        self.source = ColumnDataSource({name: [] for name in columns.split()})
+    def __init__(self, numbers: str, texts: str = "") -> None:
+        self._numbers, self._texts = numbers.split(), texts.split()
+        self.source = ColumnDataSource(self._columns(()))
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
         if added := list(rows)[-MOST_ROWS:]:
@@ -186,16 +187,13 @@ class Rows:
 
     def replace(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         shown = list(rows)
-        if shown or len(next(iter(self.source.data.values()))):
+        if shown or len(self.source.data[self._numbers[0]]):
             self.source.data = self._columns(shown)
 
     def _columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        columns = {name: [row[name] for row in rows] for name in self.source.column_names}
         # Bokeh sends an array of numbers as it is, and looks at each text.
-        return {
-            name: values if values and isinstance(values[0], str) else np.array(values)
-            for name, values in columns.items()
-        }
+        numbers = {name: np.array([row[name] for row in rows], float) for name in self._numbers}
+        return {**numbers, **{name: [row[name] for row in rows] for name in self._texts}}
 
 
 def about(head: str, lines: Mapping[str, str]) -> str:

@@ -112,7 +112,7 @@ class LevelsPlot:
         self._intervals = Intervals()
         self._kept: deque[Interval] = deque(maxlen=_KEPT)
         names = " ".join(level.name for level in self.levels)
-        self._rows = Rows(f"left right low high {names} lane about")
+        self._rows = Rows(f"left right low high {names}", "lane about")
         self.root = over_time(self.name, self.title, times, devices)
         source = self._rows.source
         box: dict[str, Any] = {"left": "left", "right": "right", "source": source}

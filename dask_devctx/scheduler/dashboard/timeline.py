@@ -62,9 +62,9 @@ class Timeline:
 
     def __init__(self, times: TimeAxis, lanes: LaneAxis, colours: Colours) -> None:
         self._slots = Slots()
-        self._tasks = Rows("left right bottom top color edge key about")
-        self._copies = Rows("left right bottom top color nbytes about")
-        self._failed, self._running = Rows("x y"), Rows("left right bottom top about")
+        self._tasks = Rows("left right bottom top", "color edge key about")
+        self._copies = Rows("left right bottom top nbytes", "color about")
+        self._failed, self._running = Rows("x y"), Rows("left right bottom top", "about")
         self._kept: deque[_Ran] = deque(maxlen=MOST_ROWS)
         self._left_out = 0
         self._intervals = Intervals()

@@ -45,7 +45,7 @@ class TransferMatrix:
     def __init__(self, scheduler: Scheduler, colours: Colours) -> None:
         self._scheduler = scheduler
         self._shown: Totals | None = None
-        self._rows = Rows("x y width color alpha text source destination transport nbytes about")
+        self._rows = Rows("x y width alpha nbytes", "color text source destination transport about")
         ranges = {"range_padding": 0, "factor_padding": 0}
         self.root = figure(
             name="device_transfers",

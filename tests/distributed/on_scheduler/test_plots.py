@@ -149,6 +149,9 @@ def test_a_lane_splits_when_two_tasks_ran_at_once() -> None:
     (height,) = (top - low for top, low in zip(*sides(plot), strict=True))
     plot.show(batch(lanes, [run("two", 1.5, 3.0), run("never ran", None, None, "error")]))
     assert data(plot, "key")["key"] == ["one", "two"]
+    # A browser that is given an array has no place in it for texts.
+    kept = [r.data_source.data for r in plot.root.renderers if "key" in r.data_source.data]
+    assert [type(each["key"]) for each in kept] == [list]
     tops, bottoms = sides(plot)
     assert tops[1] <= bottoms[0]
     assert tops[0] - bottoms[0] == pytest.approx(height / 2)
