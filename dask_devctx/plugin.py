@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -237,11 +237,6 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
         self.annotations_kept.close()  # for the process that made the plugin
         if worker.status is Status.closing:
             await no_more_heartbeats(worker)
-
-    def transition(self, key: Hashable, start: str, finish: str, **kwargs: Any) -> None:
-        """Note the values that the worker releases."""
-        if start == "memory" and self.extension is not None:
-            self.extension.released(key)
 
 
 def held_devices(

@@ -22,8 +22,6 @@ LONGER = {
     "cuda/device.py": 440,
     "simulated_array.py": 510,
     "worker/extension.py": 425,
-    "worker/inputs/inputs.py": 350,
-    "worker/task.py": 390,
 }
 # Names of modules that have no subject of their own.
 NO_IDEA = {"common", "helpers", "misc", "tools", "util", "utils"}

@@ -72,11 +72,11 @@ def there_and_back(library: str, nbytes: int) -> float:
     from distributed import get_worker
 
     from dask_devctx import Device
-    from dask_devctx.worker.memory.host_form import HostForm
+    from dask_devctx.worker.values.host_form import HostForm
 
     device = Device.current()
     assert device is not None
-    pool = get_worker().plugins["devctx"].extension.memory.pool
+    pool = get_worker().plugins["devctx"].extension.store.spill.pool
     array = clusters.zeros(library, (nbytes,), "uint8")
     took = 0.0
     for turn in range(2):  # the first warms up: it locks pages and allocates

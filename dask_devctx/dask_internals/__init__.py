@@ -65,7 +65,6 @@ NAMES: Final = (
     "distributed.protocol.serialize:Serialized",
     "distributed.shuffle._rechunk:ArrayRechunkRun.add_partition",
     "distributed.shuffle._rechunk:ArrayRechunkRun.get_output_partition",
-    "distributed.spill:SpillBuffer.memory",
     "distributed.worker:Worker.batched_send",
     "distributed.worker:Worker.execute",
     "distributed.worker:get_data_from_worker",
@@ -124,13 +123,7 @@ ON_A_WORKER: Final = (
     "stream_handlers[remove-worker]",
 )
 # For a worker with a memory limit: its data is a zict.Buffer.
-ON_SPILLING_DATA: Final = (
-    "fast.n",
-    "fast.on_evict",
-    "fast.weight",
-    "slow_to_fast_callbacks",
-    "weight",
-)
+ON_SPILLING_DATA: Final = ("fast.n", "slow")
 ON_A_SCHEDULER: Final = (
     "handlers",
     "handlers[processing]",

@@ -7,14 +7,13 @@ import functools
 import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 from dask.system import CPU_COUNT
 from distributed import Worker, WorkerPlugin
 from distributed.core import error_message
-from distributed.spill import SpillBuffer
 from distributed.system import MEMORY_LIMIT
 from distributed.utils import thread_state
 from zict import Buffer
@@ -246,12 +245,6 @@ def _set_data(worker: Worker, data: MutableMapping[Any, Any]) -> None:
     worker.memory_manager.data = worker.state.data = data
 
 
-def in_memory(worker: Worker) -> Mapping[Hashable, Any]:
-    """Return the values that a worker has in memory, by key; those on disk are not among them."""
-    data: Mapping[Hashable, Any] = worker.data
-    return data.memory if isinstance(data, SpillBuffer) else data
-
-
 # The value in dask's own configuration: another value is the user's.
 _MESSAGE_NBYTES = 50_000_000
 
@@ -273,39 +266,6 @@ def larger_messages(worker: Worker, nbytes: int) -> Iterator[None]:
     finally:
         if state.transfer_message_bytes_limit == nbytes:
             state.transfer_message_bytes_limit = before
-
-
-@contextmanager
-def spilling(
-    worker: Worker,
-    *,
-    weigh: Callable[[object, float], float],
-    written: Callable[[Hashable, object], None],
-    read_back: Callable[[Hashable, object], None],
-) -> Iterator[None]:
-    """While it is open, a worker that spills weighs its data by a function, and tells of moves.
-
-    ``weigh`` is given a value and dask's count of its bytes; ``written`` and ``read_back`` a key
-    and its value whenever dask is about to write it to disk, and has read it.
-    """
-    data = worker.data
-    if not isinstance(data, Buffer):
-        yield
-        return
-    by_dask = data.weight
-
-    def weight(key: Hashable, value: object) -> float:
-        return weigh(value, by_dask(key, value))
-
-    data.weight = data.fast.weight = weight
-    data.fast.on_evict.insert(0, written)  # the next callback writes the value
-    data.slow_to_fast_callbacks.append(read_back)
-    try:
-        yield
-    finally:
-        data.fast.on_evict.remove(written)
-        data.slow_to_fast_callbacks.remove(read_back)
-        data.weight = data.fast.weight = by_dask
 
 
 def has_automatic_limit(worker: Worker) -> bool:

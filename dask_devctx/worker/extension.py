@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -25,20 +25,16 @@ from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import functions_of_clients
-from dask_devctx.worker.host_memory import counting_host_memory, fair_limit
-from dask_devctx.worker.inputs.inputs import Inputs
+from dask_devctx.worker.host_memory import fair_limit
 from dask_devctx.worker.leases.registration import has_routing
 from dask_devctx.worker.leases.share import DeviceShare
-from dask_devctx.worker.memory.keeping import within_limits
-from dask_devctx.worker.memory.limits import limit_nbytes
-from dask_devctx.worker.memory.manager import DeviceMemory
-from dask_devctx.worker.memory.surroundings import Surroundings
 from dask_devctx.worker.metrics.advice import Advice
 from dask_devctx.worker.metrics.history import remembering
 from dask_devctx.worker.metrics.prometheus import exposed
 from dask_devctx.worker.metrics.ranges import Ranges
 from dask_devctx.worker.metrics.record import Record
 from dask_devctx.worker.peers import PeerTransfers
+from dask_devctx.worker.peers.connections import SAYS
 from dask_devctx.worker.placement.admission import Admission
 from dask_devctx.worker.placement.handback import handing_back
 from dask_devctx.worker.placement.placement import NoDevices, Placement
@@ -47,6 +43,12 @@ from dask_devctx.worker.runs import Runs
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
 from dask_devctx.worker.threads.executors import device_threads
 from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
+from dask_devctx.worker.values.arguments import register as register_nodes
+from dask_devctx.worker.values.copies import Copies
+from dask_devctx.worker.values.limits import limit_nbytes
+from dask_devctx.worker.values.room import COUNTS
+from dask_devctx.worker.values.store import Store
+from dask_devctx.worker.values.storing import storing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,8 +65,8 @@ class DeviceExtension:
         self._worker = worker
         self._share = share
         self.failure: Exception | None = None
-        self.inputs: Inputs | None = None
-        self.memory: DeviceMemory | None = None
+        self.copies: Copies | None = None
+        self.store: Store | None = None
         self.limits: dict[Device, int] = {}
         check_worker(worker)
         with ExitStack() as steps:  # each step is undone at the end, and when a later one fails
@@ -98,14 +100,14 @@ class DeviceExtension:
             self.monitor.ranges = Ranges() if options.nvtx else None
             self.record.retried = self.monitor.retries.counted
             self.monitor.retries.on_retry = self.history.tried_again
+            register_nodes()
             if options.move_inputs:
-                self.inputs = steps.enter_context(_opened(Inputs, options.replica_limit))
-                self.monitor.retries.drop_replicas = self.inputs.drop_replicas
-                self.inputs.holds_back = self.monitor.quarantine.is_alone_on
-                self.inputs.replicas.counts.on_copy = self.history.copied_between
-                self.history.refresh = self.inputs.replicas.counts.measure
-                self.record.memory["copies"] = self.inputs.replicas.nbytes
-                steps.enter_context(metric(worker, Inputs.metric, self.inputs.metrics))
+                copies = self.copies = steps.enter_context(_opened(Copies, options.replica_limit))
+                copies.holds_back = self.monitor.quarantine.is_alone_on
+                copies.counts.on_copy = self.history.copied_between
+                self.history.refresh = copies.counts.measure
+                self.record.memory["copies"] = copies.nbytes
+                steps.enter_context(metric(worker, Copies.metric, copies.metrics))
             serialization.register()
             steps.enter_context(unpickled_later(worker, is_out_of_memory))
             steps.enter_context(rechunks.through_host_memory())
@@ -114,34 +116,41 @@ class DeviceExtension:
                     PeerTransfers,
                     worker,
                     used,
-                    self.inputs,
+                    lambda: self.store,
                     staging=options.ipc_staging,
                     limits=self.limits,
                     use=options.ipc,
                     make_room=self._make_room,
                     on_failure=self.monitor.blame.noticed_between,
                     has_failed=self.monitor.has_failed,
-                    memory=lambda: self.memory,
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
             self.record.memory["staging"] = self.peers.staging_nbytes
             steps.enter_context(exposed(self.record, self.monitor, self._transfers))
-            drop_replicas = self.monitor.retries.drop_replicas
             self.monitor.retries.drop_replicas = lambda device: (
-                drop_replicas(device) + self.peers.free_staging(device)
+                self._make_room(device) + self.peers.free_staging(device)
             )
             if used:
                 steps.enter_context(fair_limit(worker, fair_memory(len(used))))
-            steps.enter_context(
-                counting_host_memory(worker, written=self._written, read_back=self._read_back)
-            )
-            around = Surroundings(worker, self.inputs, self.peers, self.history)
-            around.is_short_of = self.monitor.quarantine.is_alone_on
-            self.memory = steps.enter_context(
-                within_limits(worker, used, options, around, self.monitor.blame.noticed_between)
-            )
-            around.tell(self.memory, self.record, self.monitor.retries)
+                self.store = steps.enter_context(
+                    storing(
+                        worker,
+                        used,
+                        options,
+                        self.copies,
+                        takes_values=lambda who: SAYS in who,
+                        moved_bytes=self._moved_bytes,
+                        on_failure=self.monitor.blame.noticed_between,
+                    )
+                )
+                spill = self.store.spill
+                spill.staging = self.peers.staging_nbytes
+                self.monitor.retries.clear = self._clear
+                if spill.accounts:
+                    self.monitor.retries.stock = spill.stock
+                    for name in COUNTS:
+                        self.record.memory[name] = partial(spill.count, name)
             self.runs = Runs(
                 worker,
                 self.placement,
@@ -151,10 +160,9 @@ class DeviceExtension:
                 share=share,
                 unannotated=unannotated,
                 landing=landing.in_place_of_the_first(used),
-                inputs=self.inputs,
+                store=self.store,
                 failure=self.failure,
             )
-            self.runs.memory = self.memory
             self.pools = self.runs.pools = steps.enter_context(
                 device_threads(worker, self.admission, tasks_per_device)
             )
@@ -206,33 +214,30 @@ class DeviceExtension:
         return {**self.record.report(), "transfers": self._transfers(), "waiting": waiting}
 
     def _transfers(self) -> list[dict[str, Any]]:
-        within = [] if self.inputs is None else self.inputs.metrics(self._worker)
+        within = [] if self.copies is None else self.copies.metrics(self._worker)
         return [{**row, "transport": "peer"} for row in within] + self.peers.traffic.rows()
 
-    def released(self, key: Hashable) -> None:
-        """Drop the copies of a value that dask has released."""
-        if self.inputs is not None:
-            self.inputs.forget(key)
-
     def _make_room(self, device: Device) -> int:
-        """Drop copies and spill values of a device that has no memory for an arriving value."""
-        dropped = 0 if self.inputs is None else self.inputs.drop_replicas(device)
-        return dropped + (0 if self.memory is None else self.memory.leaving.spill_all(device))
+        """Drop copies and spill values of a device that has no memory left; return the bytes."""
+        dropped = 0 if self.copies is None else self.copies.drop_all(device)
+        return dropped + (0 if self.store is None else self.store.spill.spill_all(device))
+
+    def _clear(self, device: Device) -> None:
+        """Free all that is not in use on a device that a task has for itself."""
+        if self.copies is not None:
+            with self.copies.ahead:  # the copy ahead that is under way
+                pass
+        assert self.store is not None
+        self.store.spill.wait_for_results(device)
+        self.monitor.retries.free(device)
+
+    def _moved_bytes(self, device: Device, nbytes: int, seconds: float, back: bool) -> None:
+        ends = ("host", device.uuid) if back else (device.uuid, "host")
+        self.history.copied(*ends, nbytes, seconds, "spill")
 
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
         begin_the_end(self._worker, failure, self._actors.answered)
-
-    def _written(self, key: Hashable, value: object) -> None:
-        """Called when dask is about to write a value to disk; its work may still be running."""
-        if self.inputs is not None:
-            for stamp in self.inputs.stamps_of([key]):
-                stamp.hold_back_readers()
-
-    def _read_back(self, key: Hashable, value: object) -> None:
-        """Called when dask has read a value from disk."""
-        if self.inputs is not None:
-            self.inputs.read_back(key)
 
 
 @contextmanager

@@ -6,12 +6,11 @@ import asyncio
 import functools
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import get_ident
 from time import perf_counter
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from distributed import Reschedule
 
@@ -22,21 +21,18 @@ from dask_devctx.cuda.on_device import known_as_the_tasks, note_devices
 from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
-from dask_devctx.transfer import Stamp, nbytes_by_device
+from dask_devctx.transfer import Stamp
 from dask_devctx.worker.failures import guard
 from dask_devctx.worker.failures.guard import Guard
-from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.placement.admission import Claim
 from dask_devctx.worker.tracebacks import begins_with_the_task, of_the_task, place_of
 from dask_devctx.worker.values.use import Use
+from dask_devctx.worker.values.value import Value
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer.lifetime import Lifetime
     from dask_devctx.worker.runs import Runs
 
 logger = logging.getLogger(__name__)
-
-_NONE: Final[Mapping[Hashable, Lifetime]] = MappingProxyType({})
 
 
 class Refused(TaskStandIn):
@@ -68,7 +64,7 @@ class DeviceRun(TaskStandIn, Claim):
 
     __slots__ = (
         *("asked_for", "began_at", "inputs_s", "is_again", "is_coro", "is_plain", "known"),
-        *("left_devices", "lifetimes", "made", "makes_actor", "memory_s", "once", "placed_at"),
+        *("left_devices", "made", "makes_actor", "memory_s", "once", "placed_at"),
         *("prefix", "queued", "reserved", "runs", "slots", "task", "thread", "ts", "watched"),
     )
 
@@ -105,7 +101,6 @@ class DeviceRun(TaskStandIn, Claim):
         # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it
         # may have been cancelled a moment ago.
         self.queued = True
-        self.lifetimes = _NONE
         self.made: Stamp | None = None
         self.is_again = False  # an attempt ran out of memory
         self.left_devices = False  # it seceded
@@ -233,8 +228,7 @@ class DeviceRun(TaskStandIn, Claim):
 
     async def _call_coroutine(self, data: Any) -> Any:
         use = self._use(data)
-        if use.waits:  # on another thread: this one runs the worker's event loop
-            await asyncio.to_thread(use.wait)
+        await use.wait_elsewhere()
         before = note_devices(self.known)
         try:
             with use:
@@ -252,30 +246,19 @@ class DeviceRun(TaskStandIn, Claim):
         if self.is_again:
             self.memory_s = perf_counter() - self.began_at  # for the attempt before
         self.is_again = True
-        return Use(
-            runs.inputs,
-            runs.memory,
-            self.task,
-            self.key,
-            self.prefix,
-            data,
-            self.lifetimes,
-            self.devices,
-        )
+        return Use(runs.store, self.task, self.key, self.prefix, data, self.devices)
 
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""
-        memory = self.runs.memory
-        if memory is not None:
+        store = self.runs.store
+        if store is not None:
             for device in self.devices:
-                memory.reservations.make_room(device, self.nbytes)
+                store.spill.make_room(device, self.nbytes)
                 self.reserved.append(device)
 
     def released(self) -> None:
-        memory = self.runs.memory
-        if memory is not None:
-            while self.reserved:
-                memory.reservations.give_room(self.reserved.pop(), self.nbytes)
+        while self.reserved:
+            self.runs.store.spill.give_room(self.reserved.pop(), self.nbytes)  # type: ignore[union-attr]
 
     def _name_place(self, error: Exception) -> None:
         place = place_of(getattr(self.task, "func", None))
@@ -321,29 +304,21 @@ class HostRun(TaskStandIn):
     first device anyway.
     """
 
-    __slots__ = ("after", "is_coro", "key", "landing", "runs", "task", "theirs")
+    __slots__ = ("is_coro", "key", "landing", "runs", "task", "theirs")
 
-    def __init__(self, runs: Runs, ts: Any, after: Sequence[Stamp], *, theirs: bool) -> None:
+    def __init__(self, runs: Runs, ts: Any, *, theirs: bool) -> None:
         self.runs = runs
         self.key = ts.key
         self.task = ts.run_spec
         self.is_coro = self.task.is_coro
         self.landing = runs.landing
-        # The stamps of the work that makes its inputs. An executor of the user's own may be for
-        # processes, which get inputs that this one has read.
-        self.after = after
-        self.theirs = theirs
-        if theirs:
-            self._hold_back()
+        self.theirs = theirs  # it runs on an executor of the user's own
 
     def __call__(self, data: Any = ()) -> Any:
         if self.is_coro:
             return self._in_scope(data)
         with begins_with_the_task, self._scope(data):
-            # Here, and not on the event loop: the driver waits where a stream is full.
-            self._hold_back()
-            if (use := self._use(data)) is None:
-                return self.task(data)
+            use = self._use(data)
             if use.waits:
                 with self._elsewhere_after_failure():
                     use.wait()
@@ -355,32 +330,21 @@ class HostRun(TaskStandIn):
             return await suspending.awaiting(self._scope(data), self._await(data))
 
     async def _await(self, data: Any) -> Any:
-        self._hold_back()
-        if (use := self._use(data)) is None:
-            return await self.task(data)
-        if use.waits:  # on another thread: this one runs the worker's event loop
-            with self._elsewhere_after_failure():
-                await asyncio.to_thread(use.wait)
+        use = self._use(data)
+        with self._elsewhere_after_failure():
+            await use.wait_elsewhere()
         with use:
             return await self.task(use.data)
 
     def _scope(self, data: Any) -> AbstractContextManager[Any]:
         if self.theirs and not self.is_coro and is_any_current():
             return Restored()  # a context that is current on the user's threads stays so
-        if self.landing is not None and any(map(self._is_on_a_device, dict(data).values())):
+        if self.landing is not None and any(one.__class__ is Value for one in dict(data).values()):
             return NothingCurrent() if self.runs.monitor.has_failed() else self.landing
         return NothingCurrent()
 
-    def _is_on_a_device(self, value: object) -> bool:
-        if self.runs.memory is not None:
-            return value.__class__ is Kept
-        return bool(nbytes_by_device(value))
-
-    def _use(self, data: Any) -> Use | None:
-        memory = self.runs.memory
-        if memory is None or not data:
-            return None
-        return Use(None, memory, self.task, self.key, "", data, {}, ())
+    def _use(self, data: Any) -> Use:
+        return Use(self.runs.store, self.task, self.key, "", data, ())
 
     @contextmanager
     def _elsewhere_after_failure(self) -> Iterator[None]:
@@ -391,11 +355,6 @@ class HostRun(TaskStandIn):
             if self.runs.monitor.has_failed():
                 raise Reschedule from error
             raise
-
-    def _hold_back(self) -> None:
-        after, self.after = self.after, ()
-        for stamp in after:
-            stamp.hold_back_readers()
 
     def __reduce__(self) -> Any:
         return _itself, (self.task,)

@@ -18,25 +18,22 @@ from dask_devctx.annotations import (
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.threads import send_next_task_to
-from dask_devctx.dask_internals.worker import in_memory, told_of_freed_keys
+from dask_devctx.dask_internals.worker import told_of_freed_keys
 from dask_devctx.scheduler.counts import DEVICE
 from dask_devctx.worker.failures import conditions
-from dask_devctx.worker.inputs.one_input import Input
-from dask_devctx.worker.memory.data import DeviceData
 from dask_devctx.worker.placement.admission import Admission, share_units
 from dask_devctx.worker.run import DeviceRun, HostRun, Refused
 from dask_devctx.worker.tracebacks import of_the_user
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer.lifetime import Lifetime
     from dask_devctx.worker.actors import DeviceActors
     from dask_devctx.worker.failures.monitor import Monitor
-    from dask_devctx.worker.inputs.inputs import Inputs
     from dask_devctx.worker.leases.share import DeviceShare
-    from dask_devctx.worker.memory.manager import DeviceMemory
     from dask_devctx.worker.metrics.record import Record
     from dask_devctx.worker.placement.placement import Placement
     from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor
+    from dask_devctx.worker.values.store import Store
+    from dask_devctx.worker.values.value import Value
 
 
 class Runs:
@@ -53,7 +50,7 @@ class Runs:
         share: DeviceShare,
         unannotated: Unannotated,
         landing: Device | None,
-        inputs: Inputs | None,
+        store: Store | None,
         failure: Exception | None,
     ) -> None:
         self.placement = placement
@@ -61,8 +58,7 @@ class Runs:
         self.monitor = monitor
         self.record = record
         self.landing = landing
-        self.inputs = inputs
-        self.memory: DeviceMemory | None = None
+        self.store = store  # None without devices
         self.pools: Mapping[Device, DeviceThreadPoolExecutor] = {}
         self.living: DeviceActors | None = None
         self.advise: Callable[[], object] | None = None  # called once
@@ -88,6 +84,8 @@ class Runs:
         run = self.now.get(key)
         if run is not None and not run.is_plain and run.is_cancelled():
             self.admission.withdraw(run)
+        if self.store is not None:
+            self.store.made.pop(key, None)
 
     def _begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
         """Return the run of a task; None to run it as without this package."""
@@ -115,9 +113,12 @@ class Runs:
 
     def _on_devices(self, ts: Any, wanted: Request) -> DeviceRun:
         key, dependencies, placement = ts.key, ts.dependencies, self.placement
+        store = self.store
+        inputs: list[Value] = []
         # Where there is no choice, inputs matter only if they can be moved ahead.
-        located = bool(dependencies) and (len(placement.devices) > 1 or self.memory is not None)
-        inputs = self._inputs_of(ts) if located else []
+        choice = len(placement.devices) > 1
+        if dependencies and store is not None and (choice or store.spill.accounts):
+            inputs = store.values_of(dep.key for dep in dependencies)
         if wanted is ANY_DEVICE and placement.only is not None:
             devices = placement.only
         else:
@@ -144,21 +145,15 @@ class Runs:
             assert self.living is not None
             self.living.live_on(ts, devices)
             run.makes_actor = not run.is_plain
-        if dependencies and self.inputs is not None:
-            known = self.inputs.lifetimes
-            # A task that is requested again while it runs may have lost its inputs meanwhile.
-            run.lifetimes = {d.key: known[d.key] for d in dependencies if d.state == "memory"}
-            if inputs and has_queue:
-                self.inputs.start_moving(inputs, run.lifetimes, *devices)
+        if inputs and has_queue and store is not None and store.copies is not None:
+            store.copies.make_ahead(inputs, *devices)
         if self.advise is not None:
             self.advise()
             self.advise = None
         return run
 
     def _on_host(self, ts: Any) -> HostRun:
-        keys = [dep.key for dep in ts.dependencies]
-        after = [] if self.inputs is None or not keys else self.inputs.stamps_of(keys)
-        return HostRun(self, ts, after, theirs="executor" in (ts.annotations or ()))
+        return HostRun(self, ts, theirs="executor" in (ts.annotations or ()))
 
     def _end(self, ts: Any, run: Any, event: Any) -> Any:
         state, start, stop = tasks.outcome(event)
@@ -185,11 +180,11 @@ class Runs:
             waited = place_s, on_devices.inputs_s, on_devices.memory_s, on_devices.thread
             self.record.ended(ts, devices, state, start, stop, waited, text)
         stored = ended and state == "memory"
-        made = on_devices.made
-        if stored and made is not None and self.inputs is not None:
-            self.inputs.arrived(key, made)
-        elif self.memory is not None and not stored:
-            self.memory.reservations.handed_over(key)
+        if self.store is not None:
+            if not stored:
+                self.store.spill.handed_over(key)
+            elif on_devices.made is not None:
+                self.store.made[key] = id(event.value), on_devices.made
         if on_devices.makes_actor:
             assert self.living is not None
             if stored and on_devices.for_life and key in self.living:
@@ -210,18 +205,6 @@ class Runs:
             run.left_devices = True
             self.placement.remove(run.devices, run.prefix, run.slots)
             self.record.left(run.devices)
-
-    def _inputs_of(self, ts: Any) -> list[Input]:
-        """Return a task's inputs that are in memory, but for those that are known as host data."""
-        data, found = self._worker.data, []
-        known: Mapping[Hashable, Lifetime] = {} if self.inputs is None else self.inputs.lifetimes
-        peek = data.peek if isinstance(data, DeviceData) else in_memory(self._worker).get
-        for dep in ts.dependencies:
-            lifetime = known.get(dep.key)
-            on_host = lifetime is not None and lifetime.places is not None and not lifetime.places
-            if not on_host and (value := peek(dep.key)) is not None:
-                found.append(Input(dep.key, value, self.inputs))
-        return found
 
 
 def _priority(ts: Any) -> tuple[Any, ...]:

@@ -180,9 +180,9 @@ PRIVATE = {step for step in STEPS if re.match("_[a-z]", step)} - {"_max_workers"
     *("check_idle_saturated", "idle_task_count", "is_rootish", "valid_workers", "handlers"),
     *("stimulus_queue_slots_maybe_opened", "WORKER_SATURATION", "convert_legacy_graph"),
     *("FrameBase", "fuse_roots", "GraphNode", "host_info", "host_restrictions", "nanny", "_i"),
-    *("MaterializedLayer", "numel_lookup", "_numel_arraylike", "on_evict", "optimize_blockwise"),
-    *("periodic_callbacks", "slow_to_fast_callbacks", "stream_handlers", "thread_state"),
-    *("transitions", "worker_restrictions", "register_worker_plugin", "SpillBuffer"),
+    *("MaterializedLayer", "numel_lookup", "_numel_arraylike", "optimize_blockwise"),
+    *("periodic_callbacks", "stream_handlers", "thread_state"),
+    *("transitions", "worker_restrictions", "register_worker_plugin"),
     "worker_spec",
 }
 MODULES = (
@@ -433,33 +433,6 @@ async def test_a_metric_may_end_while_a_heartbeat_waits(
     await heartbeat
     assert worker.status is Status.running
     assert scheduler.workers[worker.address].metrics["slow"] == 1
-
-
-@gen_cluster(
-    client=True,
-    nthreads=[("127.0.0.1", 2)],
-    worker_kwargs={"memory_limit": 10_000},
-    config={"distributed.worker.memory.spill": False, "distributed.worker.memory.pause": False},
-)
-async def test_what_a_worker_spills(client: Any, scheduler: Any, worker: Any) -> None:
-    written: list[Any] = []
-    read_back: list[Any] = []
-    with of_workers.spilling(
-        worker,
-        weigh=lambda value, counted: 0 if value[:1] == b"f" else counted,
-        written=lambda key, value: written.append(key),
-        read_back=lambda key, value: read_back.append(key),
-    ):
-        worker.data.update(a=b"a" * 5000, free=b"f" * 5000, b=b"b" * 5000)
-        assert written == ["a"]
-        assert set(of_workers.in_memory(worker)) == {"free", "b"}
-        assert worker.data["a"] == b"a" * 5000
-    assert read_back == ["a"]
-    assert written == ["a", "free", "b"]  # the least recently used until there is room
-    worker.data["more"] = b"f" * 12_000
-    assert written == ["a", "free", "b"]
-    assert "more" in worker.data.slow, "it counts again"
-    worker.data.clear()  # no tasks of the worker
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 2, {})])

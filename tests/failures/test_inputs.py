@@ -116,7 +116,7 @@ def test_copies_make_room_for_a_task(client: Client, machine: SimulatedMachine) 
     machine.gpus[1].used_memory = machine.gpus[1].total_memory - 2 * NBYTES
     x, y = made_on(client, 0), made_on(client, 0)
     (worker,) = client.cluster.workers.values()
-    replicas = worker.plugins["devctx"].extension.inputs.replicas
+    replicas = worker.plugins["devctx"].extension.copies
     with dask.annotate(device=1):
         assert client.submit(total, x).result(timeout=20) == (1, NBYTES)
         assert replicas.nbytes(Device(1)) == NBYTES

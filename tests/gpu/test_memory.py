@@ -152,8 +152,8 @@ def leave_and_come_back(make: Any) -> dict[str, Any]:
 def taken(dask_worker: Worker) -> tuple[int, int]:
     """Return the page-locked bytes in use, and the bytes of the values that left."""
     plugin = dask_worker.plugins["devctx"]
-    memory = plugin.extension.memory
-    return memory.pool.taken, memory.books.count("spilled", plugin.worker_devices[0])
+    memory = plugin.extension.store.spill
+    return memory.pool.taken, memory.count("spilled", plugin.worker_devices[0])
 
 
 def host_memory() -> dict[str, Any]:

@@ -25,7 +25,6 @@ from dask_devctx.dask_internals.worker import larger_messages, metric, told_who_
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.messages import Close, Hello, MalformedMessageError, Next, read
 from dask_devctx.transfer.ipc.sending import Staging
-from dask_devctx.worker.inputs.inputs import Inputs
 from dask_devctx.worker.peers import pairs, receive
 from dask_devctx.worker.peers.connections import Connections, Message
 from dask_devctx.worker.peers.local import FAMILY, MEMORY, Local
@@ -34,7 +33,7 @@ from dask_devctx.worker.peers.receive import Receiver
 from dask_devctx.worker.peers.send import Prepared, Sender, on_devices
 
 if TYPE_CHECKING:
-    from dask_devctx.worker.memory.manager import DeviceMemory
+    from dask_devctx.worker.values.store import Store
 
 __all__ = ["PeerTransfers"]
 
@@ -70,7 +69,7 @@ class PeerTransfers:
         self,
         worker: Worker,
         devices: Sequence[Device],
-        inputs: Inputs | None,
+        store: Callable[[], Store | None],
         *,
         staging: float,
         limits: Mapping[Device, int] = MappingProxyType({}),
@@ -78,12 +77,9 @@ class PeerTransfers:
         make_room: Callable[[Device], object] = lambda device: None,
         on_failure: Callable[[Device, DriverError], object] = lambda device, error: None,
         has_failed: Callable[[], bool] = lambda: False,
-        memory: Callable[[], DeviceMemory | None] = lambda: None,
     ) -> None:
         receive.register()
-        self._local = local = Local(
-            worker, devices, inputs, make_room, on_failure, has_failed, memory
-        )
+        self._local = local = Local(worker, devices, store, make_room, on_failure, has_failed)
         self.traffic = local.traffic
         self._uses_ipc = bool(devices) and use is not False
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
@@ -96,7 +92,7 @@ class PeerTransfers:
                 Receiver(local, self._pairs).complete,
                 self._prepare,
                 has_failed,
-                lambda: memory() is not None,
+                lambda: (values := store()) is not None and bool(values.spill.accounts),
             )
             steps.callback(self._end)
             if self._uses_ipc:
@@ -159,7 +155,7 @@ class PeerTransfers:
         if who and local.devices:
             self._pairs.hide(who)
             by_ipc = self._uses_ipc and said == local.name
-            places = on_devices(msg["data"], local.devices, local.inputs, staged=by_ipc)
+            places = on_devices(msg["data"], local.devices, local.store(), staged=by_ipc)
             if by_ipc and places:
                 prepared = await self._sender.prepare(who, msg, places)
                 if not isinstance(prepared, str):
@@ -167,7 +163,8 @@ class PeerTransfers:
                 reason = prepared
         # dask reads the values in the libraries' default streams. These do not wait for a stream
         # that a task made for itself.
-        after = () if local.inputs is None else local.inputs.stamps_of(msg["data"])
+        store = local.store()
+        after = () if store is None else store.stamps_of(msg["data"])
         while not all(made.may_be_read() for made in after):  # a graph is being captured
             await asyncio.sleep(_CAPTURE_POLL_S)
         for made in after:

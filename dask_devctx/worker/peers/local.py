@@ -17,10 +17,9 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers
 from dask_devctx.transfer.ipc.sending import Staging
-from dask_devctx.worker.inputs.inputs import Inputs
 
 if TYPE_CHECKING:
-    from dask_devctx.worker.memory.manager import DeviceMemory
+    from dask_devctx.worker.values.store import Store
 
 # The name of staged values among distributed's serializers, and of a message's entry about them.
 FAMILY: Final = "devctx-ipc"
@@ -107,11 +106,10 @@ class Local:
 
     worker: Worker
     devices: Sequence[Device]
-    inputs: Inputs | None  # knows the work that makes each value
+    store: Callable[[], Store | None]  # the values; None without devices
     make_room: Callable[[Device], object]  # called with a device that has no memory left
     on_failure: Callable[[Device, DriverError], object]
     has_failed: Callable[[], bool]  # whether a device of the worker has failed
-    memory: Callable[[], DeviceMemory | None]  # the manager of the device memory
     stagings: dict[Device, Staging] = field(default_factory=dict)
     opened: OpenedBuffers = field(default_factory=OpenedBuffers)
 

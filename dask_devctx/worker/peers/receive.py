@@ -102,8 +102,8 @@ class Receiver:
         devices = {device.uuid: device for device in local.devices}
         device = devices.get(header.source, local.devices[0])
         receiving = Receiving(header.memory, header.parts, header.piece, device, local.opened)
-        memory = local.memory()
-        room = None if memory is None else memory.reservations
+        store = local.store()
+        room = None if store is None or not store.spill.accounts else store.spill
         if room is not None and not room.make_room(device, receiving.nbytes, wait=False):
             room.give_room(device, receiving.nbytes)
             await local.run(room.make_room, device, receiving.nbytes)

@@ -21,9 +21,9 @@ from dask_devctx.transfer.ipc.messages import Header, Next
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
 from dask_devctx.worker.comms.device_types import are_few, find
-from dask_devctx.worker.inputs.inputs import Inputs
-from dask_devctx.worker.memory.kept import Kept
 from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, QUICK_S, Local
+from dask_devctx.worker.values.store import Store
+from dask_devctx.worker.values.value import Value
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +147,9 @@ class Sender:
         stamps: list[Stamp] = []
         unknown: set[Device] = set()
         for key, devices in places.items():
-            if values[key].__class__ is Kept:
+            if values[key].__class__ is Value:
                 continue
-            after = _known_work(self._local.inputs, key)
+            after = _known_work(self._local.store(), key)
             if after is not None and all(device in after.devices for device in devices):
                 stamps.append(after)
             else:
@@ -216,7 +216,7 @@ class Sender:
 
 
 def on_devices(
-    data: Mapping[Hashable, Any], devices: Sequence[Device], inputs: Inputs | None, *, staged: bool
+    data: Mapping[Hashable, Any], devices: Sequence[Device], store: Store | None, *, staged: bool
 ) -> Places:
     """Return the values of an answer that are on devices, each with its bytes by device.
 
@@ -227,14 +227,13 @@ def on_devices(
         if not isinstance(wrapped, Serialize):
             continue
         value = wrapped.data
-        if value.__class__ is Kept:
+        if value.__class__ is Value:
             if staged:
                 form, _ = value.host_form()
                 home = form.home if form.home in devices else devices[0]
                 found[key] = {home: form.nbytes}
             continue
-        after = _known_work(inputs, key)
-        if after is not None and not after.devices and find(type(value)) is None:
+        if store is not None and store.is_host_data(key) and find(type(value)) is None:
             continue
         try:
             places = nbytes_by_device(value)
@@ -247,9 +246,9 @@ def on_devices(
     return found
 
 
-def _known_work(inputs: Inputs | None, key: Hashable) -> Stamp | None:
-    lifetime = None if inputs is None else inputs.lifetimes.get(key)
-    return None if lifetime is None else lifetime.after
+def _known_work(store: Store | None, key: Hashable) -> Stamp | None:
+    value = None if store is None else store.peek(key)
+    return value.stamp if isinstance(value, Value) else None
 
 
 def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[Stamp]) -> Parcels:
@@ -263,7 +262,7 @@ def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[S
             for stamp in stamps:
                 stamp.hold_back_readers()  # for copies that the packing makes
         for key, value in values.items():
-            if value.__class__ is Kept:
+            if value.__class__ is Value:
                 form, index = value.host_form()
                 parcel = form.parcel(index)
             else:

@@ -2,73 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import asyncio
+from collections.abc import Hashable
+from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
-from dask_devctx.worker.memory.kept import AWAY, Kept
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer import Stamp, nbytes_by_device, stamp, walk
+from dask_devctx.transfer.move import Move
+from dask_devctx.worker.values import arguments
+from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:
-    from dask_devctx.transfer import Stamp
-    from dask_devctx.transfer.lifetime import Lifetime
-    from dask_devctx.worker.inputs.inputs import Copies, Inputs
-    from dask_devctx.worker.memory.manager import DeviceMemory
+    from dask_devctx.worker.values.copies import Used
+    from dask_devctx.worker.values.store import Store
+
+_POLL_S = 0.001
+# The stamp of a value that is on no device.
+_ON_THE_HOST = Stamp({}, {})
 
 
 class Use:
     """One call's inputs on its devices, and room for its result; a ``with`` block around the call.
 
-    Before it is entered, :meth:`wait` brings what is in host memory and makes room: a coroutine
+    Before it is entered, :meth:`wait` restores what is in host memory and makes room: a coroutine
     calls it on another thread. It is entered and left where the call runs, in its device's scope.
+    Without devices, the inputs stay where they are.
     """
 
     __slots__ = (
-        *("_away", "_copies", "_devices", "_inputs", "_key", "_lifetimes", "_memory", "_pinned"),
-        *("_prefix", "_reserved", "_wanted", "brought_s", "data", "made", "task", "waited_s"),
+        *("_away", "_copies", "_devices", "_key", "_pinned", "_prefix", "_reserved", "_store"),
+        *("_wanted", "brought_s", "data", "made", "task", "waited_s"),
     )
 
     def __init__(
         self,
-        inputs: Inputs | None,
-        memory: DeviceMemory | None,
+        store: Store | None,
         task: Any,
         key: Hashable,
         prefix: str,
         data: Any,
-        lifetimes: Mapping[Hashable, Lifetime],
         devices: tuple[Device, ...],
     ) -> None:
-        self._inputs = inputs
-        self._memory = memory
+        self._store = store
         self._key = key
         self._prefix = prefix
-        self._lifetimes = lifetimes
         self._devices = devices
         self._reserved = self._wanted = 0
-        self._copies: Copies = []
-        self._pinned: list[Kept] = []
-        self._away: list[Kept] = []
+        self._copies: Used = []
+        self._pinned: list[Value] = []
+        self._away: list[Value] = []
         # The stamp of the work that makes the result; None for a result that holds no arrays.
         self.made: Stamp | None = None
         self.brought_s = self.waited_s = 0.0
         self.task = task
         self.data: Any = data
-        if memory is not None:
-            if devices:
-                self._wanted = memory.reservations.expected(prefix)
-            if data:
-                self._pin(memory, data)
-
-    def _pin(self, memory: DeviceMemory, data: Mapping[Hashable, Any]) -> None:
-        self.data = {}
-        for key, value in data.items():
-            if value.__class__ is Kept:
-                kept, value = value, memory.pin_if_here(value)
-                (self._away if value is AWAY else self._pinned).append(kept)
-            self.data[key] = value
+        if store is None:
+            return
+        if devices:
+            self._wanted = store.spill.expected.get(prefix, 0)
+        if data:
+            self.data = {}
+            for one, value in data.items():
+                if value.__class__ is Value:
+                    pinned, value = value, store.spill.pin_if_here(value)
+                    (self._away if value is AWAY else self._pinned).append(pinned)
+                self.data[one] = value
 
     @property
     def waits(self) -> bool:
@@ -77,16 +80,16 @@ class Use:
 
     def wait(self) -> None:
         """Bring the inputs that are in host memory, and make room for the result; any thread."""
-        begun, memory = perf_counter(), self._memory
-        assert memory is not None
+        begun, store = perf_counter(), self._store
+        assert store is not None
         device = self._devices[0] if self._devices else None
         try:
             while self._away:
-                kept = self._away[-1]
-                self.data[kept.key] = memory.pin(kept, device)
+                value = self._away[-1]
+                self.data[value.key] = store.spill.pin(value, device)
                 self._pinned.append(self._away.pop())
             if self._wanted and device is not None:
-                memory.reservations.make_room(device, self._wanted)
+                store.spill.make_room(device, self._wanted)
                 self._reserved, self._wanted = self._wanted, 0
         except BaseException as error:
             self._leave(error)
@@ -94,46 +97,86 @@ class Use:
         finally:
             self.waited_s += perf_counter() - begun
 
+    async def wait_elsewhere(self) -> None:
+        """Do as :meth:`wait` on another thread: this one runs the worker's event loop."""
+        if self.waits:
+            await asyncio.to_thread(self.wait)
+        for value in self._pinned:
+            while value.stamp is not None and not value.stamp.may_be_read():
+                await asyncio.sleep(_POLL_S)  # a graph is being captured
+
     def __enter__(self) -> Self:
+        store = self._store
         try:
-            for kept in self._pinned:
-                if kept.after is not None:
-                    kept.after.hold_back_readers()
-            if self._inputs is not None and self._devices:
-                self._bring(self._inputs)
+            if self._devices and store is not None and store.copies is not None:
+                self._bring(store)
+            else:
+                for value in self._pinned:
+                    if value.stamp is not None:
+                        value.stamp.hold_back_readers()
         except BaseException as error:
             self._leave(error)
             raise
         return self
 
-    def _bring(self, inputs: Inputs) -> None:
-        self.task = inputs.bring_arguments(self.task, *self._devices)
+    def _bring(self, store: Store) -> None:
+        """Bring the inputs to the first device; those on several devices of the call stay there."""
+        device, *others = devices = self._devices
+        if arguments.may_hold_arrays(self.task) and (
+            nbytes_by_device.found_in(self.task).keys() - {*devices}
+        ):
+            # The task is not changed: it may run again, on another device.
+            self.task = Move(device, guard_source=False).run(self.task)
         if not self.data:
             return
         begun, before = perf_counter(), self.data
-        self.data, self._copies = inputs.bring(before, self._lifetimes, *self._devices)
-        if self._copies and self._pinned and self._memory is not None:
-            # Those may leave whose copies have all that is still to be read.
-            copied = [
-                kept
-                for kept in self._pinned
-                if self.data[kept.key] is not before[kept.key]
-                and kept.places.keys().isdisjoint(self._devices)
-            ]
-            self._pinned = [kept for kept in self._pinned if kept not in copied]
-            self._memory.unpin(copied)
+        inputs = {value.key: value for value in self._pinned}
+        self.data = dict(before)
+        for key, whole in before.items():
+            value = inputs.get(key) or store.looked_for(key, whole)
+            if value is None:
+                continue
+            if not value.exact:
+                value.nbytes, value.exact = nbytes_by_device(whole), True
+            if others and value.nbytes.keys() <= {*devices}:
+                for one in {device, *value.nbytes}:  # any may read it, and must find it there
+                    value.work().hold_back(one)
+                self._copies.append((value, whole))
+                continue
+            here = self.data[key] = store.copies.get(value, whole, device)  # type: ignore[union-attr]
+            if here is not whole:
+                self._copies.append((value, here))
+                if value in self._pinned and device not in value.nbytes:
+                    self._pinned.remove(value)  # the copy has all that is still to be read
+                    store.spill.unpin([value])
         self.brought_s = perf_counter() - begun
 
     def returned(self, result: object) -> None:
         """Note the call's result, and keep the room for it until dask has it."""
-        memory = self._memory
-        if self._inputs is not None and self._devices:
-            made = self.made = self._inputs.made(result, self._copies, *self._devices)
-            self._copies = []
-            if memory is not None and made is not None and made.places:
-                memory.reservations.made(self._prefix, made.places.get(self._devices[0], 0))
-        if self._reserved and memory is not None:
-            memory.reservations.hand_over(self._key, self._devices[0], self._reserved)
+        store = self._store
+        if store is None or not self._devices:
+            return
+        device, *others = self._devices
+        if store.copies is not None:
+            made = None
+            if not walk.is_plain(result):
+                made = stamp(result) or _ON_THE_HOST  # so that it is not looked up again
+            work = made
+            if others:  # any of the devices may have made the value, wherever it is
+                used = dict.fromkeys((*self._devices, *(made.devices if made else ())))
+                work = Stamp.of_devices(used, made.places if made else None)
+                made = work if made is not None and made.devices else made
+            elif self._copies and (made is None or device not in made.devices):
+                # A result on the host does not show whether the device's work is done.
+                work = Stamp.of_devices([device])
+            self.made = made
+            if self._copies and work is not None:
+                store.copies.used(self._copies, device, work)
+                self._copies = []
+            if made is not None and made.places and store.spill.accounts:
+                store.spill.expected[self._prefix] = made.places.get(device, 0)
+        if self._reserved:
+            store.spill.hand_over(self._key, device, self._reserved)
             self._reserved = 0
 
     def __exit__(
@@ -142,20 +185,26 @@ class Use:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._copies and self._inputs is not None:
-            self._inputs.gave_up(self._copies, *self._devices)
-        self._leave(error)
+        if self._copies:  # it raised: its work on the devices may still run
+            copies = self._store.copies  # type: ignore[union-attr]
+            with suppress(DevctxError):  # the device failed; the call's own exception counts
+                stamp_ = Stamp.of_devices(self._devices)
+                copies.used(self._copies, self._devices[0], stamp_)  # type: ignore[union-attr]
+        if error is None and not (self._pinned or self._reserved):
+            self.data = {}  # most calls end here
+        else:
+            self._leave(error)
 
     def _leave(self, error: BaseException | None) -> None:
-        self.data = {}
-        memory = self._memory
-        if memory is None:
+        self.data, self._copies = {}, []
+        if self._store is None:
             return
+        spill = self._store.spill
         if error is not None and self._devices and is_out_of_memory(error):
-            memory.take_stock(self._key, self._devices[0])
+            spill.take_stock(self._key, self._devices[0])
         if self._pinned:
-            memory.unpin(self._pinned)
+            spill.unpin(self._pinned)
             self._pinned = []
         if self._reserved:
-            memory.reservations.give_room(self._devices[0], self._reserved)
+            spill.give_room(self._devices[0], self._reserved)
             self._reserved = 0

@@ -8,7 +8,7 @@ import dask
 import pytest
 
 from dask_devctx import Device, DevicePlugin
-from dask_devctx.worker.memory.limits import limit_nbytes
+from dask_devctx.worker.values.limits import limit_nbytes
 
 GIB = 2**30
 

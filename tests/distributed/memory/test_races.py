@@ -21,10 +21,10 @@ from distributed.utils_test import poll_for
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.transfer import nbytes_by_device
-from dask_devctx.worker.memory.kept import Kept
-from dask_devctx.worker.memory.manager import DeviceMemory
+from dask_devctx.worker.values.spill import Spill
 from dask_devctx.worker.values.use import Use
-from tests.distributed.memory.test_spilling import MIB, full, threads
+from dask_devctx.worker.values.value import Value
+from tests.distributed.memory.test_spilling import MIB, full, threads, value_of
 
 
 def worker_of(client: Client) -> Any:
@@ -34,25 +34,23 @@ def worker_of(client: Client) -> Any:
     return worker
 
 
-def memory_of(client: Client) -> DeviceMemory:
-    memory: DeviceMemory = worker_of(client).data.memory
+def memory_of(client: Client) -> Spill:
+    memory: Spill = worker_of(client).data.spill
     return memory
 
 
 @contextmanager
-def one_value(**how: Any) -> Iterator[tuple[Client, Future, DeviceMemory, Any, Kept]]:
+def one_value(**how: Any) -> Iterator[tuple[Client, Future, Spill, Any, Value]]:
     """A value on the one device of a worker: with its future, and as the worker keeps it."""
     with threads(2 * MIB, 1, **how) as client:
         made = client.submit(full, 1, pure=False)
         wait(made)
         worker = worker_of(client)
-        yield client, made, worker.data.memory, worker, worker.data.peek(made.key)
+        yield client, made, worker.data.spill, worker, worker.data.peek(made.key)
 
 
-def used(memory: DeviceMemory) -> int:
-    with memory.books.lock:
-        memory.books.settle()
-        return memory.books.used(Device(0))
+def used(memory: Spill) -> int:
+    return memory.used(Device(0))
 
 
 def total(value: Any) -> int:
@@ -67,8 +65,8 @@ def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
         memory = memory_of(client)
         faults = driver.backend().machine.faults
         faults.inject("cuMemcpyDtoHAsync", getattr(CUresult, f"CUDA_ERROR_{status}"))
-        memory.leaving.spill_all(Device(0))
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
+        memory.spill_all(Device(0))
         assert used(memory) == 0
         assert client.gather([client.submit(total, one) for one in futures]) == [
             n * 16384 for n in range(8)
@@ -88,7 +86,7 @@ def test_the_next_value_is_copied_while_the_one_before_is_completed() -> None:
 
         faults.inject("cuStreamSynchronize", CUresult.CUDA_ERROR_UNKNOWN, when=look)
         before = faults.calls["cuMemcpyDtoHAsync"]
-        memory_of(client).leaving.spill_all(Device(0))
+        memory_of(client).spill_all(Device(0))
         assert [each - before for each in begun] == [2, 3, 4, 5, 6, 7, 8, 8]
 
 
@@ -111,13 +109,13 @@ def test_values_leave_one_by_one_if_their_copies_take_memory_of_the_device() -> 
     """All others failed while the first one's copy was under way: the device is nearly full."""
     with threads(2 * MIB, 1, device_memory_limit="1900 KiB") as client:
         memory = memory_of(client)
-        memory.leaving.looks_at_others = False
+        worker_of(client).data.spilling.looks_at_others = False
         with Device(0):
             arrays = [SimulatedArray((MIB // 8,), "u1") for _ in range(9)]
-            values = [memory.keep(n, Holder(array)) for n, array in enumerate(arrays)]
+            values = [value_of(memory, Holder(array), n) for n, array in enumerate(arrays)]
             arrays.clear()
             rest = SimulatedArray((Device(0).memory_info.free - 140 * 1024,), "u1")
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
         assert [kept is not None and kept.is_away for kept in values] == [True] * 9
         del rest
 
@@ -136,12 +134,13 @@ def test_who_waits_for_room_does_not_give_up_before_all_have_left_that_can(how: 
             arrays = [SimulatedArray((2 * MIB,), "u1") for _ in range(3)]
         wrap = Unpicklable if how == "the pickle fails" else lambda array: array
         values = [
-            memory.keep(n, value) for n, value in enumerate([arrays[0], wrap(arrays[1]), arrays[2]])
+            value_of(memory, value, n)
+            for n, value in enumerate([arrays[0], wrap(arrays[1]), arrays[2]])
         ]
-        ledger = memory.books.ledgers[Device(0)]
-        needed = ledger.limit - ledger.held + 3 * MIB
-        assert memory.reservations.make_room(Device(0), needed)
-        memory.reservations.give_room(Device(0), needed)
+        ledger = memory.accounts[Device(0)]
+        needed = ledger.counts.limit - ledger.counts.held + 3 * MIB
+        assert memory.make_room(Device(0), needed)
+        memory.give_room(Device(0), needed)
         assert sum(kept is not None and kept.is_away for kept in values) >= 2
 
 
@@ -154,13 +153,13 @@ def test_a_thread_that_waits_for_room_in_vain_keeps_no_other_thread_busy() -> No
     """The device's thread took Python's lock again and again, until the one that waited had it."""
     with one_value() as (_, _, memory, _, kept):
         memory.pin(kept, None)  # all that is there is in use
-        ledger = memory.books.ledgers[Device(0)]
-        memory.reservations.make_room(Device(0), ledger.limit)
+        ledger = memory.accounts[Device(0)]
+        memory.make_room(Device(0), ledger.counts.limit)
         before = ledger.answers
         for _ in range(50):
-            assert not memory.reservations.make_room(Device(0), 1)
+            assert not memory.make_room(Device(0), 1)
         looks = ledger.answers - before
-        memory.reservations.give_room(Device(0), ledger.limit + 50)
+        memory.give_room(Device(0), ledger.counts.limit + 50)
         memory.unpin([kept])
     assert looks <= 3 * 50
 
@@ -181,8 +180,8 @@ def test_no_room_stays_reserved_for_the_result_of_a_task_that_seceded() -> None:
             poll_for(lambda: any(client.run(long_running).values()), timeout=10)
             seceded.set()
             wait(future)
-        ledger = memory_of(client).books.ledgers[Device(0)]
-        poll_for(lambda: ledger.incoming == 0, timeout=10)
+        ledger = memory_of(client).accounts[Device(0)]
+        poll_for(lambda: ledger.reserved == 0, timeout=10)
 
 
 def long_running(dask_worker: Worker) -> bool:
@@ -196,7 +195,7 @@ def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value
             first = client.submit(full, 1, key="k")
         wait(first)
         worker = worker_of(client)
-        memory_of(client).leaving.spill_all(Device(0))
+        memory_of(client).spill_all(Device(0))
         poll_for(lambda: worker.data.peek("k").is_away, timeout=10)
         kept = worker.data.peek("k")
         first.release()
@@ -252,16 +251,16 @@ def test_dask_asks_for_the_size_of_a_value_that_moves(leaves: bool) -> None:
     with one_value() as (_, _, memory, _, kept):
 
         def leave() -> None:
-            memory.spill_clean(MIB)
-            memory.leaving.spill_all(Device(0))
+            memory.drop_host_forms(MIB)
+            memory.spill_all(Device(0))
 
         def come_back() -> None:
             memory.pin(kept, None)
             memory.unpin([kept])
-            memory.spill_clean(MIB)
+            memory.drop_host_forms(MIB)
 
         steps = (come_back, leave) if leaves else (leave, come_back)
-        sizes = set(opcodes("kept.py", *steps, lambda: sys.getsizeof(kept)))
+        sizes = set(opcodes("value.py", *steps, lambda: sys.getsizeof(kept)))
         assert len(sizes) >= 2  # in host memory, and on the device
         assert max(sizes) < 2 * 16384 * 8
 
@@ -269,7 +268,7 @@ def test_dask_asks_for_the_size_of_a_value_that_moves(leaves: bool) -> None:
 def removed_while_it_leaves(key: str, dask_worker: Worker) -> list[int]:
     """The sums of a value after a plugin was removed while the value left its device."""
     data: Any = dask_worker.data
-    memory, kept, found = data.memory, data.peek(key), []
+    memory, kept, found = data.spill, data.peek(key), []
 
     def come_back() -> None:
         memory.pin(kept, None)
@@ -278,13 +277,13 @@ def removed_while_it_leaves(key: str, dask_worker: Worker) -> list[int]:
         data.on_devices[key] = kept
 
     def leave() -> None:
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
 
     def remove() -> Any:
-        data.keep_on()
+        data.give_back()
         return data.raw[key] if key in data.raw else data.on_devices[key]
 
-    for value in opcodes("memory/data.py", come_back, leave, remove):
+    for value in opcodes("values/store.py", come_back, leave, remove):
         found.append(int((memory.read(kept) if value is kept else value).sum()))
     return found
 
@@ -300,11 +299,11 @@ def test_a_plugin_is_removed_while_a_value_leaves() -> None:
 def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
     """The value was counted in the books of the plugin before."""
     with one_value() as (client, made, memory, worker, kept):
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
         poll_for(lambda: made.key in worker.data.raw, timeout=10)
         if leaves:
             memory.read(kept)
-            memory.spill_clean(MIB)
+            memory.drop_host_forms(MIB)
         begun, go_on = threading.Event(), threading.Event()
 
         def hold(*args: object) -> bool:
@@ -312,9 +311,9 @@ def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
             go_on.wait(10)
             return False
 
-        def move(value: Kept) -> None:
+        def move(value: Value) -> None:
             if leaves:
-                memory.leaving.spill_all(Device(0))
+                memory.spill_all(Device(0))
             else:
                 memory.read(value)
 
@@ -329,12 +328,12 @@ def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
         go_on.set()
         moving.join()
         assert client.submit(total, made, pure=False).result() == 16384
-        assert now.books.count("held", Device(0)) == 16384 * 8
-        assert now.books.count("spilled", Device(0)) == 0
+        assert now.count("held", Device(0)) == 16384 * 8
+        assert now.count("spilled", Device(0)) == 0
         made.release()
         poll_for(lambda: made.key not in worker.data, timeout=10)
         del kept
-        assert used(now) == now.books.count("spilled", Device(0)) == 0
+        assert used(now) == now.count("spilled", Device(0)) == 0
 
 
 steps: list[object] = []
@@ -371,7 +370,7 @@ def test_a_task_reads_after_the_copy_that_brings_its_input(
     task: Callable[[Any], Any], device: int | None, moved: bool
 ) -> None:
     with one_value(move_inputs=moved) as (client, made, memory, _, _):
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
         faults = noting_steps()
         with dask.annotate(device=device):
             assert client.submit(task, made, pure=False).result() == 16384
@@ -380,26 +379,15 @@ def test_a_task_reads_after_the_copy_that_brings_its_input(
         assert ("wait", LEGACY_STREAM) in between
 
 
-def test_a_value_is_sent_after_the_copy_that_brings_it() -> None:
-    with one_value(move_inputs=False) as (_, _, memory, _, kept):
-        memory.leaving.spill_all(Device(0))
-        faults = noting_steps()
-        memory.pin(kept, None)
-        assert read_it(memory.to_send(kept, whole=False)) == 16384
-        memory.unpin([kept])
-        faults.clear()
-        assert ("wait", LEGACY_STREAM) in steps[steps.index("copy") : steps.index("read")]
-
-
 def test_a_task_that_was_cancelled_reads_after_the_copy_too() -> None:
     """It may be requested again while it runs: then its result counts."""
     with one_value() as (_, made, memory, worker, kept):
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
         made.release()
         poll_for(lambda: made.key not in worker.data, timeout=10)
         faults = noting_steps()
         with Device(0) as device:
-            use = Use(None, memory, None, "task", "", {kept.key: kept}, {}, (device,))
+            use = Use(worker.data, None, "task", "", {kept.key: kept}, (device,))
             use.wait()
             with use:
                 assert read_it(use.data[kept.key]) == 16384
@@ -423,11 +411,12 @@ def test_a_value_of_many_objects_does_not_hold_the_event_loop_up() -> None:
         nbytes_by_device(value)  # all of it
         whole = time.perf_counter() - begun
         begun = time.perf_counter()
-        kept = memory.keep("mine", value)
+        data = worker_of(client).data
+        data["mine"] = value
         assert time.perf_counter() - begun < whole / 3
-        assert kept is not None
+        kept = data.peek("mine")
         assert used(memory) == 16384 * 8
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
         assert int(memory.read(kept)["array"].sum()) == 16384
 
 
@@ -462,12 +451,12 @@ def test_others_leave_in_the_place_of_a_value_that_cannot(
         assert client.gather([client.submit(total, one) for one in futures]) == [
             n * 16384 for n in range(16)
         ]
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
         assert used(memory) == nbytes
         for _ in range(3):
-            memory.leaving.spill_all(Device(0))
+            memory.spill_all(Device(0))
         assert sum("no values left" in record.message for record in caplog.records) == 1
         monkeypatch.setattr(Moody, "error", None)
-        memory.leaving.spill_all(Device(0))
+        memory.spill_all(Device(0))
         assert used(memory) == 0
         assert client.submit(total, moody, pure=False).result() == 16384

@@ -20,6 +20,8 @@ from distributed import Client, Worker, wait
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.transfer import nbytes_by_device
+from dask_devctx.worker.values.value import Value
 from tests.distributed import peers
 
 MIB = 2**20
@@ -146,6 +148,13 @@ def test_the_limit_holds() -> None:
         wait(x)
         assert min(_least) > 1.5 * MIB
         assert counts(client)["memory_held"] <= 4 * MIB
+
+
+def value_of(spill: Any, array: Any, key: str = "mine") -> Value:
+    """An array as a worker counts it, but not in its data."""
+    value = Value(key, array, nbytes_by_device(array))
+    spill.add(value)
+    return value
 
 
 # -- nobody sees the stand-in
@@ -332,8 +341,16 @@ def test_memory_that_a_pool_has_is_not_that_of_others(monkeypatch: pytest.Monkey
 # -- on and off
 
 
-def test_without_a_limit_nothing_is_wrapped() -> None:
-    with threads(device_memory_limit=0) as client:
+def test_without_a_limit_nothing_is_spilled() -> None:
+    with threads(2 * MIB, 1, device_memory_limit=0) as client:
+        futures = client.map(full, range(15), pure=False)  # nearly all of the device
+        wait(futures)
+        (row,) = report(client).devices
+        assert (row.memory_limit, row.memory_held, row.spills) == (None, None, 0)
+        assert client.gather(client.map(lambda x: int(x.sum()), futures)) == [
+            n * 16384 for n in range(15)
+        ]
+        client.unregister_worker_plugin("devctx")
         assert set(client.run(lambda dask_worker: type(dask_worker.data)).values()) == {dict}
 
 
@@ -361,20 +378,20 @@ def test_a_value_that_ends_cannot_be_taken_up_by_another_thread() -> None:
     with threads(1 * MIB, 1) as client:
 
         def seen_at_its_end(dask_worker: Worker) -> tuple[int, set[bool]]:
-            memory: Any = dask_worker.data.memory  # type: ignore[attr-defined]
-            kept, found = memory.keep("mine", full(1)), []
+            spill: Any = dask_worker.data.spill  # type: ignore[attr-defined]
+            kept, found = value_of(spill, full(1)), []
             ref = weakref.ref(kept)
 
             def look(frame: Any, event: str, arg: object) -> None:
                 found.append(ref() is None)
 
-            held = memory.books.used(Device(0))
+            held = spill.used(Device(0))
             sys.setprofile(look)
             try:
                 del kept
             finally:
                 sys.setprofile(None)
-            assert memory.books.used(Device(0)) == 0
+            assert spill.used(Device(0)) == 0
             return held, set(found[:-1])
 
         ((held, ended),) = client.run(seen_at_its_end).values()

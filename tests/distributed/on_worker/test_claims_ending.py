@@ -108,8 +108,8 @@ async def test_room_that_cannot_be_made_on_the_second_device(
     client: Any, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was reserved on the first device is given back."""
-    reservations = worker.plugins["devctx"].extension.memory.reservations
-    make_room, used = reservations.make_room, reservations._books.used
+    reservations = worker.plugins["devctx"].extension.store.spill
+    make_room, used = reservations.make_room, reservations.used
 
     def fail_on_the_second(device: Device, nbytes: int, **how: Any) -> bool:
         if device == Device(2):

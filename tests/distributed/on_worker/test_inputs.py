@@ -32,7 +32,8 @@ from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.transfer import Stamp, events
-from dask_devctx.worker.inputs.inputs import Inputs
+from dask_devctx.worker.values.copies import Copies
+from dask_devctx.worker.values.value import Value
 
 da = pytest.importorskip("dask.array")
 
@@ -77,7 +78,7 @@ def traffic(worker: Worker) -> dict[tuple[int, int], tuple[int, int, int]]:
             row["saved"],
             row["nbytes"],
         )
-        for row in worker.metrics[Inputs.metric](worker)
+        for row in worker.metrics[Copies.metric](worker)
     }
 
 
@@ -106,11 +107,11 @@ async def test_one_copy_is_shared_and_goes_with_its_key(
     assert await client.gather(tasks) == [(3,)] * 20
     ((copies, saved, nbytes),) = traffic(worker).values()
     assert (copies, saved, nbytes) == (1, 19, 800)
-    assert plugin.extension.inputs.replicas.nbytes(3) == 800
+    assert plugin.extension.copies.nbytes(Device(3)) == 800
     x.release()
     while x.key in worker.data:
         await asyncio.sleep(0.01)
-    assert plugin.extension.inputs.replicas.nbytes(3) == 0
+    assert plugin.extension.copies.nbytes(Device(3)) == 0
 
 
 class Grid:
@@ -129,7 +130,7 @@ async def test_the_bytes_of_a_registered_type_are_counted(
     with dask.annotate(device=2):
         assert await client.submit(lambda grid: where(grid.cells), grid, pure=False) == (2,)
     assert traffic(worker) == {(0, 2): (1, 0, 800)}
-    assert worker.plugins["devctx"].extension.inputs.replicas.nbytes(2) == 800
+    assert worker.plugins["devctx"].extension.copies.nbytes(Device(2)) == 800
 
 
 @one_worker()
@@ -162,7 +163,7 @@ async def test_inputs_stay_where_they_are(client: Client, scheduler: Any, worker
         assert await client.submit(lambda array: array.device.device_id, x) == 0
         with pytest.raises(DeviceMismatchError):
             await client.submit(where, x)
-    assert Inputs.metric not in worker.metrics
+    assert Copies.metric not in worker.metrics
 
 
 @one_worker()
@@ -226,7 +227,7 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """What it brings stands for a key that is gone, and is not taken for what comes after."""
-    replicas = worker.plugins["devctx"].extension.inputs.replicas
+    replicas = worker.plugins["devctx"].extension.copies
     begun, go_on = threading.Event(), threading.Event()
     with dask.annotate(device=0):
         x = client.submit(make, 1.0, key="x")
@@ -241,7 +242,7 @@ async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
     go_on.set()
     await until(lambda: "late" not in worker.state.tasks)
     assert traffic(worker) == {(0, 1): (1, 0, 800)}
-    assert replicas.nbytes(1) == 0
+    assert replicas.nbytes(Device(1)) == 0
     with dask.annotate(device=0):
         x = client.submit(make, 2.0, key="x")
     with dask.annotate(device=1):
@@ -391,7 +392,7 @@ async def test_what_starts_moving_too_late_leaves_no_copy(
     client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """Copies ahead of their tasks wait for their turn, and meanwhile dask lets a key go."""
-    replicas, first = worker.plugins["devctx"].extension.inputs.replicas, threading.Event()
+    replicas, first = worker.plugins["devctx"].extension.copies, threading.Event()
     with dask.annotate(device=0):
         slow, x, last = (client.submit(make, 1.0, n, pure=False) for n in (50, 100, 200))
         await wait([slow, x, last])
@@ -406,7 +407,7 @@ async def test_what_starts_moving_too_late_leaves_no_copy(
     await until(lambda: x.key not in worker.data)
     first.set()
     await until(lambda: traffic(worker).get((0, 1), (0, 0, 0))[2] >= 400 + 1600)
-    assert replicas.nbytes(1) == 400 + 1600
+    assert replicas.nbytes(Device(1)) == 400 + 1600
     _gates["ahead"].set()
     assert await client.gather([busy, one, three]) == [True, (1,), (1,)]
 
@@ -465,7 +466,7 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     x.release()
     await until(lambda: not worker.state.tasks)
     gc.collect()
-    await until(lambda: worker.plugins["devctx"].extension.inputs.replicas.nbytes(1) == 0)
+    await until(lambda: worker.plugins["devctx"].extension.copies.nbytes(Device(1)) == 0)
     assert machine.gpus[1].used_memory == 800
     pending[0] = False
     await until(lambda: machine.gpus[1].used_memory == 0)
@@ -492,7 +493,7 @@ async def test_a_task_that_outlives_the_plugin_leaves_no_copy(
     client: Client, scheduler: Any, worker: Worker
 ) -> None:
     await client.register_plugin(DevicePlugin())
-    inputs = worker.plugins["devctx"].extension.inputs
+    inputs = worker.plugins["devctx"].extension.copies
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
         await x
@@ -500,11 +501,11 @@ async def test_a_task_that_outlives_the_plugin_leaves_no_copy(
         busy = client.submit(pass_gate, "unregistered")
         await until(lambda: worker.state.executing_count == 1)
         late = client.submit(where, x, pure=False)
-        await until(lambda: inputs.replicas.nbytes(1) == 800)
+        await until(lambda: inputs.nbytes(Device(1)) == 800)
     await client.unregister_worker_plugin("devctx")
     _gates["unregistered"].set()
     assert await client.gather([busy, late]) == [True, (1,)]
-    assert inputs.replicas.nbytes(1) == 0
+    assert inputs.nbytes(Device(1)) == 0
 
 
 def total_at_the_gate(array: SimulatedArray, gate: str) -> float:
@@ -519,7 +520,11 @@ async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
 ) -> None:
     """It is not fetched again: the task that runs still has it."""
     await client.register_plugin(DevicePlugin())
-    lifetimes = second.plugins["devctx"].extension.inputs.lifetimes
+
+    def values() -> list[Any]:
+        gc.collect()
+        found = [each for each in gc.get_objects() if isinstance(each, Value)]
+        return [value.key for value in found if value.spill is second.data.spill]
 
     def ask() -> tuple[Any, Any]:
         x = client.submit(make, key="x", workers=[first.address])
@@ -527,11 +532,10 @@ async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
 
     x, task = ask()
     await until(_gates["again, started"].is_set)
-    assert list(lifetimes) == ["x"]
+    assert values() == ["x"]
     x.release()
     task.release()
     await until(lambda: "x" not in second.data)
-    assert not lifetimes
     x, task = ask()
     await until(lambda: second.state.tasks["task"].state == "executing")
     assert "x" not in second.data
@@ -540,7 +544,7 @@ async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
     await until(lambda: second.state.tasks["task"].state == "cancelled")
     _gates["again"].set()
     await until(lambda: not second.state.tasks)
-    assert not lifetimes
+    assert not values()
 
 
 def device_at_the_gate(array: SimulatedArray, gate: str) -> int:
@@ -631,11 +635,11 @@ async def test_unregistering_drops_the_copies(
         x = client.submit(make, pure=False)
     with dask.annotate(device=1):
         await client.submit(where, x)
-    inputs = worker.plugins["devctx"].extension.inputs
-    assert inputs.replicas.nbytes(1) == 800
+    inputs = worker.plugins["devctx"].extension.copies
+    assert inputs.nbytes(Device(1)) == 800
     await client.unregister_worker_plugin("devctx")
-    assert inputs.replicas.nbytes(1) == 0
-    assert Inputs.metric not in worker.metrics
+    assert inputs.nbytes(Device(1)) == 0
+    assert Copies.metric not in worker.metrics
 
 
 @one_worker()

@@ -230,9 +230,9 @@ async def test_a_worker_that_closes_answers_and_ends_its_heartbeat_quietly(
 
 def reserved(dask_worker: Worker) -> tuple[int, int]:
     """The bytes that are reserved on a worker's devices, and how many values they wait for."""
-    memory: Any = dask_worker.data.memory  # type: ignore[attr-defined]
-    nbytes = sum(ledger.incoming for ledger in memory.books.ledgers.values())
-    return nbytes, len(memory.reservations.handed)
+    memory: Any = dask_worker.data.spill  # type: ignore[attr-defined]
+    nbytes = sum(account.reserved for account in memory.accounts.values())
+    return nbytes, len(memory.handed)
 
 
 def is_known(key: str, dask_worker: Worker) -> bool:

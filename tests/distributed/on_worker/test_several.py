@@ -278,8 +278,8 @@ async def test_a_reservation(client: Any, scheduler: Any, worker: Any) -> None:
 
 def nbytes_used() -> list[int]:
     """Return what dask's values and reservations take of each device."""
-    books = get_worker().plugins["devctx"].extension.memory.books
-    return [books.used(Device(number)) for number in range(3)]
+    spill = get_worker().plugins["devctx"].extension.store.spill
+    return [spill.used(Device(number)) for number in range(3)]
 
 
 @with_plugin(device_memory_limit=0.8)
@@ -308,7 +308,7 @@ def array() -> SimulatedArray:
 def free_nbytes() -> int:
     """Return how much of this task's device dask's values and other reservations leave."""
     extension = get_worker().plugins["devctx"].extension
-    return 64 * MIB - extension.memory.books.used(task_devices()[0]) + 40 * MIB
+    return 64 * MIB - extension.store.spill.used(task_devices()[0]) + 40 * MIB
 
 
 @with_plugin(device_memory_limit="64 MiB")
@@ -322,7 +322,7 @@ async def test_values_leave_a_device_for_a_reservation(
         assert await client.submit(free_nbytes) >= 40 * MIB
     extension = worker.plugins["devctx"].extension
     await nothing_held(worker)
-    assert extension.memory.books.used(Device(0)) <= 24 * MIB
+    assert extension.store.spill.used(Device(0)) <= 24 * MIB
     arrays = await asyncio.gather(*kept)
     assert all(one.nbytes == 12 * MIB for one in arrays)
 

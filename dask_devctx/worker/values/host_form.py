@@ -1,4 +1,4 @@
-"""Values in host memory, as they leave a device and come back: one pickle and blocks of bytes."""
+"""Values in host memory, as they are spilled and restored: one pickle and blocks of bytes."""
 
 from __future__ import annotations
 
@@ -6,43 +6,30 @@ import pickle
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.events import Stamp, hold
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import Part, allocate
 from dask_devctx.transfer.ipc.lanes import Lane
-from dask_devctx.transfer.ipc.parcel import Parcel, pack, unpack
+from dask_devctx.transfer.ipc.parcel import Parcel, Parts, pack, unpack
 from dask_devctx.transfer.page_locked import HostBlock
-from dask_devctx.worker.memory.types import are_arrays, find
+from dask_devctx.worker.values.spillable import are_arrays, as_view, find
 
 # A part of a value: the library that allocates memory for it, its bytes, and the library's details.
 Description = tuple[str, int, Any]
 _POLL_S: Final = 1e-4
+# One view that is larger than this part of its allocation leaves with all of it.
+_LARGE: Final = 0.5
 Take = Callable[[int], HostBlock]
 
 
 class HostForm:
     """Some values in host memory, which share memory with each other; a single one mostly.
 
-    Parameters
-    ----------
-    pickled
-        The pickle of the tuple of the values.
-    buffers
-        Host memory that belongs to the values and is not in the pickle.
-    parts
-        The description of each part that was on a device, and its bytes.
-    home
-        The device on which the values were.
-
-    Attributes
-    ----------
-    nbytes
-        The bytes of the parts.
-    are_arrays
-        Whether each of the values is known to be one array.
+    Each of the ``parts`` was on the device ``home``: its description, and its bytes. ``buffers`` is
+    further host memory that is not in the pickle, which is that of the tuple of the values.
     """
 
     def __init__(
@@ -75,17 +62,7 @@ class HostForm:
     def copied(
         cls, values: tuple[Any, ...], device: Device, after: Sequence[Stamp], take: Take
     ) -> HostForm:
-        """Return the host form of values on a device, after the work that makes them.
-
-        This waits for the copy, on a stream of its own.
-
-        Raises
-        ------
-        DriverError
-            The device fails.
-        Exception
-            A value cannot be pickled.
-        """
+        """Return the host form of values on a device, after the work that makes them; waits."""
         return cls.begun(values, device, after, take).finish()
 
     @classmethod
@@ -124,16 +101,7 @@ class HostForm:
         return copying
 
     def on_device(self, device: Device) -> tuple[tuple[Any, ...], Stamp]:
-        """Return the values on a device, and the stamp of the copy; this does not wait for it.
-
-        Raises
-        ------
-        MemoryError
-            There is not enough memory. Each library raises its own class: torch's is a
-            ``RuntimeError``.
-        DriverError
-            The device fails.
-        """
+        """Return the values on a device, and the stamp of the copy; this does not wait for it."""
         with device:
             memory, pointers = [], []
             for (kind, nbytes, detail), _ in self.parts:
@@ -155,13 +123,21 @@ class HostForm:
                 stamp.hold_back(device)  # unpickling may compute
             return unpack(self.pickled, self.buffers, memory), stamp
 
-    def apart(self, take: Take, *, unshared: bool = False) -> list[HostForm] | None:
-        """Return a host form of each value alone; None if they stay together: see `apart`."""
-        if not self.are_arrays or len(self.parts) != 1:
-            return None
-        from dask_devctx.worker.memory.pieces import apart  # which needs NumPy, as arrays do
+    def apart(self, take: Take) -> list[HostForm]:
+        """Return a host form of each value with its own bytes only, or this one.
 
-        return apart(self, take, unshared=unshared)
+        A piece of an array is a view, which holds all memory of the array that it was cut from. If
+        it came back as such, a task that joins small pieces of many arrays would need the memory of
+        all of them. Views that have more bytes together than their array come back sharing it.
+        """
+        if not self.are_arrays or len(self.parts) != 1:
+            return [self]
+        ((description, block),) = self.parts
+        views = unpack(self.pickled, self.buffers, [_Contents(block)])
+        most = block.nbytes * (_LARGE if len(views) == 1 else 1)
+        if sum(view.nbytes for view in views) > most:
+            return [self]
+        return [_alone(view, description, self, take) for view in views]
 
     # -- to other processes, and to disk
 
@@ -196,13 +172,7 @@ class Copying:
         self._parcel: Parcel | None = parcel  # it may have memory that the copy reads
 
     def finish(self) -> HostForm:
-        """Return the host form when its copy is done.
-
-        Raises
-        ------
-        DriverError
-            The device fails.
-        """
+        """Return the host form when its copy is done."""
         lanes.finish(self.lane)
         self._parcel = None
         return self._form
@@ -221,6 +191,50 @@ def wait_for(stamp: Stamp) -> None:
 def _only_arrays(parts: Sequence[tuple[Description, HostBlock]]) -> bool:
     """Return whether unpickling puts arrays around the parts without computing."""
     return all(description[0] in ("cupy", "simulated") for description, _ in parts)
+
+
+class _Contents:
+    """Takes the place of an allocation while views of it are unpickled as views of its bytes."""
+
+    def __init__(self, block: HostBlock) -> None:
+        self._contents = block.contents
+
+    def _view(self, offset: int, shape: Any, dtype: Any, strides: Any) -> Any:
+        import numpy as np  # as arrays do
+
+        return np.ndarray(shape, dtype, self._contents, offset, strides)
+
+
+class _Piece(NamedTuple):
+    """A view as it will be: dense, at the start of its own memory."""
+
+    part: Part
+    shape: Any
+    dtype: Any
+    strides: Any
+
+
+def _alone(view: Any, description: Description, form: HostForm, take: Take) -> HostForm:
+    """Return a host form of one view, whose bytes are copied unless it is all of its array."""
+    kind, nbytes, detail = description
+    ((_, block),) = form.parts
+    if view.nbytes != nbytes or not view.flags.c_contiguous:
+        block = take(view.nbytes)
+        dense = type(view)(view.shape, view.dtype, block.contents)
+        dense[...] = view
+        view = dense
+    part = Part(block.address, block.nbytes, kind, detail, block, on_host=True)
+    parcel = pack((_Piece(part, view.shape, view.dtype, view.strides),), _find_piece)
+    return HostForm(parcel.pickled, parcel.buffers, [(part.description, block)], form.home)
+
+
+def _find_piece(kind: type) -> Any:
+    return _reduced if kind is _Piece else None
+
+
+def _reduced(piece: _Piece, parts: Parts) -> Any:
+    at = parts.add(piece.part)
+    return as_view[piece.part.kind], (at, 0, piece.shape, piece.dtype, piece.strides)
 
 
 class _Member:
@@ -264,7 +278,7 @@ def arrived(
     """Return a value that left another process as a :class:`Sent`, on the current device."""
     device = Device.current() or Device(0)
     parts = [
-        (tuple(description), _block_of(frame))
+        (tuple(description), block_of(frame))
         for description, frame in zip(descriptions, frames[n_buffers:], strict=True)
     ]
     form = HostForm(pickled, frames[:n_buffers], parts, device)
@@ -273,7 +287,7 @@ def arrived(
     return values[index]
 
 
-def _block_of(frame: Any) -> HostBlock:
+def block_of(frame: Any) -> HostBlock:
     """Return a frame's memory as a block."""
     import ctypes
 

@@ -12,21 +12,7 @@ _AUTO: Final = 0.8
 
 
 def limit_nbytes(device: Device, limit: float | str | None) -> int | None:
-    """Return how many bytes of a device the values that dask keeps may take; None for no limit.
-
-    Parameters
-    ----------
-    device
-        The device.
-    limit
-        The option ``device_memory_limit``, checked: ``"auto"``, a fraction up to 1, bytes, or None.
-        More bytes than the device has count as all of them.
-
-    Raises
-    ------
-    DriverError
-        Neither NVML nor the driver answers.
-    """
+    """Return the bytes of ``device_memory_limit`` on a device; None for no limit."""
     if limit is None:
         return None
     total = device.info.total_memory or device.memory_info.total

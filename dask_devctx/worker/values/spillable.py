@@ -1,4 +1,4 @@
-"""The types that can leave a device: each is pickled without its memory there.
+"""The types that can be spilled: each is pickled without its memory on a device.
 
 The functions are those that serve transfers between processes, with one difference. An array of
 CuPy, and a simulated one, is pickled as a view of its whole allocation. So arrays that share an

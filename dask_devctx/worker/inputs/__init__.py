@@ -1,1 +1,0 @@
-"""The inputs of a task, on its device before it starts."""

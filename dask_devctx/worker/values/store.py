@@ -1,0 +1,261 @@
+"""A worker's data: dask's own mapping, and the values on devices, which it does not count."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import sys
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, MutableMapping
+from contextvars import ContextVar
+from typing import Any, Final
+
+from distributed import Worker
+
+from dask_devctx.transfer import Stamp, nbytes_by_device, walk
+from dask_devctx.worker.values.copies import Copies
+from dask_devctx.worker.values.spill import Spill
+from dask_devctx.worker.values.spilling import Spilling
+from dask_devctx.worker.values.value import AWAY, Value
+
+logger = logging.getLogger(__name__)
+
+# Who reads in this context: one that sends values to a process that takes a `Value` as it is in
+# host memory ("values"), or only the value itself ("whole"); empty for all others.
+_SENDING: Final[ContextVar[str]] = ContextVar("devctx-sending", default="")
+_EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
+# The fraction of a worker's host memory that may be page-locked.
+_PAGE_LOCKED: Final = 0.4
+# The tasks in these states need their inputs soon.
+_NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing", "resumed"})
+# How often memory that finished work has read is released, if no other values move.
+_RELEASE_S: Final = 0.5
+_RUNNING: Final = frozenset({"executing", "long-running"})
+
+
+class Store(MutableMapping[Hashable, Any]):
+    """A worker's data: storing a value is its arrival, and deleting it is its end.
+
+    Every reader gets the value itself, on its device. There are two exceptions: the worker that
+    prepares a task gets the :class:`Value`, which the task's :class:`Use` resolves on its thread;
+    one that sends values gets a stand-in that is the value itself in the receiver's process.
+    """
+
+    def __init__(
+        self,
+        data: MutableMapping[Any, Any],
+        spill: Spill,
+        copies: Copies | None,
+    ) -> None:
+        self.raw: MutableMapping[Any, Any] = data
+        self.on_devices: dict[Hashable, Value] = {}
+        self.spill = spill
+        self.copies = copies
+        self.spilling: Spilling | None = None
+        self.open = True  # whether tasks resolve what they get
+        # The results that are about to be stored, by key: the value's id, and its work's stamp.
+        self.made: dict[Hashable, tuple[int, Stamp]] = {}
+        self._on_host: set[Hashable] = set()  # of a type that may hold arrays, and does not
+        if isinstance(data, Store):  # of a plugin that was removed while values were away
+            self.raw, self.on_devices = data.raw, data.on_devices
+        self._in_memory = getattr(self.raw, "fast", self.raw)
+        if isinstance(data, Store):
+            for value in [*self.on_devices.values(), *self._in_memory.values()]:
+                if value.__class__ is Value:
+                    spill.take_over(value)
+            return
+        for key, whole in list(self._in_memory.items()):
+            if walk.find(whole.__class__) is not None and (value := self._new(key, whole)):
+                self.on_devices[key] = value
+                del data[key]
+
+    def give_back(self) -> MutableMapping[Any, Any]:
+        """Return the data without the plugin: this, while values are in host memory or on disk."""
+        self.open = False
+        for key, value in list(self.on_devices.items()):
+            whole = value.value  # read once: a thread may just be moving it
+            if whole is AWAY:
+                self.moved(value)
+            else:
+                self.raw[key] = whole
+                del self.on_devices[key]
+        on_disk = self.spill.on_disk and len(getattr(self.raw, "slow", ()))
+        away = any(value.__class__ is Value for value in self._in_memory.values())
+        return self if self.on_devices or on_disk or away else self.raw
+
+    # -- a mapping
+
+    def __getitem__(self, key: Hashable) -> Any:
+        value = self.on_devices.get(key)
+        if value is None:
+            value = self.raw[key]
+            if value.__class__ is not Value:
+                return value
+        if value.spill is None:  # read from disk
+            self.spill.adopt(value)
+        if sending := _SENDING.get():
+            return self.spill.to_send(value, whole=sending == "values")
+        if self.open and sys._getframe(1).f_code is _EXECUTE:
+            return value
+        return self.spill.read(value)
+
+    def __setitem__(self, key: Hashable, whole: Any) -> None:
+        self._end(key)
+        value = None
+        if whole.__class__ is Value:  # it comes from another worker, in host memory
+            self.spill.adopt(whole)
+        elif walk.find(whole.__class__) is not None:
+            value = self._new(key, whole)
+        if value is None:
+            self.raw[key] = whole
+        else:
+            if key in self.raw:
+                del self.raw[key]
+            self._put(value)
+
+    def __delitem__(self, key: Hashable) -> None:
+        here = key in self.on_devices
+        self._end(key)
+        if not here or key in self.raw:
+            del self.raw[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.on_devices or key in self.raw
+
+    def __iter__(self) -> Iterator[Hashable]:
+        yield from [*self.on_devices]
+        yield from self.raw
+
+    def __len__(self) -> int:
+        return len(self.on_devices) + len(self.raw)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} values>"
+
+    def __getattr__(self, name: str) -> Any:
+        # dask asks its SpillBuffer for more than a mapping has, and a dictionary for less.
+        if name.startswith("__") or name == "raw":
+            raise AttributeError(name)
+        return getattr(self.raw, name)
+
+    def evict(self) -> int:
+        """Write a value in host memory to disk, as dask's own mapping does; -1 if none is there."""
+        if self.spill.drop_host_forms(1):
+            return 1
+        return int(self.raw.evict()) if getattr(self.raw, "fast", None) else -1  # type: ignore[attr-defined]
+
+    # -- values
+
+    def _new(self, key: Hashable, whole: Any) -> Value | None:
+        """Return a value that is on devices of the worker, counted; None for any other."""
+        noted, made = self.made.pop(key, None), None
+        if noted is not None and noted[0] == id(whole):
+            made = noted[1]
+        try:
+            nbytes, exact = (
+                nbytes_by_device.estimated(whole)
+                if made is None or made.places is None
+                else (made.places, True)
+            )
+        except Exception:  # of a user's type; the task that gets the value fails with it
+            return None
+        if not nbytes:
+            if exact:
+                self._on_host.add(key)
+            return None
+        value = Value(key, whole, nbytes, made)
+        value.exact = exact
+        self.spill.add(value)
+        return value
+
+    def _put(self, value: Value) -> None:
+        """Store a value that is on devices: with dask's own if it has much host memory, too."""
+        if value.has_host_memory:
+            self.raw[value.key] = value  # dask counts the host memory, and writes it to disk
+        else:
+            self.on_devices[value.key] = value
+
+    def _end(self, key: Hashable) -> None:
+        """Note that the value of a key, if there is one, is no longer the key's."""
+        value = self.on_devices.pop(key, None) or self._in_memory.get(key)
+        if value.__class__ is Value:
+            value.released = True
+            if value.copies and self.copies is not None:
+                self.copies.drop_later(value)
+        elif self._on_host:
+            self._on_host.discard(key)
+
+    def is_host_data(self, key: Hashable) -> bool:
+        """Return whether a value's type may hold arrays, and this value holds none."""
+        return key in self._on_host
+
+    def peek(self, key: Hashable) -> Any:
+        """Return what is in memory: a :class:`Value` or host data; None for what is on disk."""
+        value = self.on_devices.get(key)
+        if value is None:
+            value = self._in_memory.get(key)
+            if value.__class__ is Value and value.spill is None:
+                self.spill.adopt(value)
+        return value
+
+    def values_of(self, keys: Iterable[Hashable]) -> list[Value]:
+        """Return those of some keys' values that are known to be on devices, or were."""
+        return [value for key in keys if (value := self.peek(key)).__class__ is Value]
+
+    def stamps_of(self, keys: Iterable[Hashable]) -> list[Stamp]:
+        """Return the stamps of the work that makes some keys' values, as far as it is known."""
+        return [value.stamp for value in self.values_of(keys) if value.stamp is not None]
+
+    def looked_for(self, key: Hashable, whole: Any) -> Value | None:
+        """Return host data, as it seemed, as a value if it is on devices after all; any thread."""
+        if walk.find(whole.__class__) is None or key in self._on_host:
+            return None
+        nbytes = nbytes_by_device(whole)
+        if not nbytes:
+            if self._in_memory.get(key) is whole:
+                self._on_host.add(key)
+            return None
+        value = Value(key, whole, nbytes)
+        value.released = True
+        return value
+
+    def moved(self, value: Value) -> None:
+        """Show dask a value that was spilled as host data, or no longer; on the event loop."""
+        key = value.key
+        in_raw = self._in_memory.get(key) is value
+        if value.is_away:
+            if self.on_devices.get(key) is value:
+                try:
+                    self.raw[key] = value  # dask may write it to disk
+                except Exception:  # and fails; the value stays here, uncounted
+                    logger.warning("%r cannot go to disk", key, exc_info=True)
+                    return
+                del self.on_devices[key]
+            elif value.has_host_memory and in_raw:
+                self.raw[key] = value  # dask counts it again
+        elif in_raw:
+            del self.raw[key]
+            self._put(value)
+
+    # -- sent to others
+
+    def sending(self, get_data: Callable[..., Any], takes_values: Callable[[str], bool]) -> Any:
+        """Return a handler in the place of ``get_data``: values in host memory are sent as such."""
+
+        async def get_stored(comm: Any, keys: Collection[Hashable], **kwargs: Any) -> Any:
+            # Within a process nothing is serialized: the receiver gets the objects that are read.
+            if str(getattr(comm, "local_address", "")).startswith("inproc"):
+                away = [value for value in self.values_of(keys) if value.is_away]
+                for value in away:
+                    await asyncio.to_thread(self.spill.pin, value, None)
+                try:
+                    return await get_data(comm, keys=keys, **kwargs)
+                finally:
+                    self.spill.unpin(away)
+            token = _SENDING.set("values" if takes_values(kwargs.get("who") or "") else "whole")
+            try:
+                return await get_data(comm, keys=keys, **kwargs)
+            finally:
+                _SENDING.reset(token)
+
+        return get_stored

@@ -1,0 +1,130 @@
+"""A value with device memory that dask keeps: on its devices, or in host memory."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final
+
+from distributed.protocol.serialize import dask_deserialize, dask_serialize
+from distributed.sizeof import safe_sizeof
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer import Stamp, walk
+from dask_devctx.worker.values.host_form import HostForm, Sent, block_of
+
+if TYPE_CHECKING:
+    from dask_devctx.worker.values.accounting import Entry
+    from dask_devctx.worker.values.spill import Spill
+
+# The `value` of one in host memory.
+AWAY: Final = object()
+_LITTLE_NBYTES: Final = 64 * 2**10
+
+
+class Value:
+    """One value and all that is known of it; it stands for the value in the worker's data.
+
+    The lock of its ``spill`` guards all but ``released`` and the copies.
+    """
+
+    __slots__ = (
+        *("__weakref__", "copies", "entry", "exact", "form", "index", "key", "leaving", "nbytes"),
+        *("pins", "released", "spill", "stamp", "stays", "touched", "value"),
+    )
+
+    def __init__(
+        self,
+        key: Hashable,
+        value: Any,
+        nbytes: Mapping[Device, int],
+        stamp: Stamp | None = None,
+    ) -> None:
+        self.key = key
+        self.value = value
+        self.nbytes = nbytes  # by device; empty in host memory
+        self.exact = True  # whether all of the value was looked at for that
+        self.stamp = stamp  # of the work that makes it, or of the copy that restored it
+        self.spill: Spill | None = None
+        self.entry: Entry | None = None  # what is counted for it
+        # The value in host memory, and its index there; kept on the device while it is right.
+        self.form: HostForm | None = None
+        self.index = 0
+        self.touched = 0  # grows with each use
+        self.pins = 0  # users that need it on its device
+        self.leaving = False  # whether it is being copied to the host
+        self.stays = False  # whether it cannot leave
+        self.released = False  # by dask: its key may have another value, and no copy is kept
+        self.copies: tuple[Device, ...] = ()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the value is in host memory only."""
+        return self.value is AWAY
+
+    def work(self) -> Stamp:
+        """Return the stamp of the work that makes the value, which is on its devices."""
+        if self.stamp is None:  # it came from elsewhere, or was there before
+            self.stamp = Stamp.of_devices(self.nbytes)
+        return self.stamp
+
+    @property
+    def has_host_memory(self) -> bool:
+        """Whether the value has more than a little host memory beside its device memory."""
+        value = self.value
+        if value is AWAY or walk.find(value.__class__) is walk.LEAF:
+            return False
+        return self.__sizeof__() > _LITTLE_NBYTES
+
+    def __sizeof__(self) -> int:
+        # dask asks for it: only host memory counts towards the worker's limit.
+        while (value := self.value) is AWAY:
+            form = self.form
+            if form is not None:
+                return form.host_nbytes  # if not, it is restored just now
+        return int(max(safe_sizeof(value) - sum(self.nbytes.values()), 0))
+
+    def host_form(self) -> tuple[HostForm, int]:
+        """Return the value's host form, which is made if the value is on its device."""
+        spill = self.spill
+        if spill is None:  # it was read from disk
+            assert self.form is not None
+            return self.form, self.index
+        with spill.lock:
+            form, index = self.form, self.index
+        return (spill.copied(self), 0) if form is None else (form, index)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be the value itself in another process, such as that of a process pool."""
+        return Sent(*self.host_form()).__reduce_ex__(protocol)
+
+
+# dask's data on disk: a value comes back from there into host memory.
+
+
+@dask_serialize.register(Value)  # type: ignore[untyped-decorator]
+def _to_disk(value: Value) -> tuple[dict[str, Any], list[Any]]:
+    form, index = value.host_form()
+    if value.spill is not None:
+        value.spill.on_disk = True
+    about = (value.key, form.descriptions, len(form.buffers), index, form.home.uuid)
+    return {"value": pickle.dumps(about)}, [form.pickled, *form.frames()]
+
+
+@dask_deserialize.register(Value)  # type: ignore[untyped-decorator]
+def _from_disk(header: dict[str, Any], frames: list[Any]) -> Value:
+    key, descriptions, n_buffers, index, uuid = pickle.loads(header["value"])
+    pickled, *rest = frames
+    parts = [
+        (description, block_of(frame))
+        for description, frame in zip(descriptions, rest[n_buffers:], strict=True)
+    ]
+    value = Value(key, AWAY, {})
+    home = Device.current() or Device(0)  # in another machine's process
+    with suppress(DevctxError):
+        home = Device(uuid)
+    value.form = HostForm(bytes(pickled), rest[:n_buffers], parts, home)
+    value.index = index
+    return value

@@ -1,0 +1,311 @@
+"""Copies on other devices: made once, shared, counted, and dropped in time."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+from cuda.bindings import driver as cuda
+
+from dask_devctx import Device, DevicePlugin
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.errors import DeviceMemoryError
+from dask_devctx.simulated_array import SimulatedArray
+from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp, to_device
+from dask_devctx.worker.values.copies import Copies
+from dask_devctx.worker.values.value import Value
+
+
+def array(device: int = 0, n: int = 1000) -> SimulatedArray:
+    with Device(device):
+        return SimulatedArray.asarray(np.arange(n, dtype=float))
+
+
+def value(whole: Any) -> Value:
+    return Value("x", whole, nbytes_by_device(whole))
+
+
+def get(copies: Copies, one: Value, device: int) -> Any:
+    return copies.get(one, one.value, Device(device))
+
+
+def traffic(copies: Copies, source: int = 0, destination: int = 1) -> Any:
+    return copies.counts.rows()[Device(source), Device(destination)]
+
+
+@pytest.fixture
+def copies(machine: SimulatedMachine) -> Iterator[Copies]:
+    made = Copies(0.5)
+    yield made
+    machine.faults.clear()
+    made.close()
+    assert release_held() == 0, "something is still held"
+
+
+def used(machine: SimulatedMachine, device: int) -> int:
+    gc.collect()
+    release_held()
+    return machine.gpus[device].used_memory
+
+
+def pending_events(machine: SimulatedMachine) -> list[bool]:
+    """Let no event be reached while the list's one item is True."""
+    pending = [False]
+    machine.faults.inject(
+        "cuEventQuery",
+        cuda.CUresult.CUDA_ERROR_NOT_READY,
+        times=99,
+        when=lambda event: pending[0],
+    )
+    return pending
+
+
+def test_made_once_and_shared(copies: Copies) -> None:
+    x = value(array())
+    first = get(copies, x, 1)
+    assert first is get(copies, x, 1)
+    assert x.copies == (Device(1),)
+    assert get(copies, x, 2).device is Device(2)
+    assert get(copies, x, 0) is x.value
+    found = traffic(copies)
+    assert (found.nbytes, found.copies, found.saved) == (8000, 1, 1)
+    assert found.seconds > 0
+    assert list(copies.counts.rows()) == [(Device(0), Device(1)), (Device(0), Device(2))]
+
+
+def test_large_copies_are_timed_when_they_are_complete(
+    machine: SimulatedMachine, copies: Copies
+) -> None:
+    told: list[Any] = []
+    copies.counts.on_copy = lambda *row: told.append(row)
+    large, small = array(n=1 << 18), array(n=1000)
+    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_NOT_READY, times=10**6)
+    get(copies, value([large, small]), 1)
+    get(copies, value(small), 1)
+    assert [row[2:3] + row[4:] for row in told] == [(8000, None)]  # nobody waits for the other
+    machine.faults.clear()
+    copies.counts.measure()
+    source, device, nbytes, begun, seconds = told[1]
+    assert (source, device, nbytes) == (Device(0), Device(1), (8 << 18) + 8000)
+    assert 0 < seconds < 60
+    assert 0 < time.time() - begun < 60
+    assert traffic(copies).measured_nbytes == 8 << 18
+    assert 0 < traffic(copies).measured_s <= seconds
+    copies.counts.measure()
+    assert len(told) == 2
+
+
+def test_copies_of_a_device_that_fails_have_no_time(
+    machine: SimulatedMachine, copies: Copies
+) -> None:
+    told: list[Any] = []
+    copies.counts.on_copy = lambda *row: told.append(row)
+    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_NOT_READY, times=10**6)
+    get(copies, value(array(n=1 << 18)), 1)
+    machine.faults.clear()
+    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    copies.counts.measure()
+    ((*_, seconds),) = told
+    assert seconds is None
+    assert traffic(copies).measured_s == 0
+
+
+def test_copied_once_when_many_ask_at_once(machine: SimulatedMachine, copies: Copies) -> None:
+    x, go = value(array()), threading.Barrier(8)
+    slow = threading.Event()
+
+    def hold_up(*args: Any) -> bool:
+        slow.wait(0.2)
+        return False
+
+    machine.faults.inject("cuMemAlloc", None, when=hold_up)
+
+    def ask() -> Any:
+        go.wait()
+        return get(copies, x, 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        got = {id(future.result()) for future in [pool.submit(ask) for _ in range(8)]}
+    assert len(got) == 1
+    assert used(machine, 1) == 8000
+    assert (traffic(copies).copies, traffic(copies).saved) == (1, 7)
+
+
+def test_a_failed_copy_does_not_stay(machine: SimulatedMachine, copies: Copies) -> None:
+    x = value(array())
+    machine.gpus[1].total_memory = 100
+    for _ in range(2):
+        with pytest.raises(DeviceMemoryError):
+            get(copies, x, 1)
+    assert x.copies == ()
+    machine.gpus[1].total_memory = 2**30
+    assert get(copies, x, 1).device is Device(1)
+    assert traffic(copies).copies == 1
+
+
+def test_who_waited_for_a_failed_copy_tries_again(
+    machine: SimulatedMachine, copies: Copies
+) -> None:
+    x, started = value(array()), threading.Event()
+    failing = [True]
+
+    def fail(*args: Any) -> bool:
+        started.set()
+        waiting.wait(5)
+        return bool(failing) and failing.pop()
+
+    waiting = threading.Event()
+    machine.faults.inject("cuMemAlloc", cuda.CUresult.CUDA_ERROR_UNKNOWN, when=fail)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(get, copies, x, 1)
+        assert started.wait(5)
+        second = pool.submit(get, copies, x, 1)
+        waiting.set()
+        assert "UNKNOWN" in str(first.exception())
+        assert second.result().device is Device(1)
+
+
+def test_dropped_with_its_value(machine: SimulatedMachine, copies: Copies) -> None:
+    x = value(array())
+    for device in (1, 2):
+        get(copies, x, device)
+    copies.forget(x)
+    copies.forget(value(array()))
+    assert (used(machine, 1), used(machine, 2), copies.nbytes(Device(1))) == (0, 0, 0)
+    assert get(copies, x, 1).device is Device(1)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_released_value_leaves_no_copy_whoever_asks_late(
+    machine: SimulatedMachine, copies: Copies, when: str
+) -> None:
+    x = value(array())
+
+    def release(*args: Any) -> bool:
+        x.released = True
+        copies.forget(x)
+        return False
+
+    if when == "before":
+        release()
+    else:
+        machine.faults.inject("cuMemAlloc", None, when=release)
+    moved = get(copies, x, 1)
+    assert moved.device is Device(1)
+    assert copies.nbytes(Device(1)) == 0
+    machine.faults.clear()
+    other = value(array())  # of the same key
+    assert get(copies, other, 1) is get(copies, other, 1)
+    assert get(copies, x, 1) is not get(copies, other, 1)
+    del moved
+    assert used(machine, 1) == 8000
+
+
+def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> None:
+    machine.gpus[1].total_memory = 40_000
+    copies = Copies(0.5)
+    a, b, c = (value(array()) for _ in "abc")
+    for one in (a, b, a, c):
+        get(copies, one, 1)
+    assert copies.nbytes(Device(1)) == used(machine, 1) == 16_000
+    assert (a.copies, b.copies) == ((Device(1),), ())
+    copies.close()
+
+
+def test_without_a_limit_to_fill_nothing_is_kept(machine: SimulatedMachine) -> None:
+    copies, x = Copies(0), value(array())
+    assert get(copies, x, 1) is not get(copies, x, 1)
+    assert copies.nbytes(Device(1)) == used(machine, 1) == 0
+    copies.close()
+
+
+def test_short_of_memory_the_others_are_dropped_first(machine: SimulatedMachine) -> None:
+    machine.gpus[1].total_memory = 17_000
+    copies = Copies(1)
+    get(copies, value(array()), 1)
+    assert get(copies, value(array(n=1500)), 1).device is Device(1)
+    assert copies.nbytes(Device(1)) == 12_000
+    assert copies.drop(Device(2)) == 0
+    assert copies.drop(Device(1)) == 12_000
+    assert used(machine, 1) == 0
+    copies.close()
+
+
+def test_a_copy_is_read_only_and_an_own_one_is_not(copies: Copies) -> None:
+    x = array()
+    shared = get(copies, value([x]), 1)[0]
+    own = to_device(shared, 1, copy=True)
+    with Device(1):
+        with pytest.raises(ValueError, match="read-only"):
+            shared[0] = 1
+        own[0] = 5
+    assert shared.get()[0] == 0
+    with Device(0):
+        x[0] = 3  # the owner's stays the owner's
+
+
+@pytest.mark.parametrize("dropped", ["later", "before", "and made again"])
+def test_what_is_still_read_outlives_its_being_dropped(
+    machine: SimulatedMachine, copies: Copies, dropped: str
+) -> None:
+    """A task's copy is dropped while the task runs or reads, and perhaps made again for another."""
+    pending = pending_events(machine)
+    x = value(array())
+    moved = get(copies, x, 1)
+    if dropped != "later":
+        assert copies.drop(Device(1)) == 8000
+    if dropped == "and made again":
+        get(copies, x, 1)
+    reading = stamp(moved)
+    assert reading is not None
+    release_held()
+    pending[0] = True
+    copies.used([(x, moved)], Device(1), reading)
+    del moved
+    if dropped == "later":
+        copies.forget(x)
+    kept = 8000 if dropped == "and made again" else 0
+    assert used(machine, 1) == 8000 + kept
+    pending[0] = False
+    assert used(machine, 1) == kept
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("there", ["a copy", "an array", "a list"])
+def test_this_thread_waits_for_what_is_not_done(
+    machine: SimulatedMachine, copies: Copies, there: str, done: bool
+) -> None:
+    x = value([array()] if there == "a list" else array())
+    if there == "a copy":
+        get(copies, x, 1)
+    x.stamp = Stamp.of_devices([Device(0)])
+    pending = pending_events(machine)
+    pending[0] = not done
+    before = machine.faults.calls["cuStreamWaitEvent"]
+    with Device(0), ThreadPoolExecutor(1) as pool:
+        pool.submit(get, copies, x, 1 if there == "a copy" else 0).result()
+    waited = machine.faults.calls["cuStreamWaitEvent"] - before
+    assert (waited > 0) is not done
+
+
+def test_a_value_in_several_places_is_counted_from_each(copies: Copies) -> None:
+    moved = get(copies, value([array(0), array(2), array(1)]), 1)
+    assert nbytes_by_device(moved).keys() == {Device(1)}
+    pairs = {pair: each.nbytes for pair, each in copies.counts.rows().items()}
+    assert pairs == {(Device(0), Device(1)): 8000, (Device(2), Device(1)): 8000}
+
+
+def test_the_limit_is_configured_and_checked() -> None:
+    for wrong in (-0.1, 1.5, "much", True):
+        with (
+            dask.config.set({"devctx.replica-limit": wrong}),
+            pytest.raises(ValueError, match=r"replica.limit.*got"),
+        ):
+            DevicePlugin()
