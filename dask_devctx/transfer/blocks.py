@@ -5,7 +5,7 @@ Two arrays may be views of one allocation. It is freed with the last of them, so
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import walk
@@ -30,16 +30,18 @@ def memories(value: object, at_most: int | None = None) -> set[Memory] | None:
 
     They count as not known if the value has more than ``at_most`` objects that may hold arrays.
     """
+    leaves = [value]
+    if walk.find(type(value)) is not walk.LEAF:
+        try:
+            walked = list(walk.walk(value, at_most))
+        except walk.TooManyError:
+            return None
+        leaves = [leaf for _, protocol, some in walked if protocol is None for leaf in some]
     found: set[Memory] = set()
-    is_leaf = walk.find(type(value)) is walk.LEAF
-    groups: Any = [(None, None, [value])] if is_leaf else walk.walk(value, at_most)
-    try:
-        for leaf in (leaf for _, protocol, leaves in groups if protocol is None for leaf in leaves):
-            function = memory_of.find(type(leaf))
-            if function is None and nbytes_by_device(leaf):
-                return None
-            if function is not None and (memory := function(leaf)) is not None:
-                found.add(memory)
-    except walk.TooManyError:
-        return None
+    for leaf in leaves:
+        function = memory_of.find(type(leaf))
+        if function is None and nbytes_by_device(leaf):
+            return None
+        if function is not None and (memory := function(leaf)) is not None:
+            found.add(memory)
     return found
