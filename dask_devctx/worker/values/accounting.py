@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer.blocks import Memory, memories
-from dask_devctx.worker.values.value import Value
+from dask_devctx.worker.values.value import Counts, Entry, Value
 
 # Values are spilled when more than the first fraction of the limit is used, until the second is.
 _START: Final = 0.92
@@ -26,33 +24,6 @@ _AT_MOST: Final = 5_000
 
 # Uses, and allocations whose address is not known. All workers of a process count on.
 numbers = itertools.count(1)
-
-
-@dataclass
-class Counts:
-    """The limit of a device, its bytes, and its moves since the start."""
-
-    limit: int
-    held: int = 0  # by all allocations of the values; each counts once
-    spilled: int = 0  # bytes of values that left the device and are in host memory
-    spills: int = 0
-    spilled_nbytes: int = 0
-    unspills: int = 0
-    unspilled_nbytes: int = 0
-    spills_for_retries: int = 0
-
-
-class Entry(weakref.ref[Value]):
-    """A value in the accounts of its devices; this outlives the value, to be counted off then.
-
-    The value must not be found any more at that time: a ``__del__`` would run while other threads
-    can still take it up by a weak reference.
-    """
-
-    __slots__ = ("away", "memories")
-
-    away: tuple[Account, int] | None  # in host memory: where from, and its bytes
-    memories: frozenset[Memory]  # on devices: its allocations
 
 
 class Account:
@@ -193,7 +164,7 @@ class Accounts(dict[Device, Account]):
         assert form is not None
         self._count_off(entry)
         if (account := self.get(form.home)) is not None:
-            entry.away = account, form.share
+            entry.away = account.counts, form.share
             account.counts.spilled += form.share
 
     def remove(self, value: Value) -> None:
@@ -215,12 +186,12 @@ class Accounts(dict[Device, Account]):
 
     def _count_off(self, entry: Entry) -> None:
         if entry.away is not None:
-            account, nbytes = entry.away
-            account.counts.spilled -= nbytes
+            counts, nbytes = entry.away
+            counts.spilled -= nbytes
             entry.away = None
         for memory in entry.memories:
-            if (account_ := self.get(memory.device)) is not None:
-                account_.remove(memory, entry)
+            if (account := self.get(memory.device)) is not None:
+                account.remove(memory, entry)
         entry.memories = frozenset()
 
 

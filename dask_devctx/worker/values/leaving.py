@@ -166,7 +166,7 @@ class Leaving:
             for value in group:
                 value.value, value.nbytes, value.stamp = AWAY, {}, None
                 assert value.spill is not None
-                value.spill.accounts.add_away(value)
+                value.spill.count_away(value)
             counts.spills += len(group)
             counts.spilled_nbytes += nbytes
             counts.spills_for_retries += len(group) if for_retry else 0

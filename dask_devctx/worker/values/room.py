@@ -14,8 +14,9 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, release_library_caches
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import release_held
-from dask_devctx.worker.values.accounting import Accounts, Counts
+from dask_devctx.worker.values.accounting import Accounts
 from dask_devctx.worker.values.copies import Copies
+from dask_devctx.worker.values.value import Counts
 
 T = TypeVar("T")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import nbytes_by_device, walk
+from dask_devctx.transfer.blocks import Memory
 from dask_devctx.transfer.page_locked import PageLockedPool
 from dask_devctx.worker.values.accounting import allocations, numbers
 from dask_devctx.worker.values.copies import Copies
@@ -79,6 +80,16 @@ class Spill(Room):
                 self.accounts.add_away(value)
             elif self.accounts:
                 self.accounts.add(value, under or allocations(value.value, value.nbytes))
+
+    def count_away(self, value: Value) -> None:
+        """Count a value in host memory, and no longer on its devices; with the lock held."""
+        self.accounts.add_away(value)
+
+    def count_back(self, value: Value, under: frozenset[Memory]) -> None:
+        """Count a value on its devices, in these allocations; with the lock held."""
+        self.accounts.remove(value)
+        if self.accounts:
+            self.accounts.add(value, under)
 
     # -- readers
 
@@ -180,10 +191,7 @@ class Spill(Room):
                     value.stamp = stamp
                     value.value = whole  # last: a task may see it now
                     assert value.spill is not None
-                    accounts = value.spill.accounts
-                    accounts.remove(value)
-                    if accounts:
-                        accounts.add(value, under[value.index])
+                    value.spill.count_back(value, under[value.index])
                     if not _stays_right(wholes):
                         value.form = None
                     back.append(value)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Mapping
+import threading
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
 
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
 from distributed.sizeof import safe_sizeof
@@ -13,15 +16,61 @@ from distributed.sizeof import safe_sizeof
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, walk
+from dask_devctx.transfer.blocks import Memory
 from dask_devctx.worker.values.host_form import HostForm, Sent, block_of
-
-if TYPE_CHECKING:
-    from dask_devctx.worker.values.accounting import Entry
-    from dask_devctx.worker.values.spill import Spill
 
 # The `value` of one in host memory.
 AWAY: Final = object()
 _LITTLE_NBYTES: Final = 64 * 2**10
+
+
+@dataclass
+class Counts:
+    """The limit of a device, its bytes, and its moves since the start."""
+
+    limit: int
+    held: int = 0  # by all allocations of the values; each counts once
+    spilled: int = 0  # bytes of values that left the device and are in host memory
+    spills: int = 0
+    spilled_nbytes: int = 0
+    unspills: int = 0
+    unspilled_nbytes: int = 0
+    spills_for_retries: int = 0
+
+
+class Entry(weakref.ref["Value"]):
+    """A value in the accounts of its devices; this outlives the value, to be counted off then.
+
+    The value must not be found any more at that time: a ``__del__`` would run while other threads
+    can still take it up by a weak reference.
+    """
+
+    __slots__ = ("away", "memories")
+
+    away: tuple[Counts, int] | None  # in host memory: where it is counted, and its bytes
+    memories: frozenset[Memory]  # on devices: its allocations
+
+
+class Keeper(Protocol):
+    """The one that counts values, spills and restores them."""
+
+    lock: threading.RLock
+    on_disk: bool
+
+    def pin(self, value: Value, device: Device | None) -> Any:
+        """Return a value, which stays on its device until :meth:`unpin`."""
+
+    def unpin(self, values: Sequence[Value]) -> None:
+        """Let values be spilled again."""
+
+    def copied(self, value: Value) -> HostForm:
+        """Return a host form of a value that is on its device, where it stays."""
+
+    def count_away(self, value: Value) -> None:
+        """Count a value in host memory, and no longer on its devices."""
+
+    def count_back(self, value: Value, under: frozenset[Memory]) -> None:
+        """Count a value on its devices, in these allocations, and no longer in host memory."""
 
 
 class Value:
@@ -47,7 +96,7 @@ class Value:
         self.nbytes = nbytes  # by device; empty in host memory
         self.exact = True  # whether all of the value was looked at for that
         self.stamp = stamp  # of the work that makes it, or of the copy that restored it
-        self.spill: Spill | None = None
+        self.spill: Keeper | None = None
         self.entry: Entry | None = None  # what is counted for it
         # The value in host memory, and its index there; kept on the device while it is right.
         self.form: HostForm | None = None
