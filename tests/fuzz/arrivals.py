@@ -60,11 +60,10 @@ class Sender:
         self._local = Local(
             worker,
             [Device(0), self.device],
-            inputs=None,
+            store=lambda: None,
             make_room=lambda device: 0,
             on_failure=self._on_failure,
             has_failed=lambda: False,
-            memory=lambda: None,
         )
         pairs: Any = SimpleNamespace(refuse=self._refuse, forget=lambda address: None)
         self._receiver = Receiver(self._local, pairs)
