@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 
@@ -97,6 +98,11 @@ def test_copy_gives_an_own_one_where_it_is(x):
     with Device(0):
         own[0][0] = 9.0
     assert x.get()[0, 0] == 0
+
+
+@pytest.mark.parametrize("function", [device_of, to_device, nbytes_by_device])
+def test_a_function_with_a_registry_is_one_object_of_a_process(function):
+    assert pickle.loads(pickle.dumps(function)) is function
 
 
 def test_no_such_device(x):
