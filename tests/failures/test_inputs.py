@@ -15,7 +15,6 @@ from distributed import Client, Future
 from dask_devctx import (
     Device,
     DeviceOutOfMemoryError,
-    DevicePlugin,
     LocalDeviceCluster,
     SimulatedArray,
 )
@@ -26,16 +25,16 @@ NBYTES = 2**20
 
 @pytest.fixture
 def client(request: pytest.FixtureRequest) -> Iterator[Client]:
-    plugin = DevicePlugin(**getattr(request, "param", {}))
     with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0", plugin=plugin) as cluster,
+        dask.config.set(getattr(request, "param", {})),
+        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
         yield client
 
 
 # Without room for copies none is made ahead of its task, where nobody would see it fail.
-none_ahead = pytest.mark.parametrize("client", [{"replica_limit": 0.0}], indirect=True)
+none_ahead = pytest.mark.parametrize("client", [{"devctx.replica-limit": 0.0}], indirect=True)
 
 
 def make() -> SimulatedArray:
