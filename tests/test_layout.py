@@ -23,7 +23,6 @@ LONGER = {
     "simulated_array.py": 480,
     "worker/failures/guard.py": 345,
     "worker/placement/admission.py": 385,
-    "worker/run.py": 365,
 }
 # Names of modules that have no subject of their own.
 NO_IDEA = {"common", "helpers", "misc", "tools", "util", "utils"}

@@ -21,8 +21,9 @@ from dask_devctx.dask_internals.threads import send_next_task_to
 from dask_devctx.dask_internals.worker import told_of_freed_keys
 from dask_devctx.scheduler.counts import DEVICE
 from dask_devctx.worker.failures import conditions
+from dask_devctx.worker.host_run import HostRun
 from dask_devctx.worker.placement.admission import Admission, share_units
-from dask_devctx.worker.run import DeviceRun, HostRun, Refused
+from dask_devctx.worker.run import DeviceRun, Refused
 from dask_devctx.worker.tracebacks import of_the_user
 
 if TYPE_CHECKING:
