@@ -55,7 +55,7 @@ async def run_out_of_memory_later() -> None:
 
 
 def as_method(monitor: Monitor, fn: Callable[[], Any]) -> Callable[[], Any]:
-    return DeviceMethod(monitor, "it", (Device(0),), fn, moves=False)
+    return DeviceMethod(monitor, "it", (Device(0),), fn, moves=False, made=[])
 
 
 def call(made: Callable[[], Any]) -> Any:
@@ -122,7 +122,7 @@ def test_a_failure_of_another_of_its_devices_is_blamed_on_the_call(
     monitor, failures = monitored
     try:
         with pytest.raises(DeviceFailedError) as caught:
-            DeviceMethod(monitor, "it", (Device(0), Device(2)), fn, moves=False)()
+            DeviceMethod(monitor, "it", (Device(0), Device(2)), fn, moves=False, made=[])()
     finally:
         machine.gpus[2].lost = False
     assert set(failures[0].errors) == {"it"}
@@ -135,5 +135,5 @@ def test_a_call_on_several_devices_is_a_suspect_on_each(monitored: Monitored) ->
     def suspects() -> set[str]:
         return {f"{one.key} on {one.device}" for one in monitor.suspects.named()}
 
-    method = DeviceMethod(monitor, "it", (Device(1), Device(2)), suspects, moves=False)
+    method = DeviceMethod(monitor, "it", (Device(1), Device(2)), suspects, moves=False, made=[])
     assert method() == {"it on cuda:1", "it on cuda:2"}
