@@ -190,8 +190,7 @@ async def test_an_annotation_that_no_worker_heeds(client: Any, scheduler: Any) -
                 UserWarning, match="no worker of this cluster uses devices"
             ) as caught:
                 await three_times(client, "device_share", 0.5)
-            said = [one for one in caught if "no worker of this cluster" in str(one.message)]
-            assert len(said) == 1
+            assert len(caught) == 1
 
 
 # -- task_devices
