@@ -159,26 +159,25 @@ class Stamp:
         """The devices that do the work."""
         return tuple(self._events)
 
-    def hold_back(self, device: Device, *, of: Device | None = None) -> None:
-        """Make this thread's current streams of ``device`` wait for the work (of one device)."""
+    def hold_back(self, device: Device) -> None:
+        """Make this thread's current streams of ``device`` wait for the work."""
         if self._succeeded():  # to ask costs less than a wait
             return
         with device:
             for stream in current_streams(device):
-                self._hold_back(stream, of)
+                self._hold_back(stream)
 
     def hold_back_stream(self, stream: int) -> None:
         """Make a stream of the current device wait for the work, unless it is done."""
         if not self._succeeded():
-            self._hold_back(stream, None)
+            self._hold_back(stream)
 
-    def _hold_back(self, stream: int, of: Device | None) -> None:
+    def _hold_back(self, stream: int) -> None:
         if self._unrecorded:
             self._record_rest(wait=True)
-        for source, events in self._events.items():
-            if of is None or source is of:
-                for event in events:
-                    event.holds_back(stream)
+        for events in self._events.values():
+            for event in events:
+                event.holds_back(stream)
 
     def hold_back_readers(self) -> None:
         """Make this thread's current streams of all these devices wait: for a read, not a move."""

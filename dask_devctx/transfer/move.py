@@ -113,7 +113,8 @@ class Move:
         elif places and self.device is not None and not self._waited_here:
             self._waited_here = True
             for stamp in self._after:
-                stamp.hold_back(self.device, of=self.device)
+                if self.device in stamp.devices:
+                    stamp.hold_back(self.device)
         return self._memo.setdefault(id(value), (value, moved))[1]
 
     def order(self, source: Device, *, on_source: bool = False) -> None:
@@ -127,13 +128,16 @@ class Move:
                 connect(target, source)
             self._sources[source] = self.work_of(source)
             for stamp in self._sources[source]:
-                stamp.hold_back(target, of=source)
+                stamp.hold_back(target)
         if on_source:
             for stamp in self._sources[source]:
-                stamp.hold_back(source, of=source)
+                stamp.hold_back(source)
 
     def work_of(self, source: Device) -> list[Stamp]:
-        """Return the stamps on a source that the copy waits for."""
+        """Return the stamps that the copy from a source waits for, wholly.
+
+        A task of several devices may have made the part on one of them by work on another.
+        """
         stamped = [stamp for stamp in self._after if source in stamp.devices]
         # Without a stamp, wait for all work that the source has been given until now.
         return stamped or [Stamp.of_devices([source])]

@@ -15,8 +15,9 @@ from typing import Any, Final
 
 from distributed import Worker
 from distributed.comm import CommClosedError
+from distributed.core import clean_exception
 
-from dask_devctx.cuda.out_of_memory import clear_frames
+from dask_devctx.cuda.out_of_memory import clear_frames, is_out_of_memory
 from dask_devctx.dask_internals.connections import (
     UNREAD,
     Connect,
@@ -25,6 +26,7 @@ from dask_devctx.dask_internals.connections import (
     wrapped_connect,
 )
 from dask_devctx.dask_internals.worker import wrapped_handler
+from dask_devctx.errors import DriverError
 
 logger = logging.getLogger(__name__)
 
@@ -145,8 +147,11 @@ class _Asking:
         of, address = self.connections, self._address
         try:
             msg = await self._read(*args, **kwargs)
-            if isinstance(msg, dict) and msg.get("status") == "OK":
+            status = msg.get("status") if isinstance(msg, dict) else None
+            if status == "OK":
                 await of.complete(address, msg)
+            elif status == "uncaught-error" and UNREAD.get() is not None:
+                raise _could_not_be_sent(address, msg)
             return msg
         except BaseException as error:
             # If a pickle is too short, dask takes its end for the end of the connection.
@@ -197,6 +202,14 @@ class _Answering:
         answer = await self._comm.read(*args, **kwargs)
         self.was_read = answer == "OK"
         return answer
+
+
+def _could_not_be_sent(address: str, msg: Message) -> Any:
+    """Return the error of a worker that was asked; what a device there raised passes."""
+    _, error, _ = clean_exception(**msg)
+    if isinstance(error, DriverError) and not is_out_of_memory(error):
+        return CommClosedError(f"{address} could not send values: {error}")
+    return error or CommClosedError(f"{address} could not send values")
 
 
 def could_not_be_read(key: Hashable, error: Exception, sender: str, *, device_failed: bool) -> None:

@@ -142,7 +142,7 @@ class Copies:
             # Most inputs end here: a move without a copy would take twice as long to start.
             if here is not None:
                 release_held(1)
-                value.work().hold_back(device, of=device)
+                value.work().hold_back(device)
             return whole
         while True:
             with self._lock:
@@ -151,9 +151,11 @@ class Copies:
                 mine = copy is None
                 if copy is None:
                     copy = _Copy(sources, expected=ahead)
-                    if self._open and not value.released:
+                    if self._open:
                         copies[value] = copy
                         value.copies = (*value.copies, device)
+                        if value.released:  # asked last: who releases it just now drops its copies
+                            self._remove(device, value, copy)
                 else:
                     copies.move_to_end(value)
             if mine:

@@ -246,12 +246,14 @@ class Store(MutableMapping[Hashable, Any]):
             # Within a process nothing is serialized: the receiver gets the objects that are read.
             if str(getattr(comm, "local_address", "")).startswith("inproc"):
                 away = [value for value in self.values_of(keys) if value.is_away]
-                for value in away:
-                    await asyncio.to_thread(self.spill.pin, value, None)
+                pinned: list[Value] = []
                 try:
+                    for value in away:
+                        await asyncio.to_thread(self.spill.pin, value, None)
+                        pinned.append(value)
                     return await get_data(comm, keys=keys, **kwargs)
                 finally:
-                    self.spill.unpin(away)
+                    self.spill.unpin(pinned)
             token = _SENDING.set("values" if takes_values(kwargs.get("who") or "") else "whole")
             try:
                 return await get_data(comm, keys=keys, **kwargs)

@@ -208,6 +208,32 @@ def test_a_released_value_leaves_no_copy_whoever_asks_late(
     assert used(machine, 1) == 8000
 
 
+class Released(Value):
+    """It is released, as dask does so, by another thread while a copy looks whether it is."""
+
+    copies_of_it: Copies
+    _released = False
+
+    @property
+    def released(self) -> bool:  # type: ignore[override]
+        before, self._released = self._released, True
+        if not before and self.copies:
+            self.copies_of_it.forget(self)
+        return before
+
+    @released.setter
+    def released(self, released: bool) -> None:
+        pass
+
+
+def test_a_value_that_is_released_just_now_leaves_no_copy(copies: Copies) -> None:
+    whole = array()
+    x = Released("x", whole, nbytes_by_device(whole))
+    x.copies_of_it = copies
+    assert get(copies, x, 1).device is Device(1)
+    assert copies.nbytes(Device(1)) == 0
+
+
 def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> None:
     machine.gpus[1].total_memory = 40_000
     copies = Copies(0.5)
@@ -293,6 +319,24 @@ def test_this_thread_waits_for_what_is_not_done(
         pool.submit(get, copies, x, 1 if there == "a copy" else 0).result()
     waited = machine.faults.calls["cuStreamWaitEvent"] - before
     assert (waited > 0) is not done
+
+
+@pytest.mark.parametrize("reader", [0, 2], ids=["where it is", "elsewhere"])
+def test_what_a_task_of_several_devices_made_waits_for_all_of_them(
+    machine: SimulatedMachine, copies: Copies, reader: int
+) -> None:
+    x = value(array(0))
+    waits = []
+    pending = pending_events(machine)
+    pending[0] = True
+    for devices in ([0], [0, 1]):  # a kernel on device 1 may have written to the value
+        copies.forget(x)
+        x.stamp = Stamp.of_devices(map(Device, devices))
+        before = machine.faults.calls["cuStreamWaitEvent"]
+        get(copies, x, reader)
+        waits.append(machine.faults.calls["cuStreamWaitEvent"] - before)
+    pending[0] = False
+    assert waits[1] == waits[0] + 1
 
 
 def test_a_value_in_several_places_is_counted_from_each(copies: Copies) -> None:

@@ -20,6 +20,7 @@ from distributed.utils_test import poll_for
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
+from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.worker.values.spill import Spill
 from dask_devctx.worker.values.use import Use
@@ -460,3 +461,28 @@ def test_others_leave_in_the_place_of_a_value_that_cannot(
         memory.spill_all(Device(0))
         assert used(memory) == 0
         assert client.submit(total, moody, pure=False).result() == 16384
+
+
+@pytest.mark.parametrize("error", ["NOT_PERMITTED", "OUT_OF_MEMORY"])
+def test_values_that_cannot_be_restored_for_another_worker_stay_no_longer(error: str) -> None:
+    """Within a process they are sent as they are on their device."""
+    with threads(2 * MIB, 2, n_workers=2) as client:
+        one, other = client.cluster.workers.values()  # type: ignore[union-attr]
+        made = client.map(full, range(2), pure=False, workers=[one.address])
+        wait(made)
+        memory: Spill = one.data.spill
+        (device,) = memory.accounts
+        memory.spill_all(device)
+        copies = itertools.count()
+        code = getattr(CUresult, f"CUDA_ERROR_{error}")
+        times = 1 if error == "NOT_PERMITTED" else 1000
+        driver.backend().machine.faults.inject(
+            "cuMemcpyHtoDAsync", code, times=times, when=lambda *_: next(copies) > 0
+        )
+        used = client.submit(len, made, workers=[other.address])
+        if error == "NOT_PERMITTED":  # it passes: dask asks again
+            assert used.result(timeout=30) == 2
+        else:
+            with pytest.raises(DeviceMemoryError):
+                used.result(timeout=30)
+        poll_for(lambda: not any(v.pins for v in one.data.values_of(m.key for m in made)), 10)
