@@ -60,10 +60,17 @@ def executed_by(
     stand-in and dask's event of the outcome, None without one, and returns the event.
     """
     execute, states = worker.execute, worker.state.tasks
+    ended, passed_on = False, set()
 
     async def executed(key: Hashable, *, stimulus_id: str) -> Any:
-        if vars(worker).get("execute") is not executed:  # it did not begin before the end of this
-            return await worker.execute(key, stimulus_id=stimulus_id)
+        if ended and key not in passed_on:  # it did not begin before the end of this
+            passed_on.add(key)
+            try:
+                return await worker.execute(key, stimulus_id=stimulus_id)
+            finally:
+                passed_on.discard(key)
+        if ended:  # by a wrapper of others, which is still around this
+            return await execute(key, stimulus_id=stimulus_id)
         ts = states[key]
         task = ts.run_spec
         stand_in = begin(ts)
@@ -78,8 +85,11 @@ def executed_by(
             event = end(ts, stand_in, event)
         return event
 
-    with replaced(vars(worker), "execute", executed):
-        yield
+    try:
+        with replaced(vars(worker), "execute", executed):
+            yield
+    finally:
+        ended = True
     for ts in states.values():
         if isinstance(ts.run_spec, TaskStandIn):
             ts.run_spec = ts.run_spec.task

@@ -293,6 +293,21 @@ async def test_a_worker_calls_what_takes_a_tasks_place(
     assert await client.submit(lambda x: x, 1, key="three") == 1
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+async def test_a_wrapper_of_others_may_be_around_it(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with tasks.executed_by(worker, lambda ts: StandIn(ts.run_spec), lambda ts, one, event: event):
+        ours = worker.execute
+
+        async def around(key: Any, *, stimulus_id: str) -> Any:
+            return await ours(key, stimulus_id=stimulus_id)
+
+        worker.execute = around
+        assert await client.submit(lambda x: x, 1, key="one").result(timeout=10) == 2
+    assert await client.submit(lambda x: x, 1, key="two").result(timeout=10) == 1
+
+
 def test_graphs() -> None:
     from dask.highlevelgraph import HighLevelGraph
 
