@@ -125,8 +125,8 @@ def _run(**given: Any) -> None:
     if method:
         settings["distributed.worker.multiprocessing-method"] = method
     cluster = cluster_address(address, given["scheduler_file"])
-    with dask.config.set(settings), _shape(n_workers, cluster, nanny=given["nanny"]) as shape:
-        options, n_workers, per_worker = shape
+    with dask.config.set(settings), _layout(n_workers, cluster, nanny=given["nanny"]) as layout:
+        options, n_workers, per_worker = layout
         given["nthreads"] = given["nthreads"] or look_ahead(per_worker, options)
         if given["memory_limit"] == "auto":
             together = n_workers if options.shared else 1
@@ -137,7 +137,7 @@ def _run(**given: Any) -> None:
 
 
 @contextmanager
-def _shape(
+def _layout(
     n_workers: int | None, cluster: str, *, nanny: bool
 ) -> Iterator[tuple[Options, int, int]]:
     """Yield the options, the number of workers, and how many devices each of them has."""

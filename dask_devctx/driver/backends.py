@@ -110,7 +110,7 @@ class Backend:
     def current_context(self) -> int:
         """Return the context that is current on this thread; 0 for none. Initialises nothing."""
         if self.initialised:
-            return self.calls.current()  # which keeps Python's lock
+            return self.calls.current()  # which keeps the GIL
         try:
             return self.calls.current_or_uninitialised()
         except DevctxError:

@@ -77,7 +77,7 @@ class Checked:
         status, address, *_ = ask(function.encode(), version, 0)
         return int(address) if status == 0 and address else None
 
-    # -- calls by address, which keep Python's lock
+    # -- calls by address, which keep the GIL
 
     def status(self, function: str, version: int, *numbers: int) -> int | None:
         """Call a short C function by its address; return its status, None without an address."""

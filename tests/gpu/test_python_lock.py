@@ -118,7 +118,7 @@ def test_a_new_event_stops_no_other_thread(full: Full) -> None:
 
 @pytest.fixture
 def busy() -> Iterator[None]:
-    """A thread that keeps Python's lock whenever it can."""
+    """A thread that keeps the GIL whenever it can."""
     over = False
 
     def compute() -> None:

@@ -46,7 +46,7 @@ class _Interval:
 def set_for_devices(worker: Worker, interval_s: float | None) -> Iterator[None]:
     """While it is open, a worker's Python is set for threads that drive GPUs.
 
-    Libraries release Python's lock in each call into CUDA, for a few microseconds. Another thread
+    Libraries release the GIL in each call into CUDA, for a few microseconds. Another thread
     that takes the lock then keeps it for ``sys.getswitchinterval()``, 5 ms by default. Beside a
     task that computes in Python, each kernel waits that long. ``devctx.switch-interval`` sets this
     interval. A short one lets threads take the lock from each other all the time, which costs more.

@@ -151,7 +151,7 @@ def slowly(*_: object) -> bool:
 
 
 def test_a_thread_that_waits_for_room_in_vain_keeps_no_other_thread_busy() -> None:
-    """The device's thread took Python's lock again and again, until the one that waited had it."""
+    """The device's thread took the GIL again and again, until the one that waited had it."""
     with one_value() as (_, _, memory, _, kept):
         memory.pin(kept, None)  # all that is there is in use
         ledger = memory.accounts[Device(0)]

@@ -52,7 +52,7 @@ def test_a_lane_can_be_had_while_the_driver_waits_for_another(
 
 @pytest.fixture
 def calls(machine: SimulatedMachine) -> Iterator[AddressedDriver]:
-    """A driver that tells addresses: a call by address keeps Python's lock."""
+    """A driver that tells addresses: a call by address keeps the GIL."""
     pytest.importorskip("dask_devctx.driver._scope")
     with driver.use(addressed(machine)), Device(0):
         assert isinstance(machine.driver, AddressedDriver)
