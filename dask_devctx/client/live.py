@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from distributed import Client
 
@@ -38,6 +38,10 @@ class Moment:
     before: Mapping[str, tuple[int, int]] | None = None
 
 
+# The counts of a device that are added over its workers.
+SUMS: Final = ("running", "queued", "done", "failed", "busy_s")
+
+
 @dataclass
 class LiveDevice:
     """One device, with the sums over the workers that use it, and its rates."""
@@ -51,6 +55,7 @@ class LiveDevice:
     queued: int = 0
     done: int = 0
     failed: int = 0
+    busy_s: float = 0.0
     tasks_per_s: float = 0.0
     occupied: float | None = None
     utilization: float | None = None
@@ -81,25 +86,36 @@ async def _moment(client: Client, last: Moment | None) -> Moment:
     return Moment(time.monotonic(), workers, devices, transfers, ended)
 
 
+def by_device(rows: Iterable[tuple[str, str | None, DeviceCounts]]) -> dict[str, LiveDevice]:
+    """Return the devices by UUID, from each worker's address and name; None if it left."""
+    found: dict[str, LiveDevice] = {}
+    order = sorted(rows, key=lambda row: (row[1] is None, host_of(row[0]), row[2].device_id))
+    for worker, name, counts in order:
+        new = LiveDevice(counts.uuid, counts.device_id, counts.name, host_of(worker))
+        live = found.setdefault(counts.uuid, new)
+        if live is new:
+            live.utilization = counts.utilization
+        if name is not None:
+            live.workers.append(name)
+        for one in SUMS:
+            setattr(live, one, getattr(live, one) + getattr(counts, one))
+        for kind in (*OF_A_DEVICE, *OF_A_WORKER):
+            if (nbytes := getattr(counts, memory_field(kind))) is not None:
+                before = live.memory.get(kind)
+                own = kind in OF_A_WORKER
+                live.memory[kind] = nbytes if before is None else before + own * nbytes
+    return found
+
+
 def between(before: Moment, now: Moment) -> list[LiveDevice]:
     """Return the devices at a moment, with their rates since an earlier moment."""
     elapsed_s = now.at - before.at
-    found: dict[str, LiveDevice] = {}
-    order = sorted(now.devices.items(), key=lambda item: (host_of(item[0][0]), item[1].device_id))
-    for (worker, uuid), counts in order:
-        live = found.get(uuid)
-        if live is None:
-            live = found[uuid] = LiveDevice(uuid, counts.device_id, counts.name, host_of(worker))
-            live.done, live.failed = (now.before or {}).get(uuid, (0, 0))
-        live.workers.append(now.workers[worker])
-        for name in ("running", "queued", "done", "failed"):
-            setattr(live, name, getattr(live, name) + getattr(counts, name))
-        live.utilization = counts.utilization
-        for kind in (*OF_A_DEVICE, *OF_A_WORKER):
-            if (nbytes := getattr(counts, memory_field(kind))) is not None:
-                before_this = live.memory.get(kind, 0) if kind in OF_A_WORKER else 0
-                live.memory[kind] = before_this + nbytes
-        earlier = before.devices.get((worker, uuid))
+    found = by_device((w, now.workers[w], counts) for (w, _), counts in now.devices.items())
+    for uuid, (done, failed) in (now.before or {}).items():
+        if live := found.get(uuid):
+            live.done, live.failed = live.done + done, live.failed + failed
+    for place, counts in now.devices.items():
+        earlier, live = before.devices.get(place), found[counts.uuid]
         if elapsed_s > 0 and earlier is not None:
             ended = counts.done + counts.failed - earlier.done - earlier.failed
             live.tasks_per_s += max(ended, 0) / elapsed_s

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from html import escape
 from textwrap import wrap
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from dask_devctx.client.live import SUMS, LiveDevice, by_device
 from dask_devctx.client.tables import aligned, device_names, host_of, shortened
 from dask_devctx.errors.base import counted, listed, nbytes_text
 
 if TYPE_CHECKING:
-    from dask_devctx.client.report import Report, ReportedDevice, ReportedTask
+    from dask_devctx.client.report import Report, ReportedTask
 
 COLUMNS: Final = 100
 _WORKER: Final = 16
@@ -26,7 +27,6 @@ _BY_DEVICE: Final = (
     *("device", "worker", "runs", "waits", "done", "failed", "busy s", "use"),
     *("memory used", "copied in"),
 )
-_COUNTS: Final = ("running", "queued", "done", "failed")
 _BY_PREFIX: Final = (
     *("tasks", "done", "failed", "busy s", "mean ms"),
     *("for a slot s", "inputs s", "memory s", "devices"),
@@ -44,47 +44,31 @@ class Line(NamedTuple):
 
 def lines(report: Report) -> list[Line]:
     """Return a line for each device, and one for all devices."""
-    shown, copied = _names(report), Counter[str]()
-    found: dict[str, list[ReportedDevice]] = {}  # by UUID, for each worker that uses it
-    for device in sorted(report.devices, key=_place):
-        found.setdefault(device.uuid, []).append(device)
+    copied = Counter[str]()
+    found = _devices(report)
     for row in report.transfers:
         if row.destination in found:
             copied[row.destination] += row.nbytes
+    shown = _names(report)
     each = [
-        _line(
-            shown[uuid],
-            ", ".join(device.worker_name for device in rows if device.present) or "(left)",
-            rows,
-            rows[:1],
-            copied[uuid],
-        )
-        for uuid, rows in found.items()
+        _line(shown[uuid], ", ".join(one.workers) or "(left)", [one], copied[uuid])
+        for uuid, one in found.items()
     ]
-    rows = [device for rows in found.values() for device in rows]
-    firsts = [rows[0] for rows in found.values()]
-    workers = counted(len({device.worker for device in rows if device.present}), "worker")
-    return [*each, _line(f"all {len(found)}", workers, rows, firsts, copied.total())]
+    workers = counted(len({row.worker for row in report.devices if row.present}), "worker")
+    return [*each, _line(f"all {len(found)}", workers, found.values(), copied.total())]
 
 
-def _line(
-    name: str,
-    workers: str,
-    rows: Sequence[ReportedDevice],
-    firsts: Sequence[ReportedDevice],
-    copied_in: int,
-) -> Line:
-    """Return a line; one row of each device says what is so for the whole device."""
-    busy_s = sum(device.busy_s for device in rows)
-    uses = [device.utilization for device in firsts if device.utilization is not None]
-    sizes = [(device.memory_free, device.memory_total) for device in firsts]
-    known = [(free, all_) for free, all_ in sizes if free is not None and all_ is not None]
-    total = sum(all_ for _, all_ in known)
-    used = total - sum(free for free, _ in known)
+def _line(name: str, workers: str, devices: Collection[LiveDevice], copied_in: int) -> Line:
+    sums = {one: sum(getattr(device, one) for device in devices) for one in SUMS}
+    uses = [device.utilization for device in devices if device.utilization is not None]
+    known = [one.memory for one in devices if one.memory.keys() >= {"free", "total"}]
+    total = sum(memory["total"] for memory in known)
+    used = total - sum(memory["free"] for memory in known)
+    busy_s = sums.pop("busy_s")
     cells = (
         name,
         shortened(workers, _WORKER),
-        *(sum(getattr(device, one) for device in rows) for one in _COUNTS),
+        *sums.values(),
         round(busy_s, 1),
         None if not uses else f"{sum(uses) / len(uses):.0%}",
         None if not total else f"{nbytes_text(used)} of {nbytes_text(total)}",
@@ -93,9 +77,9 @@ def _line(
     return Line(cells, busy_s, used, total)
 
 
-def _place(device: ReportedDevice) -> tuple[object, ...]:
-    """Return a device's place among the lines: by host and ordinal; those that left come last."""
-    return not device.present, host_of(device.worker), device.device_id, device.worker
+def _devices(report: Report) -> dict[str, LiveDevice]:
+    rows = report.devices
+    return by_device((row.worker, row.worker_name if row.present else None, row) for row in rows)
 
 
 def _names(report: Report) -> dict[str, str]:

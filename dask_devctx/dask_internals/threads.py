@@ -93,11 +93,6 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
                 self._adjust_thread_count()
             return True
 
-    @property
-    def is_shut_down(self) -> bool:
-        """Whether the pool takes no more work."""
-        return bool(self._shutdown)
-
     def grow_to(self, threads: int) -> None:
         """Let the pool have so many threads, and start one if it has fewer."""
         self._max_workers: int = max(self._max_workers, threads)
