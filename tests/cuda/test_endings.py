@@ -252,9 +252,6 @@ def test_a_subinterpreter_works_or_says_why_not(child):
     assert len(done.stdout.splitlines()) == 2
 
 
-# -- what a scope that was left leaves
-
-
 # -- nothing of the driver before it is needed
 
 

@@ -105,8 +105,6 @@ def test_a_failing_get_leaves_the_thread_as_it_was(machine: SimulatedMachine) ->
     assert open_scopes() == ()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # forking is what is tested
 def test_short_functions_are_called_by_their_address() -> None:
     seen = []
 

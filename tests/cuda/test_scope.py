@@ -77,30 +77,6 @@ def test_basic(device):
     assert current() == 0
 
 
-def test_same_device_nested(device):
-    with device:
-        handle = current()
-        with device:
-            assert open_scopes() == (device, device)
-            with device:
-                assert current() == handle
-            assert current() == handle
-        assert current() == handle
-    assert current() == 0
-
-
-def test_deep_nesting(machine):
-    everything = [Device(n % 4) for n in range(60)]
-    seen = []
-    for device in everything:
-        device.__enter__()
-        seen.append(current())
-    for device, handle in zip(reversed(everything), reversed(seen), strict=True):
-        assert current() == handle
-        device.__exit__(None, None, None)
-    assert current() == 0
-
-
 def test_usable_again_after_exit(device):
     for _ in range(3):
         with device:
@@ -135,31 +111,6 @@ def test_threads_do_not_see_each_other(device, last):
     assert not problems, problems
 
 
-@pytest.mark.gpu(count=2)
-def test_runtime_agrees_which_device_is_current(child):
-    """``cudaGetDevice``, on two real GPUs."""
-
-    def agree():
-        from cuda.bindings import runtime
-
-        from dask_devctx import Device, devices
-
-        assert len(devices()) >= 2
-        assert ok(runtime.cudaGetDevice()) == 0
-        with Device(1):
-            assert ok(runtime.cudaGetDevice()) == 1
-            with Device(0):
-                assert ok(runtime.cudaGetDevice()) == 0
-            assert ok(runtime.cudaGetDevice()) == 1
-            pointer = ok(runtime.cudaMalloc(1 << 20))
-            assert ok(runtime.cudaPointerGetAttributes(pointer)).device == 1
-            ok(runtime.cudaFree(pointer))
-        assert int(ok(types.cuCtxGetCurrent())) == 0
-        assert Device.current() is None
-
-    child(agree, env={"DASK_DEVCTX__SIMULATED_DEVICES": None, "CUDA_VISIBLE_DEVICES": None})
-
-
 # -- what is remembered is what the driver said
 
 
@@ -185,15 +136,6 @@ def test_never_asks_which_device_is_current(machine):
     assert not machine.faults.calls["cuCtxGetDevice"]
     assert not machine.faults.calls["cuCtxPushCurrent"]
     assert not machine.faults.calls["cuCtxPopCurrent"]
-
-
-def test_binds_again_where_somebody_set_another_one_inside(calls):
-    with Device(1):
-        Device(2).set_current()
-        with Device(3):
-            pass
-        assert Device.current() is Device(2)
-    assert current() == 0
 
 
 def test_pushed_and_popped_inside(backend, device, last):
@@ -435,15 +377,6 @@ def test_scopes_around_await_that_interleave(machine):
     outcomes = asyncio.run(main())
     assert [type(outcome) for outcome in outcomes] == [DeviceScopeError, type(None)]
     assert current() == 0
-
-
-def test_left_without_being_entered(machine):
-    with pytest.raises(DeviceScopeError, match="which did not enter it"):
-        Device(1).__exit__(None, None, None)
-    with Device(0):
-        with pytest.raises(DeviceScopeError, match="which did not enter it"):
-            Device(1).__exit__(None, None, None)
-        assert Device.current() is Device(0)
 
 
 # -- fork

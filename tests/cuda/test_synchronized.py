@@ -261,9 +261,6 @@ def test_pickles(machine):
     assert pickle.loads(pickle.dumps(of_the_module)) is of_the_module
 
 
-# -- run
-
-
 # -- a restore that fails after the function has returned
 
 

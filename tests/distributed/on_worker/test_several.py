@@ -327,12 +327,6 @@ async def test_values_leave_a_device_for_a_reservation(
     assert all(one.nbytes == 12 * MIB for one in arrays)
 
 
-async def nothing_waits(worker: Any) -> None:
-    admission = worker.plugins["devctx"].extension.admission
-    while any(admission.waiting_for(Device(number)) for number in range(4)):
-        await asyncio.sleep(0.01)
-
-
 # -- the end of a claim
 
 
