@@ -181,7 +181,9 @@ def test_is_current_is_of_this_thread(own):
 
 def test_close(backend):
     own = Context(0)
+    own.set_current()
     own.close()
+    assert current() == 0
     own.close()  # twice does nothing
     assert own.handle == 0
     assert not own.is_current
