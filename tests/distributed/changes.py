@@ -67,6 +67,7 @@ def _state(worker: Worker) -> dict[str, Any]:
         ),
     }
     data = worker.data
+    state["data"] = type(data), type(worker.state.data)
     for name in ("weight", "slow_to_fast_callbacks"):
         state[f"data.{name}"] = _copied(getattr(data, name, None))
     fast = getattr(data, "fast", None)

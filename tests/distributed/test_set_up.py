@@ -94,7 +94,7 @@ async def test_each_step_that_fails_undoes_all(
         await assert_nothing_is_held(worker, step)
         failed += 1
     assert failed == len(steps.taken) > 12
-    assert {"handlers", "executors", "metrics", "actors", "data.weight"} <= changes().keys()
+    assert {"handlers", "executors", "metrics", "actors", "data"} <= changes().keys()
     assert len(plugin.worker_devices) == 2
     await plugin.teardown(worker)
     await threads_ended(changes)

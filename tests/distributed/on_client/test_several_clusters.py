@@ -13,7 +13,7 @@ import pytest
 from distributed import Client, Worker
 
 from dask_devctx import DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
-from dask_devctx.client import free
+from dask_devctx.client import layout
 from dask_devctx.worker.leases.lease import acquire
 
 HOLDER = "tcp://127.0.0.1:45861"
@@ -130,7 +130,7 @@ def test_a_cluster_that_got_the_rest_grows_no_further(lock_directory: Path) -> N
 def test_devices_that_others_take_meanwhile(
     lock_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(free, "held_devices", lambda devices, in_process: {})
+    monkeypatch.setattr(layout, "held_devices", lambda devices, in_process: {})
     with held(lock_directory, 0, 1), pytest.raises(DevicesInUseError) as caught:
         LocalDeviceCluster(n_workers=4, **INSIDE)
     assert "cuda:0 " in str(caught.value)

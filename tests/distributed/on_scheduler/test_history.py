@@ -413,7 +413,8 @@ async def test_a_task_of_several_devices_has_a_row_for_each(
     rows = [row for row in await all_rows(scheduler) if isinstance(row, TaskRun)]
     both = [(row.device_id, row.nth) for row in rows if row.key == "both-1"]
     assert both == [(2, 0), (0, 1)]
-    assert [row.device_id for row in rows if row.key == "secedes-1"] == [1]
+    seceded = [(row.device_id, row.nth) for row in rows if row.key == "secedes-1"]
+    assert seceded == [(1, 0), (2, 1)]
     found = await report(client)
     assert [(task.key, task.device_id) for task in found] == [("both-1", 2), ("secedes-1", 1)]
     assert found.hosted == 0
