@@ -46,7 +46,6 @@ _IDLE_S: Final = 60.0
 _OF_LIMIT: Final = 4
 _LOOK_EVERY_MS: Final = 5_000
 _LOOK_S: Final = 0.05
-_CAPTURE_POLL_S: Final = 0.001
 _CLOSE_TIMEOUT_S: Final = 5.0
 # The process of a worker that left the cluster ends within this time, else it keeps its memory.
 _GONE_S: Final = 5.0
@@ -163,12 +162,9 @@ class PeerTransfers:
                 reason = prepared
         # dask reads the values in the libraries' default streams. These do not wait for a stream
         # that a task made for itself.
-        store = local.store()
-        after = () if store is None else store.stamps_of(msg["data"])
-        while not all(made.may_be_read() for made in after):  # a graph is being captured
-            await asyncio.sleep(_CAPTURE_POLL_S)
-        for made in after:
-            made.hold_back_readers()
+        if (store := local.store()) is not None:
+            for made in await store.readable(msg["data"]):
+                made.hold_back_readers()
         if self._uses_ipc and said != local.name and said.startswith(MEMORY):
             reason = "it knows this worker's memory by an earlier name"
             msg = {**msg, FAMILY: ()}

@@ -24,13 +24,7 @@ logger = logging.getLogger(__name__)
 # host memory ("values"), or only the value itself ("whole"); empty for all others.
 _SENDING: Final[ContextVar[str]] = ContextVar("devctx-sending", default="")
 _EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
-# The fraction of a worker's host memory that may be page-locked.
-_PAGE_LOCKED: Final = 0.4
-# The tasks in these states need their inputs soon.
-_NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing", "resumed"})
-# How often memory that finished work has read is released, if no other values move.
-_RELEASE_S: Final = 0.5
-_RUNNING: Final = frozenset({"executing", "long-running"})
+_POLL_S: Final = 0.001
 
 
 class Store(MutableMapping[Hashable, Any]):
@@ -206,6 +200,13 @@ class Store(MutableMapping[Hashable, Any]):
         """Return the stamps of the work that makes some keys' values, as far as it is known."""
         return [value.stamp for value in self.values_of(keys) if value.stamp is not None]
 
+    async def readable(self, keys: Iterable[Hashable]) -> list[Stamp]:
+        """Return the stamps of some values when the event loop can read them without a wait."""
+        stamps = self.stamps_of(keys)
+        while not all(stamp.may_be_read() for stamp in stamps):  # a graph is being captured
+            await asyncio.sleep(_POLL_S)
+        return stamps
+
     def looked_for(self, key: Hashable, whole: Any) -> Value | None:
         """Return host data, as it seemed, as a value if it is on devices after all; any thread."""
         if walk.find(whole.__class__) is None or key in self._on_host:
@@ -251,6 +252,7 @@ class Store(MutableMapping[Hashable, Any]):
                     for value in away:
                         await asyncio.to_thread(self.spill.pin, value, None)
                         pinned.append(value)
+                    await self.readable(keys)
                     return await get_data(comm, keys=keys, **kwargs)
                 finally:
                     self.spill.unpin(pinned)

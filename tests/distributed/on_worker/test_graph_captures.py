@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import dask
 import pytest
 from cuda.bindings.driver import CUresult, CUstreamCaptureMode
-from distributed import wait
+from distributed import Client, Event, wait
 
-from dask_devctx import Device, SimulatedArray, driver, report
+from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, driver, report
 from tests.distributed import peers
 
 GLOBAL, THREAD_LOCAL, RELAXED = CUstreamCaptureMode
@@ -73,3 +75,31 @@ def test_no_capture_is_spoiled_and_all_values_are_right(mode: Any, blocking: boo
         assert totals == [0.0, 1.0, 2.0, 3.0] * 4
         assert peers.ways(client)["ipc"] > 0
         assert sum(row.spills for row in report(client).devices) > 0
+
+
+def capture_at_the_gate() -> None:
+    """Capture a graph, whose end needs the worker's event loop."""
+    calls = driver.backend().machine.driver
+    calls.cuStreamBeginCapture(stream := calls.cuStreamCreate(0)[1], THREAD_LOCAL)
+    Event("captures").set()
+    Event("read").wait(timeout=30)
+    calls.cuStreamEndCapture(stream)
+
+
+def test_the_event_loop_runs_on_while_a_client_of_its_process_reads_a_value() -> None:
+    options = {"processes": False, "tasks_per_device": 3, "dashboard_address": ":0"}
+    with LocalDeviceCluster(n_workers=1, **options) as cluster, Client(cluster) as client:
+        with dask.annotate(device=0):
+            value = client.submit(array, 3, pure=False)
+            wait(value)
+            captures = client.submit(capture_at_the_gate, pure=False)
+            Event("captures").wait()
+            returned = client.submit(same, value, 1, pure=False)
+            wait(returned)
+        begun = time.monotonic()
+        reading = ThreadPoolExecutor(1).submit(returned.result)
+        time.sleep(0.2)
+        Event("read").set()
+        assert float(reading.result(timeout=20).get().sum()) == 3.0 * (MIB // 8)
+        captures.result(timeout=20)
+        assert time.monotonic() - begun < 30  # it would wait for a minute
