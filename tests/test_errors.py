@@ -337,5 +337,6 @@ def test_an_error_takes_its_fields_and_nothing_else(args, named):
         errors.DriverError(*args, **named)
 
 
-def test_a_lookup_that_fails_is_a_lookup_error():
+def test_errors_are_those_of_python_too():
     assert issubclass(errors.DeviceNotFoundError, LookupError)
+    assert issubclass(errors.DeviceOutOfMemoryError, MemoryError)

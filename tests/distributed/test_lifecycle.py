@@ -179,6 +179,8 @@ async def test_a_worker_that_closes_has_its_values_to_the_end(
         ({"tasks_per_device": 0}, "tasks_per_device must be a whole number, 1 or more, got 0"),
         ({"tasks_per_device": True}, "got True"),
         ({"unannotated": "maybe"}, "unannotated must be 'assign' or 'leave', got 'maybe'"),
+        *[({"oom_retries": value}, "oom_retries") for value in (-1, 1.5, True, "two")],
+        *[({"synchronize": value}, "synchronize") for value in (1, "yes", 0.0)],
     ],
 )
 def test_arguments_out_of_range(kwargs: dict[str, Any], message: str) -> None:

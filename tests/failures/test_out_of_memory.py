@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,17 +96,6 @@ def test_requested_nbytes(machine: SimulatedMachine) -> None:
     with Device(0), pytest.raises(DeviceMemoryError) as caught:
         SimulatedArray(2**60, np.uint8)
     assert requested_nbytes(caught.value) == 2**60
-
-
-def test_the_error_says_who_holds_the_memory_and_pickles() -> None:
-    error = DeviceOutOfMemoryError(
-        "cuda:1", "GPU-1", 2**40, GIB, 16 * GIB, [(7, 15 * GIB), (8, None)], GIB, 2
-    )
-    again = pickle.loads(pickle.dumps(error))
-    assert vars(again) == vars(error)
-    assert isinstance(again, MemoryError)
-    for part in ("1024.0 GiB asked", "1.0 GiB of 16.0", "process 7 15.0", "process 8 an unk"):
-        assert part in str(again)
 
 
 @pytest.fixture
@@ -212,25 +200,6 @@ def test_coroutines_too(client: Client) -> None:
     assert "calls test_coroutines_too.<locals>.run in" in error.__notes__[0]
 
 
-def test_counted(client: Client) -> None:
-    (worker,) = client.cluster.workers.values()
-    client.submit(run_out_of_memory, 1).result(timeout=20)
-    metrics = worker.metrics["devctx-failures"](worker)
-    assert sum(metrics["out-of-memory"].values()) == 1
-
-
-@pytest.mark.parametrize("retries", [-1, 1.5, True, "two"])
-def test_out_of_range(retries: Any) -> None:
-    with pytest.raises(ValueError, match="oom_retries"):
-        DevicePlugin(oom_retries=retries)
-
-
-@pytest.mark.parametrize("value", [1, "yes", 0.0])
-def test_synchronize_is_a_truth_value(value: Any) -> None:
-    with pytest.raises(ValueError, match="synchronize"):
-        DevicePlugin(synchronize=value)
-
-
 def run_out_with_what_cannot_be_sent() -> None:
     class OutOfMemoryError(RuntimeError):
         def __reduce__(self) -> tuple[object, ...]:
@@ -326,11 +295,3 @@ def test_what_no_device_has_frees_nothing(client: Client) -> None:
     assert "ran 2 times" in str(error)
     row = report(client).devices[0]
     assert (row.memory_held, row.memory_spilled, row.spills) == (2**20, 0, 0)
-
-
-def test_rows_of_the_history(client: Client) -> None:
-    """A task that runs twice and fails was tried again once."""
-    client.submit(run_out_of_memory, 5, key="greedy").exception(timeout=20)
-    (worker,) = client.cluster.workers.values()
-    rows = worker.plugins["devctx"].extension.history.answer()["rows"]["incidents"]
-    assert [row[0] for row in rows if row[3] == "greedy"] == ["out-of-memory", "error"]
