@@ -16,12 +16,12 @@ from distributed import Client
 
 from dask_devctx.client.scheduler_part import now_and_before
 from dask_devctx.client.tables import host_of
-from dask_devctx.scheduler.counts import METRIC, TRAFFIC
+from dask_devctx.scheduler.counts import METRIC
+from dask_devctx.scheduler.counts import transfers as moved
 from dask_devctx.scheduler.rows import (
     OF_A_DEVICE,
     OF_A_WORKER,
     DeviceCounts,
-    Transfer,
     known,
     memory_field,
 )
@@ -79,10 +79,8 @@ async def _moment(client: Client, last: Moment | None) -> Moment:
         metrics = worker["metrics"]
         for row in metrics.get(METRIC, ()):
             devices[address, row["uuid"]] = DeviceCounts(**known(DeviceCounts, row))
-        for name in TRAFFIC:
-            for row in metrics.get(name, ()):
-                moved = Transfer(**{"transport": "peer", **known(Transfer, row)})
-                transfers[moved.source, moved.destination, moved.transport] += moved.nbytes
+        for ends, numbers in moved(metrics):
+            transfers[ends] += int(numbers[0])
     return Moment(time.monotonic(), workers, devices, transfers, ended)
 
 

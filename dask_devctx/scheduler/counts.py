@@ -148,17 +148,11 @@ class Counts:
             self._add(uuid, PastDevice(address, -1, None, counts))
 
     def _keep_transfers(self, metrics: Mapping[str, Any]) -> None:
-        for name in TRAFFIC:
-            for row in _rows(metrics, name, _TRANSFER):
-                key = row["source"], row["destination"], row.get("transport") or "peer"
-                if key not in self.transfers and len(self.transfers) == _LIMIT:
-                    return
-                numbers = [row.get(one, 0) for one in _TRANSFERRED]
-                before = self.transfers.get(key, [0] * len(numbers))
-                self.transfers[key] = [
-                    old + (number if isinstance(number, _NUMBER) else 0)
-                    for old, number in zip(before, numbers, strict=True)
-                ]
+        for key, numbers in transfers(metrics):
+            if key not in self.transfers and len(self.transfers) == _LIMIT:
+                return
+            before = self.transfers.get(key, [0] * len(numbers))
+            self.transfers[key] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def _add(self, uuid: str, device: PastDevice) -> None:
         before = self.past.pop(uuid, None)
@@ -170,6 +164,15 @@ class Counts:
         self.past[uuid] = device
         while len(self.past) > _LIMIT:
             del self.past[next(iter(self.past))]
+
+
+def transfers(metrics: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], list[float]]]:
+    """Yield the ends and transport of each row of a heartbeat, and the numbers of ``Counts``."""
+    for name in TRAFFIC:
+        for row in _rows(metrics, name, _TRANSFER):
+            numbers = [row.get(one, 0) for one in _TRANSFERRED]
+            ends = row["source"], row["destination"], row.get("transport") or "peer"
+            yield ends, [one if isinstance(one, _NUMBER) else 0 for one in numbers]
 
 
 def _rows(

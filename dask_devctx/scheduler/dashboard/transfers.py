@@ -11,7 +11,7 @@ from bokeh.plotting import figure
 from dask.utils import format_bytes
 from distributed import Scheduler
 
-from dask_devctx.scheduler.counts import TRAFFIC
+from dask_devctx.scheduler.counts import transfers as moved
 from dask_devctx.scheduler.dashboard.feed import Batch
 from dask_devctx.scheduler.dashboard.figures import (
     COPIES,
@@ -31,11 +31,8 @@ _NONE: Final = "Transfers: none so far"
 # A larger matrix has cells with less text, or without text.
 _TWO_LINES: Final = 4
 _ONE_LINE: Final = 10
-# What is added up: the bytes, values and reused values of the workers' rows, and the bytes and
-# seconds of those that were timed.
-_COUNTS: Final = ("nbytes", "copies", "saved", "measured_nbytes", "measured_s")
-_NEEDED: Final = {"source", "destination", *_COUNTS[:3]}
 
+# The numbers of :attr:`~dask_devctx.scheduler.counts.Counts.transfers`, by the shown ends.
 Totals = dict[tuple[str, str, str], list[float]]
 
 
@@ -98,7 +95,7 @@ class TransferMatrix:
 def transfers(scheduler: Scheduler, lanes: Lanes) -> Totals:
     """Return the sums of all workers by source, target and transport, as lanes name the ends."""
     history = DeviceHistory.of(scheduler)
-    totals: Totals = defaultdict(lambda: [0.0] * len(_COUNTS))
+    totals: Totals = defaultdict(lambda: [0.0] * 6)
     if history is None:
         return {}
     names = {uuid: lanes.label(host, uuid) for host, uuid in lanes.positions if uuid is not None}
@@ -118,21 +115,11 @@ def transfers(scheduler: Scheduler, lanes: Lanes) -> Totals:
     for plugin in scheduler.plugins.values():
         past: Mapping[Any, Any] = getattr(getattr(plugin, "counts", None), "transfers", {})
         for ends, counts in past.items():  # of workers that left
-            add(ends, [*counts[:3], *counts[4:]])
+            add(ends, counts)
     for ws in scheduler.workers.values():
-        for row in _rows(ws.metrics):
-            ends = row["source"], row["destination"], row.get("transport", "peer")
-            add(ends, [row.get(name, 0) for name in _COUNTS])
+        for ends, counts in moved(ws.metrics):
+            add(ends, counts)
     return dict(totals)
-
-
-def _rows(metrics: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a heartbeat that can be read; workers may have another version."""
-    for name in TRAFFIC:
-        rows = metrics.get(name)
-        for row in rows if isinstance(rows, list | tuple) else ():
-            if isinstance(row, Mapping) and row.keys() >= _NEEDED:
-                yield row
 
 
 def _cells(totals: Totals, ends: list[str]) -> Iterator[dict[str, Any]]:
@@ -144,7 +131,7 @@ def _cells(totals: Totals, ends: list[str]) -> Iterator[dict[str, Any]]:
     for (source, target), several in transports.items():
         width = 0.94 / len(several)
         for n, transport in enumerate(several):
-            nbytes, copies, saved, timed, seconds = totals[source, target, transport]
+            nbytes, copies, saved, _, timed, seconds = totals[source, target, transport]
             size, rate = format_bytes(int(nbytes)), ""
             if seconds > 0:
                 rate = f"{timed / seconds / 1e9:.3g} GB/s"

@@ -71,21 +71,20 @@ def test_a_worker_without_the_plugin_is_shown() -> None:
     assert one["devctx"] is None
 
 
+@pytest.mark.parametrize("command", ["config", "top"])
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ([], 2, "no scheduler: give its address"),
-        (
-            ["tcp://127.0.0.1:1", "--timeout", "500ms"],
-            1,
-            "Error: no scheduler at tcp://127.0.0.1:1",
-        ),
-        (["tcp://127.0.0.1:1", "--jso"], 2, "--json"),
-        (["tcp://127.0.0.1:1", "--timeout", "bogus"], 2, "such as 10s or 500ms, got 'bogus'"),
-        (["tcp://127.0.0.1:1", "--timeout", "s10"], 2, "such as 10s or 500ms, got 's10'"),
+        ("", 2, "no scheduler: give its address"),
+        ("tcp://127.0.0.1:1 --timeout 500ms", 1, "Error: no scheduler at tcp://127.0.0.1:1"),
+        ("tcp://127.0.0.1:1 --jso", 2, "--json"),
+        ("tcp://127.0.0.1:1 --timeout bogus", 2, "such as 10s or 500ms, got 'bogus'"),
+        ("tcp://127.0.0.1:1 --timeout s10", 2, "such as 10s or 500ms, got 's10'"),
     ],
 )
-def test_what_cannot_be_ends_with_a_status(arguments: list[str], status: int, said: str) -> None:
-    result = show(*arguments)
+def test_what_cannot_be_ends_with_a_status(
+    command: str, arguments: str, status: int, said: str
+) -> None:
+    result = CliRunner().invoke(devctx, [command, *arguments.split()], catch_exceptions=False)
     assert result.exit_code == status
     assert said in result.stderr
