@@ -39,6 +39,8 @@ def _asked_whether_heeded(
 
 async def _ask(client: Client, name: str) -> None:
     try:
+        if await client.run_on_scheduler(_has_routing):  # which warns by itself
+            return
         answers = await client.run(_has_plugin, on_error="ignore")
     except Exception:  # of a client or a scheduler that is closing
         return
@@ -52,7 +54,12 @@ def _has_plugin(dask_worker: Any) -> bool:
     return any(type(one).__name__ == "DevicePlugin" for one in dask_worker.plugins.values())
 
 
-_has_plugin.__module__ = "__main__"  # sent by value, to workers without this package too
+def _has_routing(dask_scheduler: Any) -> bool:
+    return "devctx-routing" in dask_scheduler.plugins
+
+
+# sent by value, to processes without this package too
+_has_plugin.__module__ = _has_routing.__module__ = "__main__"
 
 
 class _Gathering(logging.Filter):
