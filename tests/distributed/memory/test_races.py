@@ -91,6 +91,28 @@ def test_the_next_value_is_copied_while_the_one_before_is_completed() -> None:
         assert [each - before for each in begun] == [2, 3, 4, 5, 6, 7, 8, 8]
 
 
+def test_a_value_that_a_task_needs_while_it_is_copied_to_the_host_stays() -> None:
+    with one_value() as (client, made, memory, _, kept):
+        found: list[Any] = []
+
+        def pin(*_: object) -> bool:
+            found.append(memory.pin(kept, None))
+            return False
+
+        faults = driver.backend().machine.faults
+        faults.inject("cuMemcpyDtoHAsync", None, when=pin)
+        nbytes = used(memory)
+        assert memory.spill_all(Device(0)) == 0
+        assert len(found) == 1
+        assert used(memory) == nbytes
+        assert memory.count("spills", Device(0)) == 0
+        faults.clear()
+        found.clear()
+        memory.unpin([kept])
+        assert memory.spill_all(Device(0)) == nbytes
+        assert client.submit(total, made, pure=False).result() == 16384
+
+
 class Holder:
     """An array, whose pickle has a copy of it on the device."""
 
