@@ -91,7 +91,8 @@ class DeviceQueue:
         self.free = WHOLE
         self.free_nbytes = nbytes
         self.holding: list[Claim] = []
-        self.queue: list[_Entry] = []  # a heap; a worker that closes clears it
+        self.waiting: list[_Entry] = []  # a heap
+        self.queue: list[object] = []  # a worker that closes clears it; threads may wait for claims
         self.ready: deque[Any] = deque()
         self.running: dict[int, Claim] = {}  # by thread
         self.threads = 0  # as many may run here; `grow` starts more
@@ -126,7 +127,7 @@ class DeviceQueue:
             return call
 
     def _is_waited_for(self) -> bool:
-        return any(c.waits and c.devices[0] is self.device for _, _, c in self.queue)
+        return any(c.waits and c.devices[0] is self.device for _, _, c in self.waiting)
 
     def left(self) -> None:
         """Release what this thread's task has: it seceded, and may do so again."""
@@ -173,7 +174,7 @@ class Admission:
             claim.held = claim.void = False
             entry = claim.priority, self._count, claim
             for device in claim.devices:
-                heappush(self.queues[device].queue, entry)
+                heappush(self.queues[device].waiting, entry)
             if len(claim.devices) > 1:
                 self._several += 1
             if self._several:
@@ -217,6 +218,7 @@ class Admission:
                 self._take(claim)
             claim.for_life = True
             self._actors.append(claim)
+            self._look(claim)  # tasks behind one that only its end could serve
 
     def forget_actors(self) -> None:
         """Give the devices of actors to the tasks that wait, since no task comes after them."""
@@ -244,7 +246,7 @@ class Admission:
     def blocked(self) -> list[Claim]:
         """Return the claims that can never start while the actors of today live."""
         with self.lock:
-            waiting = {id(c): c for q in self.queues.values() for _, _, c in sorted(q.queue)}
+            waiting = {id(c): c for q in self.queues.values() for _, _, c in sorted(q.waiting)}
             return [one for one in waiting.values() if one.waits and not self._may(one)]
 
     def may_move(self, claim: Claim) -> bool:
@@ -291,7 +293,7 @@ class Admission:
                 self._look_at(self.queues[device])
 
     def _look_at(self, one: DeviceQueue) -> None:
-        waiting = one.queue
+        waiting = one.waiting
         while waiting:
             claim = waiting[0][2]
             if not claim.waits:
@@ -330,7 +332,7 @@ class Admission:
         return len(devices) == 1 or all(self._top(self.queues[one]) is entry for one in devices)
 
     def _top(self, one: DeviceQueue) -> _Entry | None:
-        waiting = one.queue
+        waiting = one.waiting
         while waiting and not waiting[0][2].waits:
             heappop(waiting)
         if waiting and self._may(waiting[0][2]):
@@ -339,7 +341,7 @@ class Admission:
 
     def _line(self, one: DeviceQueue) -> Iterator[_Entry]:
         """Yield the claims that wait for a device, and not for an actor, in their order."""
-        return (entry for entry in sorted(one.queue) if entry[2].waits and self._may(entry[2]))
+        return (entry for entry in sorted(one.waiting) if entry[2].waits and self._may(entry[2]))
 
     def _may(self, claim: Claim) -> bool:
         """Return whether a claim can start while the actors of today live."""
@@ -381,4 +383,4 @@ class Admission:
 
 
 def _count_of(one: DeviceQueue) -> int:
-    return sum(claim.waits for _, _, claim in one.queue)
+    return sum(claim.waits for _, _, claim in one.waiting)

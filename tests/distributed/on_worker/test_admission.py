@@ -138,9 +138,9 @@ def test_bytes_are_waited_for_in_turn() -> None:
 def test_a_claim_that_waits_for_an_actor_holds_no_one_back(asked: dict[str, float]) -> None:
     line = Line(tasks_per_device=2)
     actor = line.submit("actor", 0, share=0.5, nbytes=50)
-    line.admission.keep(actor)
     line.submit("waits", 0, priority=0, **asked)  # type: ignore[arg-type]
     line.submit("passes", 0)
+    line.admission.keep(actor)
     assert line.held == ["actor", "passes"]
     assert [claim.key for claim in line.admission.blocked()] == ["waits"]
     assert "cuda:0 is held by 'actor'" in line.admission.waits_for_actors()

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
@@ -176,15 +177,22 @@ def hold() -> tuple[int, ...]:
     return mine()
 
 
+@pytest.mark.parametrize("theirs", [{}, {"executor": "theirs"}], ids=["ours", "theirs"])
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 16)], timeout=60)
-async def test_a_worker_closes_while_claims_wait(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_worker_closes_while_claims_wait(
+    client: Any, scheduler: Any, worker: Any, theirs: dict[str, str]
+) -> None:
+    pool = worker.executors["theirs"] = ThreadPoolExecutor(2, thread_name_prefix="theirs")
     await client.register_plugin(DevicePlugin())
-    with dask.annotate(devices="all"):
-        client.submit(hold, key="first")
-        waiting = client.submit(mine, key="second")
-    await asyncio.sleep(0.1)
+    with dask.annotate(devices="all", **theirs):
+        futures = [client.submit(hold, key="first"), client.submit(mine, key="second")]
+    while not worker.plugins["devctx"].extension.admission.waiting_for(Device(0)):
+        await asyncio.sleep(0.01)
     asyncio.get_running_loop().call_later(0.2, Gate.open.set)
     start = time.monotonic()
-    await worker.close()
-    assert time.monotonic() - start < 10
-    assert waiting.status != "error"
+    await asyncio.wait_for(worker.close(executor_wait=not theirs), 10)
+    assert futures[1].status != "error"
+    pool.shutdown(wait=False)
+    while any(thread.name.startswith("theirs") for thread in threading.enumerate()):
+        assert time.monotonic() - start < 20
+        await asyncio.sleep(0.01)
