@@ -577,6 +577,20 @@ async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_tur
     await long
 
 
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+async def test_a_worker_closes_at_once_although_a_coroutine_waits_for_a_watched_task(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    await client.register_plugin(DevicePlugin())
+    quarantine = worker.plugins["devctx"].extension.monitor.quarantine
+    assert not list(quarantine.turn("watched", 1, lambda: None))
+    waiting = [client.submit(double_later, 1)]
+    while worker.state.executing_count == 0:
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(worker.close(), 20)  # dask waits half a minute for its coroutines
+    assert waiting[0].status != "error"
+
+
 WORKER = "tcp://w"
 FIELDS = ["cuda:0", "GPU-1", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0"], False, False, False, ""]
 

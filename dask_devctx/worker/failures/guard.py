@@ -147,7 +147,7 @@ class Guard:
                         for _ in quarantine.turn(
                             key, self._watched, self._refuse, device, alone=self._alone
                         ):
-                            yield PAUSE
+                            _raise((yield PAUSE))
                     if self._watched:
                         _raise((yield partial(monitor.drain, key, device)))
                     if self._alone:
@@ -180,7 +180,7 @@ class Guard:
                         outcome = (yield make) if is_out_of_memory(outcome) else make()
                         del make
                         if outcome is None:
-                            yield rejoin_if_seceded
+                            _raise((yield rejoin_if_seceded))
                             continue
                 if outcome is raised and raised is not None:
                     name_remedy(raised)
