@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from dask_devctx.cuda.scope import Scope
 from dask_devctx.errors import DevctxError
@@ -66,9 +66,8 @@ def _keep_result(error: DevctxError, result: Any) -> None:
         )
 
 
-def suspends(result: object) -> bool:
-    """Return whether a function's result is a coroutine or generator, which has still to run."""
-    return isinstance(result, (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType))
+# The results of functions that have still to run: coroutines and generators.
+SUSPENDED: Final = types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType
 
 
 def within(scope: Scope, result: Any, waiting: Waiting | None = None) -> Any:

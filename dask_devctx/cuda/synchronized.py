@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from dask_devctx.cuda.scope import Scope, open_scopes, raise_or_note
-from dask_devctx.cuda.suspending import ScopedFunction, enter_and_call, suspends, within
+from dask_devctx.cuda.suspending import SUSPENDED, ScopedFunction, enter_and_call, within
 from dask_devctx.errors import DevctxError
 
 P = ParamSpec("P")
@@ -58,7 +58,7 @@ class Synchronized(Generic[S]):
             with ExitStack() as stack:
                 stack.enter_context(self.at_the_end())
                 result = fn(*args, **kwargs)
-                if suspends(result):  # its work is still to come
+                if isinstance(result, SUSPENDED):  # its work is still to come
                     stack.pop_all()
             return result
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from dask.utils import Dispatch
@@ -14,25 +15,39 @@ def _by_name(name: str) -> Registry:
     return next(registry for registry in Registry._every if registry._name == name)
 
 
+class Known(dict[type, Any]):
+    """A cache by type that computes what it lacks; what it has costs no call of Python's."""
+
+    def __init__(self, compute: Callable[[type], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, kind: type) -> Any:
+        found = self[kind] = self._compute(kind)
+        return found
+
+
 class Registry(Dispatch):  # type: ignore[misc]
     """``dask.utils.Dispatch`` with a default function for types that are not registered."""
 
     _every: ClassVar[list[Registry]] = []
     # A result in one registry may depend on another registry: a new registration clears all caches.
-    _caches: ClassVar[list[dict[type, Any]]] = []
+    _caches: ClassVar[list[Known]] = []
+    # Returns the function that is registered for a type, or None.
+    find: Callable[[type], Any]
 
     def __init__(self, name: str, default: Any) -> None:
         super().__init__(name)
         self._name = name
         self._default = default
-        self._known = self.remember()
+        self.find = self.remember(self._look_up).__getitem__
         self._every.append(self)
         self.register(object, default)
 
     @classmethod
-    def remember(cls) -> dict[type, Any]:
-        """Return a dictionary by type that every registration empties."""
-        cls._caches.append({})
+    def remember(cls, compute: Callable[[type], Any]) -> Known:
+        """Return a cache by type that every registration empties."""
+        cls._caches.append(Known(compute))
         return cls._caches[-1]
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
@@ -46,14 +61,6 @@ class Registry(Dispatch):  # type: ignore[misc]
         for known in self._caches:
             known.clear()
         return registered
-
-    def find(self, kind: type) -> Any:
-        """Return the function that is registered for a type, or None."""
-        try:
-            return self._known[kind]
-        except KeyError:
-            found = self._known[kind] = self._look_up(kind)
-            return found
 
     def _look_up(self, kind: type) -> Any:
         found = self.dispatch(kind)

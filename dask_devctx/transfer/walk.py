@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
@@ -43,7 +43,6 @@ _STDLIB_HOLDERS = frozenset(
 )
 
 LEAF: Final = "leaf"
-_found: dict[type, Any] = Registry.remember()
 _registered: dict[type, Callable[[type], Protocol]] = {}
 
 
@@ -53,23 +52,11 @@ def register_protocol(kind: type, protocol: Callable[[type], Protocol]) -> None:
     _found.clear()
 
 
-def find(kind: type) -> Any:
-    """Return a protocol for values of a type, ``LEAF``, or None for plain types."""
-    try:
-        return _found[kind]
-    except KeyError:
-        found = LEAF if Registry.any_knows(kind) else _taken_apart(kind)
-        _found[kind] = found
-        return found
-
-
-def are_plain(values: Iterable[Any]) -> bool:
-    """Return whether all values are of plain types."""
-    for value in values:  # the most common call of each task: the cache is asked without a call
-        kind = type(value)
-        if (_found[kind] if kind in _found else find(kind)) is not None:
-            return False
-    return True
+_found = Registry.remember(
+    lambda kind: LEAF if Registry.any_knows(kind) else _taken_apart(kind),
+)
+# Returns a protocol for values of a type, ``LEAF``, or None for plain types.
+find: Final[Callable[[type], Any]] = _found.__getitem__
 
 
 def is_plain(value: object) -> bool:

@@ -42,7 +42,7 @@ class HostRun(TaskStandIn):
             return self._in_scope(data)
         with begins_with_the_task, self._scope(data):
             use = self._use(data)
-            if use.waits:
+            if use.away or use.wanted:
                 with self._elsewhere_after_failure():
                     use.wait()
             with use:

@@ -147,7 +147,7 @@ class DeviceRun(TaskStandIn, Claim):
             self._name_place(error)
             raise
         self.for_life = self.makes_actor and self.held
-        if suspending.suspends(result):
+        if isinstance(result, suspending.SUSPENDED):
             return suspending.within(self.devices[0], result)
         return result
 
@@ -209,7 +209,7 @@ class DeviceRun(TaskStandIn, Claim):
 
     def _call(self, data: Any) -> Any:
         use = self._use(data)
-        if use.waits:
+        if use.away or use.wanted:
             use.wait()
         ranges = self.runs.monitor.ranges
         before = note_devices(self.known)

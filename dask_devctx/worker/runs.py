@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Reschedule, Worker
 
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor
     from dask_devctx.worker.values.store import Store
     from dask_devctx.worker.values.value import Value
+
+_KEY: Final = attrgetter("key")
 
 
 class Runs:
@@ -119,19 +122,28 @@ class Runs:
         # Where there is no choice, inputs matter only if they can be moved ahead.
         choice = len(placement.devices) > 1
         if dependencies and store is not None and (choice or store.spill.accounts):
-            inputs = store.values_of(dep.key for dep in dependencies)
+            inputs = store.values_of(map(_KEY, dependencies))
         if wanted is ANY_DEVICE and placement.only is not None:
             devices = placement.only
         else:
             devices = placement.place(wanted, inputs, self.monitor.retries.redirect(key))
+        # In the queue of its device it has dask's own priority, with one change. Among tasks of the
+        # same user priority, tasks that use up an input that no other task waits for run first: the
+        # device holds less data when they are done. Without this, a device fills up with the
+        # results of many tasks before the first is used. They would pass a task that is not plain
+        # endlessly, so it runs first too.
+        last = wanted.plain
+        for dep in dependencies if last else ():
+            if len(dep.dependents) == 1:
+                last = False
+                break
+        by_user, *others = ts.priority
+        priority = by_user, int(last), *others
         if wanted.plain:
-            run = DeviceRun(self, ts, devices, self._slot, 0, _priority(ts))
+            run = DeviceRun(self, ts, devices, self._slot, 0, priority)
         else:
             share = placement.share_of(wanted, devices[0])
-            by_user, _, *others = _priority(ts)
-            # Tasks that come later and use up an input would pass it endlessly otherwise.
-            first = by_user, 0, *others
-            run = DeviceRun(self, ts, devices, share_units(share), wanted.nbytes or 0, first)
+            run = DeviceRun(self, ts, devices, share_units(share), wanted.nbytes or 0, priority)
             run.is_plain = False
             run.slots = share_units(share) / self._slot
         run.asked_for = wanted is not ANY_DEVICE
@@ -139,8 +151,7 @@ class Runs:
         self.record.began(ts, devices)
         self.now[key] = run
         run.queued = has_queue or not run.is_plain
-        makes_actor = tasks.makes_an_actor(self._worker, key)
-        if not makes_actor:
+        if key not in self._worker.state.actors:
             run.any_device = not wanted.names and wanted.number is not None
         else:
             assert self.living is not None
@@ -206,17 +217,3 @@ class Runs:
             run.left_devices = True
             self.placement.remove(run.devices, run.prefix, run.slots)
             self.record.left(run.devices)
-
-
-def _priority(ts: Any) -> tuple[Any, ...]:
-    """Return a task's priority in the queue of its device; the smallest is first.
-
-    It is dask's own priority, with one change. Among tasks of the same user priority, tasks that
-    use up an input that no other task waits for run first: the device holds less data when they are
-    done. Without this, a device fills up with the results of many tasks before the first is used.
-    """
-    by_user, *others = ts.priority
-    for dep in ts.dependencies:
-        if len(dep.dependents) == 1:
-            return (by_user, 0, *others)
-    return (by_user, 1, *others)

@@ -275,7 +275,7 @@ async def test_a_worker_calls_what_takes_a_tasks_place(
     ended: list[Any] = []
 
     def begin(ts: Any) -> StandIn:
-        tasks.add_metadata(ts, "mark", "mine")
+        ts.metadata["mark"] = "mine"
         return StandIn(ts.run_spec)
 
     def end(ts: Any, stand_in: Any, event: Any) -> Any:
@@ -336,7 +336,7 @@ async def test_inside_an_actor(client: Any, scheduler: Any, worker: Any) -> None
     actor = await client.submit(Asks, actor=True, key="asks")
     assert await actor.in_an_actor()
     assert not of_workers.in_an_actor()
-    assert tasks.makes_an_actor(worker, "asks")
+    assert "asks" in worker.state.actors
     assert list(of_workers.actors_of(worker)) == ["asks"]
 
 

@@ -15,7 +15,6 @@ from distributed import Worker
 from dask_devctx import driver
 from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
-from dask_devctx.dask_internals.tasks import add_metadata
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.counts import DEVICE, METRIC
@@ -48,18 +47,6 @@ class _Tally:
         else:  # a plugin that took another one's place: no task is under way
             self.counts = dict(before.counts)
             self.counts["occupied_s"] += before.busy_now_s(monotonic())
-
-    def begin(self) -> None:
-        """Count a task that is about to run."""
-        if not self.under_way:
-            self.since = monotonic()
-        self.under_way += 1
-
-    def leave(self) -> None:
-        """Count a task no longer."""
-        self.under_way -= 1
-        if not self.under_way:
-            self.counts["occupied_s"] += monotonic() - self.since
 
     def busy_now_s(self, now: float) -> float:
         """Return the seconds since which it has tasks; 0 if it has none."""
@@ -126,9 +113,12 @@ class Record:
     def began(self, ts: Any, devices: Sequence[Device]) -> None:
         """Count a task that is about to run on its devices, until :meth:`left`."""
         for device in devices:
-            self._tallies[device].begin()
-        # readers of dask's own task stream see it
-        add_metadata(ts, DEVICE, self._ids[devices[0]][0])
+            tally = self._tallies[device]
+            if not tally.under_way:
+                tally.since = monotonic()
+            tally.under_way += 1
+        # The scheduler gets it; readers of dask's own task stream see it.
+        ts.metadata[DEVICE] = self._ids[devices[0]][0]
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device and fails with this error."""
@@ -141,8 +131,10 @@ class Record:
         """Count a task no longer on its devices, on which it ran for so long."""
         for device in devices:
             tally = self._tallies[device]
-            tally.leave()
             tally.counts["busy_s"] += seconds
+            tally.under_way -= 1
+            if not tally.under_way:
+                tally.counts["occupied_s"] += monotonic() - tally.since
 
     def ended(
         self,

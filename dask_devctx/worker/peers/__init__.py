@@ -187,7 +187,7 @@ class PeerTransfers:
 
     def staging_nbytes(self, device: Device) -> int:
         """Return the bytes of a device that are allocated as staging memory."""
-        staging = self.stagings.get(device)
+        staging = self._local.stagings.get(device)
         return 0 if staging is None else staging.nbytes
 
     def free_staging(self, device: Device) -> int:

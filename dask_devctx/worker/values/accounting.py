@@ -150,7 +150,8 @@ class Accounts(dict[Device, Account]):
 
     def add(self, value: Value, under: frozenset[Memory]) -> None:
         """Count a value that is on its devices, in these allocations."""
-        self.settle()
+        if self._ended:
+            self.settle()
         value.touched = next(numbers)
         entry = self._entry(value)
         entry.memories = under
@@ -204,4 +205,8 @@ def allocations(value: Any, nbytes: Mapping[Device, int]) -> frozenset[Memory]:
     if found is None:
         found = {Memory(device, 0, size) for device, size in nbytes.items()}
     # An allocation without an address is nobody else's.
-    return frozenset(one if one.base else one._replace(base=-next(numbers)) for one in found)
+    for one in [*found]:
+        if not one.base:
+            found.remove(one)
+            found.add(one._replace(base=-next(numbers)))
+    return frozenset(found)

@@ -33,8 +33,6 @@ class NodeLike(ObjectLike):
 
 def may_hold_arrays(task: Any) -> bool:
     """Return whether a task may hold arrays itself; fast if it holds containers of plain values."""
-    if isinstance(task, Node) and walk.are_plain(node_parts(task)):
-        return False
     find = walk.find
     todo = [task]
     for each in todo:
@@ -56,7 +54,9 @@ def may_hold_arrays(task: Any) -> bool:
                 return True
         if len(todo) + len(parts) > _AT_MOST:  # large values, and values that hold themselves
             return True
-        todo += [part for part in parts if find(type(part)) is not None]
+        for part in parts:
+            if find(type(part)) is not None:
+                todo.append(part)
     return False
 
 

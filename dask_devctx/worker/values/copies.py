@@ -87,11 +87,11 @@ class Copies:
     def make_ahead(self, values: Iterable[Value], device: Device, *others: Device) -> None:
         """Begin to copy a task's inputs while it waits, as far as there is room on its device."""
         here = {device, *others}
-        far = [
-            value
-            for value in values
-            if value.is_away or (device not in value.copies and not value.nbytes.keys() <= here)
-        ]
+        far = []
+        for value in values:
+            near = device in value.copies or value.nbytes.keys() <= here
+            if value.value is AWAY or not near:
+                far.append(value)
         if far:  # do not wake the thread for nothing: it takes the GIL from other threads
             self._later.put(partial(self._make_ahead, far, device))
 

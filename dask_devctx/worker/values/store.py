@@ -94,17 +94,21 @@ class Store(MutableMapping[Hashable, Any]):
         return self.spill.read(value)
 
     def __setitem__(self, key: Hashable, whole: Any) -> None:
-        self._end(key)
-        value = None
+        if key in self.on_devices or key in self._in_memory or key in self._on_host:
+            self._end(key)
+        value, found = None, None
         if whole.__class__ is Value:  # it comes from another worker, in host memory
             self.spill.adopt(whole)
-        elif walk.find(whole.__class__) is not None:
+        elif (found := walk.find(whole.__class__)) is not None:
             value = self._new(key, whole)
         if value is None:
             self.raw[key] = whole
+            return
+        if key in self.raw:
+            del self.raw[key]
+        if found is walk.LEAF:  # an array, which has no host memory
+            self.on_devices[key] = value
         else:
-            if key in self.raw:
-                del self.raw[key]
             self._put(value)
 
     def __delitem__(self, key: Hashable) -> None:
@@ -194,7 +198,12 @@ class Store(MutableMapping[Hashable, Any]):
 
     def values_of(self, keys: Iterable[Hashable]) -> list[Value]:
         """Return those of some keys' values that are known to be on devices, or were."""
-        return [value for key in keys if (value := self.peek(key)).__class__ is Value]
+        found = []
+        for key in keys:
+            value = self.on_devices.get(key) or self.peek(key)
+            if value.__class__ is Value:
+                found.append(value)
+        return found
 
     def stamps_of(self, keys: Iterable[Hashable]) -> list[Stamp]:
         """Return the stamps of the work that makes some keys' values, as far as it is known."""

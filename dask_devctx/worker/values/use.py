@@ -35,8 +35,8 @@ class Use:
     """
 
     __slots__ = (
-        *("_away", "_copies", "_devices", "_key", "_pinned", "_prefix", "_reserved", "_store"),
-        *("_wanted", "brought_s", "data", "made", "task", "waited_s"),
+        *("_copies", "_devices", "_key", "_pinned", "_prefix", "_reserved", "_store", "away"),
+        *("brought_s", "data", "made", "task", "waited_s", "wanted"),
     )
 
     def __init__(
@@ -52,10 +52,12 @@ class Use:
         self._key = key
         self._prefix = prefix
         self._devices = devices
-        self._reserved = self._wanted = 0
+        self._reserved = 0
         self._copies: Used = []
         self._pinned: list[Value] = []
-        self._away: list[Value] = []
+        # The inputs in host memory, and the bytes of room: with neither, :meth:`wait` does nothing.
+        self.away: list[Value] = []
+        self.wanted = 0
         # The stamp of the work that makes the result; None for a result that holds no arrays.
         self.made: Stamp | None = None
         self.brought_s = self.waited_s = 0.0
@@ -64,19 +66,14 @@ class Use:
         if store is None:
             return
         if devices:
-            self._wanted = store.spill.expected.get(prefix, 0)
+            self.wanted = store.spill.expected.get(prefix, 0)
         if data:
             self.data = {}
             for one, value in data.items():
                 if value.__class__ is Value:
                     pinned, value = value, store.spill.pin_if_here(value)
-                    (self._away if value is AWAY else self._pinned).append(pinned)
+                    (self.away if value is AWAY else self._pinned).append(pinned)
                 self.data[one] = value
-
-    @property
-    def waits(self) -> bool:
-        """Whether :meth:`wait` has something to do."""
-        return bool(self._away or self._wanted)
 
     def wait(self) -> None:
         """Bring the inputs that are in host memory, and make room for the result; any thread."""
@@ -84,13 +81,13 @@ class Use:
         assert store is not None
         device = self._devices[0] if self._devices else None
         try:
-            while self._away:
-                value = self._away[-1]
+            while self.away:
+                value = self.away[-1]
                 self.data[value.key] = store.spill.pin(value, device)
-                self._pinned.append(self._away.pop())
-            if self._wanted and device is not None:
-                store.spill.make_room(device, self._wanted)
-                self._reserved, self._wanted = self._wanted, 0
+                self._pinned.append(self.away.pop())
+            if self.wanted and device is not None:
+                store.spill.make_room(device, self.wanted)
+                self._reserved, self.wanted = self.wanted, 0
         except BaseException as error:
             self._leave(error)
             raise
@@ -99,7 +96,7 @@ class Use:
 
     async def wait_elsewhere(self) -> None:
         """Do as :meth:`wait` on another thread: this one runs the worker's event loop."""
-        if self.waits:
+        if self.away or self.wanted:
             await asyncio.to_thread(self.wait)
         for value in self._pinned:
             while value.stamp is not None and not value.stamp.may_be_read():
