@@ -117,36 +117,27 @@ class DeviceRun(TaskStandIn, Claim):
     def __call__(self, data: Any = ()) -> Any:
         if self.is_coro:
             return self._await(data)
+        # On threads of the user's, a claim waits for its turn here.
+        waits = not self.is_plain and not (self.held or self.void)
         try:
-            if not self.is_plain and not (self.held or self.void):  # on threads of the user's
-                return self._after_its_turn(data)
-            return self._guarded(data)
+            if waits:
+                there = threading.Event()
+                self.granted = there.set
+                self.runs.admission.submit(self)
+                there.wait()
+            steps = self._begin(inside=True)
+            if self.nbytes:
+                self._reserve()
+            result = guard.run(steps, self.runs.monitor, functools.partial(self._call, data))
+            self.for_life = self.makes_actor and self.held
         except BaseException as error:
+            if isinstance(error, DeviceFailedError | DeviceOutOfMemoryError):
+                self._name_place(error)
             error.__traceback__ = of_the_task(error)
             raise
-
-    def _after_its_turn(self, data: Any) -> Any:
-        there = threading.Event()
-        self.granted = there.set
-        admission = self.runs.admission
-        admission.submit(self)
-        there.wait()
-        try:
-            return self._guarded(data)
         finally:
-            if not self.for_life:
-                admission.release(self)
-
-    def _guarded(self, data: Any) -> Any:
-        steps = self._begin(inside=True)
-        if self.nbytes:
-            self._reserve()
-        try:
-            result = guard.run(steps, self.runs.monitor, functools.partial(self._call, data))
-        except (DeviceFailedError, DeviceOutOfMemoryError) as error:
-            self._name_place(error)
-            raise
-        self.for_life = self.makes_actor and self.held
+            if waits and not self.for_life:
+                self.runs.admission.release(self)
         if isinstance(result, suspending.SUSPENDED):
             return suspending.within(self.devices[0], result)
         return result

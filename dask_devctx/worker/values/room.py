@@ -120,7 +120,8 @@ class Room:
     def hand_over(self, key: Hashable, device: Device, nbytes: int) -> None:
         """Keep a reservation until a key's value is counted, or :meth:`handed_over` is called."""
         with self.lock:
-            self.handed_over(key)
+            if key in self.handed:
+                self.handed_over(key)
             self.handed[key] = device, nbytes
 
     def handed_over(self, key: Hashable) -> None:

@@ -54,7 +54,7 @@ class Use:
         self._devices = devices
         self._reserved = 0
         self._copies: Used = []
-        self._pinned: list[Value] = []
+        self._pinned: dict[Hashable, Value] = {}
         # The inputs in host memory, and the bytes of room: with neither, :meth:`wait` does nothing.
         self.away: list[Value] = []
         self.wanted = 0
@@ -72,7 +72,10 @@ class Use:
             for one, value in data.items():
                 if value.__class__ is Value:
                     pinned, value = value, store.spill.pin_if_here(value)
-                    (self.away if value is AWAY else self._pinned).append(pinned)
+                    if value is AWAY:
+                        self.away.append(pinned)
+                    else:
+                        self._pinned[one] = pinned
                 self.data[one] = value
 
     def wait(self) -> None:
@@ -84,7 +87,7 @@ class Use:
             while self.away:
                 value = self.away[-1]
                 self.data[value.key] = store.spill.pin(value, device)
-                self._pinned.append(self.away.pop())
+                self._pinned[value.key] = self.away.pop()
             if self.wanted and device is not None:
                 store.spill.make_room(device, self.wanted)
                 self._reserved, self.wanted = self.wanted, 0
@@ -98,7 +101,7 @@ class Use:
         """Do as :meth:`wait` on another thread: this one runs the worker's event loop."""
         if self.away or self.wanted:
             await asyncio.to_thread(self.wait)
-        for value in self._pinned:
+        for value in self._pinned.values():
             while value.stamp is not None and not value.stamp.may_be_read():
                 await asyncio.sleep(_POLL_S)  # a graph is being captured
 
@@ -106,9 +109,12 @@ class Use:
         store = self._store
         try:
             if self._devices and store is not None and store.copies is not None:
-                self._bring(store)
+                if arguments.may_hold_arrays(self.task):
+                    self._bring_its_own()
+                if self.data:
+                    self._bring(store)
             else:
-                for value in self._pinned:
+                for value in self._pinned.values():
                     if value.stamp is not None:
                         value.stamp.hold_back_readers()
         except BaseException as error:
@@ -116,21 +122,19 @@ class Use:
             raise
         return self
 
+    def _bring_its_own(self) -> None:
+        """Bring the arrays that the task itself holds to the first device."""
+        if nbytes_by_device.found_in(self.task).keys() - {*self._devices}:
+            # The task is not changed: it may run again, on another device.
+            self.task = Move(self._devices[0], guard_source=False).run(self.task)
+
     def _bring(self, store: Store) -> None:
         """Bring the inputs to the first device; those on several devices of the call stay there."""
         device, *others = devices = self._devices
-        if arguments.may_hold_arrays(self.task) and (
-            nbytes_by_device.found_in(self.task).keys() - {*devices}
-        ):
-            # The task is not changed: it may run again, on another device.
-            self.task = Move(device, guard_source=False).run(self.task)
-        if not self.data:
-            return
         begun, before = perf_counter(), self.data
-        inputs = {value.key: value for value in self._pinned}
         self.data = dict(before)
         for key, whole in before.items():
-            value = inputs.get(key) or store.looked_for(key, whole)
+            value = self._pinned.get(key) or store.looked_for(key, whole)
             if value is None:
                 continue
             if not value.exact:
@@ -143,9 +147,8 @@ class Use:
             here = self.data[key] = store.copies.get(value, whole, device)  # type: ignore[union-attr]
             if here is not whole:
                 self._copies.append((value, here))
-                if value in self._pinned and device not in value.nbytes:
-                    self._pinned.remove(value)  # the copy has all that is still to be read
-                    store.spill.unpin([value])
+                if key in self._pinned and device not in value.nbytes:
+                    store.spill.unpin([self._pinned.pop(key)])  # all reads are of the copy now
         self.brought_s = perf_counter() - begun
 
     def returned(self, result: object) -> None:
@@ -200,8 +203,8 @@ class Use:
         if error is not None and self._devices and is_out_of_memory(error):
             spill.take_stock(self._key, self._devices[0])
         if self._pinned:
-            spill.unpin(self._pinned)
-            self._pinned = []
+            spill.unpin([*self._pinned.values()])
+            self._pinned = {}
         if self._reserved:
             spill.give_room(self._devices[0], self._reserved)
             self._reserved = 0
