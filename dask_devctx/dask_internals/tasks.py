@@ -119,6 +119,11 @@ def add_to_times(ts: Any, event: Any, name: str, value: str) -> Any:
     return replace(event, start=None, stop=None)
 
 
+def makes_an_actor(worker: Worker, key: Hashable) -> bool:
+    """Return whether a task's result is an actor."""
+    return key in worker.state.actors
+
+
 def ended_here(worker: Worker, which: Callable[[Mapping[str, Any] | None], bool]) -> set[Hashable]:
     """Return the tasks that ended well on a worker, among those with such annotations."""
     return {

@@ -151,7 +151,7 @@ class Runs:
         self.record.began(ts, devices)
         self.now[key] = run
         run.queued = has_queue or not run.is_plain
-        if key not in self._worker.state.actors:
+        if not tasks.makes_an_actor(self._worker, key):
             run.any_device = not wanted.names and wanted.number is not None
         else:
             assert self.living is not None

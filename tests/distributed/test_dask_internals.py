@@ -336,7 +336,7 @@ async def test_inside_an_actor(client: Any, scheduler: Any, worker: Any) -> None
     actor = await client.submit(Asks, actor=True, key="asks")
     assert await actor.in_an_actor()
     assert not of_workers.in_an_actor()
-    assert "asks" in worker.state.actors
+    assert tasks.makes_an_actor(worker, "asks")
     assert list(of_workers.actors_of(worker)) == ["asks"]
 
 
