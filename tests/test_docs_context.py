@@ -59,7 +59,9 @@ def test_every_point_has_a_row_that_names_a_test(section):
 @pytest.mark.parametrize(("path", "name"), NAMED)
 def test_is_there(path, name):
     tree = ast.parse((ROOT / path).read_text())
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert name in {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
 
 
 def code(page: str) -> list[str]:

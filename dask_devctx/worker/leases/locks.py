@@ -16,11 +16,13 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from dask_devctx.errors import LockDirectoryError
 
 _MUTEX = "mutex.lock"
 _POLL_S = 0.005
+_LOOKS: Final = 3  # at a lock that is held and has no note
 _NOTE_NBYTES = 512
 
 
@@ -114,13 +116,20 @@ class LockDirectory:
 
     def lock(self, name: str) -> Lock:
         """Open a lock, and hold it if nobody else does."""
+        looks = _LOOKS
         while True:
             fd = self._open(name)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 mine, there = os.fstat(fd), self._stat(name)
             except BlockingIOError:
-                return Lock(fd, is_held=False)
+                theirs = Lock(fd, is_held=False)
+                looks -= 1
+                if theirs.note or not looks:
+                    return theirs
+                theirs.close()  # without a note, it is being taken or released just now
+                time.sleep(_POLL_S)
+                continue
             except BaseException:
                 os.close(fd)
                 raise
