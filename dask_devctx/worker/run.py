@@ -88,7 +88,7 @@ class DeviceRun(TaskStandIn, Claim):
         self.task = ts.run_spec
         self.is_coro = self.task.is_coro
         self.prefix = ts.prefix
-        # What task_devices() returns inside.
+        # The answer of task_devices() inside.
         self.known = devices[0] if len(devices) == 1 else devices
         self.slots = 1.0  # of each device, for the choice of the next task's device
         self.is_plain = True  # it takes one slot, and none on other threads than the device's

@@ -191,7 +191,7 @@ class Rows:
             self.source.data = self._columns(shown)
 
     def _columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        # Bokeh sends an array of numbers as it is, and looks at each text.
+        # Bokeh sends an array of numbers unchanged, and looks at each text.
         numbers = {name: np.array([row[name] for row in rows], float) for name in self._numbers}
         return {**numbers, **{name: [row[name] for row in rows] for name in self._texts}}
 

@@ -109,7 +109,7 @@ def _sums() -> dict[str, Counter[tuple[str, ...]]]:
                 sums["tasks_under_way"][uuid, state] += row[state]
             for kind in (*OF_A_DEVICE, *OF_A_WORKER):
                 if (nbytes := row[memory_field(kind)]) is not None:
-                    # What is so for the whole device is not summed.
+                    # Facts of the whole device are not summed.
                     before = sums["memory_bytes"][uuid, kind] if kind in OF_A_WORKER else 0
                     sums["memory_bytes"][uuid, kind] = before + nbytes
             if row["utilization"] is not None:

@@ -68,7 +68,7 @@ class Claim:
         self.waits = False
         self.void = False  # its task was cancelled while it waited, and must not run
         self.for_life = False  # an actor's: kept until it is released explicitly
-        # What the first device's threads do when it is granted; or what is called then.
+        # The call for the first device's threads when it is granted; or a function to call then.
         self.call: Any = None
         self.granted: Callable[[], object] | None = None
 

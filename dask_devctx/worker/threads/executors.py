@@ -211,7 +211,7 @@ class _Outcome(asyncio.Future[Any]):
     for a slot on a device. They have not run, so other workers run them, and there is no line.
     """
 
-    # Who takes it first decides: the thread that begins the task, or a cancellation.
+    # The first to take it decides: the thread that begins the task, or a cancellation.
     take: Callable[[bool], bool]
 
     def cancel(self, msg: Any = None) -> bool:
