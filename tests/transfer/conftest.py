@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+
+from dask_devctx import Device, SimulatedArray
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.transfer import release_held
 
 
 @pytest.fixture
 def simulation() -> str:
     return "simulated"
+
+
+@pytest.fixture
+def x(machine: SimulatedMachine) -> Iterator[SimulatedArray]:
+    with Device(0):
+        array = SimulatedArray.asarray([1.0, 2.0])
+    yield array
+    machine.faults.clear()
+    assert release_held() == 0, "something is still held"

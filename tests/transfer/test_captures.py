@@ -26,15 +26,6 @@ _BLOCKING = pytest.mark.parametrize("blocking", [False, True], ids=["non-blockin
 _MODE = pytest.mark.parametrize("mode", CUstreamCaptureMode, ids=lambda mode: mode.name[23:])
 
 
-@pytest.fixture
-def x(machine: SimulatedMachine) -> Iterator[SimulatedArray]:
-    with Device(0):
-        array = SimulatedArray.asarray([1.0, 2.0])
-    yield array
-    machine.faults.clear()
-    assert release_held() == 0, "something is still held"
-
-
 class Capture:
     """A stream of device 0 that a thread of its own captures into a graph."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,15 +18,6 @@ from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.move import Move
 from tests.conftest import simulation  # noqa: F401  # both
 from tests.transfer.order import Order
-
-
-@pytest.fixture
-def x(machine: SimulatedMachine) -> Iterator[SimulatedArray]:
-    with Device(0):
-        array = SimulatedArray.asarray([1.0, 2.0])
-    yield array
-    machine.faults.clear()
-    assert release_held() == 0, "something is still held"
 
 
 @pytest.fixture
