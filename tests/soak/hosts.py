@@ -98,13 +98,14 @@ class Host:
         command = [sys.executable, "-m", "dask_devctx.cli", "worker", scheduler, "--host", ip]
         command += ["--n-workers", "1", "--no-dashboard", "--oom-retries", "3"]
         command += ["--preload", "tests.soak.preload", "--device-memory-limit", LIMIT]
-        command += ["--local-directory", str(own), "--ipc-staging", "4 MiB"]
+        command += ["--local-directory", str(own)]
         command += ["--nthreads", str(LOOK_AHEAD * devices // WORKERS)]
         if number % 2 == 0:  # on the other hosts, workers divide the devices among themselves
             command += ["--devices-per-worker", str(devices // WORKERS)]
         if not gpus:  # a worker that was killed is soon there again
             command += ["--multiprocessing-method", "forkserver"]
         more = {"DASK_DEVCTX__LOCK_DIRECTORY": str(own / "locks")}
+        more["DASK_DEVCTX__IPC_STAGING"] = "4 MiB"
         if not gpus:
             more |= {
                 "DASK_DEVCTX__SIMULATED_HOST": own.name,
