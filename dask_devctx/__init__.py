@@ -137,4 +137,4 @@ def __dir__() -> list[str]:
 
 
 if hasattr(sys.modules.get("distributed"), "Client"):  # its clients' annotations may be in vain
-    import_module("dask_devctx.graph.clients")
+    import_module("dask_devctx.graph.calls")

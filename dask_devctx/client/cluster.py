@@ -36,10 +36,10 @@ from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
-from dask_devctx.dask_internals.submits import users_level
 from dask_devctx.errors import DevicesInUseError, VisibleDevicesError
 from dask_devctx.errors.base import counted
 from dask_devctx.errors.leases import held_text
+from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 

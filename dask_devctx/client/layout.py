@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dask_devctx.config.options import LOOK_AHEAD, Options
 from dask_devctx.cuda.device import Device, devices
 from dask_devctx.cuda.inspection import can_export
-from dask_devctx.dask_internals.submits import users_level
 from dask_devctx.errors import DevicesInUseError
 from dask_devctx.errors.base import counted, nbytes_text
+from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import held_devices
 
 logger = logging.getLogger(__name__)

@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any, Self
 
 import cloudpickle
 import dask
 
 from dask_devctx.dask_internals import check
-from dask_devctx.dask_internals.graphs import before_each_frame
-from dask_devctx.dask_internals.submits import after_each_submit, around_each_call
-from dask_devctx.graph import clients, optimize
-from dask_devctx.graph.warnings import told_of_mistakes, warn_of_other_device
+from dask_devctx.graph import calls, optimize
 
-__all__ = ["Kept", "Optimizer", "clients", "keep_annotations"]
+__all__ = ["Kept", "Optimizer", "calls", "keep_annotations"]
 
 _OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "array_optimize": optimize.optimize_array,
     "bag_optimize": optimize.optimize_bag,
     "delayed_optimize": optimize.optimize_delayed,
 }
+
+
+# What keeps annotations now: the last that is closed restores dask's own settings.
+_open: list[Kept] = []
+_lock = threading.Lock()
 
 
 class Kept:
@@ -39,37 +39,19 @@ class Kept:
     closes nothing.
     """
 
-    def __init__(self) -> None:
-        self._open = False
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __reduce__(self) -> Any:
-        return Kept, ()
-
     def close(self) -> None:
         """Stop keeping annotations for this object; a second call does nothing."""
-        with _State.lock:
-            if self._open:
-                self._open = False
-                _State.users -= 1
-                if not _State.users:
-                    _State.frames.close()
-                    _State.frames_warn = False
+        with _lock:
+            if self in _open:
+                _open.remove(self)
+                if not _open:
                     _restore_optimizers()
-
-
-class _State:
-    """The changes that this process made to dask, and the number of their users."""
-
-    lock = threading.Lock()
-    users = 0
-    frames = ExitStack()
-    frames_warn = False
 
 
 def keep_annotations() -> Kept:
@@ -96,21 +78,14 @@ def keep_annotations() -> Kept:
     package. ``compute(optimize_graph=False)`` keeps annotations too, but the scheduler then drops
     ``device=None``: write ``device="none"``.
 
-    ``dask.dataframe`` drops annotations that are given where a frame is made. If it was imported
-    before this call, each frame that is made under an annotation warns. Otherwise dask itself
-    warns, once.
+    ``dask.dataframe`` drops annotations that are given where a frame is made, and warns of it once.
+    It keeps those around ``compute()`` and ``persist()``.
     """
     check()
     kept = Kept()
-    with _State.lock:
-        if not _State.frames_warn:
-            _State.frames_warn = _State.frames.enter_context(before_each_frame(_warn_of_loss))
-        if not _State.users:
-            _State.frames.enter_context(after_each_submit(warn_of_other_device))
-            _State.frames.enter_context(around_each_call(told_of_mistakes))
+    with _lock:
         _set_optimizers()
-        _State.users += 1
-        kept._open = True
+        _open.append(kept)
     return kept
 
 
@@ -155,34 +130,14 @@ class Optimizer(str):
         return cloudpickle.loads, (_by_value(self.function),)
 
 
-_registering = threading.Lock()
-
-
 @functools.cache
 def _by_value(function: Callable[..., Any]) -> bytes:
     # dask pickles the configuration for each process that it starts, and each nanny does so on its
     # own thread.
-    with _registering:
+    with _lock:
         cloudpickle.register_pickle_by_value(optimize)
         try:
             pickled: bytes = cloudpickle.dumps(function)
         finally:
             cloudpickle.unregister_pickle_by_value(optimize)
     return pickled
-
-
-def _warn_of_loss() -> bool:
-    """Warn where a frame is made under an annotation of this package, which dask drops.
-
-    Returns whether the warnings say all: there are no other annotations.
-    """
-    given = dask.get_annotations()
-    for name in sorted(optimize.NAMES & given.keys()):
-        warnings.warn(
-            f"dask.dataframe drops the annotation {name}={given[name]!r} of frames that are made "
-            "under it. It uses the annotation around compute() or persist(): annotate there, with "
-            "a function of the key for different devices, or use "
-            "map_partitions(on_device(...)(function))",
-            stacklevel=3,
-        )
-    return bool(given) and given.keys() <= optimize.NAMES

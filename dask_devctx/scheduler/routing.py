@@ -19,7 +19,7 @@ from dask_devctx.annotations import (
     answer,
     requested_device,
 )
-from dask_devctx.annotations.names import TOLD, about_no_plugin, mistaken
+from dask_devctx.annotations.names import about_no_plugin, mistaken
 from dask_devctx.annotations.runs import GONE, PRESENT
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
@@ -147,10 +147,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
     ) -> None:
         """Restrict new tasks, before they are scheduled."""
         ours = sorted(NAMES & annotations.keys())
-        told = set().union(*annotations.get(TOLD, {}).values())
         given = {name: next(iter(by_key.values()), None) for name, by_key in annotations.items()}
-        for name, text in mistaken(given).items():
-            self._warn(text, also_clients=name not in told)
+        for text in mistaken(given):
+            self._warn(text)
         cluster = self._cluster
         # Where the plugin failed, tasks that ask for a device err with the reason.
         heeded = cluster.present or cluster.unheard or cluster.left
@@ -312,15 +311,14 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         if self._cluster.expire(time() - self._grace_s):
             self._review()
 
-    def _warn(self, text: str, *, also_clients: bool = True) -> None:
-        """Warn once: by an event, and in the clients if theirs has not told its user itself."""
+    def _warn(self, text: str) -> None:
+        """Warn once: by an event, and in the clients."""
         if text not in self._warned:
             self._warned.add(text)
             logger.info("%s", text)
             event = {"action": "annotation-mistaken", "message": text}
             self.scheduler.log_event(TOPIC, event)
-            if also_clients:
-                internals.warn_clients(self.scheduler, text)
+            internals.warn_clients(self.scheduler, text)
 
 
 def _answers(op: str, act: Callable[[Message], Any]) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ import json
 import pickle
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,27 +116,6 @@ async def test_mixed_collections_at_once(client: Any, scheduler: Any, worker: An
     futures = client.compute([array, bag, one])
     results = await asyncio.gather(*futures)
     assert [list(results[0]), results[1], results[2]] == [[1, 1], [1], 1]
-
-
-def test_frames_warn_and_name_the_remedy() -> None:
-    pytest.importorskip("dask.dataframe")
-    dd = pytest.importorskip("dask.dataframe")
-    pd = pytest.importorskip("pandas")
-    keep_annotations()  # now that dask.dataframe is there
-    frame = dd.from_pandas(pd.DataFrame({"a": [1, 2]}), npartitions=1)
-    for _ in range(2):  # each time, which dask itself does not
-        with (
-            dask.annotate(device=1),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
-            frame + 1
-        (message,) = (str(w.message) for w in caught if w.category is UserWarning)
-        assert "device=1" in message
-        assert "map_partitions(on_device" in message
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        frame + 1
 
 
 # -- what is done to graphs

@@ -33,8 +33,6 @@ from dask_devctx.dask_internals import worker as of_workers
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.serialization import register_instead
 from dask_devctx.dask_internals.tasks import TaskStandIn
-from dask_devctx.graph import keep
-from dask_devctx.graph.keep import keep_annotations
 from tests.distributed.changes import changes_of
 
 PACKAGE = Path(dask_devctx.__file__).parent
@@ -141,19 +139,11 @@ async def test_without_a_name_on_a_worker_or_scheduler_nothing_is_changed(
     assert scheduler.handlers == handlers
 
 
-def test_frames_and_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("dask.dataframe")
+def test_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from dask.array import backends
-    from dask.dataframe.dask_expr import _collection
 
     from dask_devctx.dask_internals.graphs import count_elements_on_device
 
-    monkeypatch.setattr(keep._State, "frames_warn", False)  # plugins of other tests may be there
-    before = dict(dask.config.config)
-    monkeypatch.delattr(_collection, "FrameBase")
-    with pytest.raises(UnsupportedDaskError, match=r"_collection\.FrameBase"):
-        keep_annotations()
-    assert dask.config.config == before
     monkeypatch.delattr(backends, "_numel_arraylike")
     with pytest.raises(UnsupportedDaskError, match="_numel_arraylike"):
         count_elements_on_device(type("Array", (), {}))
@@ -533,44 +523,23 @@ def test_a_cluster_is_told() -> None:
     assert told[-1] == ("closed", 0)
 
 
-def test_frames_and_arrays() -> None:
-    dd = pytest.importorskip("dask.dataframe")
-    pd = pytest.importorskip("pandas")
-    from dask_devctx.dask_internals.graphs import before_each_frame
-
-    made: list[int] = []
-    frame = dd.from_pandas(pd.DataFrame({"a": [1, 2]}), npartitions=1)
-    with before_each_frame(lambda: made.append(1)) as there:
-        assert there
-        frame + 1
-        assert made
-    count = len(made)
-    frame + 1
-    assert len(made) == count
-
-
 def test_annotations_are_kept_until_the_last_is_closed(child: Any) -> None:
-    pytest.importorskip("dask.dataframe")
-
     def keeps() -> None:
         import pickle
 
         import dask
-        import dask.dataframe
         import distributed  # noqa: F401  brings defaults of its own
-        from dask.dataframe.dask_expr._collection import FrameBase
 
         from dask_devctx.graph.keep import keep_annotations
 
         def now() -> object:
             found = {k: v for k, v in dask.config.config.items() if k.endswith("_optimize")}
-            return found, FrameBase.__init__, len([d for d in dask.config.defaults if d])
+            return found, len([d for d in dask.config.defaults if d])
 
         before = now()
         first, second = keep_annotations(), keep_annotations()
         kept = now()
         assert kept[0].keys() == {"array_optimize", "bag_optimize", "delayed_optimize"}
-        assert kept[1] is not before[1]
         pickle.loads(pickle.dumps(first)).close()
         first.close()
         first.close()

@@ -16,7 +16,7 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Client, wait
+from distributed import Client
 
 from dask_devctx import (
     Device,
@@ -30,6 +30,7 @@ from dask_devctx import (
     timeline,
     to_device,
 )
+from dask_devctx.annotations.names import mistaken
 from dask_devctx.driver.simulated import SimulatedMachine
 
 START = "LocalDeviceCluster(n_workers=1, dashboard_address=':0')"
@@ -194,18 +195,12 @@ def test_the_remedy_for_an_item_on_each_device_works() -> None:
         LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
         Client(cluster) as client,
     ):
-        with pytest.warns(UserWarning, match="takes no argument 'device'") as told:
-            futures = client.map(_where, ["a", "b"], device=[1, 0])
-        wait(futures)
-        remedy = re.search(r"\[client\.submit\(.*\]$", str(told[0].message))
-        assert remedy is not None, str(told[0].message)
-        names = {"client": client, "_where": _where, "items": "ab", "on_device": on_device}
-        assert client.gather(eval(remedy[0], names)) == [1, 0]
+        names = {"client": client, "function": _where, "items": "ab", "on_device": on_device}
         with dask.annotate(device=[1, 0]):
             error = client.submit(_where, 0, pure=False).exception()
         remedy = re.search(r"\[client\.submit\(.*\]$", str(error))
         assert remedy is not None, str(error)
-        assert client.gather(eval(remedy[0], {**names, "function": _where})) == [1, 0]
+        assert client.gather(eval(remedy[0], names)) == [1, 0]
 
 
 def test_the_remedy_for_the_devices_of_a_cluster_works() -> None:
@@ -266,13 +261,9 @@ def test_a_word_for_any_device(cluster: LocalDeviceCluster, word: str) -> None:
 
 
 @pytest.mark.parametrize("value", [4, 1000.0, "4", "4 kB"])
-def test_a_reservation_of_a_few_bytes(cluster: LocalDeviceCluster, value: object) -> None:
-    with (
-        Client(cluster, set_as_default=False) as client,
-        dask.annotate(device_memory=value),
-        pytest.warns(UserWarning, match=r'reserves .* bytes.*device_memory="4 GiB"'),
-    ):
-        client.submit(_where, 0, pure=False).result()
+def test_a_reservation_of_a_few_bytes(value: object) -> None:
+    (text,) = mistaken({"device_memory": value})
+    assert re.search(r'reserves .* bytes.*device_memory="4 GiB"', text)
 
 
 _NO_PLUGIN = """
@@ -314,42 +305,3 @@ def test_no_alarm_where_workers_have_the_plugin(cluster: LocalDeviceCluster) -> 
         assert client.gather(client.map(_where, range(3))) == [1] * 3
         time.sleep(0.3)
     assert not told
-
-
-_GATHERED = """
-import numpy
-from distributed import Client
-from dask_devctx import DeviceMemoryError, SimulatedArray, to_device
-
-def make(number):
-    return SimulatedArray.asarray([float(number)] * 2**20)
-
-if __name__ == "__main__":
-    cluster = LocalDeviceCluster(n_workers=1, dashboard_address=":0")
-    with cluster, Client(cluster) as client:
-        futures = client.map(make, range(6))
-        try:
-            client.gather(futures)
-        except DeviceMemoryError as error:
-            print(error)
-        there = client.gather(client.map(to_device, futures, device="cpu"))
-        print(type(there[0]).__name__, *(int(x[0]) for x in there))
-        print(client.gather(futures[:2]))
-"""
-
-
-def test_gathered_values_that_are_larger_than_the_clients_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DASK_DEVCTX__SIMULATED_DEVICES", "1")
-    monkeypatch.setenv("DASK_DEVCTX__SIMULATED_MEMORY", "32 MiB")
-    done = run_script(tmp_path / "job.py", _GATHERED)
-    assert done.returncode == 0, done.stderr
-    assert "CRITICAL" not in done.stderr
-    assert "Traceback" not in done.stderr
-    said, on_host, few = done.stdout.splitlines()
-    assert "the values arrive on cuda:0 of this process, which has no room for them" in said
-    assert "Gather fewer at a time" in said
-    assert 'client.gather(client.map(to_device, futures, device="cpu"))' in said
-    assert on_host == "ndarray 0 1 2 3 4 5"
-    assert few.count("SimulatedArray") == 2

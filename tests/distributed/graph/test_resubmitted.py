@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
 from typing import Any
 
 import dask
@@ -12,7 +11,6 @@ from distributed import Client
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import on_device
-from dask_devctx.dask_internals.submits import after_each_submit, around_each_call
 from tests.distributed.devices import here, with_plugin
 
 
@@ -57,13 +55,3 @@ async def test_a_task_that_was_released_is_another(
             assert await future == device
         future.release()
         await async_poll_for(lambda: not client.futures, timeout=10)
-
-
-def test_clients_are_as_before_at_the_end() -> None:
-    names = "submit", "map", "compute", "persist", "get"
-    before = [getattr(Client, name) for name in names]
-    with after_each_submit(lambda client, key: None):
-        assert Client.submit is not before[0]
-        with around_each_call(lambda *call: nullcontext()):
-            assert not {getattr(Client, name) for name in names} & {*before}
-    assert [getattr(Client, name) for name in names] == before

@@ -414,7 +414,6 @@ def test_annotations_that_seem_to_name_a_device_are_told_of_once(
                 assert client.submit(where, pure=False).result(timeout=10)
         time.sleep(0.1)  # the client hears of the warning
     (warning,) = caught
-    assert warning.filename == __file__  # the user's line
     events = [event for _, event in client.get_events("devctx")]
     (message,) = (e["message"] for e in events if e.get("action") == "annotation-mistaken")
     assert str(warning.message) == message
@@ -423,41 +422,17 @@ def test_annotations_that_seem_to_name_a_device_are_told_of_once(
     assert message not in caplog.text  # the warning is enough
 
 
-def test_a_mistaken_annotation_of_a_layer_is_told_of_by_the_scheduler(client: Client) -> None:
-    with dask.annotate(device_memry="1 GB"):
-        lazy = dask.delayed(sum)([1, 2])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert lazy.compute() == 3
-        time.sleep(0.1)  # the client hears of the warning
-    (text,) = (str(one.message) for one in caught)
-    assert "'device_memry' means" in text
-    assert "device_memory='1 GB'" in text
-
-
 def test_other_annotations_are_not_ours() -> None:
     others = ("priority", "workers", "retries", "resources", "executor", "span", "service")
     mine = ("rerun", "device", "device_share", "devctx-watched", "owner", "advice", "return")
-    assert not mistaken(dict.fromkeys((*others, *mine), 3))
+    assert not [*mistaken(dict.fromkeys((*others, *mine), 3))]
     typos = {"devicee": "device=3", "devcies": "devices=3", "device_memry": "device_memory=3"}
     typos |= {"share": "device_share=3", "gpu": "device=3", "gpus": "devices=3", "reruns": "rerun"}
-    found = mistaken(dict.fromkeys(typos, 3))
-    assert found.keys() == typos.keys()
-    assert all(f"dask.annotate({right}" in found[name] for name, right in typos.items())
-    assert "dask.annotate(device=0)" in mistaken({"gpu": 0})["gpu"]
-    assert "Write LocalDeviceCluster(oom_retries=0)" in mistaken({"oom_retries": 0})["oom_retries"]
-
-
-def test_an_annotation_that_is_handed_to_the_function_is_told_of(client: Client) -> None:
-    with pytest.warns(UserWarning, match=r"where takes no .* dask.annotate\(device=0\)") as caught:
-        future = client.submit(where, device=0)
-    assert [one.filename for one in caught] == [__file__]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'device'"):
-        future.result(timeout=10)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        takes = client.map(lambda x, device: device, [1], device=7)
-        assert client.gather(takes) == [7]
+    for (name, right), text in zip(typos.items(), mistaken(dict.fromkeys(typos, 3)), strict=True):
+        assert repr(name) in text
+        assert f"dask.annotate({right}" in text
+    assert "dask.annotate(device=0)" in next(mistaken({"gpu": 0}))
+    assert "Write LocalDeviceCluster(oom_retries=0)" in next(mistaken({"oom_retries": 0}))
 
 
 def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
