@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 EXTRAS := test,demo,lint,docs$(shell command -v nvidia-smi >/dev/null 2>&1 && echo ,gpu)
 TEST_ARGS ?= --numprocesses 2 --dist loadfile
 
-.PHONY: ready demo gallery test test-long soak trials blame upstream fuzz audit lint docs dist-check format clean
+.PHONY: ready demo gallery test test-long soak trials blame upstream audit lint docs dist-check format clean
 
 # The virtual environment alone.
 ready: $(VENV)/ready
@@ -42,10 +42,6 @@ blame: $(VENV)/ready
 # distributed's own tests without and with the plugin; UPSTREAM_ARGS="--help" says what can be set.
 upstream: $(VENV)/ready
 	$(BIN)/python -m tests.upstream $(UPSTREAM_ARGS)
-
-# A million strange inputs.
-fuzz: $(VENV)/ready
-	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 # Known vulnerabilities of the dependencies that are installed. It asks the package registry, and
 # fails where the registry knows nothing of one.

@@ -1,4 +1,4 @@
-"""``make soak``, ``make trials``, ``make blame`` and ``make fuzz``, at a small size."""
+"""``make soak``, ``make trials`` and ``make blame``, at a small size."""
 
 from __future__ import annotations
 
@@ -50,10 +50,6 @@ def test_an_interrupted_soak_prints_its_table() -> None:
     assert re.search(r"seed 7: \d+ tasks in", shown)
     assert "every result right, nothing lost" in shown
     assert soak.returncode == 0
-
-
-def test_fuzz() -> None:
-    assert "10000 inputs of seed 1" in run("tests.fuzz", "--inputs", "10000", "--seed", "1")
 
 
 @pytest.mark.long

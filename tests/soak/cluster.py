@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
+import dask
+import psutil
 from distributed import Client
-from distributed.exceptions import WorkerStartTimeoutError
 from distributed.utils import open_port
 
-import dask_devctx
-from tests.soak import memory, tasks
-from tests.soak.batches import Batch, Hang, Restarted
-from tests.soak.choices import GUILTY
-from tests.soak.faults import Faults
-from tests.soak.hosts import WORKERS, Host, Scheduler, can_cut, network
-from tests.soak.owners import owners
+from dask_devctx import LocalDeviceCluster
+from tests.soak import tasks
+from tests.soak.batches import GUILTY, Batch, Hang, Restarted
+from tests.soak.hosts import (
+    DEVICES,
+    LIMIT,
+    MEMORY,
+    WORKERS,
+    Faults,
+    Host,
+    Scheduler,
+    can_cut,
+    network,
+)
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
@@ -52,7 +62,6 @@ class Soak:
         self.outcomes: Counter[tuple[str, str]] = Counter()
         self.again = 0
         self.submitted_at: dict[Batch, int] = {}  # the scheduler's starts until then
-        self.samples = memory.Samples()
         self.began = time.monotonic()
         self._said = (self.began, 0)
 
@@ -62,51 +71,38 @@ class Soak:
 
     @contextmanager
     def cluster(self) -> Iterator[None]:
-        env = {
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            **{
-                f"DASK_{key.replace('.', '__').replace('-', '_').upper()}": str(value)
-                for key, value in SETTINGS.items()
-            },
-        }
+        env = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        for key, value in SETTINGS.items():
+            env[f"DASK_{key.replace('.', '__').replace('-', '_').upper()}"] = str(value)
         arguments = self.arguments
         with ExitStack() as steps:
-            ip, hosts = steps.enter_context(
-                network(1 if arguments.gpus else arguments.hosts, self.cut)
-            )
             enter = steps.enter_context
+            ip, hosts = enter(network(1 if arguments.gpus else arguments.hosts, self.cut))
             self.scheduler = enter(closing(Scheduler(ip, open_port(ip), self.place, env)))
-            address = self.scheduler.address
+            options = {"devices": arguments.devices, "gpus": arguments.gpus}
             self.hosts = [
-                enter(
-                    closing(
-                        Host(
-                            number,
-                            own,
-                            address,
-                            self.place,
-                            env,
-                            *reached,
-                            devices=arguments.devices,
-                            gpus=arguments.gpus,
-                        )
-                    )
-                )
-                for number, (own, *reached) in enumerate(hosts)
+                enter(closing(Host(n, at, self.scheduler.address, self.place, env, **options)))
+                for n, at in enumerate(hosts)
             ]
-            self.faults = Faults(
-                self.arguments.seed, self.scheduler, self.hosts, self.arguments.faults
-            )
             self.client = Client(self.scheduler.address, timeout=120)
             steps.callback(lambda: self.client.close(timeout=5))
-            self.client.wait_for_workers(WORKERS * len(self.hosts), timeout=180)
-            steps.enter_context(closing(self.faults))
+            self._wait_for_workers(180)
+            self.faults = enter(closing(Faults(arguments.seed, self.scheduler, self.hosts)))
             yield
+
+    def _wait_for_workers(self, timeout: float) -> None:
+        until = time.monotonic() + timeout
+        while len(self.client.nthreads()) < WORKERS * len(self.hosts):
+            for program in (one for host in self.hosts for one in host.programs):
+                assert not program.refused, program.refused
+            if time.monotonic() > until:
+                raise TimeoutError(f"not all workers are there after {timeout:.0f} s")
+            time.sleep(0.1)
 
     def run(self) -> None:
         """Run batches, some at a time, until there are enough tasks or the time is over."""
         arguments = self.arguments
-        self.faults.begin()
+        self.faults.begin(arguments.faults)
         self.began = time.monotonic()
         until = self.began + arguments.minutes * 60
         pending: deque[Batch] = deque()
@@ -116,10 +112,8 @@ class Soak:
             if not pending and not more:
                 break
             if more and len(pending) < arguments.under_way:
-                batch = Batch(
-                    arguments.seed, number, arguments.batch,
-                    guilty=arguments.guilty, plain=False, calm=False, devices=arguments.devices,
-                )  # fmt: skip
+                given = arguments.batch, arguments.devices, arguments.guilty
+                batch = Batch(arguments.seed, number, *given)
                 self._submit(batch)
                 pending.append(batch)
                 number, submitted = number + 1, submitted + batch.size
@@ -135,7 +129,7 @@ class Soak:
                 self.outcomes["batch", "lost"] += batch.size
             batch.release()
             del self.submitted_at[batch]
-            self._look()
+            self._tell_progress()
 
     def _submit(self, batch: Batch) -> None:
         self.submitted_at[batch] = self.scheduler.starts
@@ -163,7 +157,9 @@ class Soak:
             return False
         except Hang as hang:
             print(f"hang: {hang}", flush=True)
-            self._tell_state()
+            with suppress(Exception):
+                stacks = self.client.call_stack()
+                print(json.dumps({str(w): list(map(str, of)) for w, of in stacks.items()})[:4000])
             self.outcomes["batch", "hang"] += batch.size
             return True
         self.outcomes += found
@@ -179,28 +175,12 @@ class Soak:
                 self.client.close(timeout=5)
             try:
                 self.client = Client(self.scheduler.address, timeout=60)
-                self.client.wait_for_workers(WORKERS * len(self.hosts), timeout=120)
-                return
-            except WorkerStartTimeoutError as error:
-                print(f"after a restart of the scheduler: {error}", flush=True)
-                return
+                return self._wait_for_workers(120)
             except Exception as error:
-                print(f"the client could not connect: {error!r}", flush=True)
+                print(f"after a restart of the scheduler: {error!r}", flush=True)
         raise RuntimeError("no scheduler")
 
-    def _tell_state(self) -> None:
-        try:
-            waiting = self.client.processing()
-            print(f"processing: { {w: len(keys) for w, keys in waiting.items()} }")
-            stacks = self.client.call_stack()
-            print(json.dumps({str(w): list(map(str, of)) for w, of in stacks.items()})[:4000])
-        except Exception as error:
-            print(f"no state: {error!r}", flush=True)
-
-    def _look(self) -> None:
-        """Note the memory of the processes, and say now and then how far it is."""
-        self.samples.look("the client", [os.getpid()], self.done)
-        self.samples.look("the scheduler", [self.scheduler.process.pid], self.done)
+    def _tell_progress(self) -> None:
         then, done = self._said
         now = time.monotonic()
         if now - then > self.arguments.every:
@@ -218,30 +198,19 @@ class Soak:
         self.took = time.monotonic() - self.began
         self.faults.close()
         try:
-            self.client.wait_for_workers(WORKERS * len(self.hosts), timeout=180)
-            return self._left()
+            self._wait_for_workers(180)
+            until = time.monotonic() + 60
+            while True:
+                left: Counter[str] = Counter()
+                gc.collect()  # futures that were gathered are in cycles
+                for found in self.client.run(tasks.left_in_worker, on_error="ignore").values():
+                    left.update(found)
+                if not left.total() or time.monotonic() > until:
+                    return dict(left)
+                time.sleep(0.5)
         except Exception as error:
             print(f"not known what is left: {error!r}", flush=True)
             return {"not known": 1}
-
-    def _left(self) -> dict[str, int]:
-        until = time.monotonic() + 60
-        while True:
-            left: Counter[str] = Counter()
-            gc.collect()  # futures that were gathered are in cycles
-            for found in self.client.run(tasks.left_in_worker, on_error="ignore").values():
-                left.update(found)
-            if not left.total():
-                return dict(left)
-            if time.monotonic() > until:
-                self._tell_owners()
-                return dict(left)
-            time.sleep(0.5)
-
-    def _tell_owners(self) -> None:
-        for worker, found in self.client.run(owners, on_error="ignore").items():
-            for line in found:
-                print(f"{worker}: {line}")
 
     def table(self, left: dict[str, int]) -> bool:
         """Print what happened; return whether all is well."""
@@ -250,35 +219,78 @@ class Soak:
             f"{self.done / self.took:.0f} a second"
         )
         print(f"{len(self.hosts)} hosts {'with' if self.cut else 'without'} networks of their own")
-        kinds = sorted({kind for kind, _ in self.outcomes})
-        for kind in kinds:
+        for kind in sorted({kind for kind, _ in self.outcomes}):
             counted = {o: n for (own, o), n in sorted(self.outcomes.items()) if own == kind}
             print(f"  {kind:28}" + ", ".join(f"{n} {o}" for o, n in counted.items()))
-        print("faults:")
-        for name, count in sorted(self.faults.made.items()):
-            print(f"  {name:28}{count}")
         guilty = sum(n for (kind, _), n in self.outcomes.items() if kind == GUILTY)
-        print(f"  {'tasks that broke a device':28}{guilty}")
-        starts = sum(host.starts - WORKERS for host in self.hosts)
+        print("faults:")
+        for name, count in [
+            *sorted(self.faults.made.items()),
+            ("tasks that broke a device", guilty),
+        ]:
+            print(f"  {name:28}{count}")
+        starts = sum(one.starts - 1 for host in self.hosts for one in host.programs)
         print(f"programs of workers started again: {starts}; batches submitted again: {self.again}")
-        self._table_of_moves()
         print(f"left at the end: {left}")
-        for name, found in sorted(self.samples.summary().items()):
-            print(f"  {name}: {found['after']:.0f} MiB, {found['a task']:.0f} bytes a task")
-        bad = {o for _, o in self.outcomes} - RIGHT
-        return not bad and not sum(left.values())
+        return not {o for _, o in self.outcomes} - RIGHT and not sum(left.values())
 
-    def _table_of_moves(self) -> None:
-        """Print how often values went which way, in the workers that are there now."""
-        try:
-            report = dask_devctx.report(self.client)
-        except Exception as error:
-            print(f"not known how values moved: {error!r}")
-            return
-        moved = Counter[str]()
-        for row in report.transfers:
-            moved[row.transport] += row.copies
-        moved["spill"] = sum(row.spills for row in report.devices)
-        moved["back"] = sum(row.unspills for row in report.devices)
-        print("values moved by the workers of the end, by ways:")
-        print("  " + ", ".join(f"{way}: {count}" for way, count in sorted(moved.items())))
+
+# -- memory
+
+# These histories grow until they are full. Small limits keep them out of the measurement.
+SHORT_HISTORIES = {
+    "devctx.history": 100,
+    "distributed.admin.low-level-log-length": 100,
+    "distributed.admin.log-length": 100,
+    "distributed.scheduler.dashboard.tasks.task-stream-length": 100,
+    "distributed.diagnostics.computations.max-history": 10,
+    "distributed.worker.profile.enabled": False,  # it keeps samples of an hour
+}
+
+
+def growth(arguments: argparse.Namespace) -> dict[str, float]:
+    """Run batches without faults; return how many bytes a task each kind of process grew by."""
+    lives: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    settings = {
+        **SHORT_HISTORIES,
+        "devctx.simulated-devices": DEVICES,
+        "devctx.simulated-memory": MEMORY,
+        "devctx.simulated-host": f"soak{os.getpid()}",
+    }
+    with (
+        dask.config.set(settings),
+        LocalDeviceCluster(
+            n_workers=WORKERS, dashboard_address=":0", device_memory_limit=LIMIT
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        done, until = 0, time.monotonic() + arguments.steady_minutes * 60
+        for number in itertools.count():
+            batch = Batch(arguments.seed, number, 200, DEVICES, 0, calm=True)
+            batch.submit(client)
+            outcomes = {outcome for _, outcome, _ in batch.check(arguments.patience)}
+            assert outcomes == {"right"}, outcomes
+            batch.release()
+            done += batch.size
+            pids = [("client and scheduler", os.getpid())]
+            pids += [("a worker", nanny.pid) for nanny in cluster.workers.values()]
+            for one in pids:
+                held = psutil.Process(one[1]).memory_info().rss
+                lives.setdefault(one, []).append((done, held))
+            if done >= arguments.steady or time.monotonic() > until:
+                break
+    found: dict[str, float] = {}
+    for (name, _), life in lives.items():
+        # The first half of each process's life is its warm-up.
+        found[name] = max(slope(life[len(life) // 2 :]), found.get(name, 0.0))
+    return found
+
+
+def slope(points: list[tuple[int, int]]) -> float:
+    """Return the median of the slopes of all pairs of points; a few jumps do not change it.
+
+    >>> slope([(0, 1), (1, 3), (2, 99), (3, 7)])
+    2.0
+    """
+    pairs = itertools.combinations(points, 2)
+    return float(statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs))

@@ -1,4 +1,4 @@
-"""A scheduler and hosts with workers, as processes that are started again when they end."""
+"""A scheduler and hosts with workers, started again when they end, and the faults they have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 
 from dask_devctx.config.options import LOOK_AHEAD
+from tests.soak import tasks
 
 DEVICES, WORKERS = 4, 2
 MEMORY, LIMIT = "64 MiB", "6 MiB"
@@ -30,6 +32,7 @@ class Program:
         self._command, self._env, self._log = list(command), {**os.environ, **env}, log
         self._stop = threading.Event()
         self.starts = 0
+        self.refused = ""
         self.process = self._start()
         self._keeper = threading.Thread(target=self._keep, daemon=True)
         self._keeper.start()
@@ -43,7 +46,11 @@ class Program:
 
     def _keep(self) -> None:
         while not self._stop.wait(0.1):
-            if self.process.poll() is not None:
+            status = self.process.poll()
+            if status == 2:  # a command line that is refused now is refused again
+                self.refused = self._log.read_text()[-500:]
+                break
+            if status is not None:
                 self.process = self._start()
 
     def processes(self) -> list[psutil.Process]:
@@ -82,84 +89,65 @@ class Host:
     def __init__(
         self,
         number: int,
-        ip: str,
+        at: tuple[str, Sequence[str], str | None],
         scheduler: str,
         place: Path,
         env: Mapping[str, str],
-        inside: Sequence[str] = (),
-        link: str | None = None,
         *,
         devices: int,
         gpus: bool,
     ) -> None:
-        self._link, self._gpus = link, gpus
+        ip, inside, self._link = at
+        self._gpus = gpus
         own = place / f"host{number}"
         own.mkdir()
-        command = [sys.executable, "-m", "dask_devctx.cli", "worker", scheduler, "--host", ip]
-        command += ["--n-workers", "1", "--no-dashboard", "--oom-retries", "3"]
-        command += ["--preload", "tests.soak.preload", "--device-memory-limit", LIMIT]
+        command = [*inside, sys.executable, "-m", "dask_devctx.cli", "worker", scheduler]
+        command += ["--host", ip, "--n-workers", "1", "--no-dashboard", "--oom-retries", "3"]
+        command += ["--preload", "tests.soak.tasks", "--device-memory-limit", LIMIT]
         command += ["--local-directory", str(own)]
         command += ["--nthreads", str(LOOK_AHEAD * devices // WORKERS)]
         if number % 2 == 0:  # on the other hosts, workers divide the devices among themselves
             command += ["--devices-per-worker", str(devices // WORKERS)]
+        more = {"LOCK_DIRECTORY": str(own / "locks"), "IPC_STAGING": "4 MiB"}
         if not gpus:  # a worker that was killed is soon there again
             command += ["--multiprocessing-method", "forkserver"]
-        more = {"DASK_DEVCTX__LOCK_DIRECTORY": str(own / "locks")}
-        more["DASK_DEVCTX__IPC_STAGING"] = "4 MiB"
-        if not gpus:
-            more |= {
-                "DASK_DEVCTX__SIMULATED_HOST": own.name,
-                "DASK_DEVCTX__SIMULATED_DEVICES": str(devices),
-                "DASK_DEVCTX__SIMULATED_MEMORY": MEMORY,
-            }
-        self._programs = [
-            Program([*inside, *command], {**env, **more}, place / f"{own.name}.{worker}.log")
-            for worker in range(WORKERS)
+            more |= {"SIMULATED_HOST": own.name, "SIMULATED_MEMORY": MEMORY}
+            more["SIMULATED_DEVICES"] = str(devices)
+        env = {**env, **{f"DASK_DEVCTX__{name}": text for name, text in more.items()}}
+        self.programs = [
+            Program(command, env, place / f"{own.name}.{worker}.log") for worker in range(WORKERS)
         ]
-
-    @property
-    def starts(self) -> int:
-        """How often its programs were started."""
-        return sum(program.starts for program in self._programs)
-
-    def workers(self) -> list[psutil.Process]:
-        """Return the workers' processes, without the nannies."""
-        found = (one for program in self._programs for one in program.processes())
-        return [one for one in found if _is_worker(one)]
 
     def kill(self) -> None:
         """Kill all of its processes; the programs are started again."""
-        for program in self._programs:
+        for program in self.programs:
             program.kill()
 
     def close(self) -> None:
-        for program in self._programs:
+        for program in self.programs:
             program.close()
+
+    def a_worker(self, chance: random.Random) -> psutil.Process | None:
+        """Return a worker's process, not its nanny's."""
+        found = [one for program in self.programs for one in program.processes()]
+        workers = list(filter(_is_worker, found))
+        return chance.choice(workers) if workers else None
 
     def send(self, chance: random.Random, number: signal.Signals) -> bool:
         """Send a signal to a worker; return whether there is one."""
-        found = self.workers()
-        with suppress(psutil.NoSuchProcess):
-            if found:
-                chance.choice(found).send_signal(number)
-                return True
-        return False
+        if number in tasks.BREAKS and self._gpus:
+            return False
+        if (one := self.a_worker(chance)) is not None:
+            one.send_signal(number)
+        return one is not None
 
-    def break_devices(self, chance: random.Random, number: signal.Signals) -> bool:
-        """Break the simulated devices of a worker, as ``preload`` says."""
-        return not self._gpus and self.send(chance, number)
-
-    def stop_one(self, chance: random.Random, seconds: float) -> bool:
+    def stop_one(self, chance: random.Random) -> bool:
         """Let a worker stand still for a while."""
-        found = self.workers()
-        with suppress(psutil.NoSuchProcess):
-            if found:
-                one = chance.choice(found)
-                one.suspend()
-                time.sleep(seconds)
-                one.resume()
-                return True
-        return False
+        if (one := self.a_worker(chance)) is not None:
+            one.suspend()
+            time.sleep(0.5 + 4 * chance.random())
+            one.resume()
+        return one is not None
 
     def cut_off(self, seconds: float) -> bool:
         """Let the host have no network for a while."""
@@ -180,6 +168,65 @@ def _is_worker(process: psutil.Process) -> bool:
         started = "spawn_main" in words or "forkserver" in words
         return started and process.num_threads() > 2
     return False
+
+
+# -- faults
+
+# How often each fault happens in an hour, and what it is.
+FAULTS: dict[str, tuple[float, Callable[[random.Random, Host, Scheduler], object]]] = {
+    "worker killed": (60, lambda chance, host, _: host.send(chance, signal.SIGKILL)),
+    "worker stood still": (40, lambda chance, host, _: host.stop_one(chance)),
+    "hardware failed": (24, lambda chance, host, _: host.send(chance, signal.SIGUSR1)),
+    "device broke, nobody guilty": (24, lambda chance, host, _: host.send(chance, signal.SIGUSR2)),
+    "network gone, short": (24, lambda chance, host, _: host.cut_off(0.2 + 3 * chance.random())),
+    # Longer than dask waits for a connection.
+    "network gone, long": (8, lambda chance, host, _: host.cut_off(20.0)),
+    "host killed": (12, lambda chance, host, _: host.kill()),
+    "scheduler restarted": (12, lambda chance, _, scheduler: scheduler.kill()),
+}
+
+
+class Faults:
+    """Makes random faults at random moments, each on a thread of its own."""
+
+    def __init__(self, seed: int, scheduler: Scheduler, hosts: Sequence[Host]) -> None:
+        self._scheduler, self._hosts, self._seed = scheduler, hosts, seed
+        self.made: Counter[str] = Counter()
+        self._stop = threading.Event()
+        self._running: list[threading.Thread] = []
+
+    def begin(self, factor: float) -> None:
+        """Make so many times the usual number of faults from now on."""
+        if factor:
+            self._begin(self._go_on, random.Random(f"{self._seed} faults"), factor / 3600)
+
+    def _begin(self, function: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        self._running.append(thread)
+        thread.start()
+
+    def _go_on(self, chance: random.Random, factor: float) -> None:
+        rates = [rate for rate, _ in FAULTS.values()]
+        while not self._stop.wait(chance.expovariate(sum(rates) * factor)):
+            [name] = chance.choices(list(FAULTS), rates)
+            self._begin(self._make, name, random.Random(chance.random()))
+
+    def _make(self, name: str, chance: random.Random) -> None:
+        try:
+            happened = FAULTS[name][1](chance, chance.choice(self._hosts), self._scheduler)
+        except psutil.NoSuchProcess:
+            return  # it had ended
+        except Exception as error:
+            print(f"{name}: {error!r}", file=sys.stderr)
+            return
+        if happened is not False:
+            self.made[name] += 1
+
+    def close(self) -> None:
+        """Begin no more faults, and wait for those that last."""
+        self._stop.set()
+        while self._running:
+            self._running.pop().join()
 
 
 # -- the network

@@ -1,10 +1,11 @@
-"""The functions that the tasks call: with CuPy, on simulated devices, and on the host alone."""
+"""The functions that the tasks call, with CuPy or on simulated devices; each worker loads them."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import random
+import signal
 import threading
 from typing import Any
 
@@ -16,13 +17,12 @@ from dask_devctx import Device, SimulatedArray, device_of, driver, task_devices
 from dask_devctx.cuda.scope import open_scopes
 from tests.blame import bad_cupy
 
-
-def values(number: int, length: int) -> np.ndarray:
-    return np.arange(length) + number
-
-
-def sum_of(number: int, length: int) -> int:
-    return length * (length - 1) // 2 + length * number
+# How a signal breaks a worker's devices while no task is guilty of it. With the first one
+# dask-devctx knows that the hardware failed; the second one looks like the work of a task.
+BREAKS = {
+    signal.SIGUSR1: CUresult.CUDA_ERROR_ECC_UNCORRECTABLE,
+    signal.SIGUSR2: CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,
+}
 
 
 def faults() -> Any:
@@ -33,21 +33,16 @@ def faults() -> Any:
 
 def array_of(host: np.ndarray) -> Any:
     """Return an array on the current device: CuPy's where the GPUs are real."""
-    if driver.backend().machine is not None:
+    if faults() is not None:
         return SimulatedArray.asarray(host)
     import cupy
 
     return cupy.asarray(host)
 
 
-# -- tasks on devices
-
-
 def make(number: int, length: int) -> Any:
-    current = Device.current()
-    assert current is not None
-    array = array_of(values(number, length))
-    assert device_of(array) is current
+    array = array_of(np.arange(length) + number)
+    assert device_of(array) is Device.current() is not None
     return array
 
 
@@ -81,9 +76,8 @@ def total_across(array: Any, count: int) -> int:
     """Sum an array in ``count`` parts, each on a device of its own."""
     devices = task_devices()
     assert len(set(devices)) == count, devices
-    parts = np.array_split(array.get(), count)
     found = 0
-    for device, part in zip(devices, parts, strict=True):
+    for device, part in zip(devices, np.array_split(array.get(), count), strict=True):
         with device:
             found += int(array_of(part).sum())
     return found
@@ -111,31 +105,29 @@ def break_device(after_s: float) -> str:
     return "looks good"
 
 
-# -- the same on the host, for dask without this package
+# -- in each worker
 
 
-def make_plain(number: int, length: int) -> np.ndarray:
-    return values(number, length)
+def dask_setup(worker: Any) -> None:
+    """Let signals break the worker's devices."""
+    loop = worker.loop.asyncio_loop
+
+    def soon(status: CUresult) -> None:
+        if status is CUresult.CUDA_ERROR_ILLEGAL_ADDRESS and _has_one_suspect(worker):
+            loop.call_later(0.01, soon, status)
+        else:
+            faults().poison(status)
+
+    for number, status in BREAKS.items():
+        signal.signal(number, lambda *_, status=status: loop.call_soon_threadsafe(soon, status))
 
 
-def change_plain(array: np.ndarray) -> np.ndarray:
-    return array + 1
-
-
-def total_plain(*arrays: np.ndarray) -> int:
-    return sum(int(array.sum()) for array in arrays)
-
-
-async def total_later_plain(*arrays: np.ndarray) -> int:
-    await asyncio.sleep(0.001)
-    return total_plain(*arrays)
-
-
-def total_across_plain(array: np.ndarray, count: int) -> int:
-    return sum(int(part.sum()) for part in np.array_split(array, count))
-
-
-# -- at the end
+def _has_one_suspect(worker: Any) -> bool:
+    """Return whether one task alone could have broken a device: nobody can tell that it did not."""
+    plugin = worker.plugins.get("devctx")
+    if plugin is None or plugin.extension is None:
+        return False
+    return len({one.key for one in plugin.extension.monitor.suspects.named()}) == 1
 
 
 async def left_in_worker(dask_worker: Any) -> dict[str, int]:
