@@ -205,8 +205,8 @@ class DevicePlugin(WorkerPlugin):  # type: ignore[misc]
             self._share = None
             share.release()
             raise
-        if self.is_required:
-            self.extension.advice.withhold()
+        if not self.is_required:  # else the cluster has warned its user
+            self.extension.warn_of_few_threads()
         if self.extension.failure is not None:
             share.release()
         else:

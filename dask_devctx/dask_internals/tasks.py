@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +13,8 @@ from distributed import Worker
 from distributed.worker_state_machine import ExecuteFailureEvent, ExecuteSuccessEvent
 
 from dask_devctx.dask_internals.replacing import replaced
+
+logger = logging.getLogger(__name__)
 
 # A node of dask's graph: a task, a value, or a container of further nodes.
 Node: Final[Any] = GraphNode
@@ -82,7 +85,10 @@ def executed_by(
         finally:
             if ts.run_spec is stand_in:  # else the task was requested again meanwhile
                 ts.run_spec = task
-            event = end(ts, stand_in, event)
+            try:
+                event = end(ts, stand_in, event)
+            except Exception:  # the task would stay in "executing" for ever
+                logger.exception("The end of %r was not counted", key)
         return event
 
     try:

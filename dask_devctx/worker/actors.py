@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
@@ -88,7 +88,12 @@ class DeviceActors(dict[Hashable, Any]):
                 steps.enter_context(internals.wrapped_handler(self._worker, op, wrap))
             steps.enter_context(internals.replaced_actors(self._worker, self))
             steps.callback(self._admission.forget_actors)
-            self._keep_on(self._worker.state.tasks)
+            for ts in self._worker.state.tasks.values() if _living else ():
+                living = _living.get(ts)
+                if (
+                    living and living.claim is not None
+                ):  # it keeps its devices under this plugin too
+                    self._keep(ts, living.claim)
             self._steps = steps.pop_all()
         return self
 
@@ -102,21 +107,21 @@ class DeviceActors(dict[Hashable, Any]):
         """Note the devices of the actor that a task makes."""
         _living[ts] = _Living(devices, None)
 
-    def keep(self, ts: Any, claim: Claim) -> None:
-        """Let an actor keep what the run has that made it."""
+    def made(self, ts: Any, claim: Claim) -> None:
+        """Let a new actor keep what the run has that made it."""
         _living[ts] = _Living(claim.devices, claim)
-        self._claims[ts.key] = claim
-        self._admission.keep(claim)
-        self._placement.keep(ts.key, claim.devices, claim.share / WHOLE)
-        self.on_change()
+        present = internals.actors_of(self._worker)
+        if present is not self:  # the plugin ended while the actor was made
+            self._admission.release(claim)
+        if isinstance(present, DeviceActors) and ts.key in present:
+            present._keep(ts, claim)
 
-    def _keep_on(self, tasks: Mapping[Hashable, Any]) -> None:
-        """Let the actors that live keep their devices under this plugin too."""
-        mine = set(self._placement.devices)
-        for ts in tasks.values() if _living else ():
-            living = _living.get(ts)
-            if living and living.claim is not None and mine.issuperset(living.devices):
-                self.keep(ts, living.claim)
+    def _keep(self, ts: Any, claim: Claim) -> None:
+        if {*self._placement.devices}.issuperset(claim.devices):
+            self._claims[ts.key] = claim
+            self._admission.keep(claim)
+            self._placement.keep(ts.key, claim.devices, claim.share / WHOLE)
+            self.on_change()
 
     @property
     def has_any(self) -> bool:

@@ -6,18 +6,20 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any, ParamSpec, TypeVar
 
 from distributed import Worker
 
 from dask_devctx.annotations import Unannotated
 from dask_devctx.config.host_memory import fair_memory
-from dask_devctx.config.options import Options, remembered_tasks
+from dask_devctx.config.options import LOOK_AHEAD, Options, remembered_tasks
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.serialization import unpickled_later
-from dask_devctx.dask_internals.worker import metric, own_logs
+from dask_devctx.dask_internals.worker import has_automatic_limit, limited_memory, metric, own_logs
+from dask_devctx.errors.base import counted
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
 from dask_devctx.worker.comms import landing, rechunks, serialization
@@ -25,19 +27,16 @@ from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
 from dask_devctx.worker.functions import functions_of_clients
-from dask_devctx.worker.host_memory import fair_limit
 from dask_devctx.worker.leases.registration import has_routing
 from dask_devctx.worker.leases.share import DeviceShare
-from dask_devctx.worker.metrics.advice import Advice
 from dask_devctx.worker.metrics.history import remembering
 from dask_devctx.worker.metrics.prometheus import exposed
-from dask_devctx.worker.metrics.ranges import Ranges
 from dask_devctx.worker.metrics.record import Record
 from dask_devctx.worker.peers import PeerTransfers
 from dask_devctx.worker.peers.connections import SAYS
 from dask_devctx.worker.placement.admission import Admission
 from dask_devctx.worker.placement.handback import handing_back
-from dask_devctx.worker.placement.placement import NoDevices, Placement
+from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
 from dask_devctx.worker.runs import Runs
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
@@ -49,6 +48,9 @@ from dask_devctx.worker.values.limits import limit_nbytes
 from dask_devctx.worker.values.room import COUNTS
 from dask_devctx.worker.values.store import Store
 from dask_devctx.worker.values.storing import storing
+
+# A child of dask's own: it is a line of the worker's log as dask's own are.
+_of_worker = logging.getLogger("distributed.worker.dask_devctx")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -78,7 +80,7 @@ class DeviceExtension:
                 self.placement = self._devices(steps, options)
             except Exception as error:
                 self.failure = error
-                self.placement = NoDevices(error)
+                self.placement = Placement((), options.tasks_per_device)
             used = self.placement.devices
             tasks_per_device = options.tasks_per_device
             self.admission = Admission(used, tasks_per_device, self.limits)
@@ -97,7 +99,6 @@ class DeviceExtension:
                 )
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
-            self.monitor.ranges = Ranges() if options.nvtx else None
             self.record.retried = self.monitor.retries.counted
             self.monitor.retries.on_retry = self.history.tried_again
             register_nodes()
@@ -132,7 +133,11 @@ class DeviceExtension:
                 self._make_room(device) + self.peers.free_staging(device)
             )
             if used:
-                steps.enter_context(fair_limit(worker, fair_memory(len(used))))
+                # dask's `memory_limit="auto"` follows from `nthreads`, which is generous here.
+                # Several such workers would have more memory together than there is.
+                fair = fair_memory(len(used))
+                if has_automatic_limit(worker) and fair < worker.memory_manager.memory_limit:
+                    steps.enter_context(limited_memory(worker, fair))
                 self.store = steps.enter_context(
                     storing(
                         worker,
@@ -162,6 +167,7 @@ class DeviceExtension:
                 landing=landing.in_place_of_the_first(used),
                 store=self.store,
                 failure=self.failure,
+                nvtx=import_module("nvtx") if options.nvtx else None,
             )
             self.pools = self.runs.pools = steps.enter_context(
                 device_threads(worker, self.admission, tasks_per_device)
@@ -182,8 +188,6 @@ class DeviceExtension:
                 steps.enter_context(threads_without_a_device(worker, threads, share.part))
             steps.enter_context(functions_of_clients(worker, self.monitor, used, options))
             steps.enter_context(set_for_devices(worker, interval_s))
-            self.advice = Advice(worker, len(self.pools) * tasks_per_device)
-            self.runs.advise = self.advice.give
             steps.enter_context(self.runs.executing())
             self._steps = steps.pop_all()
 
@@ -207,6 +211,21 @@ class DeviceExtension:
             taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())
         return placement
+
+    def warn_of_few_threads(self) -> None:
+        """Warn if dask gives the worker too few tasks to keep its devices busy."""
+        worker, at_once = self._worker, len(self.pools) * self.admission.tasks_per_device
+        nthreads, enough = worker.state.nthreads, LOOK_AHEAD * at_once
+        if nthreads < 2 * at_once:
+            _of_worker.warning(
+                "%s: This worker has nthreads=%s, and its devices run %s at a time: dask will not "
+                "give it enough tasks to keep them busy, and a queue for one device can keep the "
+                "other devices waiting. Leave out threads_per_worker= of LocalDeviceCluster, and "
+                "--nthreads of dask devctx worker; for workers of dask write "
+                "LocalCluster(threads_per_worker=%s) or dask worker --nthreads %s: the devices' "
+                "own threads run the tasks, and nthreads limits how many the worker gets ahead",
+                *(worker.address, nthreads, counted(at_once, "task"), enough, enough),
+            )
 
     def report(self) -> dict[str, Any]:
         """Return the tasks that ran on each device, and the transfers, as plain data."""

@@ -1,4 +1,4 @@
-"""One execution of a task: what the worker calls in the task's place."""
+"""One execution of a task, on its devices or without one: what the worker calls in its place."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 import functools
 import logging
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from distributed import Reschedule
 
@@ -18,6 +18,7 @@ from dask_devctx import driver
 from dask_devctx.cuda import suspending
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.on_device import known_as_the_tasks, note_devices
+from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
 from dask_devctx.transfer import Stamp
@@ -26,11 +27,16 @@ from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
 from dask_devctx.worker.tracebacks import begins_with_the_task, of_the_task, place_of
 from dask_devctx.worker.values.use import Use
+from dask_devctx.worker.values.value import Value
 
 if TYPE_CHECKING:
     from dask_devctx.worker.runs import Runs
 
 logger = logging.getLogger(__name__)
+
+# NVTX ranges have the keys of tasks; Nsight Systems shows them on the devices' threads.
+_DOMAIN: Final = "dask"
+_NO_RANGE: Final = nullcontext()
 
 
 class Refused(TaskStandIn):
@@ -60,11 +66,20 @@ class DeviceRun(TaskStandIn, Claim):
     one, and any other fails.
     """
 
-    __slots__ = (
-        *("asked_for", "began_at", "inputs_s", "is_again", "is_coro", "is_plain", "known"),
-        *("left_devices", "made", "makes_actor", "memory_s", "once", "placed_at"),
-        *("prefix", "queued", "reserved", "runs", "slots", "task", "thread", "ts", "watched"),
-    )
+    is_plain = True  # it takes one slot, and none on other threads than the device's
+    slots = 1.0  # of each device, for the choice of the next task's device
+    asked_for = False  # whether the user named the device
+    watched = 0  # the number of its isolated run; 0 for any other
+    once = ""  # why it does not run again after a device failed; "" if it may
+    makes_actor = False
+    # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
+    # have been cancelled a moment ago.
+    queued = True
+    is_again = False  # an attempt ran out of memory
+    left_devices = False  # it seceded
+    inputs_s = memory_s = 0.0
+    thread: int | None = None
+    made: Stamp | None = None
 
     def __init__(
         self,
@@ -81,8 +96,6 @@ class DeviceRun(TaskStandIn, Claim):
         self.share = share
         self.nbytes = nbytes
         self.priority = priority
-        self.any_device = self.held = self.waits = self.void = self.for_life = False
-        self.call = self.granted = None
         self.runs = runs
         self.ts = ts
         self.task = ts.run_spec
@@ -90,22 +103,8 @@ class DeviceRun(TaskStandIn, Claim):
         self.prefix = ts.prefix
         # The answer of task_devices() inside.
         self.known = devices[0] if len(devices) == 1 else devices
-        self.slots = 1.0  # of each device, for the choice of the next task's device
-        self.is_plain = True  # it takes one slot, and none on other threads than the device's
-        self.asked_for = False  # whether the user named the device
-        self.watched = 0  # the number of its isolated run; 0 for any other
-        self.once = ""  # why it does not run again after a device failed; "" if it may
-        self.makes_actor = False
-        # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it
-        # may have been cancelled a moment ago.
-        self.queued = True
-        self.made: Stamp | None = None
-        self.is_again = False  # an attempt ran out of memory
-        self.left_devices = False  # it seceded
         self.reserved: list[Device] = []
         self.placed_at = self.began_at = perf_counter()
-        self.inputs_s = self.memory_s = 0.0
-        self.thread: int | None = None
 
     def is_cancelled(self) -> bool:
         """Return whether dask has cancelled it; on any thread."""
@@ -129,7 +128,6 @@ class DeviceRun(TaskStandIn, Claim):
             if self.nbytes:
                 self._reserve()
             result = guard.run(steps, self.runs.monitor, functools.partial(self._call, data))
-            self.for_life = self.makes_actor and self.held
         except BaseException as error:
             if isinstance(error, DeviceFailedError | DeviceOutOfMemoryError):
                 self._name_place(error)
@@ -167,20 +165,22 @@ class DeviceRun(TaskStandIn, Claim):
         steps = self._begin(inside=False)
         if self.nbytes:
             await asyncio.to_thread(self._reserve)
-        device, key = self.devices[0], self.key
+        device, nvtx = self.devices[0], self.runs.nvtx
 
         async def body() -> Any:
-            ranges = self.runs.monitor.ranges
-            with nullcontext() if ranges is None else ranges.of_process(key):
+            # A range of the process, not of the thread: others may run meanwhile.
+            range_id = None if nvtx is None else nvtx.start_range(str(self.key), domain=_DOMAIN)
+            try:
                 return await suspending.within(device, self._call_coroutine(data))
+            finally:
+                if nvtx is not None:
+                    nvtx.end_range(range_id)
 
         try:
-            result = await guard.run_coroutine(steps, body)
+            return await guard.run_coroutine(steps, body)
         except (DeviceFailedError, DeviceOutOfMemoryError) as error:
             self._name_place(error)
             raise
-        self.for_life = self.makes_actor and self.held
-        return result
 
     def _begin(self, *, inside: bool) -> guard.Steps:
         """Return the steps around its call, which begins now."""
@@ -199,13 +199,12 @@ class DeviceRun(TaskStandIn, Claim):
         ).steps()
 
     def _call(self, data: Any) -> Any:
-        use = self._use(data)
+        use, nvtx = self._use(data), self.runs.nvtx
         if use.away or use.wanted:
             use.wait()
-        ranges = self.runs.monitor.ranges
         before = note_devices(self.known)
         try:
-            with nullcontext() if ranges is None else ranges.on_thread(self.key), use:
+            with _NO_RANGE if nvtx is None else nvtx.annotate(str(self.key), domain=_DOMAIN), use:
                 result = use.task(use.data)
                 use.returned(result)
                 self.made = use.made
@@ -283,3 +282,71 @@ def _warn_forked() -> None:
         "This process was forked after CUDA was initialised and can use no device: tasks that name "
         "no device run without one. Create the pool with multiprocessing's 'spawn' context"
     )
+
+
+class HostRun(TaskStandIn):
+    """A run of a task without a device: nothing is current while it runs, and nothing stays so.
+
+    Libraries that copy an input to the host begin to use CUDA's first device where none is current.
+    So a task whose inputs are on devices has the device ``landing``; None where the worker uses the
+    first device anyway.
+    """
+
+    __slots__ = ("is_coro", "key", "landing", "runs", "task", "theirs")
+
+    def __init__(self, runs: Runs, ts: Any, *, theirs: bool) -> None:
+        self.runs = runs
+        self.key = ts.key
+        self.task = ts.run_spec
+        self.is_coro = self.task.is_coro
+        self.landing = runs.landing
+        self.theirs = theirs  # it runs on an executor of the user's own
+
+    def __call__(self, data: Any = ()) -> Any:
+        if self.is_coro:
+            return self._in_scope(data)
+        with begins_with_the_task, self._scope(data):
+            use = self._use(data)
+            if use.away or use.wanted:
+                with self._elsewhere_after_failure():
+                    use.wait()
+            with use:
+                return self.task(use.data)
+
+    async def _in_scope(self, data: Any) -> Any:
+        with begins_with_the_task:
+            return await suspending.awaiting(self._scope(data), self._await(data))
+
+    async def _await(self, data: Any) -> Any:
+        use = self._use(data)
+        with self._elsewhere_after_failure():
+            await use.wait_elsewhere()
+        with use:
+            return await self.task(use.data)
+
+    def _scope(self, data: Any) -> AbstractContextManager[Any]:
+        if self.theirs and not self.is_coro and is_any_current():
+            return Restored()  # a context that is current on the user's threads stays so
+        if self.landing is not None and any(one.__class__ is Value for one in dict(data).values()):
+            return NothingCurrent() if self.runs.monitor.has_failed() else self.landing
+        return NothingCurrent()
+
+    def _use(self, data: Any) -> Use:
+        return Use(self.runs.store, self.task, self.key, "", data, ())
+
+    @contextmanager
+    def _elsewhere_after_failure(self) -> Iterator[None]:
+        """If an input cannot be restored since a device failed, run the task on another worker."""
+        try:
+            yield
+        except Exception as error:
+            if self.runs.monitor.has_failed():
+                raise Reschedule from error
+            raise
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.task,)
+
+
+def _itself(task: Any) -> Any:
+    return task

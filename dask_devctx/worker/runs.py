@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -16,15 +16,24 @@ from dask_devctx.annotations import (
     Unannotated,
     requested_device,
 )
+from dask_devctx.annotations.runs import (
+    GONE,
+    PRESENT,
+    RERUN,
+    had_all_runs,
+    may_rerun,
+    refusal,
+    watched_run,
+)
+from dask_devctx.cuda import naming
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.threads import send_next_task_to
 from dask_devctx.dask_internals.worker import told_of_freed_keys
+from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
 from dask_devctx.scheduler.counts import DEVICE
-from dask_devctx.worker.failures import conditions
-from dask_devctx.worker.host_run import HostRun
 from dask_devctx.worker.placement.admission import Admission, share_units
-from dask_devctx.worker.run import DeviceRun, Refused
+from dask_devctx.worker.run import DeviceRun, HostRun, Refused
 from dask_devctx.worker.tracebacks import of_the_user
 
 if TYPE_CHECKING:
@@ -56,6 +65,7 @@ class Runs:
         landing: Device | None,
         store: Store | None,
         failure: Exception | None,
+        nvtx: Any,
     ) -> None:
         self.placement = placement
         self.admission = admission
@@ -65,7 +75,7 @@ class Runs:
         self.store = store  # None without devices
         self.pools: Mapping[Device, DeviceThreadPoolExecutor] = {}
         self.living: DeviceActors | None = None
-        self.advise: Callable[[], object] | None = None  # called once
+        self.nvtx = nvtx  # the package that names ranges for profilers; None without ranges
         self._worker = worker
         self._tasks = worker.state.tasks
         self._share = share
@@ -96,15 +106,17 @@ class Runs:
         annotations = ts.annotations
         wanted = ANY_DEVICE
         try:
-            watched, once = conditions.read(annotations) if annotations else (0, "")
+            watched, once = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:
-                return None if self._failure is not None else self._on_host(ts)
+                if self._failure is not None:
+                    return None
+                return HostRun(self, ts, theirs="executor" in (annotations or ()))
             run = self._on_devices(ts, wanted)
         except Exception as error:
             # Of the traceback, only the lines of a policy or of an annotation help the user.
             error = error.with_traceback(of_the_user(error))
-            failure = conditions.explained(error, annotations)
+            failure = explained(error, annotations)
             if self._share.gave_up(wanted.name):  # another worker has the device now
                 return Refused(ts.run_spec, Reschedule())
             self.record.refused(ts, failure)
@@ -116,6 +128,8 @@ class Runs:
         return run
 
     def _on_devices(self, ts: Any, wanted: Request) -> DeviceRun:
+        if self._failure is not None:
+            raise self._failure
         key, dependencies, placement = ts.key, ts.dependencies, self.placement
         store = self.store
         inputs: list[Value] = []
@@ -142,67 +156,58 @@ class Runs:
         if wanted.plain:
             run = DeviceRun(self, ts, devices, self._slot, 0, priority)
         else:
-            share = placement.share_of(wanted, devices[0])
-            run = DeviceRun(self, ts, devices, share_units(share), wanted.nbytes or 0, priority)
+            share = share_units(placement.share_of(wanted, devices[0]))
+            run = DeviceRun(self, ts, devices, share, wanted.nbytes or 0, priority)
             run.is_plain = False
-            run.slots = share_units(share) / self._slot
+            run.slots = share / self._slot
         run.asked_for = wanted is not ANY_DEVICE
-        has_queue = placement.add(devices, run.prefix, run.slots)
-        self.record.began(ts, devices)
-        self.now[key] = run
-        run.queued = has_queue or not run.is_plain
         if not tasks.makes_an_actor(self._worker, key):
             run.any_device = not wanted.names and wanted.number is not None
         else:
             assert self.living is not None
             self.living.live_on(ts, devices)
-            run.makes_actor = not run.is_plain
+            run.makes_actor = run.for_life = not run.is_plain
+        # Nothing fails from here on: what is counted now is counted until its end.
+        has_queue = placement.add(devices, run.prefix, run.slots)
+        self.record.began(ts, devices)
+        self.now[key] = run
+        run.queued = has_queue or not run.is_plain
         if inputs and has_queue and store is not None and store.copies is not None:
             store.copies.make_ahead(inputs, *devices)
-        if self.advise is not None:
-            self.advise()
-            self.advise = None
         return run
-
-    def _on_host(self, ts: Any) -> HostRun:
-        return HostRun(self, ts, theirs="executor" in (ts.annotations or ()))
 
     def _end(self, ts: Any, run: Any, event: Any) -> Any:
         state, start, stop = tasks.outcome(event)
-        on_devices = run if run.__class__ is DeviceRun else None
-        cancelled = ts.state == "cancelled"
-        ended = state != "released" and not cancelled
+        ended = state != "released" and ts.state != "cancelled"
         text = event.exception_text if state == "error" else ""
-        if on_devices is None:
+        if run.__class__ is not DeviceRun:
             if ended:
                 self.record.ended(ts, (), state, start, stop, text=text)
             return event
+        devices, key, store = run.devices, ts.key, self.store
+        stored = ended and state == "memory"
         seconds = stop - start if ended and start is not None and stop is not None else None
-        devices, key = on_devices.devices, ts.key
+        # First what others wait for, then what is told of it.
         self.now.pop(key, None)
-        if not on_devices.left_devices:
-            on_devices.left_devices = True
-            self.placement.remove(devices, on_devices.prefix, on_devices.slots)
-            self.record.left(devices, seconds or 0.0)
+        if run.makes_actor:
+            assert self.living is not None
+            if stored and run.held:
+                self.living.made(ts, run)
+            else:
+                self.admission.release(run)
+        if not run.left_devices:
+            self._leave(run, seconds or 0.0)
             if seconds is not None:
-                self.placement.record_duration(on_devices.prefix, seconds)
+                self.placement.record_duration(run.prefix, seconds)
+        if store is not None:
+            if not stored:
+                store.spill.handed_over(key)
+            elif run.made is not None:
+                store.made[key] = id(event.value), run.made
         if ended:
             # the seconds that it waited for a slot, for its inputs and for memory, and its thread
-            place_s = on_devices.began_at - on_devices.placed_at
-            waited = place_s, on_devices.inputs_s, on_devices.memory_s, on_devices.thread
+            waited = run.began_at - run.placed_at, run.inputs_s, run.memory_s, run.thread
             self.record.ended(ts, devices, state, start, stop, waited, text)
-        stored = ended and state == "memory"
-        if self.store is not None:
-            if not stored:
-                self.store.spill.handed_over(key)
-            elif on_devices.made is not None:
-                self.store.made[key] = id(event.value), on_devices.made
-        if on_devices.makes_actor:
-            assert self.living is not None
-            if stored and on_devices.for_life and key in self.living:
-                self.living.keep(ts, on_devices)
-            else:
-                self.admission.release(on_devices)
         if state == "error":
             return tasks.add_to_times(ts, event, DEVICE, devices[0].uuid)
         return event
@@ -210,10 +215,48 @@ class Runs:
     def seceded(self, run: DeviceRun) -> None:
         """Note that a run seceded from its thread: it may wait for other tasks; on any thread."""
         self.monitor.seceded(run.key)
-        self._worker.loop.add_callback(self._left_devices, run)
+        self._worker.loop.add_callback(self._leave, run)
 
-    def _left_devices(self, run: DeviceRun) -> None:
+    def _leave(self, run: DeviceRun, seconds: float = 0.0) -> None:
+        """Count a run no longer on its devices."""
         if not run.left_devices:
             run.left_devices = True
             self.placement.remove(run.devices, run.prefix, run.slots)
-            self.record.left(run.devices)
+            self.record.left(run.devices, seconds)
+
+
+def _conditions(annotations: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the number of a task's isolated run, or 0, and why it does not run again, or ""."""
+    failed = refusal(annotations)
+    if failed is not None:
+        raise DeviceFailedError(*failed)
+    run, most = watched_run(annotations)
+    if not may_rerun(annotations):
+        return run, f"it says {RERUN}=False"
+    return run, had_all_runs(run, most) if run else ""
+
+
+def explained(error: Exception, annotations: Mapping[str, Any] | None) -> Exception:
+    """Return the error of a task that got no device, with what the scheduler knows of it."""
+    if not annotations or not isinstance(error, DeviceNotFoundError):
+        return error
+    worker, present = annotations.get(GONE), annotations.get(PRESENT)
+    if worker is None:
+        if present is None:
+            return error
+        hint = error.hint
+        if naming.read(error.requested).kind == "ordinal":
+            hint = "No worker of this cluster uses it"
+            if len({text.partition(" ")[0] for text in present}) < len(present):
+                hint += (
+                    ". Each worker counts the devices that its own CUDA_VISIBLE_DEVICES shows: "
+                    "name a device by its UUID"
+                )
+        return type(error)(error.requested, present, error.visible_devices, hint)
+    return DeviceNotFoundError(
+        error.requested,
+        error.available,
+        error.visible_devices,
+        f"The worker {worker} used it, and was closed, retired or scaled down. Start a worker for "
+        "it again, with cluster.scale(), or name one of the devices in report(client).devices",
+    )

@@ -93,7 +93,7 @@ def as_task(
     watched: int = 0,
 ) -> Callable[[], Any]:
     """A run of a task, guarded by a monitor, as a worker calls it."""
-    runs: Any = SimpleNamespace(monitor=monitor, store=None)
+    runs: Any = SimpleNamespace(monitor=monitor, store=None, nvtx=None)
     state = SimpleNamespace(key=key, run_spec=Task(key, fn, *args), prefix="it", state="executing")
     run = DeviceRun(runs, state, (Device(device),), WHOLE, 0, ())
     run.watched = watched

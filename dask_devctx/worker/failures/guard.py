@@ -25,9 +25,8 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.oom_retries import fits, portable
-from dask_devctx.worker.failures.remedies import name_remedy
 from dask_devctx.worker.failures.suspects import Suspect
-from dask_devctx.worker.tracebacks import of_the_task
+from dask_devctx.worker.tracebacks import name_remedy, of_the_task
 
 _POLL_S: Final = 0.02  # many tasks may wait for their turn on one event loop
 

@@ -14,7 +14,6 @@ from dask_devctx.worker.failures.attribution import Blame, Failure
 from dask_devctx.worker.failures.health import Checkup
 from dask_devctx.worker.failures.oom_retries import Retries
 from dask_devctx.worker.failures.suspects import Suspect
-from dask_devctx.worker.metrics.ranges import Ranges
 
 _LOOK_INTERVAL_MS = 1000
 
@@ -38,7 +37,6 @@ class Monitor:
     ) -> None:
         self.synchronize = synchronize
         self._devices = tuple(devices)
-        self.ranges: Ranges | None = None
         self.retries = Retries(devices, oom_retries)
         self.blame = Blame(synchronize, on_failure, marks)
         self.suspects = self.blame.suspects

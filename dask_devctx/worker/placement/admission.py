@@ -34,21 +34,14 @@ def share_units(share: float) -> int:
 class Claim:
     """All that one run of a task takes on its devices; the smallest priority gets it first."""
 
-    __slots__ = (
-        *(
-            "any_device",
-            "call",
-            "devices",
-            "for_life",
-            "granted",
-            "held",
-            "key",
-            "nbytes",
-            "priority",
-            "share",
-        ),
-        *("void", "waits"),
-    )
+    any_device = False  # whether it may be of other devices
+    held = False
+    waits = False
+    void = False  # its task was cancelled while it waited, and must not run
+    for_life = False  # an actor's: kept until it is released explicitly
+    # The call for the first device's threads when it is granted; or a function to call then.
+    call: Any = None
+    granted: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -63,14 +56,6 @@ class Claim:
         self.share = share  # of each device, in millionths
         self.nbytes = nbytes  # on each device
         self.priority = priority
-        self.any_device = False  # whether it may be of other devices
-        self.held = False
-        self.waits = False
-        self.void = False  # its task was cancelled while it waited, and must not run
-        self.for_life = False  # an actor's: kept until it is released explicitly
-        # The call for the first device's threads when it is granted; or a function to call then.
-        self.call: Any = None
-        self.granted: Callable[[], object] | None = None
 
     def seceded(self) -> None:
         """Called on its thread each time that it secedes."""
@@ -157,6 +142,7 @@ class Admission:
         limits: Mapping[Device, float] | None = None,
     ) -> None:
         self.lock = threading.RLock()
+        self.tasks_per_device = tasks_per_device
         self.slot = WHOLE // tasks_per_device
         limits = limits or {}
         self.queues = {

@@ -18,13 +18,13 @@ from dask_devctx.errors import (
     DeviceReservationError,
     NotEnoughDevicesError,
 )
-from dask_devctx.worker.placement.groups import choose_group
 from dask_devctx.worker.placement.policy import (
     FULL_NBYTES,
     RELUCTANCE_S,
     Candidate,
     Choice,
     Policy,
+    choose_group,
     start_soonest,
 )
 
@@ -305,19 +305,6 @@ class Placement:
         if name[0] in (int, str):
             self._named[name] = device
         return device
-
-
-class NoDevices(Placement):
-    """The placement of a worker without devices: a task that asks for one fails with the reason."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__((), 1)
-        self._reason = reason
-
-    def place(
-        self, request: Request, inputs: Sequence[Located] = (), next_device: Device | None = None
-    ) -> tuple[Device, ...]:
-        raise self._reason
 
 
 def _device(wanted: object) -> Device:

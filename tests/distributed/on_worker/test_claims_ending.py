@@ -172,6 +172,40 @@ async def test_the_plugins_end_lets_those_that_wait_run(
         assert await first == await second == (0, 1, 2, 3)
 
 
+class Slow(Model):
+    """An actor that is made late."""
+
+    def __init__(self) -> None:
+        Gate.open.wait(20)
+        super().__init__()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@with_plugin()
+async def test_an_actor_that_is_made_after_the_plugins_end_holds_no_one_back(
+    client: Any, scheduler: Any, worker: Any, again: bool
+) -> None:
+    """If another plugin took its place, the actor keeps its devices there."""
+    admission = worker.plugins["devctx"].extension.admission
+    with dask.annotate(devices="all"):
+        made = client.submit(Slow, actor=True)
+        waiting = client.submit(mine, key="waits")
+        while not admission.waiting_for(Device(0)):
+            await asyncio.sleep(0.01)
+    if again:
+        await client.register_plugin(DevicePlugin())
+    else:
+        await client.unregister_worker_plugin("devctx")
+    Gate.open.set()
+    assert await waiting == (0, 1, 2, 3)
+    actor = await made
+    if again:
+        admission = worker.plugins["devctx"].extension.admission
+        assert admission.kept_devices() == {Device(number) for number in range(4)}
+    del made, actor
+    gc.collect()
+
+
 def hold() -> tuple[int, ...]:
     Gate.open.wait(20)
     return mine()

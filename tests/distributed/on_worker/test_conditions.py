@@ -6,7 +6,7 @@ import pytest
 
 from dask_devctx import DeviceNotFoundError
 from dask_devctx.annotations.runs import PRESENT
-from dask_devctx.worker.failures.conditions import explained
+from dask_devctx.worker.runs import explained
 
 
 @pytest.mark.parametrize("ordinal", [0, 1])

@@ -9,8 +9,7 @@ import pytest
 from dask_devctx import Device
 from dask_devctx.cuda.inspection import link_rank
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.placement.groups import choose_group
-from dask_devctx.worker.placement.policy import Candidate
+from dask_devctx.worker.placement.policy import Candidate, choose_group
 
 GIB = 2**30
 

@@ -6,6 +6,8 @@ import asyncio
 import sys
 import threading
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dask
@@ -28,13 +30,14 @@ class Nvtx(types.ModuleType):
     def _note(self, what: str, about: Any) -> None:
         self.calls.append((what, about, threading.current_thread().name))
 
-    def push_range(self, message: str, domain: str) -> None:
+    @contextmanager
+    def annotate(self, message: str, domain: str) -> Iterator[None]:
         assert domain == "dask"
         self._note("push", message)
-
-    def pop_range(self, domain: str) -> None:
-        assert domain == "dask"
-        self._note("pop", None)
+        try:
+            yield
+        finally:
+            self._note("pop", None)
 
     def start_range(self, message: str, domain: str) -> int:
         assert domain == "dask"
