@@ -37,3 +37,8 @@ def answer_of(module: str, *arguments: str, **variables: str) -> Any:
     assert lines, f"{done.stdout}\n{done.stderr[-6000:]}"
     print(lines[-1])
     return json.loads(lines[-1])
+
+
+def first_device(dask_worker: Any) -> int | None:
+    devices = dask_worker.plugins["devctx"].worker_devices
+    return devices[0].device_id if devices else None

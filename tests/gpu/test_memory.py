@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 from distributed import Client, Worker, wait
 
@@ -49,29 +48,12 @@ def cupy_view(n: int) -> Any:
     return [x, x.T, x[::3, 5:]]
 
 
-def cupy_fortran(n: int) -> Any:
-    import cupy
-
-    return cupy.asfortranarray(cupy_array(n).reshape(2048, 4096))
-
-
-def cupyx_sparse(n: int) -> Any:
-    import cupy
-    from cupyx.scipy import sparse
-
-    return sparse.csr_matrix(cupy_array(n).reshape(2048, 4096) * cupy.float32(1))
-
-
 def torch_tensor(n: int) -> Any:
     import torch
 
     generator = torch.Generator("cuda").manual_seed(n)
     x = torch.rand(4096, 4096, generator=generator, device="cuda")
     return [x, x[1:, ::2], x.T]
-
-
-def torch_bfloat16(n: int) -> Any:
-    return torch_tensor(n)[0].bfloat16()
 
 
 def torch_module(n: int) -> Any:
@@ -83,29 +65,7 @@ def torch_module(n: int) -> Any:
     return module
 
 
-def numba_array(n: int) -> Any:
-    from numba import cuda
-
-    return cuda.to_device(np.full(8 * MIB, n))
-
-
-def jax_array(n: int) -> Any:
-    import jax
-
-    return jax.device_put(np.full(8 * MIB, n, "float32"), jax.local_devices(backend="gpu")[0])
-
-
-LIBRARIES: dict[Callable[[int], Any], str] = {
-    cupy_array: "cupy",
-    cupy_view: "cupy",
-    cupy_fortran: "cupy",
-    cupyx_sparse: "cupyx",
-    torch_tensor: "torch",
-    torch_bfloat16: "torch",
-    torch_module: "torch",
-    numba_array: "numba.cuda",
-    jax_array: "jax",
-}
+LIBRARIES = {cupy_view: "cupy", torch_tensor: "torch", torch_module: "torch"}
 
 
 def plain(value: Any) -> Any:
@@ -114,14 +74,8 @@ def plain(value: Any) -> Any:
         return [plain(one) for one in value]
     if hasattr(value, "state_dict"):
         return [*(plain(one) for one in value.state_dict().values()), value.tied is value.weight]
-    if hasattr(value, "todense"):
-        value = value.todense()
-    for name in ("get", "copy_to_host"):
-        if hasattr(value, name):
-            return getattr(value, name)().tobytes()
-    if hasattr(value, "cpu"):
-        return value.detach().cpu().float().numpy().tobytes()
-    return np.asarray(value).tobytes()
+    host = value.get() if hasattr(value, "get") else value.detach().cpu().numpy()
+    return host.tobytes()
 
 
 def seen(value: Any) -> Any:

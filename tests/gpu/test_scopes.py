@@ -1,6 +1,8 @@
-"""Scopes and contexts on real GPUs: what the runtime and the libraries say, and own memory.
+"""Scopes and contexts on real GPUs, with the runtime, torch, CuPy, Numba and JAX: none is lost.
 
-Each test runs in a fresh process: what a library or the runtime finds on its first use matters.
+Each test runs in a fresh process, because what a library finds on its first use matters. What the
+libraries leave behind on a thread that had no context is theirs; what is asserted is that each of
+our scopes gives back the very context that it found, and that theirs inside ours come back to it.
 """
 
 # ruff: noqa: F821 - the functions run elsewhere, where the fixture `child` defines these names
@@ -8,17 +10,234 @@ Each test runs in a fresh process: what a library or the runtime finds on its fi
 from __future__ import annotations
 
 import importlib.util
+import itertools
 
 import pytest
 
 pytestmark = pytest.mark.gpu(count=2)
 
-REAL = {"DASK_DEVCTX__SIMULATED_DEVICES": None}
+LIBRARIES = ("torch", "cupy", "numba")
+REAL = {"DASK_DEVCTX__SIMULATED_DEVICES": None, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+
+def need(*modules):
+    for module in modules:
+        try:
+            found = module == "runtime" or importlib.util.find_spec(module)
+        except ModuleNotFoundError:  # a parent of it is missing
+            found = None
+        if not found:
+            pytest.skip(f"{module} is not installed")
+
+
+# -- what the processes know beside their function
+
+
+def current():
+    return int(ok(types.cuCtxGetCurrent()))
+
+
+def scope_of(name, ordinal):
+    """A library's own scope."""
+    if name == "torch":
+        import torch
+
+        return torch.cuda.device(ordinal)
+    if name == "cupy":
+        import cupy
+
+        return cupy.cuda.Device(ordinal)
+    from numba import cuda
+
+    return cuda.gpus[ordinal]
+
+
+def work(name):
+    """Allocate with a library where it thinks it is; return the device of the memory."""
+    if name == "torch":
+        import torch
+
+        kept = torch.ones(1024, device="cuda")
+        pointer = kept.data_ptr()
+        assert kept.sum().item() == 1024
+    elif name == "cupy":
+        import cupy
+
+        kept = cupy.ones(1024)
+        pointer = kept.data.ptr
+        assert float(kept.sum()) == 1024
+    else:
+        import numpy
+        from numba import cuda
+
+        kept = cuda.to_device(numpy.ones(1024))
+        pointer = kept.device_ctypes_pointer.value
+    # cuda.bindings 13.3 answers 0 for every device
+    ordinal, address = ctypes.c_int(-1), ctypes.c_void_p(pointer)
+    kind = int(types.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+    libcuda = ctypes.CDLL("libcuda.so.1")
+    assert libcuda.cuPointerGetAttribute(ctypes.byref(ordinal), kind, address) == 0
+    return ordinal.value
+
+
+BESIDE = (current, scope_of, work)
+
+
+# -- what they run
+
+
+def nested(first, second, third):
+    """Ours around theirs, then theirs around ours, three of each: at each level, exact."""
+    import contextlib
+    import importlib
+
+    from dask_devctx import Device, devices
+
+    for name in {first, second, third} | {"cuda.bindings.driver"}:
+        importlib.import_module(name)
+    ok(types.cuInit(0))  # until then the driver does not say what is current
+
+    @contextlib.contextmanager
+    def ours(ordinal):
+        before = current()
+        with Device(ordinal) as device:
+            mine = current()
+            assert mine == device.primary_context.handle
+            yield
+            assert current() == mine, "a library did not come back to our context"
+        assert current() == before, "our scope did not restore the caller's context"
+
+    @contextlib.contextmanager
+    def theirs(name, ordinal):
+        with scope_of(name, ordinal):
+            for last in (False, True):
+                assert Device.current() is Device(ordinal), (name, ordinal, Device.current())
+                assert (where := work(name)) == ordinal, (name, ordinal, where, Device.current())
+                if not last:
+                    yield
+
+    if "numba" in (first, second, third):
+        from numba import cuda
+
+        # The first time that Numba meets a GPU it takes the caller's context off the thread's stack
+        # (numba-cuda 0.30), where there is one: let it be while there is none.
+        for ordinal in (0, 1):
+            cuda.gpus[ordinal].get_primary_context()
+
+    primaries = {}
+    assert current() == 0
+    for a, b in ((0, 1), (1, 0), (1, 1), (0, 0)):
+        with ours(a):
+            assert work(first) == a, first
+            with theirs(first, b), ours(a), theirs(second, b), ours(a), theirs(third, b), ours(b):
+                assert Device.current() is Device(b)
+            assert Device.current() is Device(a)
+        assert current() == 0
+        # Theirs around ours, on a thread that has a context. Without one CuPy launches on nothing
+        # where its pool has memory already, and torch goes on with the device that it was on.
+        primaries[a] = mine = Device(a).primary_context.handle
+        ok(types.cuCtxSetCurrent(types.CUcontext(mine)))
+        with theirs(first, b), ours(a), theirs(second, b), ours(a), theirs(third, b), ours(a):
+            assert Device.current() is Device(a)
+        assert current() == mine, "theirs did not come back to the caller's context"
+        ok(types.cuCtxSetCurrent(types.CUcontext(0)))
+    assert len(set(primaries.values())) == 2
+    for device in devices()[2:]:
+        assert not device.primary_context.is_active, device
+
+
+def unused_gpus_stay_untouched(libraries, on_a_thread):
+    from concurrent.futures import ThreadPoolExecutor
+
+    from dask_devctx import Device, devices
+
+    def use():
+        for name in libraries:
+            with Device(1):
+                handle = current()
+                if name != "numba":
+                    assert work(name) == 1
+                with scope_of(name, 1):
+                    assert work(name) == 1
+                assert current() == handle, name
+            assert current() == 0, name
+            for device in devices():
+                active = device.primary_context.is_active
+                assert active == (device.device_id == 1), (name, device, active)
+
+    if on_a_thread:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(use).result()
+    else:
+        use()
+
+
+def not_primary(name):
+    """A caller's own context, with a library at work in our scope: it comes back exactly."""
+    from dask_devctx import Context, Device
+
+    with Context.temporary(0) as own:
+        with Device(1):
+            if name != "numba":
+                with scope_of(name, 0):
+                    work(name)
+                work(name)
+            else:
+                with scope_of(name, 1):
+                    work(name)
+            assert Device.current() is Device(1)
+        assert current() == own.handle
+    assert current() == 0
+
+
+def one_device(name):
+    """Their device is ours, and ours is a number to them."""
+    from dask_devctx import Device
+
+    one = Device(1)
+    if name == "runtime":
+        from cuda.bindings import runtime
+
+        assert int(runtime.cudaSetDevice(int(one))[0]) == 0
+        found = []
+    elif name == "torch":
+        import torch
+
+        assert torch.device("cuda", int(one)).index == 1
+        torch.cuda.set_device(int(one))
+        found = [torch.device("cuda"), torch.device("cuda:1"), torch.ones(1, device="cuda").device]
+    elif name == "cupy":
+        import cupy
+
+        cupy.cuda.Device(one).use()
+        found = [cupy.cuda.Device(1), cupy.ones(1).device]
+    elif name == "numba":
+        from numba import cuda
+
+        cuda.select_device(one)
+        found = [cuda.gpus[1], cuda.current_context().device]
+    elif name == "jax":
+        import jax
+
+        one.set_current()
+        assert jax.devices("gpu")[one].local_hardware_id == 1
+        found = [device for device in jax.devices("gpu") if device.local_hardware_id == 1]
+    else:
+        try:
+            from cuda.core import Device as Theirs
+        except ImportError:
+            from cuda.core.experimental import Device as Theirs
+        one.set_current()
+        assert str(Theirs(1).uuid) in one.uuid
+        found = [Theirs(1)]
+    for device in found:
+        assert Device(device) is one, device
+    assert Device.current() is one
 
 
 def agrees(library):
     """A library and we name the same device: inside, outside and after scopes, on threads too."""
-    import threading
+    from concurrent.futures import ThreadPoolExecutor
 
     from cuda.bindings import runtime
 
@@ -40,31 +259,23 @@ def agrees(library):
 
     with Device(1):
         assert where() == 1
-        with Device(0):
-            assert where() == 0
-        assert where() == 1
+        for scope in (Device(0), Device(0).synchronized(), Context.temporary(0)):
+            with scope:
+                assert where() == 0
+            assert where() == 1
         pointer = ok(runtime.cudaMalloc(1 << 20))
         assert ok(runtime.cudaPointerGetAttributes(pointer)).device == 1
         ok(runtime.cudaFree(pointer))
-        with Device(0).synchronized():
-            assert where() == 0
-        assert where() == 1
-        seen = []
-        thread = threading.Thread(target=lambda: seen.append(on_device(1)(where)()))
-        thread.start()
-        thread.join()
-        assert seen == [1]
-        with Context.temporary(0):
-            assert where() == 0
-        assert where() == 1
-    assert int(ok(types.cuCtxGetCurrent())) == 0
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(on_device(1)(where)).result() == 1
+    assert current() == 0
     if library == "runtime":  # the others may remember a device themselves
         assert where() == 0  # its word for "nothing is current"
-        assert int(ok(types.cuCtxGetCurrent())) == 0  # asking made nothing current
+        assert current() == 0  # asking made nothing current
     Device(1).set_current()
     assert where() == 1
     Device.unset_current()
-    assert int(ok(types.cuCtxGetCurrent())) == 0
+    assert current() == 0
 
 
 def separate_memory():
@@ -120,107 +331,37 @@ def half_way(function):
     Device.unset_current()
 
 
-def a_number(library):
-    """A device where a library wants a number."""
-    from dask_devctx import Device
-
-    one = Device(1)
-    if library == "runtime":
-        from cuda.bindings import runtime
-
-        assert int(runtime.cudaSetDevice(int(one))[0]) == 0
-    elif library == "torch":
-        import torch
-
-        assert torch.device("cuda", int(one)).index == 1
-        torch.cuda.set_device(int(one))
-    elif library == "cupy":
-        import cupy
-
-        cupy.cuda.Device(one).use()
-    elif library == "numba":
-        from numba import cuda
-
-        cuda.select_device(one)
-    else:
-        import jax
-
-        assert jax.devices("gpu")[one].local_hardware_id == 1
-        return
-    assert Device.current() is one
+# -- the tests
 
 
-def to_the_host(library):
-    """From a device to host memory, while another device is current."""
-    import numpy as np
-
-    from dask_devctx import Device, device_of, to_device
-
-    values = np.asfortranarray(np.arange(6.0).reshape(2, 3))
-    with Device(1):
-        if library == "torch":
-            import torch
-
-            there = torch.tensor(values, device="cuda:1", requires_grad=True)
-            module = torch.nn.Linear(3, 2, device="cuda:1")
-            moved = to_device([module, there], "cpu")[0]
-            assert {one.device.type for one in moved.parameters()} == {"cpu"}
-            assert torch.equal(moved.weight, module.weight.cpu())
-            assert to_device(there, torch.device("cpu")).requires_grad
-        elif library == "cupy":
-            import cupy
-
-            there = cupy.asarray(values)
-        elif library == "numba":
-            from numba import cuda
-
-            with cuda.gpus[1]:
-                there = cuda.to_device(values)
-        else:
-            import jax
-
-            there = jax.device_put(values, jax.devices("gpu")[1])
-    assert device_of(there) is Device(1)
-    with Device(0):
-        host = to_device({"x": there}, "cpu")["x"]
-        assert Device.current() is Device(0)
-    assert device_of(host) is None
-    if library == "torch":
-        assert host.requires_grad
-        host = host.detach().numpy()
-    assert type(host) is np.ndarray
-    assert (host == values).all()
-    if library == "cupy":
-        assert host.flags.f_contiguous
+@pytest.mark.parametrize("order", list(itertools.permutations(LIBRARIES)), ids="-".join)
+def test_nested_at_three_levels(order, child):
+    need(*order)
+    child(nested, *order, env=REAL, beside=BESIDE)
 
 
-def need(library):
-    try:
-        found = library == "runtime" or importlib.util.find_spec(library) is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        pytest.skip(f"{library} is not installed")
+@pytest.mark.parametrize("on_a_thread", [False, True], ids=["main-thread", "fresh-thread"])
+@pytest.mark.parametrize("libraries", [*((name,) for name in LIBRARIES), LIBRARIES], ids="-".join)
+def test_unused_gpus_have_no_context(libraries, on_a_thread, child):
+    need(*libraries)
+    child(unused_gpus_stay_untouched, libraries, on_a_thread, env=REAL, beside=BESIDE)
 
 
-@pytest.mark.parametrize("library", ["runtime", "torch", "cupy", "numba", "jax"])
-def test_a_device_as_a_number(library, child):
-    need(library)
-    child(a_number, library, env=REAL)
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        *((not_primary, name) for name in LIBRARIES),
+        *((one_device, name) for name in ("runtime", *LIBRARIES, "jax", "cuda.core")),
+        *((agrees, name) for name in ("runtime", "torch", "cupy")),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_with_each_library(function, argument, child):
+    need(argument)
+    child(function, argument, env=REAL, beside=BESIDE)
 
 
-@pytest.mark.parametrize("library", ["torch", "cupy", "numba", "jax"])
-def test_to_the_host(library, child):
-    need(library)
-    child(to_the_host, library, env=REAL)
-
-
-@pytest.mark.parametrize("library", ["runtime", "torch", "cupy"])
-def test_the_runtime_agrees_inside_outside_and_after(library, child):
-    need(library)
-    child(agrees, library, env=REAL)
-
-
+@pytest.mark.gpu(count=1)
 def test_contexts_have_separate_memory(child):
     child(separate_memory, env=REAL)
 
