@@ -1,4 +1,4 @@
-"""Tasks of several GPUs: NCCL, models over GPUs, multi-GPU FFT, while others fill the rest.
+"""Tasks of several GPUs: NCCL, multi-GPU FFT, while others fill the rest.
 
 Each scenario has a process of its own, with one worker for all of its GPUs.
 """
@@ -28,20 +28,6 @@ LENGTH = 1 << 20
 
 
 # -- what the tasks do; each returns whether its result is right
-
-
-def torch_all_reduce(_: int = 0) -> bool:
-    import torch
-    from torch.cuda import nccl
-
-    devices = task_devices()
-    tensors = [
-        torch.full((LENGTH,), float(n + 1), device=f"cuda:{int(one)}")
-        for n, one in enumerate(devices)
-    ]
-    nccl.all_reduce(tensors)
-    total = sum(range(1, len(devices) + 1))
-    return all(bool((tensor == total).all()) for tensor in tensors)
 
 
 def cupy_all_reduce(_: int = 0) -> bool:
@@ -77,86 +63,6 @@ def cupy_all_reduce(_: int = 0) -> bool:
     return all(right)
 
 
-def _layers() -> Any:
-    import torch
-
-    torch.manual_seed(0)
-    widths = [256, 512, 512, 256, 8]
-    return [torch.nn.Linear(a, b) for a, b in itertools.pairwise(widths)]
-
-
-def _batch() -> tuple[Any, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(512, 256, generator=generator),
-        torch.randn(512, 8, generator=generator),
-    )
-
-
-def _loss(forward: Callable[[Any], Any], x: Any, y: Any) -> Any:
-    import torch
-
-    return torch.nn.functional.mse_loss(forward(x), y)
-
-
-def _expected_gradients() -> list[Any]:
-    """The gradients of the whole model and batch on the host."""
-    import torch
-
-    model = torch.nn.Sequential(*_layers())
-    _loss(model, *_batch()).backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def _close(found: list[Any]) -> bool:
-    import torch
-
-    return all(
-        torch.allclose(a.cpu(), b, rtol=1e-3, atol=1e-4)
-        for a, b in zip(found, _expected_gradients(), strict=True)
-    )
-
-
-def split_model(_: int = 0) -> bool:
-    """A model whose layers are on all of the GPUs: forward and backward."""
-    import torch
-
-    torch.backends.cuda.matmul.allow_tf32 = False
-    layers, devices = _layers(), task_devices()
-    homes = [f"cuda:{int(devices[n * len(devices) // len(layers)])}" for n in range(len(layers))]
-    for layer, home in zip(layers, homes, strict=True):
-        layer.to(home)
-
-    def forward(x: Any) -> Any:
-        for layer, home in zip(layers, homes, strict=True):
-            x = layer(x.to(home))
-        return x
-
-    x, y = _batch()
-    _loss(forward, x, y.to(homes[-1])).backward()
-    return len(set(homes)) > 1 and _close([p.grad for layer in layers for p in layer.parameters()])
-
-
-def data_parallel(_: int = 0) -> bool:
-    """A replica on each GPU, a part of the batch for each, and the mean of the gradients."""
-    import torch
-    from torch.cuda import nccl
-
-    torch.backends.cuda.matmul.allow_tf32 = False
-    homes = [f"cuda:{int(one)}" for one in task_devices()]
-    replicas = [torch.nn.Sequential(*_layers()).to(home) for home in homes]
-    x, y = _batch()
-    parts = zip(replicas, homes, x.chunk(len(homes)), y.chunk(len(homes)), strict=True)
-    for replica, home, some_x, some_y in parts:
-        _loss(replica, some_x.to(home), some_y.to(home)).backward()
-    for gradients in zip(*([p.grad for p in one.parameters()] for one in replicas), strict=True):
-        nccl.all_reduce(list(gradients))
-    means = [[p.grad / len(homes) for p in one.parameters()] for one in replicas]
-    return all(_close(gradients) for gradients in means)
-
-
 def cufft(_: int = 0) -> bool:
     import cupy
     import numpy
@@ -173,9 +79,7 @@ def cufft(_: int = 0) -> bool:
     return bool(abs(found - expected).max() <= 1e-4 * abs(expected).max())
 
 
-TASKS = {one.__name__: one for one in (
-    torch_all_reduce, cupy_all_reduce, split_model, data_parallel, cufft
-)}  # fmt: skip
+TASKS = {one.__name__: one for one in (cupy_all_reduce, cufft)}
 
 
 # -- the scenarios
@@ -307,8 +211,6 @@ def scenario_of(name: str, count: int, about: str = "-") -> Any:
 @pytest.mark.parametrize("name", TASKS)
 def test_work_of_several_gpus_beside_that_of_one(name: str, count: int) -> None:
     pytest.importorskip("cupy")
-    if "cu" not in name:
-        pytest.importorskip("torch")
     found = scenario_of("beside_others", count, name)
     assert found["right"]
     assert found["devices"] == [count]
