@@ -1,13 +1,9 @@
-"""What dask promises its users is the same with the plugin as without.
-
-Each test runs on two clusters: one as dask makes it, one whose workers preload the plugin from the
-configuration. What is asserted is the same.
-"""
+"""What dask promises its users stays true on workers that preload the plugin."""
 
 from __future__ import annotations
 
 import asyncio
-import operator
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +17,9 @@ from distributed import (
     MultiLock,
     Nanny,
     Queue,
-    Reschedule,
     Semaphore,
     Variable,
     Worker,
-    as_completed,
-    fire_and_forget,
     get_client,
     get_worker,
     secede,
@@ -39,100 +32,26 @@ from distributed.utils_test import async_poll_for, gen_cluster, inc, slowinc
 from dask_devctx.worker.run import DeviceRun as DeviceTask
 from tests.distributed.devices import here
 
-PRELOAD = "dask_devctx"
 
+def promise(*nthreads: int, config: dict[str, Any] | None = None, **how: Any) -> Any:
+    """A test on a cluster, by default of two workers, that have the plugin."""
 
-def promise(*nthreads: int, **kwargs: Any) -> Callable[[Any], Any]:
-    """A test on a cluster without and on one with the plugin."""
+    def decorate(test: Callable[..., Any]) -> Any:
+        @gen_cluster(
+            client=True,
+            nthreads=[("127.0.0.1", n) for n in nthreads or (2, 2)],
+            config={**(config or {}), "distributed.worker.preload": ["dask_devctx"]},
+            timeout=60,
+            **how,
+        )
+        @functools.wraps(test)
+        async def run(client: Any, scheduler: Any, *workers: Any) -> None:
+            assert await client.submit(here, pure=False) in range(4)
+            await test(client, scheduler, *workers)
 
-    config = kwargs.pop("config", {})
-
-    def decorate(test: Any) -> Any:
-        @pytest.mark.parametrize("plugin", [False, True], ids=["without", "with"])
-        def run(plugin: bool) -> None:
-            async def checked(client: Any, scheduler: Any, *workers: Any) -> None:
-                expected = set(range(4)) if plugin else {None}
-                assert await client.submit(here, pure=False) in expected
-                await test(client, scheduler, *workers)
-
-            gen_cluster(
-                client=True,
-                nthreads=[("127.0.0.1", n) for n in nthreads or (2, 2)],
-                config={**config, "distributed.worker.preload": [PRELOAD] if plugin else []},
-                timeout=60,
-                **kwargs,
-            )(checked)()
-
-        run.__name__, run.__doc__ = test.__name__, test.__doc__
         return run
 
     return decorate
-
-
-def fail(x: object = None) -> None:
-    raise ZeroDivisionError(f"of {x}")
-
-
-@promise()
-async def test_futures(client: Any, scheduler: Any, *workers: Any) -> None:
-    futures = client.map(inc, range(20))
-    total = client.submit(sum, futures)
-    assert await total == sum(range(1, 21))
-    assert await client.gather(futures) == list(range(1, 21))
-    assert client.map(inc, [3])[0].key == futures[3].key  # pure: the same
-    assert total.status == "finished"
-
-
-@promise()
-async def test_errors(client: Any, scheduler: Any, *workers: Any) -> None:
-    bad = client.submit(fail, 7)
-    after = client.submit(inc, bad)
-    with pytest.raises(ZeroDivisionError, match="of 7") as raised:
-        await after
-    names = []
-    traceback = raised.value.__traceback__
-    while traceback is not None:
-        names.append(traceback.tb_frame.f_code.co_name)
-        traceback = traceback.tb_next
-    assert names[-1] == "fail"  # the user's own line ends the traceback
-    assert (bad.status, after.status) == ("error", "error")
-    assert await client.gather([bad, client.submit(inc, 1)], errors="skip") == [2]
-    assert isinstance(await bad.exception(), ZeroDivisionError)
-    await client.retry(bad)
-    assert isinstance(await bad.exception(), ZeroDivisionError)
-
-
-attempts: list[int] = []
-
-
-def third_time(name: str) -> str:
-    attempts.append(1)
-    if len(attempts) < 3:
-        raise OSError(name)
-    return name
-
-
-@promise()
-async def test_retries(client: Any, scheduler: Any, *workers: Any) -> None:
-    attempts.clear()
-    assert await client.submit(third_time, "a", retries=2) == "a"
-    attempts.clear()
-    with pytest.raises(OSError, match="b"):
-        await client.submit(third_time, "b", retries=1)
-
-
-def _rescheduled() -> str:
-    attempts.append(1)
-    if len(attempts) < 3:
-        raise Reschedule
-    return "done"
-
-
-@promise()
-async def test_reschedule(client: Any, scheduler: Any, *workers: Any) -> None:
-    attempts.clear()
-    assert await client.submit(_rescheduled) == "done"
-    assert len(attempts) == 3
 
 
 @promise(1)
@@ -145,48 +64,6 @@ async def test_cancellation(client: Any, scheduler: Any, worker: Any) -> None:
         await last
     await async_poll_for(lambda: not worker.state.tasks, timeout=10)
     assert await client.submit(inc, 1) == 2
-
-
-@promise(1, 1)
-async def test_stealing(client: Any, scheduler: Any, one: Any, two: Any) -> None:
-    futures = client.map(
-        slowinc, range(20), delay=0.15, workers=[one.address], allow_other_workers=True
-    )
-    assert await client.gather(futures) == list(range(1, 21))
-    assert one.data
-    assert two.data
-
-
-class Counter:
-    n = 0
-
-    def __init__(self, start: int = 0) -> None:
-        self.n = start
-
-    def add(self, by: int = 1) -> int:
-        self.n += by
-        return self.n
-
-    async def add_later(self) -> int:
-        await asyncio.sleep(0.01)
-        return self.add()
-
-    def fail(self) -> None:
-        fail("an actor")
-
-
-@promise()
-async def test_actors(client: Any, scheduler: Any, *workers: Any) -> None:
-    counter = await client.submit(Counter, 10, actor=True)
-    assert [await counter.add() for _ in range(3)] == [11, 12, 13]
-    assert await counter.add_later() == 14
-    assert await counter.add(by=2, separate_thread=False) == 16
-    assert await counter.n == 16
-    with pytest.raises(ZeroDivisionError, match="an actor"):
-        await counter.fail()
-    calls = [counter.add() for _ in range(50)]
-    assert sorted([await call for call in calls]) == list(range(17, 67))
-    assert await client.submit(lambda c: c.add().result(), counter) == 67
 
 
 inside: list[int] = []
@@ -243,16 +120,6 @@ async def test_queues_variables_and_events(client: Any, scheduler: Any, *workers
     assert await queue.qsize() == 0
 
 
-@promise()
-async def test_events_of_topics(client: Any, scheduler: Any, *workers: Any) -> None:
-    got: list[Any] = []
-    client.subscribe_topic("mine", lambda event: got.append(event[1]))
-    await client.submit(lambda: get_worker().log_event("mine", {"x": 1}))
-    await async_poll_for(lambda: got, timeout=10)
-    assert [event["x"] for event in got] == [1]
-    assert [event for _, event in await client.get_events("mine")] == got
-
-
 def _fibonacci(n: int) -> int:
     if n < 2:
         return n
@@ -290,21 +157,6 @@ async def test_what_is_dropped_is_forgotten(
     await async_poll_for(lambda: not one.data and not two.data, timeout=10)
     assert not one.state.tasks
     assert not two.state.tasks
-
-
-@promise()
-async def test_fire_and_forget(client: Any, scheduler: Any, *workers: Any) -> None:
-    fire_and_forget(client.submit(lambda: Variable("done").set(1)))
-    assert await Variable("done").get(timeout=10) == 1
-
-
-@promise()
-async def test_as_completed(client: Any, scheduler: Any, *workers: Any) -> None:
-    futures = [client.submit(slowinc, i, delay=0.02 * (3 - i)) for i in range(3)]
-    seen = []
-    async for future in as_completed(futures):
-        seen.append(await future)
-    assert sorted(seen) == [1, 2, 3]
 
 
 ran: list[str] = []
@@ -398,15 +250,6 @@ async def test_a_process_that_is_killed(client: Any, scheduler: Any, *nannies: A
 
 
 @promise()
-async def test_scatter_and_publish(client: Any, scheduler: Any, *workers: Any) -> None:
-    data = await client.scatter({"x": 1}, broadcast=True)
-    assert await client.submit(operator.add, data["x"], 1) == 2
-    await client.publish_dataset(shared=data["x"])
-    assert await client.list_datasets() == ("shared",)
-    assert await (await client.get_dataset("shared")) == 1
-
-
-@promise()
 async def test_collections(client: Any, scheduler: Any, *workers: Any) -> None:
     da = pytest.importorskip("dask.array")
     dd = pytest.importorskip("dask.dataframe")
@@ -434,20 +277,6 @@ async def test_what_a_task_knows_of_itself(client: Any, scheduler: Any, *workers
     mine = next(record for record in stream if record["key"] == "mine")
     assert [times["action"] for times in mine["startstops"]] == ["compute"]
     assert mine["status"] == "OK"
-
-
-@promise()
-async def test_coroutines(client: Any, scheduler: Any, *workers: Any) -> None:
-    async def pause(x: int) -> int:
-        await asyncio.sleep(0.05)
-        if x == 9:
-            raise ZeroDivisionError
-        return x
-
-    futures = client.map(pause, range(10))
-    await wait(futures)
-    assert await client.gather(futures, errors="skip") == list(range(9))
-    assert futures[9].status == "error"
 
 
 @promise()

@@ -143,24 +143,3 @@ async def test_where_the_set_up_failed_tasks_run_as_without_the_plugin(
         assert await client.gather(client.map(int, range(5), pure=False)) == list(range(5))
         assert await client.submit(asyncio.sleep, 0, result=1) == 1
     assert calls["cuCtxGetCurrent"] == before
-
-
-def fails(*_: object) -> None:
-    raise ValueError
-
-
-async def fails_later(*_: object) -> None:
-    raise ValueError
-
-
-@pytest.mark.parametrize("function", [fails, fails_later])
-@with_plugin(2, devices=[0, 1])
-async def test_a_traceback_begins_with_the_tasks_own_code(
-    client: Any, scheduler: Any, worker: Worker, function: Any
-) -> None:
-    x = client.submit(make)
-    with dask.annotate(device=None):
-        for inputs in ((), (x,)):
-            failed = client.submit(function, *inputs, pure=False)
-            step = await failed._traceback()
-            assert step.tb_frame.f_code.co_name == function.__name__

@@ -7,24 +7,20 @@ import multiprocessing
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 import dask
-import dask.bag as db
 import pytest
 from dask._task_spec import Task
 from distributed import (
     Event,
     Reschedule,
-    fire_and_forget,
     get_client,
     rejoin,
     secede,
-    wait,
     worker_client,
 )
 from distributed.utils_test import async_poll_for, gen_cluster, wait_for_state
@@ -32,7 +28,7 @@ from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
 from dask_devctx import Device, DevicePlugin, on_device
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import current_context, device_threads, here, with_plugin
+from tests.distributed.devices import current_context, here, with_plugin
 
 seen: list[Any] = []
 
@@ -54,10 +50,6 @@ def later() -> int | None:
     if len(seen) < 4:
         raise Reschedule
     return here()
-
-
-def note() -> None:
-    seen.append(here())
 
 
 def used(machine: SimulatedMachine) -> set[int]:
@@ -94,11 +86,6 @@ async def test_plain(client: Any, scheduler: Any, worker: Any) -> None:
     assert await client.gather(futures) == [3, 2, 1, 0, 1]
 
 
-@with_plugin()
-async def test_unannotated_tasks_use_every_device(client: Any, scheduler: Any, worker: Any) -> None:
-    assert sorted(await client.gather(client.map(here, range(4)))) == [0, 1, 2, 3]
-
-
 def keep(n: int) -> list[int]:
     time.sleep(0.02)
     seen.append("made")
@@ -108,11 +95,6 @@ def keep(n: int) -> list[int]:
 def use_up(kept: list[int]) -> int:
     seen.append("used")
     return kept[0]
-
-
-def use_again(kept: list[int], n: int) -> int:
-    seen.append("used again")
-    return kept[0] + n
 
 
 @with_plugin(64)
@@ -132,22 +114,6 @@ async def test_what_is_made_is_used_before_more_is_made(
         most = max(most, held)
     # dask has to hear that one was made before it can say that it is to be used
     assert most <= 10
-
-
-@with_plugin(64)
-async def test_users_priorities_and_shared_inputs_keep_the_order(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    with dask.annotate(device=1):
-        shared = client.submit(keep, 0, pure=False)
-        await shared
-        seen.clear()
-        blocked = client.submit(time.sleep, 0.2)
-        again = client.map(use_again, [shared] * 3, range(3), pure=False, priority=-1)
-        await asyncio.sleep(0.05)
-        made = client.map(keep, range(3), pure=False)
-        await client.gather([blocked, *again, *made])
-    assert seen == ["made"] * 3 + ["used again"] * 3
 
 
 @with_plugin()
@@ -171,11 +137,20 @@ def divide_on_a_device(n: int) -> float:
     return divide(n)
 
 
-@pytest.mark.parametrize("function", [divide, divide_later, divide_on_a_device])
-def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(function: Any) -> None:
+@pytest.mark.parametrize(
+    ("function", "device"),
+    [
+        *((function, device) for function in (divide, divide_later) for device in ("auto", None)),
+        (divide_on_a_device, "auto"),
+    ],
+)
+def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(
+    function: Any, device: str | None
+) -> None:
     @with_plugin()
     async def body(client: Any, scheduler: Any, worker: Any) -> None:
-        failed = client.submit(function, 0)
+        with dask.annotate(device=device):
+            failed = client.submit(function, client.submit(int))
         frames = traceback.extract_tb(await failed.traceback())
         assert frames[0].name == function.__name__
         with pytest.raises(ZeroDivisionError) as raised:
@@ -407,17 +382,6 @@ async def test_an_actor_that_calls_another_on_its_worker(
 
 
 @with_plugin()
-async def test_a_task_is_given_the_actor(client: Any, scheduler: Any, worker: Any) -> None:
-    def use(actor: Any) -> Any:
-        return type(actor).__name__, here(), actor.method().result()[:2]
-
-    with dask.annotate(device=3):
-        actor = client.submit(Model, actor=True)
-    with dask.annotate(device=2):
-        assert await client.submit(use, actor) == ("Actor", 2, (3, 3))
-
-
-@with_plugin()
 async def test_an_actor_that_is_gone_while_its_method_runs(
     client: Any, scheduler: Any, worker: Any
 ) -> None:
@@ -466,52 +430,6 @@ async def test_secede_and_rejoin(client: Any, scheduler: Any, worker: Any) -> No
         assert there in range(4)
 
 
-@with_plugin()
-async def test_generators(client: Any, scheduler: Any, worker: Any) -> None:
-    def produce() -> Iterator[int | None]:
-        for _ in range(3):
-            yield here()
-
-    def consume(items: Iterator[int | None]) -> Any:
-        return [(item, here()) for item in items]
-
-    with dask.annotate(device=1):
-        items = client.submit(produce)
-    with dask.annotate(device=2):
-        assert await client.submit(consume, items) == [(1, 2)] * 3
-
-
-@with_plugin()
-async def test_fire_and_forget(client: Any, scheduler: Any, worker: Any) -> None:
-    with dask.annotate(device=2):
-        fire_and_forget(client.submit(note))
-    await async_poll_for(lambda: seen, timeout=10)
-    assert seen == [2]
-
-
-@with_plugin()
-async def test_delayed(client: Any, scheduler: Any, worker: Any) -> None:
-    with dask.annotate(device=1):
-        one = dask.delayed(here)(pure=False)
-    with dask.annotate(device=3):
-        three = dask.delayed(here)(one, pure=False)
-    both = dask.delayed(lambda *xs: (*xs, here()))(one, three)
-    with dask.annotate(device=2):  # of those without an annotation of their own
-        assert await client.compute(both) == (1, 3, 2)
-
-
-@with_plugin(8, 8)
-async def test_p2p_rechunk(
-    client: Any, scheduler: Any, *workers: Any, machine: SimulatedMachine
-) -> None:
-    da = pytest.importorskip("dask.array")
-    x = da.arange(64, chunks=8).reshape(8, 8)
-    with dask.config.set({"array.rechunk.method": "p2p"}), dask.annotate(device=2):
-        y = await client.compute(x.rechunk((8, 1)).map_blocks(lambda b: b * 0 + here(), dtype=int))
-    assert (y == 2).all()
-    assert used(machine) == {2}
-
-
 @pytest.mark.filterwarnings("ignore:(Dask annotations|dask.dataframe drops)")
 @with_plugin(8, 8)
 async def test_p2p_shuffle(
@@ -529,33 +447,6 @@ async def test_p2p_shuffle(
     assert sorted(result.a) == list(range(40))
     assert set(result.b) == {1}
     assert used(machine) == {1}
-
-
-@pytest.mark.filterwarnings("ignore:(Dask annotations|dask.dataframe drops)")
-@with_plugin()
-async def test_collections_annotated_where_they_are_computed(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    da = pytest.importorskip("dask.array")
-    dd = pytest.importorskip("dask.dataframe")
-    pd = pytest.importorskip("pandas")
-    array = da.zeros(8, chunks=2).map_blocks(lambda b: b + here(), dtype=float)
-    frame = dd.from_pandas(pd.DataFrame({"a": range(8)}), npartitions=4).map_partitions(
-        lambda p: p.a * 0 + here(), meta=("a", "i8")
-    )
-    bag = db.from_sequence(range(8), npartitions=4).map(here)
-    with dask.annotate(device=3):
-        results = await client.gather([client.compute(c) for c in (array, frame, bag)])
-    assert [set(r) for r in results] == [{3.0}, {3}, {3}]
-
-
-@with_plugin()
-async def test_each_partition_on_its_own_device(client: Any, scheduler: Any, worker: Any) -> None:
-    da = pytest.importorskip("dask.array")
-    x = da.zeros(8, chunks=2).map_blocks(lambda b: b + here(), name="x", dtype=float)
-    with dask.annotate(device=lambda key: key[1] if key[0].startswith("x") else "auto"):
-        result = await client.compute(x, optimize_graph=False)
-    assert list(result) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @with_plugin()
@@ -610,60 +501,9 @@ async def test_client_run_is_left_alone(
     assert used(machine) == set()
 
 
-@with_plugin()
-async def test_no_device(client: Any, scheduler: Any, worker: Any) -> None:
-    def where() -> Any:
-        return here(), threading.current_thread().name.startswith("devctx")
-
-    for none in (None, "none"):
-        with dask.annotate(device=none):
-            assert await client.submit(where, pure=False) == (None, False)
-
-
 @with_plugin(unannotated="leave")
 async def test_unannotated_tasks_are_left(client: Any, scheduler: Any, worker: Any) -> None:
     assert await client.gather(client.map(here, range(8))) == [None] * 8
     for wanted, expected in [(2, {2}), ("auto", {0, 1, 2, 3})]:
         with dask.annotate(device=wanted):
             assert await client.submit(here, wanted, pure=False) in expected
-
-
-@pytest.mark.long
-@with_plugin(8, tasks_per_device=2)
-async def test_two_thousand_mixed_tasks(client: Any, scheduler: Any, worker: Any) -> None:
-    class Failed(Exception):
-        pass
-
-    def work(i: int) -> Any:
-        saw = here()
-        if i % 7 == 0:
-            raise Failed(i, saw)
-        return i, saw
-
-    annotated = {i: i % 4 for i in range(2000) if i % 3}
-    futures = []
-    for i in range(2000):
-        if i in annotated:
-            with dask.annotate(device=annotated[i]):
-                futures.append(client.submit(work, i))
-        else:
-            futures.append(client.submit(work, i))
-    await wait(futures)
-    assigned = []
-    for i, future in enumerate(futures):
-        if i % 7 == 0:
-            error = await future.exception()
-            assert type(error).__name__ == "Failed"
-            number, saw = error.args
-        else:
-            number, saw = await future
-        assert number == i
-        if i in annotated:
-            assert saw == annotated[i]
-        else:
-            assigned.append(saw)
-    assert set(assigned) == {0, 1, 2, 3}
-    plugin = worker.plugins["devctx"]
-    threads = Counter(name.split("-")[1] for name in device_threads())
-    assert threads == {f"cuda:{n}": 2 for n in range(4)}
-    assert not plugin.extension.runs.now
