@@ -6,14 +6,13 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import dask
 import numpy as np
 import pytest
 from dask.utils import parse_bytes
-from distributed import Client, Worker
+from distributed import Worker
 from distributed.comm import connect
 from distributed.utils_test import async_poll_for, gen_cluster
 
@@ -22,7 +21,6 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed.devices import current_context, here, with_plugin
 
-serialize = import_module("distributed.protocol.serialize")  # the package has a function so named
 packed: list[int | None] = []
 
 
@@ -99,22 +97,6 @@ async def test_values_are_unpacked_on_the_workers_device(
     assert (await client.gather(seen)).padding == bytes(nbytes)
     assert 2 in packed
     await client.unregister_worker_plugin("devctx")
-
-
-@gen_cluster(
-    client=True,
-    nthreads=[("127.0.0.1", 4)],
-    client_kwargs={"serializers": ["dask", "msgpack"]},
-    timeout=60,
-)
-async def test_a_client_says_how_data_is_serialized(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    async with Client(scheduler.address, asynchronous=True) as other:  # plugins are pickled
-        await other.register_plugin(DevicePlugin(devices=[1]))
-    future = client.submit(len, [1, 2, 3])
-    assert await future == 3
-    assert await client.gather(future, direct=True) == 3
 
 
 @gen_cluster(

@@ -83,12 +83,3 @@ async def test_more_run_while_all_wait(client: Client, scheduler: Any, worker: W
     assert sorted(met) == list(range(THREADS))
     assert len(pool_of(worker)) == THREADS
     await async_poll_for(lambda: len(pool_of(worker)) < THREADS, timeout=10)
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], timeout=60)
-async def test_a_worker_with_few_threads_does_not_change(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
-    before = worker.executors["default"]._max_workers
-    await client.register_plugin(DevicePlugin(cpu_threads=8))
-    assert worker.executors["default"]._max_workers == before == 2

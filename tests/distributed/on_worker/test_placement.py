@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
+import random
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import dask
 import pytest
-from distributed import Client, wait
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_devctx import Device, DeviceNotFoundError, LocalDeviceCluster, devices, report
+from dask_devctx import Device, devices, report
 from dask_devctx.annotations import Request, requested_device
-from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim, share_units
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import (
     FULL_NBYTES,
@@ -174,65 +172,6 @@ def test_round_robin_on_ties(make: Callable[..., Keyed]) -> None:
     assert placed == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_durations_by_prefix(make: Callable[..., Keyed]) -> None:
-    placement = make()
-    placement.record_duration("long", 10.0)
-    placement.record_duration("short", 0.1)
-    first = placement.put("a", "long", 0)
-    for key in ("b", "c", "d"):
-        for device in (1, 2, 3):
-            placement.put((key, device), "short", device)
-    # Nine short ones queue elsewhere, three a device, and still end before the long one.
-    assert placement.put("next", "short", "auto") is not first
-
-
-def test_a_prefix_that_is_new_counts_as_the_others_did(make: Callable[..., Keyed]) -> None:
-    shown = Shown()
-    placement = make(policy=shown)
-    placement.record_duration("known", 1.0)
-    for key in range(5):
-        placement.put(key, "new", 0)
-    placement.put("known", "known", 1)
-    found = shown.by(placement)
-    assert found[Device(0)].busy_s > found[Device(1)].busy_s / 2
-
-
-def test_inputs_draw_a_task_to_them(make: Callable[..., Keyed]) -> None:
-    placement = make()
-    inputs = [Found({Device(2): nbytes}) for nbytes in (10**9, 10**6)]
-    assert placement.put("x", "f", "auto", inputs) is Device(2)
-    assert placement.put("y", "f", "auto", []) is not Device(2)
-
-
-def test_full_devices_come_last(make: Callable[..., Keyed], machine: SimulatedMachine) -> None:
-    for gpu in machine.gpus[:3]:
-        gpu.used_memory = gpu.total_memory - 2**20
-    placement = make()
-    assert {placement.put(key, "f", "auto") for key in range(4)} == {Device(3)}
-
-
-def test_memory_is_not_asked_for_at_every_task(
-    make: Callable[..., Keyed], machine: SimulatedMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    placement = make()
-    placement.put(0, "f", "auto")
-    machine.gpus[3].used_memory = machine.gpus[3].total_memory
-    placed = {placement.put(key, "f", "auto") for key in range(1, 4)}
-    assert Device(3) in placed  # the answer of half a second ago still holds
-
-
-def test_a_policy_of_ones_own_is_asked_where_there_is_one_device() -> None:
-    given: list[int] = []
-
-    def only(candidates: Sequence[Candidate]) -> Candidate:
-        given.append(len(candidates))
-        return candidates[0]
-
-    placement = Keyed(devices()[2:3], 1, only)
-    assert placement.put("x", "f", "auto") is Device(2)
-    assert given == [1]
-
-
 def test_a_policy_of_ones_own(make: Callable[..., Keyed]) -> None:
     given: list[Sequence[Candidate]] = []
 
@@ -288,24 +227,6 @@ async def test_the_line_of_a_policy_that_raises_is_shown(
     )
 
 
-@pytest.mark.parametrize("wanted", [1.5, True, [1], {"a": 1}, b"1", object()])
-def test_what_names_no_device(make: Callable[..., Keyed], wanted: object) -> None:
-    placement = make()
-    placement.put("before", "f", 1)  # True == 1
-    with pytest.raises(TypeError, match='"auto" for any device'):
-        placement.put("x", "f", wanted)
-    assert "x" not in placement.placed
-
-
-def test_a_device_of_another_worker(make: Callable[..., Keyed]) -> None:
-    placement = Keyed(devices()[:2], 1, start_soonest)
-    with pytest.raises(
-        DeviceNotFoundError,
-        match=r"does not use.*Available: cuda:0 \(GPU-\w{8}\), cuda:1 \(GPU-\w{8}\);",
-    ):
-        placement.put("x", "f", "cuda:3")
-
-
 def test_what_was_guessed_is_corrected_when_it_is_measured(
     make: Callable[..., Keyed],
 ) -> None:
@@ -345,32 +266,6 @@ def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) ->
     assert {(one.queued, one.busy_s) for one in shown.by(placement).values()} == {(0, 0.0)}
 
 
-def _tenth(i: int) -> tuple[int | None, float, float]:
-    begun = time.perf_counter()
-    time.sleep(0.1)
-    return here(), begun, time.perf_counter()
-
-
-@pytest.mark.long
-def test_a_busy_devices_queue_keeps_no_other_waiting() -> None:
-    with (
-        LocalDeviceCluster(
-            processes=False, dashboard_address=":0", devices=[0, 1], memory_limit=0
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        wait(client.map(_tenth, range(4), pure=False))  # threads and durations are known
-        with dask.annotate(device=1):
-            first = client.map(_tenth, range(16), pure=False)
-        with dask.annotate(device=0):
-            second = client.map(_tenth, range(16), pure=False)
-        first, second = client.gather([first, second])
-    assert [{device for device, *_ in runs} for runs in (first, second)] == [{1}, {0}]
-    end = max(stop for _, _, stop in first)
-    beside = sum(begun < end for _, begun, _ in second)
-    assert beside >= 8  # one queue after the other would be 0, and 16 on a quiet machine
-
-
 def test_inputs_are_counted_where_they_are(make: Callable[..., Keyed]) -> None:
     """Values on two devices, one spread over both, one on the host; one has a copy."""
     seen: list[Candidate] = []
@@ -407,3 +302,145 @@ def test_a_broken_policy_is_named() -> None:
     for answer in (None, Device(1)):
         with pytest.raises(TypeError, match="must return one of the candidates"):
             Keyed(devices(), 1, lambda _, answer=answer: answer).put("x", "x", "auto")
+
+
+# -- which waiting task may start
+
+
+DEVICES = [Device(number) for number in range(4)]
+LIMIT = 100
+
+
+class Line:
+    """Claims on four devices, the names of those that hold, and what they hold together."""
+
+    def __init__(self, tasks_per_device: int = 1) -> None:
+        self.admission = Admission(DEVICES, tasks_per_device, dict.fromkeys(DEVICES, LIMIT))
+        self.held: list[str] = []
+        self.claims: dict[str, Claim] = {}
+
+    def submit(
+        self,
+        name: str,
+        *devices: int,
+        priority: int = 1,
+        share: float | None = None,
+        nbytes: int = 0,
+    ) -> Claim:
+        units = self.admission.slot if share is None else share_units(share)
+        group = tuple(DEVICES[number] for number in devices)
+        claim = self.claims[name] = Claim(name, group, units, nbytes, (priority,))
+        claim.granted = lambda: None if claim.void else self.held.append(name)
+        self.admission.submit(claim)
+        self.check()
+        return claim
+
+    def end(self, name: str) -> None:
+        self.held.remove(name)
+        self.admission.release(self.claims[name])
+        self.check()
+
+    def check(self) -> None:
+        for device in DEVICES:
+            holding = [c for c in self.claims.values() if c.held and device in c.devices]
+            assert sum(claim.share for claim in holding) <= WHOLE
+            assert sum(claim.nbytes for claim in holding) <= LIMIT
+
+
+asks = st.fixed_dictionaries(
+    {
+        "devices": st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
+        "share": st.sampled_from([None, None, 0.1, 0.3, 0.5, 1.0]),
+        "nbytes": st.sampled_from([0, 0, 10, 60, 100]),
+        "priority": st.integers(0, 2),
+    }
+)
+
+
+@given(st.lists(asks, max_size=40), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_all_start_and_no_device_is_over_its_slots(
+    specs: list[dict[str, object]], tasks_per_device: int, chance: random.Random
+) -> None:
+    line = Line(tasks_per_device)
+    todo = list(enumerate(specs))
+    started = 0
+    while todo or line.held:
+        if todo and (chance.random() < 0.6 or not line.held):
+            number, spec = todo.pop()
+            given_devices = spec["devices"]
+            assert isinstance(given_devices, list)
+            line.submit(
+                str(number), *given_devices, **{k: v for k, v in spec.items() if k != "devices"}
+            )  # type: ignore[arg-type]
+        elif line.held:
+            line.end(chance.choice(line.held))
+            started += 1
+    assert started == len(specs)
+    assert line.admission.idle
+
+
+def test_several_devices_are_reserved_for_the_first_in_line() -> None:
+    line = Line()
+    line.submit("runs", 0)
+    line.submit("both", 0, 1)
+    line.submit("later", 1)
+    line.submit("elsewhere", 2)
+    assert line.held == ["runs", "elsewhere"]
+    assert line.admission.waiting_for(DEVICES[1]) == 2
+    line.end("runs")
+    assert line.held == ["elsewhere", "both"]
+    line.end("both")
+    assert line.held == ["elsewhere", "later"]
+
+
+def test_a_claim_that_is_not_first_everywhere_reserves_nothing() -> None:
+    line = Line()
+    line.submit("runs", 0)
+    line.submit("urgent", 0, priority=0)
+    line.submit("both", 0, 1)
+    line.submit("passes", 1)
+    assert line.held == ["runs", "passes"]
+    line.end("runs")
+    line.submit("behind", 1)  # now the claim is the first on both
+    line.end("passes")
+    assert line.held == ["urgent"]
+    line.end("urgent")
+    assert line.held == ["both"]
+
+
+def test_bytes_are_waited_for_in_turn() -> None:
+    line = Line(tasks_per_device=4)
+    line.submit("most", 0, nbytes=80)
+    line.submit("more", 0, nbytes=40)
+    line.submit("small", 0, nbytes=10)
+    assert line.held == ["most"]
+    line.end("most")
+    assert line.held == ["more", "small"]
+
+
+@pytest.mark.parametrize("asked", [{"share": 1.0}, {"nbytes": 60, "share": 0.1}])
+def test_a_claim_that_waits_for_an_actor_holds_no_one_back(asked: dict[str, float]) -> None:
+    line = Line(tasks_per_device=2)
+    actor = line.submit("actor", 0, share=0.5, nbytes=50)
+    line.submit("waits", 0, priority=0, **asked)  # type: ignore[arg-type]
+    line.submit("passes", 0)
+    line.admission.keep(actor)
+    assert line.held == ["actor", "passes"]
+    assert [claim.key for claim in line.admission.blocked()] == ["waits"]
+    assert "cuda:0 is held by 'actor'" in line.admission.waits_for_actors()
+    line.end("passes")
+    line.end("actor")
+    assert line.held == ["waits"]
+    assert line.admission.waits_for_actors() == ""
+
+
+def test_a_claim_that_is_withdrawn_reserves_nothing() -> None:
+    line = Line()
+    line.submit("runs", 0)
+    both = line.submit("both", 0, 1)
+    line.submit("behind", 1)
+    line.admission.withdraw(both)
+    assert both.void
+    assert line.held == ["runs", "behind"]
+    line.admission.release(both)
+    line.check()

@@ -57,15 +57,6 @@ def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
     assert order == ["of no task", "soon", "b", "c", "late"]
 
 
-def test_what_was_submitted_before_the_shutdown_runs() -> None:
-    pool = pool_of(1)
-    futures = [pool.submit(time.sleep, 0.02) for _ in range(5)]
-    pool.shutdown(wait=True, timeout=10)
-    assert all(future.done() for future in futures)
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        pool.submit(print)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_rejoining_after_the_shutdown(threads: int) -> None:
     pool = pool_of(threads, "test-rejoin")
@@ -159,33 +150,6 @@ def test_every_outcome_reaches_the_loop_that_submitted() -> None:
     # Another loop's, while the pool is the first one's.
     assert outcomes(pool, 3) == [0, 1, 2]
     pool.shutdown(wait=True, timeout=10)
-
-
-def test_one_that_is_cancelled_does_not_run(pool: DeviceThreadPoolExecutor) -> None:
-    ran: list[int] = []
-
-    async def run() -> None:
-        first, second = (
-            pool.submit_task(claim(pool), time.sleep, 0.1),
-            pool.submit_task(claim(pool), ran.append, 2),
-        )
-        second.cancel()
-        await asyncio.wrap_future(first)
-        await asyncio.wrap_future(pool.submit_task(claim(pool), ran.append, 3))
-
-    asyncio.run(run())
-    assert ran == [3]
-
-
-def test_the_loop_is_gone_before_the_task_ends(pool: DeviceThreadPoolExecutor) -> None:
-    go_on = threading.Event()
-
-    async def run() -> None:
-        pool.submit_task(claim(pool), go_on.wait, 10)
-
-    asyncio.run(run())
-    go_on.set()
-    assert pool.submit(lambda: "still at work").result(10) == "still at work"
 
 
 def test_a_task_that_is_cancelled_as_it_begins_runs_once(pool: DeviceThreadPoolExecutor) -> None:

@@ -73,14 +73,6 @@ async def test_tasks_have_ranges(client: Any, scheduler: Any, worker: Any) -> No
     assert all(thread.startswith("devctx-cuda:2") for _, _, thread in nvtx.calls[:4])
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_the_package_itself_takes_them(client: Any, scheduler: Any, worker: Any) -> None:
-    pytest.importorskip("nvtx")
-    await client.register_plugin(plugin_with(nvtx=True))
-    assert await client.submit(sum, [1, 2]) == 3
-    assert await client.submit(awaits) == 1
-
-
 def test_without_the_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvtx", None)
     changed = dask.config.set({"devctx.nvtx": True})

@@ -9,25 +9,31 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import dask
 import numpy as np
 import pytest
-from distributed import Worker, get_worker, secede
+from distributed import Worker, get_worker, secede, worker_client
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import (
     Device,
     DeviceNotFoundError,
+    DevicePlugin,
     DeviceReservationError,
     DeviceRouting,
     NotEnoughDevicesError,
     SimulatedArray,
+    device_of,
     on_device,
     task_devices,
 )
+from dask_devctx.cuda.inspection import link_rank
+from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.worker.placement.policy import Candidate, choose_group
 from tests.distributed.devices import here, with_plugin
 
 GIB = 2**30
@@ -69,9 +75,10 @@ class Seen:
 
 
 @pytest.fixture(autouse=True)
-def seen() -> Running:
+def seen() -> Iterator[Running]:
     Seen.running, Seen.go_on = Running(), threading.Event()
-    return Seen.running
+    yield Seen.running
+    Seen.go_on.set()
 
 
 def busy(seconds: float = 0.02, weight: int = 1) -> tuple[int, ...]:
@@ -162,16 +169,6 @@ async def test_wrong(client: Any, scheduler: Any, worker: Any) -> None:
     assert len(await client.submit(mine, key="after")) == 1
 
 
-@with_plugin()
-async def test_annotations_that_are_close_to_ours_warn_once_at_the_client(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    for name, remedy in (("gpus", "devices=2"), ("gpu", "device=1"), ("devices", "device=1")):
-        with pytest.warns(UserWarning, match=remedy) as caught:
-            await three_times(client, name)
-        assert len([one for one in caught if remedy in str(one.message)]) == 1
-
-
 async def three_times(client: Any, name: str, value: object = 1) -> None:
     """Run three annotated tasks; the client hears of a warning then."""
     for number in range(3):
@@ -202,17 +199,6 @@ def test_outside_of_a_task() -> None:
 
 
 @with_plugin()
-async def test_tasks_of_one_device_know_it(client: Any, scheduler: Any, worker: Any) -> None:
-    async def coroutine() -> tuple[int, ...]:
-        await asyncio.sleep(0)
-        return mine()
-
-    with dask.annotate(device=2):
-        assert await client.submit(mine, key="function") == (2,)
-        assert await client.submit(coroutine, key="coroutine") == (2,)
-
-
-@with_plugin()
 async def test_a_task_without_a_device_has_none(client: Any, scheduler: Any, worker: Any) -> None:
     async def coroutine() -> tuple[Device, ...]:
         await asyncio.sleep(0)
@@ -237,30 +223,6 @@ async def test_a_part_of_a_device(client: Any, scheduler: Any, worker: Any) -> N
     await client.gather(parts + whole)
     assert Seen.running.most == {1: 4}
     await nothing_held(worker)
-
-
-@with_plugin(tasks_per_device=2)
-async def test_tasks_that_say_nothing_count_as_one_place(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    with dask.annotate(device=0, device_share=0.25):
-        parts = client.map(busy, [0.03] * 10, [1] * 10, pure=False)
-    with dask.annotate(device=0):
-        places = client.map(busy, [0.03] * 10, [2] * 10, pure=False)
-    await client.gather(parts + places)
-    assert Seen.running.most == {0: 4}
-
-
-@with_plugin()
-async def test_parts_run_on_threads_of_the_device(client: Any, scheduler: Any, worker: Any) -> None:
-    def thread(_: int) -> str:
-        time.sleep(0.1)
-        return threading.current_thread().name
-
-    with dask.annotate(device=3, device_share=0.5):
-        names = await client.gather(client.map(thread, range(2)))
-    assert len(set(names)) == 2
-    assert all(name.startswith("devctx-cuda:3-") for name in names)
 
 
 # -- reservations
@@ -468,3 +430,290 @@ async def test_500_random_tasks_never_exceed_a_device(
             assert await future == number
     await nothing_held(worker)
     assert not any(used.shares.values())
+
+
+# -- inputs and results
+
+
+def array_on(ordinal: int) -> SimulatedArray:
+    with Device(ordinal):
+        return SimulatedArray.asarray([float(ordinal)] * 4)
+
+
+def homes(*arrays: Any) -> list[int]:
+    found = [device_of(one) for one in arrays]
+    return [device.device_id for device in found if device is not None]
+
+
+def homes_of(arrays: Any) -> list[int]:
+    return homes(*arrays)
+
+
+def spread() -> list[SimulatedArray]:
+    return [array_on(device.device_id) for device in task_devices()]
+
+
+def totals(arrays: Any) -> list[float]:
+    sums = []
+    for one in arrays:
+        with device_of(one) or Device(0):
+            sums.append(float(one.sum()))
+    return sums
+
+
+@with_plugin()
+async def test_inputs_stay_on_the_tasks_devices_or_come_to_the_first(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    arrays = []
+    for n in range(4):
+        with dask.annotate(device=n):
+            arrays.append(client.submit(array_on, n))
+    with dask.annotate(devices=[2, 0]):
+        assert await client.submit(homes, *arrays) == [0, 2, 2, 2]
+        assert await client.submit(totals, arrays) == [0, 4, 8, 12]
+
+
+@with_plugin()
+async def test_a_value_on_several_devices(client: Any, scheduler: Any, worker: Any) -> None:
+    with dask.annotate(devices=[1, 3]):
+        value = client.submit(spread)
+        assert await client.submit(homes_of, value, key="kept") == [1, 3]
+    with dask.annotate(devices=[0, 3]):  # a part lives elsewhere: the value comes as a whole
+        assert await client.submit(homes_of, value, key="moved") == [0, 0]
+    with dask.annotate(device=2):
+        assert await client.submit(homes_of, value, key="moved-to-one") == [2, 2]
+        assert await client.submit(totals, value, key="right") == [4, 12]
+    fetched = await value
+    assert [one.tolist() for one in fetched] == [[1.0] * 4, [3.0] * 4]
+    del value, fetched
+    await nothing_held(worker)
+
+
+# -- claims of coroutines and actors, and their end
+
+
+class Model:
+    """An actor of several devices."""
+
+    def __init__(self) -> None:
+        self.made_on = mine()
+
+    def where(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.made_on, mine()
+
+    async def where_later(self) -> tuple[int, ...]:
+        await asyncio.sleep(0)
+        return mine()
+
+    def places(self, arrays: Any) -> list[int]:
+        homes = [device_of(one) for one in arrays]
+        return [home.device_id for home in homes if home is not None]
+
+
+@with_plugin()
+async def test_an_actor_keeps_its_devices(client: Any, scheduler: Any, worker: Any) -> None:
+    with dask.annotate(devices=[1, 3]):
+        actor = await client.submit(Model, actor=True)
+    assert await actor.where() == ((1, 3), (1, 3))
+    assert await actor.where_later() == (1, 3)
+    arrays = []
+    for device in (1, 2, 3):
+        with Device(device):
+            arrays.append(SimulatedArray((4,)))
+    assert await actor.places(arrays) == [1, 1, 1]
+    # Tasks that name no device avoid them; the others wait for the actor's end.
+    found = await client.gather(client.map(mine, range(12), pure=False))
+    assert set(found) == {(0,), (2,)}
+    with dask.annotate(device=3):
+        waiting = client.submit(mine, key="waits")
+    with dask.annotate(devices=2):
+        assert set(await client.submit(mine, key="two")) == {0, 2}
+    await asyncio.sleep(0.1)
+    assert waiting.status == "pending"
+    await client.register_plugin(DevicePlugin())  # again: the actor keeps them
+    assert await waiting == (3,)  # it was submitted to the plugin before
+    with dask.annotate(device=1):
+        waiting = client.submit(mine, key="waits-again")
+    await asyncio.sleep(0.1)
+    assert waiting.status == "pending"
+    del actor
+    gc.collect()  # its futures refer to each other
+    assert await waiting == (1,)
+    await nothing_held(worker)
+
+
+@with_plugin()
+async def test_a_report_says_which_actor_tasks_wait_for(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(device=1, device_share=1):
+        actor = await client.submit(Model, actor=True, key="the-model")
+    with dask.annotate(device=1):
+        waiting = client.submit(mine, key="waits")
+    while not (text := worker.plugins["devctx"].extension.report()["waiting"]):
+        await asyncio.sleep(0.01)
+    assert "cuda:1 is held by 'the-model'" in text
+    assert "1 task queued for it" in text
+    assert "smaller device_share" in text
+    del actor
+    gc.collect()
+    assert await waiting == (1,)
+    assert worker.plugins["devctx"].extension.report()["waiting"] == ""
+
+
+@with_plugin()
+async def test_a_coroutine_has_its_devices_until_it_ends(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    async def coroutine(number: int) -> tuple[float, float, tuple[int, ...]]:
+        start = time.monotonic()
+        await asyncio.sleep(0.05)
+        return start, time.monotonic(), mine()
+
+    with dask.annotate(devices=3):
+        first, second = await client.gather(client.map(coroutine, range(2)))
+    assert len(first[2]) == len(second[2]) == 3
+    assert first[1] <= second[0] or second[1] <= first[0]
+    await nothing_held(worker)
+
+
+@with_plugin()
+async def test_a_task_that_waits_for_its_own_tasks_gives_its_devices_to_them(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    def outer() -> tuple[int, ...]:
+        with worker_client() as inner, dask.annotate(devices="all"):
+            result: tuple[int, ...] = inner.submit(mine).result(20)
+        return result
+
+    with dask.annotate(devices="all"):
+        assert await client.submit(outer) == (0, 1, 2, 3)
+    await nothing_held(worker)
+
+
+@with_plugin()
+async def test_the_plugins_end_lets_those_that_wait_run(
+    client: Any, scheduler: Any, worker: Any
+) -> None:
+    with dask.annotate(devices="all"):
+        first = client.submit(hold, key="first")
+        second = client.submit(mine, key="second")
+        admission = worker.plugins["devctx"].extension.admission
+        while not admission.waiting_for(Device(0)):
+            await asyncio.sleep(0.01)
+        await client.unregister_worker_plugin("devctx")
+        Seen.go_on.set()
+        assert await first == await second == (0, 1, 2, 3)
+
+
+class Slow(Model):
+    """An actor that is made late."""
+
+    def __init__(self) -> None:
+        Seen.go_on.wait(20)
+        super().__init__()
+
+
+@pytest.mark.parametrize("again", [False, True])
+@with_plugin()
+async def test_an_actor_that_is_made_after_the_plugins_end_holds_no_one_back(
+    client: Any, scheduler: Any, worker: Any, again: bool
+) -> None:
+    """If another plugin took its place, the actor keeps its devices there."""
+    admission = worker.plugins["devctx"].extension.admission
+    with dask.annotate(devices="all"):
+        made = client.submit(Slow, actor=True)
+        waiting = client.submit(mine, key="waits")
+        while not admission.waiting_for(Device(0)):
+            await asyncio.sleep(0.01)
+    if again:
+        await client.register_plugin(DevicePlugin())
+    else:
+        await client.unregister_worker_plugin("devctx")
+    Seen.go_on.set()
+    assert await waiting == (0, 1, 2, 3)
+    actor = await made
+    if again:
+        admission = worker.plugins["devctx"].extension.admission
+        assert admission.kept_devices() == {Device(number) for number in range(4)}
+    del made, actor
+    gc.collect()
+
+
+def hold() -> tuple[int, ...]:
+    Seen.go_on.wait(20)
+    return mine()
+
+
+@pytest.mark.parametrize("theirs", [{}, {"executor": "theirs"}], ids=["ours", "theirs"])
+@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)], timeout=60)
+async def test_a_worker_closes_while_claims_wait(
+    client: Any, scheduler: Any, worker: Any, theirs: dict[str, str]
+) -> None:
+    pool = worker.executors["theirs"] = ThreadPoolExecutor(2, thread_name_prefix="theirs")
+    await client.register_plugin(DevicePlugin())
+    with dask.annotate(devices="all", **theirs):
+        futures = [client.submit(hold, key="first"), client.submit(mine, key="second")]
+    while not worker.plugins["devctx"].extension.admission.waiting_for(Device(0)):
+        await asyncio.sleep(0.01)
+    asyncio.get_running_loop().call_later(0.2, Seen.go_on.set)
+    start = time.monotonic()
+    await asyncio.wait_for(worker.close(executor_wait=not theirs), 10)
+    assert futures[1].status != "error"
+    pool.shutdown(wait=False)
+    while any(thread.name.startswith("theirs") for thread in threading.enumerate()):
+        assert time.monotonic() - start < 20
+        await asyncio.sleep(0.01)
+
+
+# -- the choice of devices
+
+
+GIB = 2**30
+
+
+def candidates(*busy_s: float) -> list[Candidate]:
+    return [
+        Candidate(Device(n), queued=int(s > 0), busy_s=s, move_nbytes=0, since=n)
+        for n, s in enumerate(busy_s)
+    ]
+
+
+def chosen(count: int, *busy_s: float, inputs: Any = (), rank: Any = lambda a, b: 0) -> list[int]:
+    group = choose_group(candidates(*busy_s), count, inputs, rank)
+    return [device.device_id for device in group]
+
+
+def pairs(a: Device, b: Device) -> int:
+    """NVLink joins 0 and 1, and 2 and 3."""
+    return int(a.device_id // 2 != b.device_id // 2)
+
+
+def test_those_that_are_free_soonest() -> None:
+    assert chosen(2, 3, 0, 2, 1) == [1, 3]
+    assert chosen(3, 3, 0, 2, 1) == [1, 2, 3]
+
+
+def test_linked_devices_are_worth_a_short_wait() -> None:
+    assert chosen(2, 0, 0.5, 0, 0.9, rank=pairs) == [0, 1]
+    assert chosen(2, 0, 5, 0, 9, rank=pairs) == [0, 2]
+
+
+@pytest.mark.parametrize("have", [[2, 3], [3, 1]])
+def test_those_that_hold_the_inputs(have: list[int]) -> None:
+    places = {Device(n): (n + 1) * GIB for n in have}
+    group = chosen(2, 0, 0, 0, 0, inputs=[(places, frozenset())])
+    assert group == sorted(have, reverse=True)  # the most bytes come first
+    far = chosen(2, 0, 0, 10, 10, inputs=[(places, frozenset())])
+    assert far == ([0, 1] if have == [2, 3] else [1, 0])
+
+
+def test_the_driver_ranks_the_links(machine: SimulatedMachine) -> None:
+    for n, gpu in enumerate(machine.gpus):
+        gpu.nvlinks = frozenset({n ^ 1})
+    machine.gpus[3].peers = frozenset({2})
+    assert link_rank(Device(0), Device(1)) == 0
+    assert link_rank(Device(1), Device(2)) == 1
+    assert link_rank(Device(3), Device(0)) > 1
+    assert machine.faults.calls["cuCtxCreate"] == 0
