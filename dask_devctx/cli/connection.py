@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +16,10 @@ from distributed.comm import get_address_host
 from distributed.core import coerce_to_address
 from distributed.security import Security
 
-from dask_devctx.config.packages import is_ucx, require_ucx
-from dask_devctx.errors import MissingPackageError
+from dask_devctx.client.layout import used_devices
+from dask_devctx.config.options import Options
+from dask_devctx.config.packages import is_ucx, require_packages, require_ucx
+from dask_devctx.errors import DevctxError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -61,6 +64,25 @@ def finds_scheduler(function: Function) -> Function:
     return function
 
 
+@contextmanager
+def said() -> Iterator[None]:
+    """Let a wrong option end a command with status 2, and a machine that lacks something with 1."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise click.UsageError(str(error)) from error
+    except DevctxError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def usable_options() -> Options:
+    """Return the configured options; refuse them where a device or a package is missing."""
+    options = Options()
+    require_packages(options)
+    used_devices(options)
+    return options
+
+
 def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str | None:
     """Return the address of a command's scheduler; None where only its file is given."""
     address: str | None = scheduler or dask.config.get("scheduler-address", None)
@@ -70,16 +92,16 @@ def scheduler_address(scheduler: str | None, scheduler_file: str | None) -> str 
         raise click.UsageError(
             "no scheduler: give its address, as tcp://scheduler:8786, or --scheduler-file"
         )
-    try:
+    with said():
         if is_ucx(address):  # without UCX, dask raises a warning
             require_ucx(address.partition(":")[0])
-        get_address_host(address)
-    except MissingPackageError as error:
-        raise click.ClickException(str(error)) from error
-    except ValueError as error:
-        raise click.UsageError(
-            f"the scheduler's address must be like tcp://scheduler:8786, got {address!r}: {error}"
-        ) from error
+        try:
+            get_address_host(address)
+        except ValueError as error:
+            raise ValueError(
+                f"the scheduler's address must be like tcp://scheduler:8786, got {address!r}: "
+                f"{error}"
+            ) from error
     return address
 
 

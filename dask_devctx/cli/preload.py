@@ -13,7 +13,7 @@ import click
 import dask
 from distributed import Scheduler, Worker, WorkerPlugin
 
-from dask_devctx.cli.devices import usable_devices
+from dask_devctx.cli.connection import said, usable_options
 from dask_devctx.dask_internals.worker import set_up_at_start
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
@@ -112,7 +112,8 @@ def _look_first() -> None:
     if command != "distributed.cli.dask_worker" or forks:
         return
     try:
-        usable_devices()
+        with said():
+            usable_options()
     except click.ClickException as error:
         raise click.ClickException(f"{error.format_message().rstrip('.')}. {NOT_STARTED}") from None
 

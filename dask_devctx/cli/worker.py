@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -17,16 +15,13 @@ import dask
 from distributed.cli.dask_worker import main as dask_worker
 
 from dask_devctx import driver
-from dask_devctx.cli.connection import cluster_address, scheduler_address
-from dask_devctx.cli.devices import free_devices, usable_devices
-from dask_devctx.client.arguments import DASK_CUDAS, UCX, check_memory_limit, set_up_ucx
-from dask_devctx.client.layout import default_n_workers, even_share, look_ahead, warn_of_limit
+from dask_devctx.cli.connection import cluster_address, said, scheduler_address, usable_options
+from dask_devctx.client.arguments import NOT_NEEDED, UCX, set_up_ucx
+from dask_devctx.client.layout import lay_out, look_ahead
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, fold_rmm
 from dask_devctx.cuda import discovery
-from dask_devctx.errors import DevctxError
-from dask_devctx.errors.base import counted
 
 _HELP = """Start workers on this machine, which use its GPUs.
 
@@ -68,7 +63,7 @@ _DASK_CUDAS: Final = {
     "pre_import": "Modules that a worker imports before its first task, with commas.",
 }
 # Options of dask-cuda's command that change nothing here.
-_NOT_NEEDED: Final = {
+_ACCEPTED: Final = {
     "shared_filesystem": "--shared-filesystem/--no-shared-filesystem",
     "jit_unspill": "--enable-jit-unspill/--disable-jit-unspill",
 }
@@ -108,75 +103,43 @@ def _run(**given: Any) -> None:
     import_module("dask_devctx.cli.preload").say_remedies_of_command()
     own = {name: given.pop(name) for name in option_names()}
     ucx = {name: given.pop(name) for name in UCX}
-    for name in _NOT_NEEDED:
+    for name in _ACCEPTED:
         if given.pop(name):
-            click.echo(f"{name} is not needed: {DASK_CUDAS[name].text}", err=True)
+            click.echo(f"{name} is not needed: {NOT_NEEDED[name]}", err=True)
     method, n_workers = given.pop("multiprocessing_method"), given.pop("n_workers")
-    try:
-        check_memory_limit(given["memory_limit"])
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     address = scheduler_address(given["scheduler"], given["scheduler_file"])
     if address is None and not Path(given["scheduler_file"]).exists():
         file = given["scheduler_file"]
         click.echo(f"Waiting for {file}, which dask scheduler --scheduler-file writes", err=True)
-    given["protocol"] = _protocol(given["protocol"], address, ucx)
-    settings = {f"devctx.{key_of(name)}": value for name, value in _read(own).items()}
-    if method:
-        settings["distributed.worker.multiprocessing-method"] = method
     cluster = cluster_address(address, given["scheduler_file"])
-    with dask.config.set(settings), _layout(n_workers, cluster, nanny=given["nanny"]) as layout:
-        options, n_workers, per_worker = layout
-        given["nthreads"] = given["nthreads"] or look_ahead(per_worker, options)
-        if given["memory_limit"] == "auto":
-            together = n_workers if options.shared else 1
-            given["memory_limit"] = fair_memory(per_worker) // together
-        given["preload"] = ("dask_devctx", *given["preload"])
-        assert dask_worker.callback is not None
-        dask_worker.callback(**given, n_workers=str(n_workers))
-
-
-@contextmanager
-def _layout(
-    n_workers: int | None, cluster: str, *, nanny: bool
-) -> Iterator[tuple[Options, int, int]]:
-    """Yield the options, the number of workers, and how many devices each of them has."""
-    options, used = usable_devices()
+    with said():
+        given["protocol"] = _protocol(given["protocol"], address, ucx)
+        settings = {f"devctx.{key_of(name)}": value for name, value in _read(own).items()}
+        if method:
+            settings["distributed.worker.multiprocessing-method"] = method
+        with dask.config.set(settings):
+            options = usable_options()
+            layout = lay_out(options, n_workers, processes=given["nanny"], cluster=cluster)
     found = discovery.inventory(driver.backend())
-    if found.source == "nvml":  # such as a wrong entry of CUDA_VISIBLE_DEVICES
-        click.echo("\n".join(found.problems), err=True, nl=bool(found.problems))
-    free = free_devices(used, options, n_workers, cluster=cluster, processes=nanny)
-    own: dict[str, Any] = {}
-    if n_workers is None:
-        n_workers = default_n_workers(free, options, processes=nanny)
-        if len(free) < len(used):  # later, too, the workers use no others
-            own["devctx.devices"] = [device.uuid for device in free]
-            used = free
-    with _warnings_echoed():
-        warn_of_limit(options.device_memory_limit, used)
-    if options.shared:
-        yield options, n_workers, len(used)
-        return
-    with _warnings_echoed():
-        per_worker = options.devices_per_worker or even_share(len(free), n_workers)
-    if n_workers * per_worker > len(used):
-        raise click.UsageError(
-            f"{counted(n_workers, 'worker')} with {counted(per_worker, 'device')} each need "
-            f"{n_workers * per_worker}, and there {'is' if len(used) == 1 else 'are'} {len(used)}. "
-            "Lower --n-workers or --devices-per-worker"
-        )
-    if n_workers > 1:
-        own["devctx.devices-per-worker"] = per_worker
-    with dask.config.set(own):
-        yield options, n_workers, per_worker
+    if found.source == "nvml" and found.problems:  # such as a wrong entry of CUDA_VISIBLE_DEVICES
+        click.echo("\n".join(found.problems), err=True)
+    if layout.held:
+        names = ", ".join(map(str, layout.free))
+        click.echo(f"The workers use the devices that are free, {names}: {layout.held}", err=True)
+    settings |= {f"devctx.{key_of(name)}": value for name, value in layout.options.items()}
+    given["nthreads"] = given["nthreads"] or look_ahead(layout.per_worker, options)
+    if given["memory_limit"] == "auto":
+        together = layout.n_workers if options.shared else 1
+        given["memory_limit"] = fair_memory(layout.per_worker) // together
+    given["preload"] = ("dask_devctx", *given["preload"])
+    assert dask_worker.callback is not None
+    with dask.config.set(settings):
+        dask_worker.callback(**given, n_workers=str(layout.n_workers))
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that were given, with values as in dask's variables."""
-    try:
-        found = fold_rmm({name: value for name, value in given.items() if value is not None})
-    except TypeError as error:
-        raise click.UsageError(str(error)) from error
+    found = fold_rmm({name: value for name, value in given.items() if value is not None})
     for name, value in found.items():
         if name == "devices":
             found[name] = [dask.config.interpret_value(one.strip()) for one in value.split(",")]
@@ -192,29 +155,14 @@ def _protocol(protocol: str | None, address: str | None, ucx: dict[str, Any]) ->
     """Return the protocol of the workers, and configure UCX if it is that."""
     scheme = (address or "").rpartition("://")[0] or None
     kept = {"protocol": protocol or scheme, **ucx}
-    try:
-        set_up_ucx(kept)
-    except (TypeError, ValueError) as error:
-        raise click.UsageError(str(error)) from error
-    except DevctxError as error:
-        raise click.ClickException(str(error)) from error
+    set_up_ucx(kept)
     for name in UCX:
         if kept.get(name) and name == "enable_nvlink":
-            click.echo(f"--enable-nvlink is not needed: {DASK_CUDAS[name].text}", err=True)
+            click.echo(f"--enable-nvlink is not needed: {NOT_NEEDED[name]}", err=True)
         elif kept.get(name):
-            flag = f"--{key_of(name)}"
-            raise click.UsageError(f"{flag} configures UCX: add --protocol ucx, or leave it out")
+            raise TypeError(f"--{key_of(name)} configures UCX: add --protocol ucx, or leave it out")
     found: str | None = kept["protocol"] if protocol or kept["protocol"] != scheme else None
     return found
-
-
-@contextmanager
-def _warnings_echoed() -> Iterator[None]:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        yield
-    for one in told:
-        click.echo(one.message, err=True)
 
 
 # -- the command's options
@@ -260,10 +208,8 @@ def _parameters() -> Iterator[click.Parameter]:
             default=None,
             help=f"With --protocol ucx: whether UCX uses {transport}.",
         )
-    for name, spelling in _NOT_NEEDED.items():
-        yield click.Option(
-            [spelling, name], default=None, help=f"Not needed: {DASK_CUDAS[name].text}."
-        )
+    for name, spelling in _ACCEPTED.items():
+        yield click.Option([spelling, name], default=None, help=f"Not needed: {NOT_NEEDED[name]}.")
     for param in dask_worker.params:
         if isinstance(param, click.Option) and param.name not in _OURS_TOO:
             yield param

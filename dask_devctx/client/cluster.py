@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 import logging
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import process
+from pathlib import Path
 from typing import Any
 
 import dask
 from distributed.core import Status
 
-from dask_devctx import driver
 from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, without_dask_cudas
-from dask_devctx.client.layout import (
-    default_n_workers,
-    even_share,
-    held_by_others,
-    look_ahead,
-    warn_of_idle,
-    warn_of_limit,
-    warn_of_threads,
-)
-from dask_devctx.client.main_module import refuse_unguarded_main
+from dask_devctx.client.layout import lay_out, look_ahead
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_options
-from dask_devctx.cuda import discovery
-from dask_devctx.cuda.device import Device, devices, named_devices
+from dask_devctx.cuda.device import devices
 from dask_devctx.cuda.html import html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
-from dask_devctx.errors import DevicesInUseError, VisibleDevicesError
-from dask_devctx.errors.base import counted
-from dask_devctx.errors.leases import held_text
-from dask_devctx.graph.calls import users_level
+from dask_devctx.errors import DevicesInUseError
 from dask_devctx.plugin import DevicePlugin
 from dask_devctx.scheduler.routing import DeviceRouting
 
@@ -102,12 +92,6 @@ class LocalDeviceCluster(WatchedCluster):
     0
     """
 
-    _share_said = ""
-    # The devices that were in use when it started, and their holders, as a text.
-    _left_to_others = ""
-    # Whether it has only those that were free then.
-    _is_rest = False
-
     @takes_options
     def __init__(
         self,
@@ -130,68 +114,38 @@ class LocalDeviceCluster(WatchedCluster):
         settings = {
             f"devctx.{key_of(n)}": kwargs.pop(n) for n in SETTINGS_OF_DASK_CUDA & kwargs.keys()
         }
-        own: dict[str, Any] = {}
         self._made_plugin = plugin is None
         if plugin is None:
             with dask.config.set({key: v for key, v in settings.items() if v is not None}):
                 plugin = DevicePlugin(**given)
-            used = named_devices(plugin.options.devices)
-            if plugin.options.devices is not None:  # a worker may see them in another order
-                own["devices"] = [device.uuid for device in used]
-                _warn_of_twice(plugin.options.devices, used)
         elif both := [n for n, value in {**given, **settings}.items() if value is not None]:
             raise TypeError(f"give either a plugin or its options, got both: {', '.join(both)}")
-        else:
-            used = named_devices(plugin.options.devices)
-        if not used:
-            raise _all_hidden()
         require_packages(plugin.options)
-        warn_of_limit(plugin.options.device_memory_limit, used)
-        held = held_by_others(used, plugin.options, n_workers, in_process=not has_nannies(kwargs))
-        free = tuple(device for device in used if device not in held)
-        if held:
-            self._left_to_others = held_text({str(d): who for d, who in held.items()})
-            logger.warning(
-                "This cluster uses devices that are free, %s: %s",
-                ", ".join(map(str, free)) or "none now",
-                self._left_to_others,
-            )
-        if n_workers is None:
-            if held:  # later, too, it uses no others
-                own["devices"] = [device.uuid for device in free]
-                used, self._is_rest = free, True
-            processes = kwargs.get("processes") is not False
-            n_workers = default_n_workers(free, plugin.options, processes=processes)
-            if not plugin.options.shared:
-                warn_of_idle(n_workers, plugin.options.devices_per_worker, len(free))
-        options = plugin.options
-        if options.devices_per_worker is None and n_workers > 1 and not options.shared:
-            own["devices_per_worker"] = even_share(len(free), n_workers)
-            self._share_said = (
-                f": the {len(free)} devices were divided among n_workers={n_workers}. For more "
-                "workers later, pass devices_per_worker to LocalDeviceCluster"
-            )
+        self._layout = layout = lay_out(
+            plugin.options,
+            n_workers,
+            processes=kwargs.get("processes") is not False,
+            in_process=not has_nannies(kwargs),
+        )
+        if layout.held:
+            names = ", ".join(map(str, layout.free)) or "none now"
+            logger.warning("This cluster uses devices that are free, %s: %s", names, layout.held)
         plugin = copy.copy(plugin)
-        plugin.options = replace(plugin.options, **own)
+        plugin.options = replace(plugin.options, **layout.options)
         plugin.is_required = True  # no worker of this cluster runs tasks without devices
         self._plugin = plugin
         self._routing = DeviceRouting()
-        self._n_devices = len(used)
-        # Workers of one process use the same devices, unless each takes a number of them.
-        self._shared = plugin.options.shared or kwargs.get("processes") is False
-        self._check_enough(n_workers)
-        per_worker = plugin.options.devices_per_worker or len(free)
         if threads_per_worker is None:
-            threads_per_worker = look_ahead(per_worker, plugin.options)
+            threads_per_worker = look_ahead(layout.per_worker, plugin.options)
         else:
-            warn_of_threads(threads_per_worker, per_worker, plugin.options)
+            _warn_of_threads(threads_per_worker, layout.per_worker, plugin.options)
         if "memory_limit" not in kwargs:
-            each = None if plugin.options.shared else plugin.options.devices_per_worker
-            together = 1 if each else max(n_workers, 1)
-            kwargs["memory_limit"] = fair_memory(each or self._n_devices) // together
+            together = 1 if layout.share else max(layout.n_workers, 1)
+            kwargs["memory_limit"] = fair_memory(layout.share or len(layout.devices)) // together
         if has_nannies(kwargs):  # a plugin that is registered later leaves the devices as they are
             kwargs["config"] = _configuration(plugin.options, kwargs.get("config") or {})
-            refuse_unguarded_main()
+            _refuse_unguarded_main()
+        n_workers = layout.n_workers
         try:
             super().__init__(n_workers=n_workers, threads_per_worker=threads_per_worker, **kwargs)
         except DevicesInUseError as error:  # others took devices meanwhile
@@ -199,14 +153,14 @@ class LocalDeviceCluster(WatchedCluster):
 
     def __repr__(self) -> str:
         names = ", ".join(self._used_now()) or "none"
-        left = f"; left to others at its start: {self._left_to_others}"
-        return f"{super().__repr__()[:-1]}, devices={names}{left if self._left_to_others else ''})"
+        left = f"; left to others at its start: {self._layout.held}" if self._layout.held else ""
+        return f"{super().__repr__()[:-1]}, devices={names}{left})"
 
     def _repr_html_(self, cluster_status: str | None = None) -> str:
         found: str = super()._repr_html_(cluster_status=cluster_status)
         rows = self._used_now()
-        if self._left_to_others:
-            rows["left to others at its start"] = self._left_to_others
+        if self._layout.held:
+            rows["left to others at its start"] = self._layout.held
         return found + html_table("Devices", rows)
 
     def _used_now(self) -> dict[str, str]:
@@ -218,7 +172,7 @@ class LocalDeviceCluster(WatchedCluster):
 
     def scale(self, n: int = 0, memory: Any = None, cores: Any = None) -> None:
         """Scale to ``n`` workers, as ``LocalCluster`` does."""
-        self._check_enough(n)
+        self._layout.check(n)
         super().scale(n, memory=memory, cores=cores)
 
     def adapt(self, *args: Any, **kwargs: Any) -> Any:
@@ -230,38 +184,11 @@ class LocalDeviceCluster(WatchedCluster):
             ``maximum`` workers need more devices than there are.
         """
         if kwargs.get("maximum", math.inf) < math.inf:
-            self._check_enough(kwargs["maximum"])
+            self._layout.check(kwargs["maximum"])
         if not {"maximum", "maximum_cores"} & kwargs.keys():
-            per_worker = self._plugin.options.devices_per_worker or self._n_devices
-            kwargs["maximum"] = self._n_devices // max(per_worker, 1)
+            n_devices = len(self._layout.devices)
+            kwargs["maximum"] = n_devices // (self._layout.share or n_devices)
         return super().adapt(*args, **kwargs)
-
-    def _check_enough(self, n_workers: int) -> None:
-        options = self._plugin.options
-        if options.shared:
-            return
-        per_worker = options.devices_per_worker
-        if per_worker is None and self._shared:
-            if n_workers > 1:
-                warnings.warn(
-                    f"each of the {n_workers} workers will use all {self._n_devices} devices. To "
-                    "give each worker its own devices, pass devices_per_worker to "
-                    "LocalDeviceCluster",
-                    stacklevel=3,
-                )
-            return
-        per_worker = per_worker or 1  # at least
-        if n_workers * per_worker > self._n_devices:
-            have = "this machine has" if options.devices is None else "devices= names"
-            if self._is_rest:
-                have = "when this cluster started, it got the free devices:"
-            remedy = f"Start at most {counted(self._n_devices, 'worker')}"
-            if per_worker > 1:
-                remedy = f"Start fewer workers, or lower devices_per_worker{self._share_said}"
-            raise ValueError(
-                f"{counted(n_workers, 'worker')} with {counted(per_worker, 'device')} each would "
-                f"need {n_workers * per_worker}, and {have} {self._n_devices}. {remedy}"
-            )
 
     # -- the hooks of WatchedCluster
 
@@ -291,18 +218,16 @@ class LocalDeviceCluster(WatchedCluster):
                 raise error
 
 
-def _all_hidden() -> VisibleDevicesError:
-    found = discovery.inventory(driver.backend())
-    why = ". ".join(["it hides all devices of this machine", *found.problems])
-    return VisibleDevicesError(found.visible_devices, f"{why}. Unset it, or name devices in it")
-
-
-def _warn_of_twice(named: Sequence[object], used: Sequence[Device]) -> None:
-    if len(used) < len(named):
-        warnings.warn(
-            f"devices={list(named)!r} names a device twice, and the cluster uses each once: "
-            f"{', '.join(map(str, used))}. For more tasks at a time on a device: tasks_per_device",
-            stacklevel=users_level(),
+def _warn_of_threads(given: int, n_devices: int, options: Options) -> None:
+    """Warn of a number of threads that is too small, or meant for the tasks of a device."""
+    running = n_devices * options.tasks_per_device
+    if given < 2 * running or options.tasks_per_device == 1 < given:
+        logger.warning(
+            "threads_per_worker=%s is how many tasks dask gives a worker at a time, and its "
+            "devices run %s. Leave it out; for several tasks at a time on each device: "
+            "tasks_per_device",
+            given,
+            running,
         )
 
 
@@ -312,3 +237,44 @@ def _configuration(options: Options, given: Mapping[str, Any]) -> dict[str, Any]
     mine = {name: value for name, value in devices.items() if value is not None}
     section = dask.config.merge(dask.config.get("devctx", {}), given.get("devctx", {}), mine)
     return {**given, "devctx": section}
+
+
+# -- a script that starts a cluster while each of the cluster's processes imports the script
+
+
+def _refuse_unguarded_main() -> None:
+    """Refuse a start at the top level of the main script, which every worker would repeat."""
+    if dask.config.get("distributed.worker.multiprocessing-method", "spawn") == "fork":
+        return  # such a process imports nothing
+    main = sys.modules["__main__"]
+    path, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+    if path is None or (spec is not None and spec.name.endswith("__main__")):
+        return  # a console, a notebook, or a package: not imported again
+    try:
+        # As multiprocessing looks for it.
+        text = (Path(process.ORIGINAL_DIR or "") / path).read_bytes()  # type: ignore[attr-defined]
+    except OSError:
+        raise RuntimeError(
+            f"the main program comes from {path}, which is no file. Each worker is a process that "
+            "imports the main program, and could not. Save it in a file, with the start under: if "
+            '__name__ == "__main__":, or give processes=False for workers in this process'
+        ) from None
+    line = _line_of(Path(path).absolute())
+    around = [n for n in ast.parse(text).body if n.lineno <= line <= (n.end_lineno or line)]
+    if around and not isinstance(around[0], ast.If):
+        raise RuntimeError(
+            f"{path}, line {line}, starts a cluster at the top level of the script. Each worker is "
+            "a process that imports the script, and would start a cluster again. Put the start, "
+            'and all that follows, under: if __name__ == "__main__":'
+        )
+
+
+def _line_of(main: Path) -> int:
+    """Return the line that the main script executes now; 0 if another program runs."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "<module>" and Path(code.co_filename).absolute() == main:
+            return frame.f_lineno
+        frame = frame.f_back
+    return 0

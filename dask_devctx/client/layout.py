@@ -2,22 +2,134 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from dask_devctx import driver
 from dask_devctx.config.options import LOOK_AHEAD, Options
-from dask_devctx.cuda.device import Device, devices
+from dask_devctx.cuda import discovery
+from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.cuda.inspection import can_export
-from dask_devctx.errors import DevicesInUseError
-from dask_devctx.errors.base import counted, nbytes_text
+from dask_devctx.errors import DevicesInUseError, VisibleDevicesError
+from dask_devctx.errors.base import counted
+from dask_devctx.errors.leases import held_text
 from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import held_devices
 
-logger = logging.getLogger(__name__)
+
+@dataclass
+class Layout:
+    """The workers of a cluster on this machine.
+
+    Attributes
+    ----------
+    options
+        The options of the workers, with their devices.
+    devices
+        The devices that the cluster may use.
+    n_workers
+        How many workers it starts.
+    share
+        How many devices each worker has for itself; None for all of them.
+    free
+        The devices that no others hold now.
+    held
+        Who holds the others, as a text.
+    least
+        How many devices each worker needs at least; 0 where workers use the same ones.
+    divided
+        Whether the share follows from the number of workers.
+    """
+
+    options: Mapping[str, Any]
+    devices: tuple[Device, ...]
+    n_workers: int
+    share: int | None
+    free: tuple[Device, ...]
+    held: str
+    least: int
+    divided: bool
+
+    @property
+    def per_worker(self) -> int:
+        """How many devices a worker uses."""
+        return self.share or len(self.free)
+
+    def check(self, n_workers: int) -> None:
+        """Refuse more workers than have devices."""
+        share = self.share or self.least
+        if n_workers * share > len(self.devices):
+            more = ""
+            if self.divided:
+                more = (
+                    f": the {len(self.free)} devices were divided among n_workers="
+                    f"{self.n_workers}. For more workers later, pass devices_per_worker"
+                )
+            raise ValueError(
+                f"{counted(n_workers, 'worker')} with {counted(share, 'device')} each would need "
+                f"{n_workers * share}, and the cluster has {len(self.devices)}. Start fewer "
+                f"workers, or lower devices_per_worker{more}"
+            )
 
 
-def default_n_workers(used: Sequence[Device], options: Options, *, processes: bool) -> int:
+def used_devices(options: Options) -> tuple[Device, ...]:
+    """Return the devices that options name, at least one."""
+    used = named_devices(options.devices)
+    if not used:
+        found = discovery.inventory(driver.backend())
+        why = ". ".join(["it hides all devices of this machine", *found.problems])
+        raise VisibleDevicesError(found.visible_devices, f"{why}. Unset it, or name devices in it")
+    return used
+
+
+def lay_out(
+    options: Options,
+    n_workers: int | None,
+    *,
+    processes: bool,
+    in_process: bool = False,
+    cluster: str = "",
+) -> Layout:
+    """Return the layout of a new cluster, or of more workers of one that is there.
+
+    It raises DevicesInUseError where others hold devices that the cluster needs.
+    """
+    used = used_devices(options)
+    held: Mapping[Device, str] = {}
+    if not options.shared and n_workers != 0:
+        # A single worker shares with those of its process, or of its cluster.
+        alone = options.devices_per_worker is None
+        alone = alone and (n_workers or default_n_workers(used, options, processes)) == 1
+        sharing = f" of {cluster}" if alone and cluster else ""
+        held = _held(used, options, n_workers, in_process and alone, cluster, sharing)
+    free = tuple(device for device in used if device not in held)
+    own: dict[str, Any] = {}
+    started = default_n_workers(free, options, processes) if n_workers is None else n_workers
+    if n_workers is None and held:
+        used = free  # later, too, it uses no others
+    if options.devices is not None or used is free:  # a worker may see them in another order
+        own["devices"] = tuple(device.uuid for device in used)
+    share = None if options.shared else options.devices_per_worker
+    divided = share is None and started > 1 and not options.shared
+    if divided:
+        share = own["devices_per_worker"] = max(len(free) // started, 1)
+    left_over = len(free) - started * (share or len(free))
+    if left_over > 0 and (divided or n_workers is None):
+        warnings.warn(
+            f"{counted(started, 'worker')} will use {len(free) - left_over} of the {len(free)} "
+            f"devices, {share} each: {counted(left_over, 'device')} will be idle",
+            stacklevel=users_level(),
+        )
+    text = held_text({str(device): who for device, who in held.items()})
+    least = int(processes and not options.shared)
+    layout = Layout(own, used, started, share, free, text, least, divided)
+    layout.check(started)
+    return layout
+
+
+def default_n_workers(used: Sequence[Device], options: Options, processes: bool) -> int:
     """Return the number of workers for these devices, where none is given."""
     if not processes or len(used) < 2:
         return 1
@@ -31,70 +143,24 @@ def look_ahead(n_devices: int, options: Options) -> int:
     return LOOK_AHEAD * max(n_devices * options.tasks_per_device, 1)
 
 
-def even_share(n_devices: int, n_workers: int) -> int:
-    """Return how many devices each worker gets; warn of devices that are left over."""
-    share = n_devices // n_workers
-    warn_of_idle(n_workers, share, n_devices)
-    return max(share, 1)
-
-
-def warn_of_idle(n_workers: int, share: int | None, n_devices: int) -> None:
-    """Warn of devices that no worker uses, where each uses a share of them; None is all."""
-    left_over = 0 if share is None else n_devices - n_workers * share
-    if share and left_over > 0:
-        warnings.warn(
-            f"{counted(n_workers, 'worker')} will use {share * n_workers} of the {n_devices} "
-            f"devices, {share} each: {counted(left_over, 'device')} will be idle",
-            stacklevel=users_level(),
-        )
-
-
-def warn_of_threads(given: int, n_devices: int, options: Options) -> None:
-    """Warn of a number of threads that is too small, or meant for the tasks of a device."""
-    running = n_devices * options.tasks_per_device
-    if given < 2 * running:
-        logger.warning(
-            "threads_per_worker=%s is how many tasks dask gives a worker at a time, and its "
-            "devices run %s: they will wait for tasks. Leave threads_per_worker out",
-            given,
-            running,
-        )
-    if options.tasks_per_device == 1 < given:
-        logger.warning(
-            "threads_per_worker=%s is how many tasks dask gives a worker at a time, and each "
-            "device runs one of them; for %s tasks at a time on each device: tasks_per_device=%s",
-            *[given] * 3,
-        )
-
-
-def warn_of_limit(limit: float | str | None, used: Sequence[Device]) -> None:
-    """Warn of a ``device_memory_limit`` in bytes that is more than the memory of devices."""
-    if not isinstance(limit, int | float) or limit <= 1:
-        return
-    totals = {device: device.info.total_memory for device in used}
-    small = [device for device, total in totals.items() if total is not None and limit > total]
-    if small:
-        more = f" and of {len(small) - 1} more" if len(small) > 1 else ""
-        warnings.warn(
-            f"device_memory_limit is {nbytes_text(int(limit))}, and the memory of {small[0]}{more} "
-            f"is {nbytes_text(totals[small[0]])}: it limits nothing there. Leave it out for 0.8 of "
-            "each device, or give a fraction",
-            stacklevel=users_level(),
-        )
-
-
-def held_by_others(
-    used: Sequence[Device], options: Options, n_workers: int | None, *, in_process: bool
+def _held(
+    used: Sequence[Device],
+    options: Options,
+    n_workers: int | None,
+    in_process: bool,
+    cluster: str,
+    sharing: str,
 ) -> Mapping[Device, str]:
     """Return those of a new cluster's devices that others hold, with their holders."""
-    if options.shared or n_workers == 0:
-        return {}
-    alone = in_process and options.devices_per_worker is None and n_workers in (None, 1)
-    held = held_devices(used, in_process=alone)
-    wanted = least_wanted(len(used), options, n_workers)
+
+    def held_of(some: Sequence[Device]) -> Mapping[Device, str]:
+        found = held_devices(some, in_process=in_process, cluster=cluster)
+        return {d: who for d, who in found.items() if not (sharing and who.endswith(sharing))}
+
+    held, wanted = held_of(used), _least_wanted(len(used), options, n_workers)
     if len(used) - len(held) < wanted <= len(used):
         others = [device for device in devices() if device not in held]
-        free = [d for d in others if d not in held_devices(others, in_process=alone)]
+        free = [device for device in others if device not in held_of(others)]
         raise DevicesInUseError(
             wanted,
             [str(device.info) for device in free],
@@ -104,7 +170,7 @@ def held_by_others(
     return held
 
 
-def least_wanted(n_used: int, options: Options, n_workers: int | None) -> int:
+def _least_wanted(n_used: int, options: Options, n_workers: int | None) -> int:
     """Return how many devices a cluster needs at least; devices that are named are all needed."""
     is_named = options.devices is not None
     if options.devices_per_worker is not None:

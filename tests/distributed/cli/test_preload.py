@@ -183,7 +183,7 @@ def lines_of(*command: str, **env: str) -> list[str]:
     ("nanny", "env", "text"),
     [
         ("--nanny", {"DASK_DEVCTX__DEVICES": "[7]"}, "no device 7"),
-        ("--no-nanny", {"CUDA_VISIBLE_DEVICES": "9"}, "no GPU can be used. CUDA_VISIBLE_DEVICES="),
+        ("--no-nanny", {"CUDA_VISIBLE_DEVICES": "9"}, "CUDA_VISIBLE_DEVICES is '9': it hides all"),
     ],
 )
 def test_a_worker_without_devices_does_not_start(
@@ -219,7 +219,7 @@ def test_devices_that_others_hold_are_told_in_one_line(address: str, lock_direct
     command = ("devctx", "worker", "--devices", "0,1", "--n-workers", "1", "--no-dashboard")
     (line,) = lines_of(*command, address)
     lease.release()
-    assert line.startswith("Error: no device is free: cuda:0, cuda:1 are held by ")
+    assert line.startswith("Error: this cluster wants 2 devices for itself, and cuda:0, cuda:1 are")
     assert "the other one. Name other devices with --devices, end the processes that" in line
     assert "--preload" not in line
 

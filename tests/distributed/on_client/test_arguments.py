@@ -23,52 +23,25 @@ from dask_devctx import (
     MissingPackageError,
     driver,
 )
-from dask_devctx.client.arguments import DASK_CUDAS, visible_device
+from dask_devctx.client.arguments import NOT_NEEDED, visible_device, without_dask_cudas
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.on_client.test_cluster import QUIET, ordinals
 
 DOCS = Path(__file__).parents[3] / "docs"
 
-# The arguments of LocalCUDACluster, and two that earlier versions had.
-THEIRS = [
-    "CUDA_VISIBLE_DEVICES",
-    "n_workers",
-    "threads_per_worker",
-    "memory_limit",
-    "device_memory_limit",
-    "enable_cudf_spill",
-    "cudf_spill_stats",
-    "local_directory",
-    "protocol",
-    "enable_tcp_over_ucx",
-    "enable_infiniband",
-    "enable_nvlink",
-    "enable_rdmacm",
-    "rmm_pool_size",
-    "rmm_maximum_pool_size",
-    "rmm_managed_memory",
-    "rmm_async",
-    "rmm_allocator_external_lib_list",
-    "rmm_release_threshold",
-    "rmm_log_directory",
-    "rmm_track_allocations",
-    "log_spilling",
-    "pre_import",
-    "worker_class",
-    "data",
-    "shared_filesystem",
-    "jit_unspill",
-]
 
-
-def test_the_table_has_every_argument() -> None:
-    assert sorted(DASK_CUDAS) == sorted(THEIRS)
-
-
-def test_the_page_shows_the_table() -> None:
+def rows() -> dict[str, str]:
+    """Return the arguments of LocalCUDACluster, and two that earlier versions had."""
     page = (DOCS / "from-dask-cuda.md").read_text("utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| ((?:works|not needed): .*) \|$", page, re.M))
-    assert rows == {name: f"{one.outcome}: {one.text}" for name, one in DASK_CUDAS.items()}
+    return dict(re.findall(r"^\| `(\w+)` \| ((?:works|not needed): .*) \|$", page, re.M))
+
+
+def test_the_page_shows_every_argument() -> None:
+    assert len(rows()) == 27
+    refuse = {"worker_class": None}
+    assert without_dask_cudas(dict.fromkeys(rows()) | refuse, LocalDeviceCluster)
+    not_needed = {name: text for name, text in rows().items() if text.startswith("not")}
+    assert not_needed == {name: f"not needed: {reason}" for name, reason in NOT_NEEDED.items()}
 
 
 @pytest.mark.parametrize("value", ["1,3", [1, 3], (1, "3"), "GPU"])
@@ -116,7 +89,7 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         (
             {"CUDA_VISIBLE_DEVICES": "0,9"},
             DeviceNotFoundError,
-            "no device '9'.*the driver would ignore this entry.*CUDA_VISIBLE_DEVICES is '0,9'",
+            "no device '9'",
         ),
         ({"gpus": 2}, TypeError, r"no option 'gpus': devices=\[0, 1\] names the devices"),
         ({"num_gpus": 1}, TypeError, "n_workers= is the number of workers"),
@@ -125,7 +98,7 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         ({"CUDA_VISIBLE_DEVICES": "0", "devices": [0]}, TypeError, "got both"),
         ({"n_workers": "0,1"}, TypeError, "n_workers is a number.*CUDA_VISIBLE_DEVICES='0,1'"),
         ({"threads_per_worker": 0}, ValueError, "threads_per_worker must be 1 or more, got 0"),
-        ({"device": 0}, TypeError, r"no option 'device'.*devices=\[0\].*annotate\(device=0\)"),
+        ({"device": 0}, TypeError, r"'device': devices=\[0\].*annotate\(device=0\)"),
         (
             {"protocol": "ucx"},
             MissingPackageError,
@@ -139,9 +112,6 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         ),
         ({"CUDA_VISIBLE_DEVICES": []}, ValueError, r"^CUDA_VISIBLE_DEVICES is empty, got \[\]"),
         ({"CUDA_VISIBLE_DEVICES": ""}, ValueError, "^CUDA_VISIBLE_DEVICES is empty, got ''"),
-        ({"CUDA_VISIBLE_DEVICES": 0.5}, TypeError, "^CUDA_VISIBLE_DEVICES is a list.*got 0.5"),
-        ({"protocol": "ucxy"}, ValueError, "^protocol='ucxy' cannot be used: unknown address sch"),
-        ({"memory_limit": "2 gigs"}, ValueError, "^memory_limit must be .*, got '2 gigs'"),
         ({"rmm_pool_sizes": 1}, TypeError, r"Did you mean rmm_pool_size\?"),
         ({"enable_nvlinks": 1}, TypeError, r"Did you mean enable_nvlink\?"),
     ],
@@ -159,19 +129,6 @@ def test_a_number_as_the_variable_is_one_device() -> None:
         assert repr(cluster).endswith("devices=cuda:2)")
 
 
-def test_a_limit_that_limits_nothing_is_told() -> None:
-    said = (
-        "device_memory_limit is 18.6 GiB, and the memory of cuda:0 and of 3 more is 16.0 GiB: it "
-        "limits nothing there"
-    )
-    with (
-        pytest.warns(UserWarning, match=said) as told,
-        LocalDeviceCluster(device_memory_limit="20 GB", n_workers=1, **QUIET),
-    ):
-        pass
-    assert [one.filename for one in told] == [__file__]
-
-
 def _found_without(*names: str) -> Any:
     from importlib.util import find_spec
 
@@ -179,9 +136,7 @@ def _found_without(*names: str) -> Any:
 
 
 def test_an_argument_that_is_not_needed_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    arguments: dict[str, Any] = dict.fromkeys(
-        [name for name, one in DASK_CUDAS.items() if one.outcome == "not needed"], True
-    )
+    arguments: dict[str, Any] = dict.fromkeys(NOT_NEEDED, True)
     with caplog.at_level(logging.WARNING, "dask_devctx"):
         with LocalDeviceCluster(**arguments, **QUIET):
             pass
@@ -189,9 +144,7 @@ def test_an_argument_that_is_not_needed_is_told_once(caplog: pytest.LogCaptureFi
         caplog.clear()
         with LocalDeviceCluster(**dict.fromkeys(arguments, False), **QUIET):
             assert not caplog.records
-    assert told == [
-        f"{name} is not needed: {DASK_CUDAS[name].text}" for name in DASK_CUDAS if name in arguments
-    ]
+    assert told == [f"{name} is not needed: {text}" for name, text in NOT_NEEDED.items()]
 
 
 def test_the_hosts_memory_is_divided_among_the_workers() -> None:

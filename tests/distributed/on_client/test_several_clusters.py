@@ -123,14 +123,14 @@ def test_a_cluster_that_got_the_rest_grows_no_further(lock_directory: Path) -> N
             cluster = LocalDeviceCluster(devices_per_worker=1, **INSIDE)
         with cluster:
             assert cluster.adapt().maximum == 2
-            with pytest.raises(ValueError, match="when this cluster started, it got the free dev"):
+            with pytest.raises(ValueError, match="would need 3, and the cluster has 2"):
                 cluster.scale(3)
 
 
 def test_devices_that_others_take_meanwhile(
     lock_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(layout, "held_devices", lambda devices, in_process: {})
+    monkeypatch.setattr(layout, "held_devices", lambda devices, **how: {})
     with held(lock_directory, 0, 1), pytest.raises(DevicesInUseError) as caught:
         LocalDeviceCluster(n_workers=4, **INSIDE)
     assert "cuda:0 " in str(caught.value)
