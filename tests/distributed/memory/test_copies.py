@@ -102,21 +102,6 @@ def test_large_copies_are_timed_when_they_are_complete(
     assert len(told) == 2
 
 
-def test_copies_of_a_device_that_fails_have_no_time(
-    machine: SimulatedMachine, copies: Copies
-) -> None:
-    told: list[Any] = []
-    copies.counts.on_copy = lambda *row: told.append(row)
-    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_NOT_READY, times=10**6)
-    get(copies, value(array(n=1 << 18)), 1)
-    machine.faults.clear()
-    machine.faults.inject("cuEventQuery", cuda.CUresult.CUDA_ERROR_LAUNCH_FAILED)
-    copies.counts.measure()
-    ((*_, seconds),) = told
-    assert seconds is None
-    assert traffic(copies).measured_s == 0
-
-
 def test_copied_once_when_many_ask_at_once(machine: SimulatedMachine, copies: Copies) -> None:
     x, go = value(array()), threading.Barrier(8)
     slow = threading.Event()
@@ -148,28 +133,6 @@ def test_a_failed_copy_does_not_stay(machine: SimulatedMachine, copies: Copies) 
     machine.gpus[1].total_memory = 2**30
     assert get(copies, x, 1).device is Device(1)
     assert traffic(copies).copies == 1
-
-
-def test_who_waited_for_a_failed_copy_tries_again(
-    machine: SimulatedMachine, copies: Copies
-) -> None:
-    x, started = value(array()), threading.Event()
-    failing = [True]
-
-    def fail(*args: Any) -> bool:
-        started.set()
-        waiting.wait(5)
-        return bool(failing) and failing.pop()
-
-    waiting = threading.Event()
-    machine.faults.inject("cuMemAlloc", cuda.CUresult.CUDA_ERROR_UNKNOWN, when=fail)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(get, copies, x, 1)
-        assert started.wait(5)
-        second = pool.submit(get, copies, x, 1)
-        waiting.set()
-        assert "UNKNOWN" in str(first.exception())
-        assert second.result().device is Device(1)
 
 
 def test_dropped_with_its_value(machine: SimulatedMachine, copies: Copies) -> None:
@@ -208,32 +171,6 @@ def test_a_released_value_leaves_no_copy_whoever_asks_late(
     assert used(machine, 1) == 8000
 
 
-class Released(Value):
-    """It is released, as dask does so, by another thread while a copy looks whether it is."""
-
-    copies_of_it: Copies
-    _released = False
-
-    @property
-    def released(self) -> bool:  # type: ignore[override]
-        before, self._released = self._released, True
-        if not before and self.copies:
-            self.copies_of_it.forget(self)
-        return before
-
-    @released.setter
-    def released(self, released: bool) -> None:
-        pass
-
-
-def test_a_value_that_is_released_just_now_leaves_no_copy(copies: Copies) -> None:
-    whole = array()
-    x = Released("x", whole, nbytes_by_device(whole))
-    x.copies_of_it = copies
-    assert get(copies, x, 1).device is Device(1)
-    assert copies.nbytes(Device(1)) == 0
-
-
 def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> None:
     machine.gpus[1].total_memory = 40_000
     copies = Copies(0.5)
@@ -249,18 +186,6 @@ def test_without_a_limit_to_fill_nothing_is_kept(machine: SimulatedMachine) -> N
     copies, x = Copies(0), value(array())
     assert get(copies, x, 1) is not get(copies, x, 1)
     assert copies.nbytes(Device(1)) == used(machine, 1) == 0
-    copies.close()
-
-
-def test_short_of_memory_the_others_are_dropped_first(machine: SimulatedMachine) -> None:
-    machine.gpus[1].total_memory = 17_000
-    copies = Copies(1)
-    get(copies, value(array()), 1)
-    assert get(copies, value(array(n=1500)), 1).device is Device(1)
-    assert copies.nbytes(Device(1)) == 12_000
-    assert copies.drop(Device(2)) == 0
-    assert copies.drop(Device(1)) == 12_000
-    assert used(machine, 1) == 0
     copies.close()
 
 
@@ -319,24 +244,6 @@ def test_this_thread_waits_for_what_is_not_done(
         pool.submit(get, copies, x, 1 if there == "a copy" else 0).result()
     waited = machine.faults.calls["cuStreamWaitEvent"] - before
     assert (waited > 0) is not done
-
-
-@pytest.mark.parametrize("reader", [0, 2], ids=["where it is", "elsewhere"])
-def test_what_a_task_of_several_devices_made_waits_for_all_of_them(
-    machine: SimulatedMachine, copies: Copies, reader: int
-) -> None:
-    x = value(array(0))
-    waits = []
-    pending = pending_events(machine)
-    pending[0] = True
-    for devices in ([0], [0, 1]):  # a kernel on device 1 may have written to the value
-        copies.forget(x)
-        x.stamp = Stamp.of_devices(map(Device, devices))
-        before = machine.faults.calls["cuStreamWaitEvent"]
-        get(copies, x, reader)
-        waits.append(machine.faults.calls["cuStreamWaitEvent"] - before)
-    pending[0] = False
-    assert waits[1] == waits[0] + 1
 
 
 def test_a_value_in_several_places_is_counted_from_each(copies: Copies) -> None:

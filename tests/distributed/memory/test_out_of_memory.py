@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import dask
 import dask.array as da
@@ -14,11 +14,8 @@ import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, wait, worker_client
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dask_devctx import DeviceOutOfMemoryError, SimulatedArray, driver, report
-from dask_devctx.worker.failures.oom_retries import Retries
 from tests.distributed import peers
 from tests.distributed.memory.test_spilling import (
     MIB,
@@ -38,32 +35,6 @@ def blocks_of(x: da.Array) -> Any:
     """Return an array that is larger than a device, block by block."""
     rows, columns = x.numblocks
     return np.block([[read(x.blocks[i, j].compute()) for j in range(columns)] for i in range(rows)])
-
-
-@pytest.mark.long
-@settings(max_examples=4, deadline=None)
-@given(
-    job=st.sampled_from(["sum", "transpose", "rechunk", "mean"]),
-    tasks_per_device=st.sampled_from([1, 2]),
-)
-def test_blocks_of_a_quarter_of_a_device(job: str, tasks_per_device: int) -> None:
-    chunk, n = 90 if tasks_per_device == 2 else 181, 4
-    expected = on_the_host(n * chunk, chunk)
-    with threads(1 * MIB, 2, tasks_per_device=tasks_per_device) as client:
-        x = array(n * chunk, chunk).persist()
-        wait(x)
-        if job == "sum":
-            assert (
-                read((x * 2).sum(axis=1).compute()).tolist() == (expected * 2).sum(axis=1).tolist()
-            )
-        elif job == "transpose":
-            assert (blocks_of((x + x.T).persist()) == expected + expected.T).all()
-        elif job == "rechunk":
-            rows = x.rechunk((chunk // n, n * chunk)).persist()
-            assert (blocks_of(rows) == expected).all()
-        else:
-            assert (blocks_of((x - x.max(axis=0)).persist()) == expected - expected.max(0)).all()
-        assert counts(client)["spills"] or tasks_per_device == 2
 
 
 EIGHTH = 128  # rows and columns of a block of 128 KiB
@@ -178,56 +149,6 @@ def test_the_last_attempt_has_the_device_for_itself() -> None:
         assert made.result(timeout=60) == 0
         assert client.gather(others) == [0] * 6
     assert seen == [["neighbour"], []]
-
-
-class Refused:
-    """Two tasks: the first holds memory and asks for too much, the second needs what it held."""
-
-    held, lacked, given_back = threading.Event(), threading.Event(), threading.Event()
-    second: ClassVar[list[str]] = []
-
-    @classmethod
-    def asks_for_too_much(cls) -> int:
-        if cls.held.is_set():
-            return 0
-        x = SimulatedArray(3 * MIB // 64)
-        cls.held.set()
-        assert cls.lacked.wait(20)
-        return int(SimulatedArray(MIB // 8).sum() + x.sum())
-
-    @classmethod
-    def needs_it(cls) -> int:
-        assert cls.held.wait(20)
-        try:
-            x = SimulatedArray(6 * MIB // 64)
-        except Exception:
-            cls.second.append("lacked memory")
-            raise
-        finally:
-            cls.lacked.set()
-        cls.second.append("ran")
-        return int(x.sum())
-
-
-def test_the_last_attempt_does_not_begin_before_a_failed_task_gave_its_memory_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    make_room = Retries.make_room
-
-    def make_room_late(self: Retries, key: Any, *args: Any) -> Any:
-        """Free the memory of the first task only after the second task has ended."""
-        if str(key).startswith("asks"):
-            assert Refused.given_back.wait(20)
-        return make_room(self, key, *args)
-
-    monkeypatch.setattr(Retries, "make_room", make_room_late)
-    with threads(1 * MIB, 1, tasks_per_device=2) as client:
-        first = client.submit(Refused.asks_for_too_much)
-        second = client.submit(Refused.needs_it)
-        wait(second, timeout=40)
-        Refused.given_back.set()
-        assert second.result(timeout=20) == first.result(timeout=20) == 0
-    assert Refused.second == ["lacked memory", "ran"]
 
 
 meet = threading.Barrier(2, timeout=20)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,11 +19,9 @@ from distributed.utils_test import poll_for
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DeviceMemoryError
-from dask_devctx.transfer import nbytes_by_device
 from dask_devctx.worker.values.spill import Spill
-from dask_devctx.worker.values.use import Use
 from dask_devctx.worker.values.value import Value
-from tests.distributed.memory.test_spilling import MIB, full, threads, value_of
+from tests.distributed.memory.test_spilling import MIB, full, threads
 
 
 def worker_of(client: Client) -> Any:
@@ -74,23 +70,6 @@ def test_values_leave_although_the_copy_of_one_failed(status: str) -> None:
         ]
 
 
-def test_the_next_value_is_copied_while_the_one_before_is_completed() -> None:
-    with threads(16 * MIB, 1) as client:
-        futures = client.map(full, range(8), pure=False)
-        wait(futures)
-        faults = driver.backend().machine.faults
-        begun: list[int] = []
-
-        def look(*_: object) -> bool:
-            begun.append(faults.calls["cuMemcpyDtoHAsync"])
-            return False
-
-        faults.inject("cuStreamSynchronize", CUresult.CUDA_ERROR_UNKNOWN, when=look)
-        before = faults.calls["cuMemcpyDtoHAsync"]
-        memory_of(client).spill_all(Device(0))
-        assert [each - before for each in begun] == [2, 3, 4, 5, 6, 7, 8, 8]
-
-
 def test_a_value_that_a_task_needs_while_it_is_copied_to_the_host_stays() -> None:
     with one_value() as (client, made, memory, _, kept):
         found: list[Any] = []
@@ -111,80 +90,6 @@ def test_a_value_that_a_task_needs_while_it_is_copied_to_the_host_stays() -> Non
         memory.unpin([kept])
         assert memory.spill_all(Device(0)) == nbytes
         assert client.submit(total, made, pure=False).result() == 16384
-
-
-class Holder:
-    """An array, whose pickle has a copy of it on the device."""
-
-    def __init__(self, array: Any) -> None:
-        self.array = array
-
-    def __reduce__(self) -> Any:
-        return Holder, (self.array.copy_to(self.array.device),)
-
-
-class Unpicklable(Holder):
-    def __reduce__(self) -> Any:
-        raise TypeError("no pickle")
-
-
-def test_values_leave_one_by_one_if_their_copies_take_memory_of_the_device() -> None:
-    """All others failed while the first one's copy was under way: the device is nearly full."""
-    with threads(2 * MIB, 1, device_memory_limit="1900 KiB") as client:
-        memory = memory_of(client)
-        worker_of(client).data.spilling.looks_at_others = False
-        with Device(0):
-            arrays = [SimulatedArray((MIB // 8,), "u1") for _ in range(9)]
-            values = [value_of(memory, Holder(array), n) for n, array in enumerate(arrays)]
-            arrays.clear()
-            rest = SimulatedArray((Device(0).memory_info.free - 140 * 1024,), "u1")
-        memory.spill_all(Device(0))
-        assert [kept is not None and kept.is_away for kept in values] == [True] * 9
-        del rest
-
-
-@pytest.mark.parametrize("how", ["the copy fails", "the pickle fails"])
-def test_who_waits_for_room_does_not_give_up_before_all_have_left_that_can(how: str) -> None:
-    with threads(16 * MIB, 1) as client:
-        memory = memory_of(client)
-        faults = driver.backend().machine.faults
-        faults.inject("cuStreamSynchronize", CUresult.CUDA_ERROR_UNKNOWN, when=slowly)
-        calls = itertools.count(1)
-        if how == "the copy fails":
-            refused = CUresult.CUDA_ERROR_NOT_PERMITTED
-            faults.inject("cuMemcpyDtoHAsync", refused, when=lambda *_: next(calls) == 2)
-        with Device(0):
-            arrays = [SimulatedArray((2 * MIB,), "u1") for _ in range(3)]
-        wrap = Unpicklable if how == "the pickle fails" else lambda array: array
-        values = [
-            value_of(memory, value, n)
-            for n, value in enumerate([arrays[0], wrap(arrays[1]), arrays[2]])
-        ]
-        ledger = memory.accounts[Device(0)]
-        needed = ledger.counts.limit - ledger.counts.held + 3 * MIB
-        assert memory.make_room(Device(0), needed)
-        memory.give_room(Device(0), needed)
-        assert sum(kept is not None and kept.is_away for kept in values) >= 2
-
-
-def slowly(*_: object) -> bool:
-    time.sleep(0.2)
-    return False
-
-
-def test_a_thread_that_waits_for_room_in_vain_keeps_no_other_thread_busy() -> None:
-    """The device's thread took the GIL again and again, until the one that waited had it."""
-    with one_value() as (_, _, memory, _, kept):
-        memory.pin(kept, None)  # all that is there is in use
-        ledger = memory.accounts[Device(0)]
-        memory.make_room(Device(0), ledger.counts.limit)
-        before = ledger.answers
-        for _ in range(50):
-            assert not memory.make_room(Device(0), 1)
-        looks = ledger.answers - before
-        memory.give_room(Device(0), ledger.counts.limit + 50)
-        memory.unpin([kept])
-    assert looks <= 3 * 50
 
 
 def aside(n: int) -> Any:
@@ -231,91 +136,6 @@ def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value
         memory.unpin([kept])
         with dask.annotate(device=0):
             assert client.submit(total, second, pure=False).result() == 2 * 16384
-
-
-def opcodes(
-    within: str,
-    prepare: Callable[[], object],
-    act: Callable[[], object],
-    run: Callable[[], object],
-) -> Iterator[Any]:
-    """Run a function once for each opcode of a module's code, with an act before that opcode.
-
-    Another thread may act at any of these points.
-    """
-    for at in range(10_000):
-        prepare()
-        numbers = itertools.count()
-        done = False
-
-        def look(frame: Any, event: str, arg: Any) -> Any:
-            nonlocal done
-            if done or not frame.f_code.co_filename.endswith(within):
-                return None
-            frame.f_trace_opcodes = True
-            if event == "opcode" and next(numbers) == at:  # noqa: B023
-                done = True
-                act()
-            return look
-
-        before = sys.gettrace()
-        sys.settrace(look)
-        try:
-            found = run()
-        finally:
-            sys.settrace(before)
-        yield found
-        if not done:
-            return
-
-
-@pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
-def test_dask_asks_for_the_size_of_a_value_that_moves(leaves: bool) -> None:
-    with one_value() as (_, _, memory, _, kept):
-
-        def leave() -> None:
-            memory.drop_host_forms(MIB)
-            memory.spill_all(Device(0))
-
-        def come_back() -> None:
-            memory.pin(kept, None)
-            memory.unpin([kept])
-            memory.drop_host_forms(MIB)
-
-        steps = (come_back, leave) if leaves else (leave, come_back)
-        sizes = set(opcodes("value.py", *steps, lambda: sys.getsizeof(kept)))
-        assert len(sizes) >= 2  # in host memory, and on the device
-        assert max(sizes) < 2 * 16384 * 8
-
-
-def removed_while_it_leaves(key: str, dask_worker: Worker) -> list[int]:
-    """The sums of a value after a plugin was removed while the value left its device."""
-    data: Any = dask_worker.data
-    memory, kept, found = data.spill, data.peek(key), []
-
-    def come_back() -> None:
-        memory.pin(kept, None)
-        memory.unpin([kept])
-        data.raw.pop(key, None)
-        data.on_devices[key] = kept
-
-    def leave() -> None:
-        memory.spill_all(Device(0))
-
-    def remove() -> Any:
-        data.give_back()
-        return data.raw[key] if key in data.raw else data.on_devices[key]
-
-    for value in opcodes("values/store.py", come_back, leave, remove):
-        found.append(int((memory.read(kept) if value is kept else value).sum()))
-    return found
-
-
-def test_a_plugin_is_removed_while_a_value_leaves() -> None:
-    with one_value() as (client, made, *_):
-        (found,) = client.run(removed_while_it_leaves, made.key).values()
-        assert set(found) == {16384}
-        assert len(found) > 20
 
 
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
@@ -400,47 +220,6 @@ def test_a_task_reads_after_the_copy_that_brings_its_input(
         faults.clear()
         between = steps[steps.index("copy") : steps.index("read")]
         assert ("wait", LEGACY_STREAM) in between
-
-
-def test_a_task_that_was_cancelled_reads_after_the_copy_too() -> None:
-    """It may be requested again while it runs: then its result counts."""
-    with one_value() as (_, made, memory, worker, kept):
-        memory.spill_all(Device(0))
-        made.release()
-        poll_for(lambda: made.key not in worker.data, timeout=10)
-        faults = noting_steps()
-        with Device(0) as device:
-            use = Use(worker.data, None, "task", "", {kept.key: kept}, (device,))
-            use.wait()
-            with use:
-                assert read_it(use.data[kept.key]) == 16384
-        faults.clear()
-        assert ("wait", LEGACY_STREAM) in steps[steps.index("copy") : steps.index("read")]
-
-
-class Row:
-    """One of many objects that may hold arrays."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-
-def test_a_value_of_many_objects_does_not_hold_the_event_loop_up() -> None:
-    """Where the search covered all objects, it took seconds."""
-    with threads(2 * MIB, 1) as client:
-        memory = memory_of(client)
-        value = {"array": full(1), "rows": [Row(n) for n in range(100_000)]}
-        begun = time.perf_counter()
-        nbytes_by_device(value)  # all of it
-        whole = time.perf_counter() - begun
-        begun = time.perf_counter()
-        data = worker_of(client).data
-        data["mine"] = value
-        assert time.perf_counter() - begun < whole / 3
-        kept = data.peek("mine")
-        assert used(memory) == 16384 * 8
-        memory.spill_all(Device(0))
-        assert int(memory.read(kept)["array"].sum()) == 16384
 
 
 class Moody:

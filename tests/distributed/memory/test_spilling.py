@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,12 +112,6 @@ def test_an_array_of_four_times_the_memory() -> None:
         assert found["memory_spilled"] + found["memory_held"] >= x.nbytes
 
 
-def test_with_two_tasks_at_a_time() -> None:
-    with threads(2 * MIB, tasks_per_device=2) as client:
-        check_jobs(client, shuffles=False)
-        assert counts(client)["spills"] > 0
-
-
 def test_through_the_disk(tmp_path: Any) -> None:
     with (
         dask.config.set({"distributed.worker.memory.spill": False}),
@@ -185,19 +178,6 @@ def futures_of(x: da.Array) -> list[Any]:
 
     found: list[Any] = futures_of(x)
     return found
-
-
-async def coroutine(x: SimulatedArray) -> tuple[str, int]:
-    return type(x).__name__, int(x.sum())
-
-
-def test_coroutines_get_their_inputs_back() -> None:
-    with threads(1 * MIB, 1) as client:
-        futures = client.map(full, range(16))
-        wait(futures)
-        assert counts(client)["memory_spilled"] > 0
-        sums = client.gather(client.map(coroutine, futures))
-        assert sums == [("SimulatedArray", n * 16384) for n in range(16)]
 
 
 def full(n: int) -> SimulatedArray:
@@ -289,25 +269,6 @@ def test_a_type_that_cannot_leave_stays_and_is_named_once(
     assert spilled.startswith("worker ")
 
 
-def test_a_task_that_needs_more_than_there_is_fails_with_the_numbers() -> None:
-    with threads(1 * MIB, 1) as client:
-        futures = client.map(full, range(8), pure=False)
-        wait(futures)
-        with pytest.raises(Exception, match=r"has not enough memory; the task ran 2 times"):
-            client.submit(lambda: SimulatedArray((2**20,)), pure=False).result(timeout=30)
-        sums = client.map(lambda x: int(x.sum()), futures)
-        assert client.gather(sums) == [n * 16384 for n in range(8)]
-
-
-def test_memory_that_ran_out_in_a_task_is_taken_from_others() -> None:
-    with threads(2 * MIB, 1, device_memory_limit=0.95) as client:
-        futures = client.map(full, range(14), pure=False)  # 1.75 MiB
-        wait(futures)
-        made = client.submit(lambda: int(SimulatedArray((10, 16384)).sum()), pure=False)
-        assert made.result(timeout=30) == 0
-        assert counts(client)["spills"] > 0
-
-
 def test_memory_of_others_is_felt() -> None:
     with threads(2 * MIB, 1) as client:
         futures = client.map(full, range(8), pure=False)
@@ -371,29 +332,3 @@ def test_values_that_are_away_outlive_the_plugin() -> None:
             lambda dask_worker: {type(value).__name__ for value in dask_worker.data.values()}
         )
         assert set().union(*kinds.values()) == {"SimulatedArray", "int"}
-
-
-def test_a_value_that_ends_cannot_be_taken_up_by_another_thread() -> None:
-    """Such a value was counted off twice: as one that came back, and as one that ended."""
-    with threads(1 * MIB, 1) as client:
-
-        def seen_at_its_end(dask_worker: Worker) -> tuple[int, set[bool]]:
-            spill: Any = dask_worker.data.spill  # type: ignore[attr-defined]
-            kept, found = value_of(spill, full(1)), []
-            ref = weakref.ref(kept)
-
-            def look(frame: Any, event: str, arg: object) -> None:
-                found.append(ref() is None)
-
-            held = spill.used(Device(0))
-            sys.setprofile(look)
-            try:
-                del kept
-            finally:
-                sys.setprofile(None)
-            assert spill.used(Device(0)) == 0
-            return held, set(found[:-1])
-
-        ((held, ended),) = client.run(seen_at_its_end).values()
-        assert held == 128 * 2**10
-        assert ended == {True}

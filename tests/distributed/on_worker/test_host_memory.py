@@ -66,17 +66,6 @@ async def test_what_is_on_devices_is_not_spilled(
 
 
 @spilling_worker([DevicePlugin()])
-async def test_what_is_on_the_host_is_spilled(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
-    with dask.annotate(device="none"):
-        futures = client.map(on_the_host, range(8), pure=False)
-    await wait(futures)
-    assert len(worker.data.disk) == 4  # as many fit beside each other
-    assert [float(x.sum()) for x in await client.gather(futures)] == [n * MIB / 8 for n in range(8)]
-
-
-@spilling_worker([DevicePlugin()])
 async def test_only_the_part_on_the_host_counts(
     client: Client, scheduler: Any, worker: Worker
 ) -> None:
@@ -111,35 +100,6 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
             assert await client.submit(lambda both: total(both[0]), x, pure=False) == MIB / 8
 
     body()
-
-
-@pytest.mark.parametrize(("visible", "part"), [("2", 4), ("1,3", 2)])
-def test_hidden_gpus_count_for_the_page_locked_memory(
-    visible: str, part: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker has no memory limit; hidden GPUs count for an automatic one, too."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with LocalDeviceCluster(
-        n_workers=1, processes=False, dashboard_address=":0", memory_limit=0
-    ) as cluster:
-        (worker,) = cluster.workers.values()
-        assert worker.data.spill.pool.limit == pytest.approx(
-            0.4 * distributed.system.MEMORY_LIMIT / part
-        )
-
-
-@spilling_worker([])
-async def test_the_worker_counts_as_before_without_the_plugin(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
-    data = worker.data
-    await client.register_plugin(DevicePlugin())
-    assert worker.data is not data
-    await client.unregister_worker_plugin("devctx")
-    assert worker.data is data
-    futures = client.map(on_a_device, range(8), pure=False)
-    assert len(await client.gather(futures)) == 8
-    assert len(data.disk) > 0
 
 
 # -- the limit

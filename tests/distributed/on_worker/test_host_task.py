@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Worker
-from distributed.utils_test import gen_cluster
 
-from dask_devctx import Device, DevicePlugin, SimulatedArray, device_of, driver
-from dask_devctx.errors import DeviceNotFoundError
+from dask_devctx import Device, SimulatedArray, device_of, driver
 from tests.distributed.devices import here, with_plugin
 
 
@@ -127,19 +125,3 @@ async def test_a_context_that_is_current_on_the_users_own_threads_stays_so(
             assert await client.submit(leaves_one, pure=False) is None
             assert await client.submit(leaves_one, pure=False) is None
         del worker.executors["own"]
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
-async def test_where_the_set_up_failed_tasks_run_as_without_the_plugin(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
-    """On a worker without a driver, each question for the current context takes 100 µs."""
-    with pytest.raises(DeviceNotFoundError):
-        await client.register_plugin(DevicePlugin(devices=[9]))
-    calls = driver.backend().machine.faults.calls
-    before = calls["cuCtxGetCurrent"]
-    assert await client.gather(client.map(int, range(5))) == list(range(5))
-    with dask.annotate(device=None):
-        assert await client.gather(client.map(int, range(5), pure=False)) == list(range(5))
-        assert await client.submit(asyncio.sleep, 0, result=1) == 1
-    assert calls["cuCtxGetCurrent"] == before

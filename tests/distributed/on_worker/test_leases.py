@@ -26,12 +26,10 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import LockDirectoryError
 from dask_devctx.scheduler.messages import SHARE
 from dask_devctx.worker.leases import share
 from dask_devctx.worker.leases.lease import Lease, acquire, holders
 from dask_devctx.worker.leases.locks import LockDirectory
-from tests.distributed.commands import dask_command
 from tests.distributed.devices import here, with_plugin
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
@@ -144,43 +142,7 @@ def test_a_restarting_workers_devices_are_kept_for_its_cluster(
     take(4).release()  # its scheduler has gone, so that nobody starts it again
 
 
-def test_a_scheduler_that_does_not_answer_is_tried_once(
-    lock_directory: Path, take: Callable[..., Lease], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its host is gone: each try takes a second, and others wait for their turn meanwhile."""
-    left(lock_directory, "tcp://192.0.2.1:8786")
-    tried = []
-
-    def no_answer(address: object, timeout: float) -> None:
-        tried.append(address)
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", no_answer)
-    assert not holders(devices(), lock_directory)
-    assert tried == [("192.0.2.1", 8786)]
-    take(4).release()
-    assert len(tried) == 2
-
-
-def test_no_device_stays_taken_where_the_lock_of_another_is_refused(
-    lock_directory: Path, take: Callable[..., Lease]
-) -> None:
-    lock_directory.mkdir(mode=0o700)
-    linked = lock_directory / f"{devices()[1].uuid}.lock"
-    linked.symlink_to("elsewhere")
-    with pytest.raises(LockDirectoryError, match="symbolic link"):
-        Lease(OTHER, lock_directory).take(devices())
-    linked.unlink()
-    take(4).release()
-
-
 # -- workers that name a number of devices
-
-
-@pytest.mark.parametrize("count", [0, -1, 1.5, True, "2"])
-def test_a_count_is_a_count(count: object) -> None:
-    with pytest.raises(ValueError, match="devices_per_worker must be a whole number, 1 or more"):
-        DevicePlugin(devices_per_worker=count)  # type: ignore[arg-type]
 
 
 def test_workers_with_a_number_of_devices(take: Callable[..., Lease]) -> None:
@@ -254,27 +216,6 @@ def test_one_that_joins_gets_devices_of_one_that_works() -> None:
             ValueError, match="5 workers with 1 device each would need 5, and this machine has 4"
         ):
             cluster.scale(5)
-
-
-def test_workers_of_one_process_use_the_same_devices() -> None:
-    with (
-        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        client.register_plugin(DevicePlugin())
-        assert who_has(client) == [[0, 1, 2, 3]] * 2
-
-
-def test_workers_with_other_lock_directories_share_out_what_both_see(tmp_path: Path) -> None:
-    """As in containers that see the same GPUs."""
-    with LocalCluster(n_workers=0, dashboard_address=":0") as cluster, Client(cluster) as client:
-        worker = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
-        one = {"DASK_DEVCTX__LOCK_DIRECTORY": str(tmp_path / "one")}
-        other = {"DASK_DEVCTX__LOCK_DIRECTORY": str(tmp_path / "other")}
-        address = cluster.scheduler_address
-        with dask_command(*worker, address, env=one), dask_command(*worker, address, env=other):
-            client.wait_for_workers(2, timeout=60)
-            soon(lambda: who_has(client), [[0, 1], [2, 3]])
 
 
 def test_a_device_that_its_holder_releases_late_is_taken_then(

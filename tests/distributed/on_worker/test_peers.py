@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from distributed import Client, Worker, get_worker, wait
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
-from distributed.worker import get_data_from_worker
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -243,22 +242,6 @@ def test_what_is_packed_in_microseconds_changes_no_thread(
     assert client.run(packing, workers=workers[:1])[workers[0]] == [by_loop]
 
 
-def partial_result(n: int) -> dict[str, Any]:
-    return {"total": peers.array(8), "n": n}
-
-
-def test_many_small_values_in_one_answer_are_packed_on_a_thread(pair: Pair) -> None:
-    client, workers = pair
-    assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-    made = client.map(partial_result, range(20), workers=workers[:1], pure=False)
-    wait(made, timeout=30)
-    client.run(note_packing, workers=workers[:1])
-    client.submit(len, made, workers=workers[1:], pure=False).result(timeout=30)
-    found = client.run(packing, workers=workers[:1])[workers[0]]
-    assert len(found) == 20
-    assert found.count(False) > 10, "dask asks for many values at once"
-
-
 # -- calls of the driver that wait
 
 
@@ -278,53 +261,6 @@ def test_the_event_loop_runs_on_while_a_copy_is_waited_for(
     peers.when_paused(client, workers[where])
     assert client.run(peers.go_on, workers=[workers[where]])[workers[where]]
     assert used.result(timeout=30) == ARRIVED
-
-
-async def replicated(key: str, source: str, dask_worker: Worker) -> str:
-    """Let a worker ask another one for a value; the name of its type."""
-    answer = await get_data_from_worker(
-        dask_worker.rpc, keys=[key], worker=source, who=dask_worker.address
-    )
-    return type(answer["data"][key]).__name__
-
-
-@pytest.mark.parametrize("where", [0, 1], ids=["a new buffer", "opens one"])
-def test_small_values_go_on_while_a_buffer_is_waited_for(where: int) -> None:
-    with peers.cluster(2) as (client, workers):
-        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        large = client.submit(of_3_mb, workers=workers[:1], pure=False)
-        small = client.submit(peers.array, workers=workers[:1], pure=False)
-        wait([large, small], timeout=30)
-        slow = ["cuMemAlloc", "cuIpcOpenMemHandle"][where]
-        client.run(peers.hold, slow, 2**22 * (1 - where), workers=[workers[where]])
-        used = client.submit(peers.last, large, workers=workers[1:], pure=False)
-        peers.when_paused(client, workers[where])
-        (name,) = client.run(replicated, small.key, workers[0], workers=workers[1:]).values()
-        assert name == "SimulatedArray"
-        assert client.run(peers.go_on, workers=[workers[where]])[workers[where]]
-        assert used.result(timeout=30) == ARRIVED
-
-
-def no_memory_for(nbytes: int) -> None:
-    """Let two allocations of so many bytes fail, and values leave the device slowly."""
-    from cuda.bindings.driver import CUresult
-
-    peers.hold("cuMemcpyDtoHAsync")
-    status = CUresult.CUDA_ERROR_OUT_OF_MEMORY
-    peers.faults().inject("cuMemAlloc", status, times=2, when=lambda *args: nbytes in args)
-
-
-def test_the_event_loop_runs_on_while_values_make_room_for_a_small_one() -> None:
-    with peers.cluster(2) as (client, workers):
-        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        there = client.submit(peers.array, 5000, workers=workers[1:], pure=False)
-        made = client.submit(peers.array, 3000, workers=workers[:1], pure=False)
-        wait([there, made], timeout=30)
-        client.run(no_memory_for, 24_000, workers=workers[1:])
-        used = client.submit(peers.last, made, workers=workers[1:], pure=False)
-        peers.when_paused(client, workers[1])
-        assert client.run(peers.go_on, workers=workers[1:])[workers[1]]
-        assert used.result(timeout=30) == ARRIVED
 
 
 def waits() -> int:
@@ -362,23 +298,6 @@ def test_the_plugin_may_go_and_come_back(pair: Pair) -> None:
     again = sorted(workers, key=client.run(peers.first_device).__getitem__)
     assert peers.send(client, peers.array, peers.last, again) == ARRIVED
     assert client.run(peers.transfers)[again[1]] == {"ipc": 1}
-
-
-async def replace_plugin(dask_worker: Worker) -> None:
-    await dask_worker.plugin_remove("devctx")
-    await dask_worker.plugin_add(DevicePlugin(devices_per_worker=1), name="devctx")
-
-
-def test_a_new_plugin_of_one_worker_is_asked_again(pair: Pair) -> None:
-    client, workers = pair
-    assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-    client.run(replace_plugin, workers=workers[:1])
-    for _ in range(2):
-        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-    rows = [row for row in report(client).transfers if row.transport == "host"]
-    assert [(row.copies, row.reason) for row in rows if row.worker == workers[0]] == [
-        (1, "it knows this worker's memory by an earlier name")
-    ]
 
 
 @pytest.mark.parametrize(

@@ -25,11 +25,6 @@ from tests.distributed import peers
 ARRIVED = (1.0, True)
 
 
-@pytest.fixture
-def simulation() -> str:
-    return "simulated"
-
-
 @pytest.fixture(autouse=True)
 def two_devices(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(driver.SIMULATED_DEVICES_VARIABLE, "2")
@@ -71,28 +66,6 @@ def test_who_has_no_plugin_any_more_is_sent_what_it_can_read() -> None:
         assert peers.until(lambda: not client.run(used_memory, workers=sender)[workers[0]], 10)
 
 
-def slow_hello(dask_worker: Worker) -> None:
-    hello = dask_worker.handlers[HELLO]
-
-    async def slow(**kwargs: Any) -> Any:
-        os.environ["PAUSED"] = "hello"
-        await asyncio.sleep(2)
-        return await hello(**kwargs)
-
-    dask_worker.handlers[HELLO] = slow
-
-
-def test_the_plugin_goes_while_a_worker_is_asked_how_it_sends() -> None:
-    with peers.cluster(2) as (client, workers):
-        made = client.submit(peers.array, workers=workers[:1], pure=False)
-        wait(made, timeout=30)
-        client.run(slow_hello, workers=workers[:1])
-        use = client.submit(peers.last_on_the_host, made, workers=workers[1:], pure=False)
-        peers.when_paused(client, workers[0])
-        client.unregister_worker_plugin("devctx")
-        assert use.result(timeout=20) == 1.0
-
-
 @pytest.mark.parametrize("where", [0, 1], ids=["sender", "receiver"])
 @pytest.mark.parametrize("staging", ["64 MiB", "2 MiB"], ids=["at once", "in pieces"])
 def test_the_plugin_of_one_side_goes_in_the_middle(where: int, staging: str) -> None:
@@ -112,23 +85,6 @@ def test_the_plugin_of_one_side_goes_in_the_middle(where: int, staging: str) -> 
 
 
 # -- workers
-
-
-def hello_with_other_contents(dask_worker: Worker) -> None:
-    hello = dask_worker.handlers[HELLO]
-
-    async def other(**kwargs: Any) -> Any:
-        return (*(await hello(**kwargs))[:2], b"other")
-
-    dask_worker.handlers[HELLO] = other
-
-
-def test_memory_that_is_not_read_does_not_stay_open() -> None:
-    with peers.cluster(2) as (client, workers):
-        client.run(hello_with_other_contents, workers=workers[:1])
-        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        assert peers.ways(client) == {"host": 1}
-        assert client.run(opened, workers=workers[1:])[workers[1]] == 0
 
 
 def test_a_sender_that_fails_between_the_pieces_ends_nobody_else() -> None:
@@ -264,20 +220,6 @@ async def ask_each(messages: list[tuple[str, Any]], dask_worker: Worker) -> list
     return [await dask_worker.handlers[op](said=message) for op, message in messages]
 
 
-def lie_about(name: str, value: Any, dask_worker: Worker) -> None:
-    """Let a worker send headers with one wrong field."""
-    sender = dask_worker.plugins["devctx"].extension.peers._sender
-    right = type(sender)._message
-
-    def wrong(*args: Any) -> Any:
-        message = right(sender, *args)
-        about = message["devctx-ipc"]
-        lie = {"place": about.place._replace(offset=value)} if name == "offset" else {name: value}
-        return {**message, "devctx-ipc": about._replace(**lie)}
-
-    sender._message = wrong
-
-
 def test_malformed_messages_are_refused_and_the_worker_goes_on() -> None:
     wrong = [
         (HELLO, ()),
@@ -296,20 +238,4 @@ def test_malformed_messages_are_refused_and_the_worker_goes_on() -> None:
         log = client.run(peers.kept_log)[workers[0]]
         assert sum("was refused" in line for line in log) == len(wrong)
         assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        assert peers.nothing_staged(client)
-
-
-@pytest.mark.long
-def test_a_value_with_a_malformed_header_comes_through_the_host() -> None:
-    with peers.cluster(2) as (client, workers):
-        before = client.run(pid)
-        client.run(peers.keep_log)
-        for turn, lie in enumerate([("offset", 2**40), ("piece", 0), ("parts", "none")]):
-            client.run(lie_about, *lie, workers=workers[:1])
-            client.run(tell_that_it_left, workers[0], workers=workers[1:])
-            for _ in range(2):
-                assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-            log = client.run(peers.kept_log)[workers[1]]
-            assert sum("The header of a transfer" in line for line in log) == turn + 1, (lie, log)
-        assert client.run(pid) == before
         assert peers.nothing_staged(client)

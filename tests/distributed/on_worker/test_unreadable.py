@@ -8,7 +8,7 @@ from typing import Any
 import dask
 import pytest
 from distributed import wait
-from distributed.utils_test import async_poll_for, gen_cluster, wait_for_state
+from distributed.utils_test import gen_cluster
 
 from dask_devctx import DevicePlugin
 from tests.distributed import peers
@@ -85,19 +85,3 @@ def test_a_value_on_a_device_that_cannot_be_read() -> None:
             assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
         assert peers.nothing_staged(client)
         assert "host" not in peers.ways(client)
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, timeout=60)
-async def test_dask_sees_it_as_without_the_plugin(
-    client: Any, scheduler: Any, a: Any, b: Any
-) -> None:
-    await client.register_plugin(DevicePlugin())
-    bad = client.submit(Unreadable, ValueError, key="bad", workers=[a.address])
-    use = client.submit(len, bad, key="use", workers=[b.address], retries=1)
-    await wait_for_state("bad", "error", b)
-    assert ("gather-dep", "failed", "seconds") in b.digests_total
-    assert isinstance(await use.exception(), ValueError)
-    assert not b.data
-    await bad.cancel()
-    await use.cancel()
-    await async_poll_for(lambda: not a.state.tasks and not b.state.tasks, timeout=10)
