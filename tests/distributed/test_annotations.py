@@ -74,15 +74,6 @@ async def test_arrays(client: Any, scheduler: Any, worker: Any) -> None:
 
 
 @with_plugin()
-async def test_blocks_of_an_array(client: Any, scheduler: Any, worker: Any) -> None:
-    keep_annotations()
-    x = da.zeros(8, chunks=2, dtype=int)
-    with dask.annotate(device=lambda key: key[1]):
-        y = marked(x)
-    assert list(await client.compute(y + 0)) == [0, 0, 1, 1, 2, 2, 3, 3]
-
-
-@with_plugin()
 async def test_bags(client: Any, scheduler: Any, worker: Any) -> None:
     keep_annotations()
     bag = db.from_sequence([0] * 8, npartitions=4)
@@ -195,16 +186,6 @@ def test_each_task_keeps_its_annotation(optimize: Callable[..., Any], case: Any)
     assert {key: results[key] for key in wanted} == {key: plain[key] for key in wanted}
 
 
-def test_equal_annotations_are_fused() -> None:
-    with dask.annotate(device=1):
-        bag = db.from_sequence([0], npartitions=1).map(mark).map(mark).map(mark)
-    with dask.annotate(device=2):
-        bag = bag.map(mark)
-    optimized = optimize_bag(bag.dask, bag.__dask_keys__())
-    real = [t for t in dict(optimized).values() if type(t).__name__ == "Task"]
-    assert len(real) == 2  # one for each device, of four
-
-
 def test_a_graph_without_the_annotation_is_dasks_affair() -> None:
     from dask.array.optimization import optimize
 
@@ -236,29 +217,6 @@ def test_the_configuration_can_still_be_sent() -> None:
     function = pickle.loads(pickle.dumps(dask.config.config["bag_optimize"]))
     bag = db.from_sequence([1])
     assert dict(function(bag.dask, bag.__dask_keys__()))
-
-
-_PICKLED_BY_MANY_THREADS = """
-import pickle, sys
-from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
-from dask_devctx.graph.keep import Optimizer
-from dask_devctx.graph.optimize import optimize_array
-sys.setswitchinterval(1e-6)
-together = Barrier(8)
-def send(function):
-    together.wait()
-    return pickle.loads(pickle.dumps(Optimizer(function)))
-with ThreadPoolExecutor(8) as pool:
-    for _ in range(50):
-        # a function that was not pickled before, as in a process whose first cluster starts
-        functions = [type(optimize_array)(optimize_array.__code__, {}) for _ in range(8)]
-        assert all(map(callable, pool.map(send, functions)))
-"""
-
-
-def test_nannies_that_start_at_once_can_all_send_the_configuration() -> None:
-    subprocess.run([sys.executable, "-c", _PICKLED_BY_MANY_THREADS], check=True, timeout=30)
 
 
 _LONELY_SCHEDULER = """

@@ -12,9 +12,8 @@ from typing import Any
 import dask
 import pynvml
 import pytest
-from cuda.bindings.driver import CUresult
 from dask._task_spec import Task
-from distributed import Event, Status, Worker, worker_client
+from distributed import Event, Worker, worker_client
 from distributed.utils_test import async_poll_for, gen_cluster
 from distributed.worker_state_machine import ComputeTaskEvent
 
@@ -26,15 +25,12 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.driver.backends import Backend
-from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.scheduler.suspects import TOPIC
 from dask_devctx.worker.run import DeviceRun as DeviceTask
 from tests.distributed.devices import (
     current_context,
     device_threads,
     here,
-    plugin_with,
     with_plugin,
 )
 
@@ -237,20 +233,6 @@ async def test_a_machine_without_gpus(client: Any, scheduler: Any, worker: Any) 
         await client.unregister_worker_plugin("devctx")
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_the_other_way_out_is_to_register_devices_that_exist(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    with pytest.raises(TypeError, match="a device is an ordinal") as caught:
-        await client.register_plugin(DevicePlugin(devices=[1.5]))
-    assert "register it again with devices that exist" in caught.value.__notes__[0]
-    with pytest.raises(ModuleNotFoundError) as caught:
-        await client.register_plugin(plugin_with(pre_import="no_such_module"))
-    assert "register it again when the cause is mended" in caught.value.__notes__[0]
-    await client.register_plugin(DevicePlugin(devices=[1]))
-    assert await client.submit(here) == 1
-
-
 @pytest.mark.parametrize(
     ("key", "value"), [("switch-interval", "fast"), ("switch-interval", 0), ("history", "all")]
 )
@@ -273,16 +255,6 @@ async def test_a_worker_whose_own_configuration_is_wrong(
     await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
     assert await client.submit(here) is None
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_a_paused_worker_is_told_the_way_out_too(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    worker.status = Status.paused
-    with pytest.raises(DeviceNotFoundError, match="no device 7") as caught:
-        await client.register_plugin(DevicePlugin(devices=[7]))
-    assert "client.unregister_worker_plugin" in caught.value.__notes__[0]
 
 
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
@@ -396,38 +368,3 @@ async def test_the_scheduler_knows_the_devices_while_the_plugin_is_replaced(
         await asyncio.sleep(0)
     await client.unregister_worker_plugin("devctx")
     await async_poll_for(lambda: not routing.devices, timeout=10)
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_a_device_without_room_for_a_context(
-    client: Any, scheduler: Any, worker: Any, machine: SimulatedMachine
-) -> None:
-    """The worker wants one there at once, for what arrives from others."""
-    before = state_of(worker)
-    machine.faults.inject("cuDevicePrimaryCtxRetain", CUresult.CUDA_ERROR_OUT_OF_MEMORY)
-    with pytest.raises(DeviceMemoryError) as caught:
-        await client.register_plugin(DevicePlugin(devices_per_worker=1, devices=[2]))
-    assert "client.unregister_worker_plugin" in caught.value.__notes__[0]
-    with dask.annotate(device=2):
-        assert isinstance(await client.submit(here, "annotated").exception(), DeviceMemoryError)
-    assert await client.submit(here, "unannotated") is None
-    async with Worker(scheduler.address, nthreads=4) as other:  # has what this one does not use
-        assert len(other.plugins["devctx"].worker_devices) == 1
-    await client.unregister_worker_plugin("devctx")
-    assert state_of(worker)[:3] == before[:3]
-
-
-@gen_cluster(client=True, nthreads=[], timeout=60)
-async def test_one_plugin_given_to_several_workers_of_a_process(
-    client: Any, scheduler: Any
-) -> None:
-    """As ``LocalCluster(processes=False, plugins=[DevicePlugin()])`` does."""
-    plugin = DevicePlugin()
-    workers = [Worker(scheduler.address, nthreads=8, plugins=[plugin]) for _ in range(2)]
-    async with workers[0] as one, workers[1] as other:
-        for worker in (one, other):
-            with dask.annotate(device=2):
-                assert await client.submit(here, pure=False, workers=[worker.address]) == 2
-        for worker in (one, other):
-            await worker.plugin_remove("devctx")
-            assert not [name for name in worker.executors if "devctx" in name]

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,17 +79,6 @@ def test_a_program_from_standard_input(guard: str) -> None:
     assert "Save it in a file" in last
 
 
-def test_a_script_that_ran_as_another_path_is_found(tmp_path: Path) -> None:
-    """As IPython runs it: its code has the path as it was typed."""
-    (tmp_path / "job.py").write_text(f"from dask_devctx import LocalDeviceCluster\n{START}\n")
-    program = (
-        "import sys; main = sys.modules['__main__']; main.__file__ = sys.argv[1]\n"
-        "exec(compile(open('job.py').read(), 'job.py', 'exec'), vars(main))\n"
-    )
-    done = run("-c", program, str(tmp_path / "job.py"), cwd=tmp_path)
-    assert "job.py, line 2, starts a cluster" in last_line(done)
-
-
 def test_a_notebook_cell_that_runs_twice(capfd):
     one = {"n_workers": 1, "devices": [0], "dashboard_address": ":0"}
     with LocalDeviceCluster(**one):
@@ -128,18 +116,6 @@ def test_functions_of_dask_array_that_need_host_arrays():
             da.unique(x).compute()
         back = x.map_blocks(lambda block: block.get(), meta=np.empty(0))
         assert da.unique(back).compute().tolist() == [1.0, 2.0, 3.0]
-
-
-def test_simulated_arrays_without_numpy():
-    program = (
-        "import sys; sys.modules['numpy'] = None\n"
-        "from dask_devctx import Device\n"
-        "with Device(1): pass\n"
-        "from dask_devctx import SimulatedArray\n"
-    )
-    last = last_line(run("-c", program))
-    assert "MissingPackageError: SimulatedArray needs the package numpy" in last
-    assert "pip install '.[simulated]'" in last
 
 
 def _starts_a_process() -> None:
@@ -250,13 +226,6 @@ def test_a_variable_that_hides_all_devices(value: str, monkeypatch: pytest.Monke
         LocalDeviceCluster(processes=False, dashboard_address=":0")
 
 
-@pytest.mark.parametrize("word", ["any", "Any"])
-def test_a_word_for_any_device(cluster: LocalDeviceCluster, word: str) -> None:
-    with Client(cluster, set_as_default=False) as client, dask.annotate(device=word):
-        error = client.submit(_where, 0, pure=False).exception()
-    assert 'annotate(device="auto")' in str(error)
-
-
 @pytest.mark.parametrize("value", [4, 1000.0, "4", "4 kB"])
 def test_a_reservation_of_a_few_bytes(value: object) -> None:
     (text,) = mistaken({"device_memory": value})
@@ -290,15 +259,3 @@ def test_an_annotation_where_there_is_no_plugin(tmp_path: Path) -> None:
     (said,) = done.stdout.splitlines()
     assert "the annotation 'device', and no worker of this cluster uses devices" in said
     assert "client.register_plugin(DevicePlugin())" in said
-
-
-def test_no_alarm_where_workers_have_the_plugin(cluster: LocalDeviceCluster) -> None:
-    with (
-        Client(cluster, set_as_default=False) as client,
-        warnings.catch_warnings(record=True) as told,
-        dask.annotate(device=1),
-    ):
-        warnings.simplefilter("always")
-        assert client.gather(client.map(_where, range(3))) == [1] * 3
-        time.sleep(0.3)
-    assert not told

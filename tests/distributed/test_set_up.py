@@ -116,36 +116,6 @@ async def test_registered_and_taken_away(client: Any, scheduler: Any, worker: An
     await assert_nothing_is_held(worker, "unregistering")
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_one_that_failed_is_registered_again(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    handler = worker.handlers.pop("actor_attribute")  # as after a release that renamed it
-    with pytest.raises(Exception, match="actor_attribute"):
-        await client.register_plugin(DevicePlugin(**PLUGIN))
-    worker.handlers["actor_attribute"] = handler
-    assert await client.submit(here, pure=False) is None
-    await client.register_plugin(DevicePlugin(**PLUGIN))
-    assert await client.submit(here, pure=False) in (1, 2)
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_handlers_that_others_took_over_stay(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    async def others(**kwargs: Any) -> str:
-        return "others"
-
-    await client.register_plugin(DevicePlugin())
-    before = dict(worker.handlers)
-    try:
-        worker.handlers["actor_execute"] = others
-        await client.unregister_worker_plugin("devctx")
-        assert worker.handlers["actor_execute"] is others
-    finally:
-        worker.handlers["actor_execute"] = before["actor_execute"]
-
-
 # -- a task's threads
 
 
@@ -190,22 +160,6 @@ async def test_only_the_task_itself_is_sent_to_its_devices_threads(
         assert (await client.submit(where, pure=False))[1] != "devctx"
     with dask.annotate(device=None):
         assert await client.submit(where, pure=False) == (None, here_and_there[1])
-
-
-@gen_cluster(client=True, nthreads=[], timeout=60)
-async def test_two_workers_that_share_an_executor(client: Any, scheduler: Any) -> None:
-    async with (
-        Worker(scheduler.address, nthreads=2, executor="offload", name="first") as first,
-        Worker(scheduler.address, nthreads=2, executor="offload", name="second") as second,
-    ):
-        changes = changes_of(second)
-        await client.register_plugin(DevicePlugin())
-        assert await client.submit(where, workers=["second"]) != (None, "Dask")
-        await first.plugin_remove(name="devctx")
-        assert (await client.submit(where, workers=["second"], pure=False))[1] == "devctx"
-        assert await client.submit(where, workers=["first"], pure=False) == (None, "Dask")
-        await second.plugin_remove(name="devctx")
-        await async_poll_for(lambda: not changes().keys() - {"tasks"}, timeout=10)
 
 
 @gen_cluster(client=True, nthreads=[], timeout=60)

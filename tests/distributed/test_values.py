@@ -22,11 +22,8 @@ from dask_devctx.transfer import nbytes_by_device, walk
 from tests.distributed.devices import here, with_plugin
 from tests.transfer.hostile import (
     CONTAINERS,
-    CopiesAreItself,
     EndsSomething,
     Thing,
-    UnlookedDict,
-    UnlookedList,
 )
 from tests.transfer.shapes import shape_of
 
@@ -184,20 +181,6 @@ def test_each_type_is_used_on_every_device_and_stays_where_it_was(kind: str) -> 
 
 
 @with_plugin()
-async def test_many_tasks_use_a_value_whose_copies_are_itself(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    with dask.annotate(device=0):
-        made = client.submit(lambda: CopiesAreItself(make()), pure=False)
-    futures = [
-        client.submit(lambda value, _: float(value.data.sum()), made, n, pure=False)
-        for n in range(40)
-    ]
-    assert await client.gather(futures) == [100.0] * 40
-    assert where(worker.data[made.key]) == {0}
-
-
-@with_plugin()
 async def test_one_that_cannot_be_moved_fails_the_task_that_needs_it_elsewhere(
     client: Any, scheduler: Any, worker: Any
 ) -> None:
@@ -235,33 +218,6 @@ async def test_a_deeply_nested_value_is_one_as_any_other(
             assert await client.submit(depth_of, made, pure=False) == depth
 
 
-@with_plugin()
-async def test_an_array_at_the_bottom_of_a_deep_value_is_moved(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    with dask.annotate(device=0):
-        made = client.submit(lambda: deep(600, make()), pure=False)
-    with dask.annotate(device=1):
-        assert await client.submit(where, made, pure=False) == {1}
-
-
-@shapes
-def test_what_does_not_let_itself_be_looked_at_is_host_data(shape: str) -> None:
-    async def body(client: Any, scheduler: Any, *workers: Any) -> None:
-        with dask.annotate(device=0):
-            made = [
-                client.submit(kind, pure=False)
-                for kind in (UnlookedDict, UnlookedList)
-                for _ in "12"
-            ]
-        with dask.annotate(device=0):
-            assert await client.gather(
-                [client.submit(lambda _: 1, one, pure=False) for one in made]
-            ) == [1] * len(made)
-
-    run(shape, body)
-
-
 LARGE: dict[str, Callable[[], Any]] = {
     "tuples": lambda: [(i, "x") for i in range(10**6)],
     "cube": lambda: [[[1] * 100 for _ in range(100)] for _ in range(100)],
@@ -289,17 +245,6 @@ async def test_large_host_data_is_looked_at_once(
     assert len(set(await client.gather(sizes))) == 1
     # In two steps where it was made, and where dask counts its bytes: by none of those that use it.
     assert len([kind for kind, _ in looked if kind in (list, pd.DataFrame)]) <= 3
-
-
-@shapes
-def test_ten_thousand_arrays_in_a_dictionary(shape: str) -> None:
-    async def body(client: Any, scheduler: Any, *workers: Any) -> None:
-        with dask.annotate(device=0):
-            made = client.submit(lambda: {i: make(1) for i in range(2_000)}, pure=False)
-        with dask.annotate(device=1):
-            assert await client.submit(where, made, pure=False) == {1}
-
-    run(shape, body)
 
 
 def test_a_thread_pool_of_the_user_s_own_is_given_its_values_too() -> None:

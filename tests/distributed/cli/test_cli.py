@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -18,7 +15,6 @@ import dask.cli
 import pytest
 from click.testing import CliRunner, Result
 
-from dask_devctx import driver
 from dask_devctx.cli import devctx
 from dask_devctx.driver.simulated import SimulatedMachine
 
@@ -141,36 +137,7 @@ def test_no_device_is_status_1(only: Callable[[str], None], value: str) -> None:
     assert info("--json").exit_code == 1
 
 
-def test_a_lost_device_is_left_out(machine: SimulatedMachine) -> None:
-    machine.gpus[0].lost = True
-    found = as_json()
-    assert any("NVML index 0 is left out" in problem for problem in found["problems"])
-
-
-def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    with driver.use(SimulatedMachine(0).backend()):
-        result = info()
-    assert result.exit_code == 1
-    assert "Problems:" in result.stdout
-    assert driver.SIMULATED_DEVICES_VARIABLE in result.stdout  # the remedy
-
-
 def test_an_option_that_is_out_of_range_is_a_problem() -> None:
     with dask.config.set({"devctx.replica-limit": 3}):
         found = as_json()
     assert any("devctx.replica-limit" in problem for problem in found["problems"])
-
-
-def test_a_mistyped_key_is_a_problem() -> None:
-    with dask.config.set({"devctx.simulated-device": 3}):
-        found = as_json()
-    assert any("devctx.simulated-devices?" in problem for problem in found["problems"])
-
-
-def test_as_a_process() -> None:
-    code = "from dask_devctx.cli import devctx; devctx(['info'])"
-    env = {**os.environ, "DASK_DEVCTX__SIMULATED_DEVICES": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("2 simulated devices, CUDA 13.0")

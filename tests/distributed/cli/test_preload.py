@@ -7,26 +7,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from importlib.metadata import entry_points
-from pathlib import Path
+from contextlib import ExitStack
 
 import dask
 import pytest
 from distributed import Client, LocalCluster, Nanny, get_worker
 
-from dask_devctx import Device, DeviceNotFoundError, DevicesInUseError, DriverUnavailableError
+from dask_devctx import Device, DeviceNotFoundError
 from dask_devctx.cli.preload import dask_setup
-from dask_devctx.cuda.device import named_devices
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import Command, dask_command
 from tests.distributed.devices import workers_of
 
-installed = pytest.mark.skipif(
-    not entry_points(group="dask_cli", name="devctx"),
-    reason="the package is not installed, so dask does not know the command",
-)
 WORKER = ("worker", "--no-dashboard", "--nthreads", "4", "--preload", "dask_devctx")
 
 
@@ -93,63 +85,6 @@ def check_two_hosts(client: Client) -> None:
         assert client.submit(sum, there, pure=False).result(timeout=10) == 499500
 
 
-_NETWORK = "10.213.97"
-
-
-def _ip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True)
-
-
-@contextmanager
-def two_networks() -> Iterator[None]:
-    """The namespaces dv-a and dv-b, each with a link to a bridge of this one."""
-    steps = ["link add dv-br type bridge", f"addr add {_NETWORK}.1/24 dev dv-br"]
-    steps += ["link set dv-br up"]
-    for number, host in enumerate("ab", 2):
-        inside = f"netns exec dv-{host} ip"
-        steps += [
-            f"netns add dv-{host}",
-            f"link add dv-{host} type veth peer name dv-in netns dv-{host}",
-            f"link set dv-{host} master dv-br",
-            f"link set dv-{host} up",
-            f"{inside} link set lo up",
-            f"{inside} addr add {_NETWORK}.{number}/24 dev dv-in",
-            f"{inside} link set dv-in up",
-        ]
-    try:
-        for step in steps:
-            done = _ip(*step.split())
-            if done.returncode:
-                pytest.skip(f"network namespaces cannot be made: ip {step}: {done.stderr.strip()}")
-        yield
-    finally:
-        for host in "ab":
-            _ip("link", "del", f"dv-{host}")
-            _ip("netns", "del", f"dv-{host}")
-        _ip("link", "del", "dv-br")
-
-
-def test_two_hosts_with_networks_of_their_own() -> None:
-    try:
-        probe = _ip("netns", "list")
-    except FileNotFoundError:
-        pytest.skip("there is no ip command")
-    if probe.returncode:
-        pytest.skip(f"ip netns is not permitted: {probe.stderr.strip()}")
-    with two_networks(), ExitStack() as stack:
-        command = ("scheduler", "--host", f"{_NETWORK}.1", "--port", "0", "--no-dashboard")
-        address = address_of(stack.enter_context(dask_command(*command)))
-        for number, host in enumerate("ab", 2):
-            stack.enter_context(
-                dask_command(
-                    *(*WORKER, "--name", host, "--host", f"{_NETWORK}.{number}", address),
-                    env={"DASK_DEVCTX__SIMULATED_HOST": host},
-                    prefix=("ip", "netns", "exec", f"dv-{host}"),
-                )
-            )
-        check_two_hosts(stack.enter_context(Client(address)))
-
-
 def test_workers_of_a_machine_share_it_out(address: str) -> None:
     env = {"DASK_DEVCTX__DEVICES_PER_WORKER": "2"}
     with ExitStack() as stack:
@@ -198,32 +133,6 @@ def test_a_worker_without_devices_does_not_start(
         assert all(last.count(uuid[:12]) == 1 for uuid in uuids("test"))
 
 
-def test_no_driver_is_one_line() -> None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:
-        pass
-    else:
-        pytest.skip("this machine has a driver")
-    *_, last = lines = lines_of(*WORKER, "tcp://127.0.0.1:1", DASK_DEVCTX__SIMULATED_DEVICES="0")
-    assert len(lines) == 2
-    assert "Install NVIDIA's driver where the GPUs are" in last
-
-
-@installed
-def test_devices_that_others_hold_are_told_in_one_line(address: str, lock_directory: Path) -> None:
-    devices = named_devices([0, 1])
-    lease = acquire(devices, 2, holder="the other one", directory=lock_directory)
-    command = ("devctx", "worker", "--devices", "0,1", "--n-workers", "1", "--no-dashboard")
-    (line,) = lines_of(*command, address)
-    lease.release()
-    assert line.startswith("Error: this cluster wants 2 devices for itself, and cuda:0, cuda:1 are")
-    assert "the other one. Name other devices with --devices, end the processes that" in line
-    assert "--preload" not in line
-
-
 @pytest.mark.parametrize("processes", [False, True])
 def test_preloaded_from_the_configuration(processes: bool) -> None:
     preload = {"distributed.worker.preload": ["dask_devctx"], "devctx.devices-per-worker": 1}
@@ -240,23 +149,6 @@ def test_preloaded_from_the_configuration(processes: bool) -> None:
             assert found == uuid
             seen.add(name)
         assert len(seen) == 4
-
-
-def test_the_real_error_of_a_preload_ends_the_start(lock_directory: Path) -> None:
-    config = {"distributed.worker.preload": ["dask_devctx"], "devctx.devices-per-worker": 3}
-    with (
-        dask.config.set(config),
-        pytest.raises(RuntimeError) as caught,
-        LocalCluster(n_workers=2, processes=False, dashboard_address=":0"),
-    ):
-        pytest.fail("it started")
-    causes = []
-    error: BaseException | None = caught.value
-    while error is not None:
-        causes.append(error)
-        error = error.__cause__
-    assert isinstance(causes[-1], DevicesInUseError)
-    assert not isinstance(causes[-1], DriverUnavailableError)
 
 
 def test_a_nanny_cannot_preload_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import signal
@@ -20,9 +19,7 @@ from distributed import Client, LocalCluster, wait
 
 from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, report
 from dask_devctx.cli import devctx
-from dask_devctx.client.live import Moment, moment
 from dask_devctx.errors.base import nbytes_text
-from dask_devctx.scheduler.rows import DeviceCounts
 
 IN_THIS_PROCESS: dict[str, Any] = {
     "protocol": "tcp",
@@ -109,34 +106,6 @@ def test_tasks_of_workers_that_left_are_counted_as_in_the_report(client: Client)
         assert time.monotonic() < deadline, shown
 
 
-def ended(found: Moment) -> int:
-    """How many tasks ended well on device 1, as one moment tells it."""
-    uuid = Device(1).uuid
-    before, _ = (found.before or {}).get(uuid, (0, 0))
-    return before + sum(row.done for (_, one), row in found.devices.items() if one == uuid)
-
-
-def test_a_worker_that_leaves_between_two_questions_is_counted_once(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with dask.annotate(device=1):
-        client.gather(client.map(nap, [0.0] * 5, pure=False))
-    deadline = time.monotonic() + 20  # for a heartbeat after the last task
-    while (first := moment(client)) and ended(first) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (worker,) = {worker for (worker, uuid) in first.devices if uuid == Device(1).uuid}
-    ask = client.run_on_scheduler
-
-    async def then_the_worker_leaves(*args: Any) -> Any:
-        answer = await ask(*args)
-        await client.retire_workers([worker])
-        return answer
-
-    monkeypatch.setattr(client, "run_on_scheduler", then_the_worker_leaves)
-    assert ended(moment(client, first)) == 5
-
-
 def test_transfers_are_shown(client: Client) -> None:
     with dask.annotate(device=0):
         made = client.map(nap, [0.0] * 50, pure=False)
@@ -201,11 +170,6 @@ def test_it_shows_the_state_live_until_ctrl_c(client: Client, columns: str) -> N
     assert (shown.returncode, errors) == (0, "")
 
 
-def test_json_is_for_one_state() -> None:
-    result = run("top", "tcp://127.0.0.1:1", "--json")
-    assert (result.exit_code, "--json needs --once" in result.stderr) == (2, True)
-
-
 def test_without_rich_the_error_names_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     result = run("top", address_of(client), "--once")
@@ -239,14 +203,3 @@ def test_a_cluster_without_the_plugin_ends_with_status_1() -> None:
         result = run("info", "--scheduler", cluster.scheduler_address)
     assert result.exit_code == 1
     assert "does not run the plugin: client.register_plugin(DevicePlugin())" in result.stdout
-
-
-def test_devices_of_the_same_ordinal_on_one_host_have_a_part_of_their_uuid(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = {("tcp://a:1", "GPU-1111-1"), ("tcp://a:2", "GPU-2222-1")}
-    found = Moment(0.0, {a: a for a, _ in rows}, {r: DeviceCounts(0, r[1], "A") for r in rows}, {})
-    monkeypatch.setattr(importlib.import_module("dask_devctx.cli.top"), "moment", lambda *_: found)
-    shown = run("top", address_of(client), "--once", "--interval", "0.1").stdout
-    assert "cuda:0 GPU-1111" in shown
-    assert "cuda:0 GPU-2222" in shown

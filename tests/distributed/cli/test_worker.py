@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -23,12 +21,11 @@ from distributed import Client, LocalCluster
 from distributed.cli.dask_worker import main as dask_worker
 from distributed.system import MEMORY_LIMIT
 
-from dask_devctx import Device, config, devices, driver
+from dask_devctx import Device, config, devices
 from dask_devctx.cli import devctx
 from dask_devctx.cli.worker import option_names, worker
 from dask_devctx.config import host_memory
 from dask_devctx.config.options import OPTION_NAMES
-from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import dask_command
 
@@ -278,14 +275,6 @@ def test_what_cannot_be_ends_with_a_status(
     assert re.search(said, " ".join(result.stderr.split()))
 
 
-def test_no_gpu_is_status_1(started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    result = run(ADDRESS)
-    assert (result.exit_code, started) == (1, [])
-    assert result.stderr.startswith("Error: CUDA_VISIBLE_DEVICES is ''")
-    assert len(result.stderr.splitlines()) == 1
-
-
 def test_nvlink_is_not_needed(started: list[dict[str, Any]]) -> None:
     result = run(ADDRESS, "--enable-nvlink")
     assert result.exit_code == 0
@@ -408,35 +397,6 @@ def test_devices_of_others_are_used_where_both_say_so(started: list[dict[str, An
     assert (started[0]["n_workers"], started[0]["config"]["devices"]) == ("4", None)
 
 
-def test_one_worker_shares_with_another_of_its_own_cluster(
-    started: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    """The scheduler divides the devices between them."""
-    file = tmp_path / "scheduler.json"
-    file.write_text(json.dumps({"address": ADDRESS}))
-    directory = config.get("lock-directory")
-    lease = acquire(devices(), 4, holder=f"worker w of {ADDRESS}", directory=directory)
-    try:
-        for where in ([ADDRESS.removeprefix("tcp://")], ["--scheduler-file", str(file)]):
-            done = run(*where, "--n-workers", "1")
-            assert (done.exit_code, done.stderr) == (0, "")
-        assert run(ADDRESS).exit_code == 1  # each of four workers wants one for itself
-    finally:
-        lease.release()
-
-
-@installed
-def test_devices_in_use_end_it_with_the_reason(scheduler: LocalCluster) -> None:
-    lease = acquire(devices(), 4, holder="somebody", directory=config.get("lock-directory"))
-    try:
-        address = scheduler.scheduler_address
-        with dask_command("devctx", "worker", address, "--n-workers", "1") as workers:
-            assert workers.ends(60) == 1
-        assert "somebody" in workers.said
-    finally:
-        lease.release()
-
-
 @installed
 def test_a_module_that_fails_ends_it_with_the_reason(
     scheduler: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -474,18 +434,3 @@ def test_a_file_of_the_scheduler_that_is_not_there_yet_is_told(
     assert said in run("--scheduler-file", str(path)).output
     path.touch()
     assert said not in run("--scheduler-file", str(path)).output
-
-
-def test_a_wrong_entry_of_the_variable_is_told(
-    monkeypatch: pytest.MonkeyPatch, started: list[dict[str, Any]]
-) -> None:
-    assert "hides itself" not in run(ADDRESS).output
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,9")
-    with driver.use(SimulatedMachine(4).backend()):
-        assert "the entry '9' hides itself and all after it" in run(ADDRESS).output
-
-
-def test_the_module_is_the_command_too() -> None:
-    command = [sys.executable, "-m", "dask_devctx.cli", "worker", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert "Usage: python -m dask_devctx.cli worker" in done.stdout

@@ -13,8 +13,7 @@ from typing import Any
 
 import dask
 import pytest
-from distributed import Client, Nanny, Worker
-from distributed.system import MEMORY_LIMIT
+from distributed import Client
 
 from dask_devctx import (
     Device,
@@ -124,11 +123,6 @@ def test_arguments_that_are_refused(
         LocalDeviceCluster(**arguments)
 
 
-def test_a_number_as_the_variable_is_one_device() -> None:
-    with LocalDeviceCluster(CUDA_VISIBLE_DEVICES=2, **QUIET) as cluster:
-        assert repr(cluster).endswith("devices=cuda:2)")
-
-
 def _found_without(*names: str) -> Any:
     from importlib.util import find_spec
 
@@ -145,30 +139,6 @@ def test_an_argument_that_is_not_needed_is_told_once(caplog: pytest.LogCaptureFi
         with LocalDeviceCluster(**dict.fromkeys(arguments, False), **QUIET):
             assert not caplog.records
     assert told == [f"{name} is not needed: {text}" for name, text in NOT_NEEDED.items()]
-
-
-def test_the_hosts_memory_is_divided_among_the_workers() -> None:
-    with LocalDeviceCluster(n_workers=2, memory_limit="auto", **QUIET) as cluster:
-        limits = [worker.memory_manager.memory_limit for worker in cluster.workers.values()]
-    assert abs(sum(limits) - MEMORY_LIMIT) < 1024
-
-
-class Coloured(Worker):  # type: ignore[misc]
-    colour = "red"
-
-
-def test_a_class_of_workers_with_processes_has_nannies() -> None:
-    arguments: dict[str, Any] = {"worker_class": Coloured, "processes": True}
-    with (
-        LocalDeviceCluster(devices=[0], dashboard_address=":0", **arguments) as cluster,
-        Client(cluster) as client,
-    ):
-        assert [type(nanny) for nanny in cluster.workers.values()] == [Nanny]
-        assert [*client.run(_colour).values()] == [("red", True)]
-
-
-def _colour(dask_worker: Any) -> tuple[str, bool]:
-    return dask_worker.colour, "devctx" in dask_worker.plugins
 
 
 EACH = [[n] for n in range(10)]

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import itertools
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from dask_devctx.client import layout
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.inspection import answer
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker import extension
 from dask_devctx.worker.leases.lease import acquire
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
@@ -104,12 +102,6 @@ def test_by_default_there_is_a_worker_for_each_device(
             lambda dask_worker: [d.device_id for d in dask_worker.plugins["devctx"].worker_devices]
         )
         assert sorted(found.values()) == expected
-
-
-def test_where_memory_cannot_be_shown_there_is_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "can_export", lambda used: False)
-    with LocalDeviceCluster(dashboard_address=":0") as cluster:
-        assert len(cluster.workers) == 1
 
 
 @pytest.mark.parametrize("refused", [None, "cuIpcGetMemHandle", "cuMemAlloc"])
@@ -392,29 +384,10 @@ def test_a_cluster_stays_when_a_client_comes_while_workers_leave(lock_directory:
     share.release()
 
 
-def test_a_worker_that_was_killed_comes_back_with_its_devices() -> None:
-    with (
-        LocalDeviceCluster(n_workers=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        with dask.annotate(device=3):
-            pid = client.submit(_pid, pure=False).result(timeout=20)
-        psutil.Process(pid).kill()
-        with dask.annotate(device=3):
-            future = client.submit(_pid, pure=False)
-        assert future.result(timeout=30) != pid
-
-
 def _where() -> int:
     device = Device.current()
     assert device is not None
     return device.device_id
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()
 
 
 def test_a_plugin_that_is_registered_later_leaves_each_worker_as_many_devices() -> None:
@@ -454,36 +427,3 @@ def test_a_worker_that_cannot_be_set_up_fails_the_start(
         )
     assert caught.value.worker in ("0", "1")
     assert leftovers(before) == set()
-
-
-def test_the_nth_worker_has_the_nth_device() -> None:
-    with LocalDeviceCluster(n_workers=4, dashboard_address=":0") as cluster, Client(cluster) as c:
-        found = c.run(lambda dask_worker: (dask_worker.name, _first(dask_worker)))
-        assert sorted(found.values()) == [(n, n) for n in range(4)]
-
-
-def _first(dask_worker: Worker) -> int:
-    return int(dask_worker.plugins["devctx"].worker_devices[0].device_id)
-
-
-def test_a_worker_that_joins_later_and_cannot_be_set_up_leaves(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with (
-        LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster,
-        Client(cluster) as client,
-    ):
-        called = threading.Event()
-
-        def fails(modules: object) -> None:
-            called.set()
-            raise OSError("no such library")
-
-        monkeypatch.setattr(extension, "import_early", fails)
-        cluster.scale(2)
-        assert called.wait(10)
-        deadline = time.monotonic() + 10
-        while len(cluster.scheduler.workers) > 1:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert client.submit(_where, pure=False).result(timeout=10) == 0

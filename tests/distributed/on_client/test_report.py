@@ -27,7 +27,6 @@ from dask_devctx import (
     timeline,
 )
 from dask_devctx.client.report import Report, ReportedDevice, ReportedRefusal, ReportedTransfer
-from tests.distributed.devices import workers_of
 
 
 @pytest.fixture
@@ -84,17 +83,6 @@ def test_each_task_is_reported_where_it_ran(client: Client, cluster: LocalDevice
     assert [row.start for row in rows] == sorted(row.start for row in rows)
 
 
-def test_the_devices_of_the_cluster_are_reported(client: Client) -> None:
-    run_some(client)
-    found = report(client).devices
-    assert sorted(device.device_id for device in found) == [0, 1, 2, 3]
-    assert {device.uuid for device in found} == {Device(n).uuid for n in range(4)}
-    assert {(device.done, device.queued, device.running) for device in found} == {(6, 0, 0)}
-    assert sorted(device.failed for device in found) == [0, 0, 0, 1]
-    assert all(0.06 <= device.busy_s < 6 for device in found)
-    assert all(device.memory_total == 16 * 2**30 for device in found)
-
-
 def test_what_waits_and_what_runs(client: Client, cluster: LocalDeviceCluster) -> None:
     go = Event("go")
     with dask.annotate(device=1):
@@ -111,22 +99,6 @@ def test_what_waits_and_what_runs(client: Client, cluster: LocalDeviceCluster) -
     client.gather(futures)
     (row,) = [device for device in report(client).devices if device.device_id == 1]
     assert (row.running, row.queued, row.done) == (0, 0, 5)
-
-
-def test_heartbeats_bring_the_metrics(client: Client, cluster: LocalDeviceCluster) -> None:
-    run_some(client)
-    deadline = time.monotonic() + 20
-    while True:
-        told = [
-            row
-            for worker in workers_of(client).values()
-            for row in worker["metrics"].get("devctx", ())
-        ]
-        if [row["done"] for row in told] == [6] * 4:
-            break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert {row["uuid"] for row in told} == {Device(n).uuid for n in range(4)}
 
 
 def secedes(fails: bool) -> None:
@@ -146,13 +118,6 @@ def test_tasks_that_seceded_are_reported(client: Client) -> None:
     assert (device.queued, device.running, device.done, device.failed) == (0, 0, 1, 1)
 
 
-def test_unregistering_ends_the_metrics(client: Client, cluster: LocalDeviceCluster) -> None:
-    client.unregister_worker_plugin("devctx")
-    for worker in cluster.workers.values():
-        assert "devctx" not in worker.metrics
-    assert (list(report(client)), report(client).devices) == ([], [])
-
-
 def test_the_task_stream_knows_the_device_and_does_not_break(
     client: Client, cluster: LocalDeviceCluster
 ) -> None:
@@ -169,19 +134,6 @@ def test_the_task_stream_knows_the_device_and_does_not_break(
         return {*stream.source.data["key"]}  # a slow moment is a rectangle of the same key
 
     assert client.sync(draw) == {*ran, "fail-1"}
-
-
-def test_only_the_latest_are_remembered() -> None:
-    with (
-        dask.config.set({"devctx.history": 3}),
-        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        for n in range(5):
-            client.submit(nap, 0, key=f"nap-{n}").result()
-        found = report(client)
-        assert [row.key for row in found] == ["nap-2", "nap-3", "nap-4"]
-        assert sum(device.done for device in found.devices) == 5
 
 
 def test_the_text_has_a_line_for_each_device_and_one_for_the_cluster(client: Client) -> None:
@@ -282,19 +234,6 @@ def test_tasks_without_a_device_are_counted(client: Client) -> None:
     assert "tasks without a device: 3" in str(found).splitlines()
 
 
-def test_values_that_moved_are_reported(client: Client) -> None:
-    with dask.annotate(device=2):
-        made = client.submit(SimulatedArray, (100, 100))
-    with dask.annotate(device=0):
-        client.submit(lambda x: x.device.device_id, made).result()
-    found = report(client)
-    (row,) = [row for row in found.transfers if row.transport == "peer"]
-    assert (row.source, row.destination) == (Device(2).uuid, Device(0).uuid)
-    assert (row.nbytes, row.copies) == (80_000, 1)
-    assert row.rate is None  # it is too small to be timed
-    assert "moved by peer: 78.1 KiB in 1 copy" in str(found).splitlines()
-
-
 def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> None:
     with dask.annotate(device=2):
         made = client.submit(SimulatedArray, (2048, 1024), key="made")
@@ -317,26 +256,6 @@ def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> N
         assert copy["args"]["GB/s"] == pytest.approx(row.rate / 1e9, abs=0.002)
 
 
-def test_the_counts_survive_a_restart_of_the_workers() -> None:
-    with (
-        LocalDeviceCluster(n_workers=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        client.gather(client.map(nap, [0.01] * 20, pure=False))
-        assert isinstance(client.submit(fail, key="fail-1").exception(), ZeroDivisionError)
-        before = report(client)
-        client.restart()
-        after = report(client)
-        assert {d.worker for d in after.devices}.isdisjoint(d.worker for d in before.devices)
-        for found in (before, after):
-            assert len(found.devices) == 4
-            assert sum(device.done for device in found.devices) == 20
-            assert sum(device.failed for device in found.devices) == 1
-            assert 0.19 < sum(device.busy_s for device in found.devices) < 20
-        client.gather(client.map(nap, [0.01] * 5, pure=False))
-        assert sum(device.done for device in report(client).devices) == 25
-
-
 def test_pandas_makes_a_frame_of_it(client: Client) -> None:
     pandas = pytest.importorskip("pandas")
     run_some(client)
@@ -344,18 +263,6 @@ def test_pandas_makes_a_frame_of_it(client: Client) -> None:
     frame = pandas.DataFrame(found)
     assert frame[frame.outcome == "memory"].groupby("uuid").size().tolist() == [6] * 4
     assert pandas.DataFrame(found.devices).done.sum() == 24
-
-
-def test_retried_tasks_and_tasks_without_a_device(client: Client) -> None:
-    with dask.annotate(device="none"):
-        client.submit(sum, [1], key="cpu-1").result()
-    with dask.annotate(device=0):
-        future = client.submit(fail, key="retried-1", retries=2)
-        assert isinstance(future.exception(), ZeroDivisionError)
-    found = report(client)
-    assert "cpu-1" not in [row.key for row in found]
-    assert {device.running + device.queued for device in found.devices} == {0}
-    assert [row.key for row in found][-1] == "retried-1"
 
 
 def test_an_asynchronous_client_awaits_it() -> None:
@@ -413,15 +320,6 @@ def test_a_worker_that_cannot_answer_does_not_hide_the_others(
     assert last.startswith(f"no answer from {mute.address}: AttributeError("), last
 
 
-def test_at_a_prompt_it_is_its_table() -> None:
-    assert repr(Report()) == str(Report())
-
-
-def test_workers_without_the_plugin_are_named() -> None:
-    found = Report(workers={"tcp://10.0.0.1:1234": True, "tcp://10.0.0.2:1234": False})
-    assert "without the plugin: tcp://10.0.0.2:1234" in str(found).splitlines()
-
-
 def test_a_cluster_without_workers_has_nothing_to_report() -> None:
     with (
         LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
@@ -451,19 +349,6 @@ def test_refused_tasks_are_counted(client: Client, cluster: LocalDeviceCluster) 
     assert text[0].startswith("refused: 3 of nap: DeviceNotFoundError: no device 9.")
     assert text[1].startswith("refused: 1 of fail: TypeError: the annotation 'device' is")
     assert "GPU-" in str(found)
-
-
-def test_refusals_are_merged_by_their_whole_text(client: Client) -> None:
-    for wanted in (7, -1, 7):
-        with dask.annotate(device=wanted):
-            future = client.submit(nap, 0, pure=False)
-        assert isinstance(future.exception(), DeviceNotFoundError)
-    said = " ".join(str(report(client)).split("refused: ", 1)[1].split())
-    assert said.startswith(("2 of nap: DeviceNotFoundError: no device 7. ", "1 of nap: "))
-    assert "2 of nap: DeviceNotFoundError: no device 7. " in said
-    assert "1 of nap: DeviceNotFoundError: no device -1. " in said
-    assert f"cuda:3 ({Device(3).uuid[:12]})" in said
-    assert said.endswith("CUDA_VISIBLE_DEVICES is not set")  # nothing is cut
 
 
 def test_tasks_that_no_worker_may_run_are_named(client: Client) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 from distributed import Client, Worker
 
 from dask_devctx import DevicePlugin, DevicesInUseError, LocalDeviceCluster, devices
-from dask_devctx.client import layout
 from dask_devctx.worker.leases.lease import acquire
 
 HOLDER = "tcp://127.0.0.1:45861"
@@ -125,19 +123,3 @@ def test_a_cluster_that_got_the_rest_grows_no_further(lock_directory: Path) -> N
             assert cluster.adapt().maximum == 2
             with pytest.raises(ValueError, match="would need 3, and the cluster has 2"):
                 cluster.scale(3)
-
-
-def test_devices_that_others_take_meanwhile(
-    lock_directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(layout, "held_devices", lambda devices, **how: {})
-    with held(lock_directory, 0, 1), pytest.raises(DevicesInUseError) as caught:
-        LocalDeviceCluster(n_workers=4, **INSIDE)
-    assert "cuda:0 " in str(caught.value)
-    assert f" of {HOLDER}" in str(caught.value)
-    assert caplog.text.count(HOLDER) == 0, "the exception has the text"
-    assert caplog.text.count("the cluster's process has the reason") == 2
-    frames = traceback.extract_tb(caught.tb)
-    assert [Path(frame.filename).name for frame in frames][1:] == ["cluster.py"]
-    holders = caught.value.holders.values()
-    assert {who.rpartition(" of ")[2] for who in holders} <= {HOLDER, "its own cluster"}

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 from distributed import Client, Worker
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster
 from tests.distributed.devices import with_plugin
@@ -48,16 +48,6 @@ def test_a_plugin() -> None:
     assert repr(plugin) == "DevicePlugin(devices=(1, '<2>'), tasks_per_device=2)"
     assert "uses 1, <2>" in text_of(plugin._repr_html_())
     assert "uses all devices of each worker" in text_of(DevicePlugin()._repr_html_())
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_a_plugin_of_a_worker_and_the_workers_log(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    await client.register_plugin(DevicePlugin(devices=[1, 2]))
-    plugin = worker.plugins["devctx"]
-    assert f"worker_devices=({Device(1)!r}, {Device(2)!r})" in repr(plugin)
-    assert Device(2).uuid in plugin._repr_html_()
 
 
 def test_a_worker_says_which_devices_it_took(caplog: pytest.LogCaptureFixture) -> None:
@@ -101,29 +91,6 @@ def test_a_workers_warnings_are_shown_and_kept() -> None:
     assert "look here" in done.stdout
     (shown,) = [line for line in done.stderr.splitlines() if "look here" in line]
     assert re.fullmatch(r"[-0-9:, ]{23} - dask_devctx\.worker - WARNING - look here", shown)
-
-
-_LOAD = "import dask_devctx.plugin, logging"
-_BASIC = "import logging; logging.basicConfig(format='%(levelname)s %(message)s')"
-_CONFIGURED = "import dask; dask.config.set({'logging': {'dask_devctx': 'info'}})"
-
-
-@pytest.mark.parametrize(
-    "lines",
-    [[_BASIC, _LOAD], [_LOAD, _BASIC], [_CONFIGURED, _LOAD]],
-    ids=["the program, before", "the program, after", "dask's configuration"],
-)
-def test_no_line_is_shown_twice(lines: list[str]) -> None:
-    warn = "logging.getLogger('dask_devctx.client').warning('look here')"
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join([*lines, warn])],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert done.stderr.count("look here") == 1
-    assert "WARNING" in done.stderr
 
 
 @with_plugin(devices=[0, 2])

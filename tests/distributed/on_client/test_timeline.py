@@ -11,10 +11,9 @@ from pathlib import Path
 
 import dask
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import Client, wait
 
 from dask_devctx import (
-    DevctxError,
     LocalDeviceCluster,
     SimulatedArray,
     report,
@@ -70,15 +69,6 @@ def test_every_task_and_copy_of_the_report_is_in_it(client: Client, tmp_path: Pa
     assert repr(made) == text
     made.tasks = made.copies = 1
     assert repr(made).endswith(": 1 task, 1 copy>")
-
-
-def test_a_device_without_tasks_has_a_lane(client: Client, tmp_path: Path) -> None:
-    with dask.annotate(device=2):
-        client.submit(nap, 0).result()
-    timeline(client, tmp_path / "timeline.json")
-    assert {f"cuda:{n}" for n in range(4)} <= set(
-        lanes(checked(tmp_path / "timeline.json")).values()
-    )
 
 
 def test_it_counts_memory_and_tasks(client: Client, tmp_path: Path) -> None:
@@ -143,15 +133,6 @@ def test_an_asynchronous_client_awaits_it(tmp_path: Path) -> None:
             assert event["args"]["key"] == "nap-2"
 
     asyncio.run(body())
-
-
-def test_without_the_plugin_the_error_names_the_remedy(tmp_path: Path) -> None:
-    with (
-        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-        pytest.raises(DevctxError, match=r"client\.register_plugin"),
-    ):
-        timeline(client, tmp_path / "timeline.json")
 
 
 def test_values_between_workers_and_the_host() -> None:

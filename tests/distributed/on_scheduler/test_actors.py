@@ -207,32 +207,6 @@ def test_shares_that_the_actor_leaves_and_those_that_it_does_not() -> None:
         assert server.where().result() == 1
 
 
-def test_several_devices_beside_an_actor() -> None:
-    with (
-        cluster_of(2, devices=range(4), devices_per_worker=2) as cluster,
-        Client(cluster) as client,
-    ):
-        server = serve(client, device=1, device_share=1)
-        with dask.annotate(devices=2):
-            pairs = client.map(here, range(6), pure=False)
-        assert set(results(client, pairs)) == {2}
-        assert set(results(client, client.map(nap, range(60), pure=False))) == {0, 2, 3}
-        assert server.where().result() == 1
-
-
-def test_other_devices_of_the_same_worker_run_what_waits_behind_an_actor() -> None:
-    with cluster_of(1, devices=range(3)) as cluster, Client(cluster) as client:
-        futures = client.map(wait_for_event, ["same"] * 12, pure=False)
-        state = cluster.scheduler.workers[cluster.workers[0].address]
-        poll_for(lambda: len(state.processing) == 12, timeout=15)
-        with dask.annotate(device=1, device_share=1, priority=9):
-            server = client.submit(Server, actor=True)
-        time.sleep(0.2)
-        Event("same").set()
-        assert server.result(timeout=15).where().result() == 1
-        assert sum(results(client, futures).values()) == 12
-
-
 @with_plugin(8, 8)
 async def test_the_plugin_is_registered_again(client: Any, scheduler: Any, *workers: Any) -> None:
     with dask.annotate(devices="all"):

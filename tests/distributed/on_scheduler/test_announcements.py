@@ -110,31 +110,6 @@ def _log() -> list[str]:
     return lines
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
-async def test_unknown_fields_of_a_newer_worker_are_no_error(
-    client: Client, scheduler: Scheduler, a: Worker, b: Worker
-) -> None:
-    await client.register_plugin(DevicePlugin(devices_per_worker=2))
-    newer = [{**SEEN[0], "colour": "green"}]
-    async with rpc(scheduler.address) as there:
-        message = {"address": a.address, "seen": newer, "used": UUIDS[:1], "since": 1}
-        assert await getattr(there, ANNOUNCE)(**message) == "OK"
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
-async def test_what_strangers_announce_is_not_believed(
-    client: Client, scheduler: Scheduler, a: Worker, b: Worker
-) -> None:
-    await client.register_plugin(DevicePlugin(devices_per_worker=2))
-    async with rpc(scheduler.address) as there:
-        for port in range(1, 1500):
-            answer = await getattr(there, ANNOUNCE)(
-                address=f"tcp://127.0.0.1:{port}", seen=SEEN, used=UUIDS
-            )
-            assert answer == "OK"  # it may be a worker that is to join yet
-    await _all_is_well(client)
-
-
 @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
 async def test_a_worker_may_announce_before_it_joins(
     client: Client, scheduler: Scheduler, a: Worker

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import dask
 import pytest
-from distributed import Client, Nanny, Worker, secede
-from distributed.protocol import dumps, loads
+from distributed import Nanny, Worker
 from distributed.utils_test import async_poll_for, gen_cluster
 
-from dask_devctx import Device, DevicePlugin, devices, report
+from dask_devctx import Device, DevicePlugin, devices
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
 from dask_devctx.scheduler.messages import HISTORY, SHARE
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
@@ -27,10 +24,6 @@ from tests.distributed.devices import with_plugin
 def nap(seconds: float, *inputs: object) -> SimulatedArray:
     time.sleep(seconds)
     return SimulatedArray((100, 100))
-
-
-def secedes() -> None:
-    secede()
 
 
 def fail() -> None:
@@ -68,22 +61,6 @@ def test_a_reader_learns_how_many_rows_are_lost() -> None:
     assert ring.since(4) == ([(4,)], 5, 0)
     assert ring.since(5) == ([], 5, 0)
     assert Ring(0).since(0) == ([], 0, 0)
-
-
-def test_no_row_is_lost_or_read_twice_while_threads_append() -> None:
-    ring = Ring(100_000)
-    threads = [
-        threading.Thread(target=lambda n=n: [ring.append((n, m)) for m in range(5000)])
-        for n in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    found, number = [], 0
-    while any(thread.is_alive() for thread in threads) or len(found) < 20_000:
-        rows, number, lost = ring.since(number, most=777)
-        found += rows
-        assert lost == 0
-    assert sorted(found) == [(n, m) for n in range(4) for m in range(5000)]
 
 
 def test_another_epoch_begins_at_the_first_row() -> None:
@@ -161,36 +138,6 @@ async def test_copies_and_retries(client: Any, scheduler: Any, worker: Worker) -
     assert tight.memory_s > 0
 
 
-def always_runs_out() -> None:
-    raise RuntimeError("CUDA out of memory on purpose")
-
-
-@with_plugin(devices=[0])
-async def test_a_task_that_ran_out_of_memory_twice(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
-    """It ran again once, and then it failed: so say its error and the rows."""
-    error = await client.submit(always_runs_out, key="tight-1").exception()
-    assert "the task ran 2 times" in str(error)
-    rows = [row for row in await all_rows(scheduler) if isinstance(row, Incident)]
-    assert [(row.what, row.key) for row in rows] == [
-        ("out-of-memory", "tight-1"),
-        ("error", "tight-1"),
-    ]
-
-
-@with_plugin(16, 16, tasks_per_device=2)
-async def test_values_between_workers_are_copies(
-    client: Any, scheduler: Any, one: Worker, two: Worker
-) -> None:
-    made = client.submit(nap, 0.0, workers=[one.address])
-    await client.submit(nap, 0.0, made, workers=[two.address])
-    copies = [row for row in await all_rows(scheduler) if isinstance(row, Copy)]
-    (copy,) = [row for row in copies if row.transport in ("ipc", "host")]
-    assert copy.nbytes == 80_000
-    assert copy.source == one.plugins["devctx"].worker_devices[0].uuid
-
-
 @with_plugin(devices=[0, 1])
 async def test_it_is_collected_while_somebody_reads(
     client: Any, scheduler: Any, worker: Worker
@@ -225,17 +172,6 @@ async def test_it_is_collected_while_somebody_reads(
     await asyncio.sleep(0.7)
     assert asked == stopped
     worker.handlers["devctx_history"] = answer
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_lost_rows_are_told(client: Any, scheduler: Any, worker: Any) -> None:
-    with dask.config.set({"devctx.history": 5}):
-        await client.register_plugin(DevicePlugin())
-    await client.gather(client.map(nap, [0.0] * 12, pure=False))
-    rows = await all_rows(scheduler)
-    assert len([row for row in rows if isinstance(row, TaskRun)]) == 5
-    (lost,) = [row for row in rows if isinstance(row, Incident)]
-    assert (lost.what, lost.text.split()[0]) == ("lost", "7")
 
 
 @with_plugin(devices=[0, 2])
@@ -330,19 +266,6 @@ async def test_workers_that_left_long_ago_are_forgotten_but_for_those_of_rows(
     assert len(history.workers) < 150
 
 
-@with_plugin()
-async def test_nothing_is_left_when_it_is_unregistered(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
-    assert "devctx_history" in worker.handlers
-    await client.unregister_worker_plugin("devctx")
-    assert "devctx_history" not in worker.handlers
-    history = history_of(scheduler)
-    history.read()
-    await scheduler.plugins["devctx-routing"].close()
-    assert not history.collecting
-
-
 # -- counts that outlive their worker
 
 
@@ -380,46 +303,3 @@ async def test_counts_go_on_when_the_plugin_is_registered_again(
     assert {row["device_id"]: row["done"] for row in rows} == {0: 0, 1: 5, 2: 0}
     assert rows[1]["busy_s"] > 0.04
     assert rows[1]["occupied_s"] > 0.04
-
-
-def test_a_thousand_tasks_a_second_cost_the_scheduler_little() -> None:
-    worker, scheduler = History(10_000, devices()), SimpleNamespace(workers={}, plugins={})
-    history = DeviceHistory(scheduler, list)  # type: ignore[arg-type]
-    known, used_s = history._known("tcp://10.0.0.1:5"), 0.0
-    for _ in range(20):  # ten seconds
-        for n in range(500):
-            device = devices()[n % 4]
-            where = device.uuid, device.device_id
-            worker.tasks.append(("x-123", "x", *where, 1.0, 2.0, "memory", 0.0, 0.0, 0.0, 5))
-        for device in devices() * 2:
-            worker.samples.append((device.uuid, 1.0))
-        answer = worker.answer(known.epoch, known.since)
-        frames = dumps({"status": "OK", "result": answer})
-        begun = time.process_time()
-        history._take("tcp://10.0.0.1:5", known, loads(frames)["result"])
-        used_s += time.process_time() - begun
-    assert len(history.rows().rows) == 10_000
-    assert used_s < 0.05 * 10
-
-
-@with_plugin(devices=[0, 1, 2])
-async def test_a_task_of_several_devices_has_a_row_for_each(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
-    with dask.annotate(devices=[2, 0]):
-        await client.submit(nap, 0.1, key="both-1")
-    with dask.annotate(devices=[1, 2]):
-        await client.submit(secedes, key="secedes-1")
-    rows = [row for row in await all_rows(scheduler) if isinstance(row, TaskRun)]
-    both = [(row.device_id, row.nth) for row in rows if row.key == "both-1"]
-    assert both == [(2, 0), (0, 1)]
-    seceded = [(row.device_id, row.nth) for row in rows if row.key == "secedes-1"]
-    assert seceded == [(1, 0), (2, 1)]
-    found = await report(client)
-    assert [(task.key, task.device_id) for task in found] == [("both-1", 2), ("secedes-1", 1)]
-    assert found.hosted == 0
-    devices = {device.device_id: device for device in found.devices}
-    assert {n: device.done for n, device in devices.items()} == {0: 0, 1: 1, 2: 1}
-    assert devices[0].busy_s == devices[2].busy_s > 0.09
-    assert devices[0].occupied_s > 0.09
-    assert {(device.running, device.queued) for device in found.devices} == {(0, 0)}

@@ -68,11 +68,6 @@ def test_hosts_are_groups_in_the_order_of_their_numbers() -> None:
     assert lanes.position("node-9", "GPU-elsewhere") is None
 
 
-def test_64_devices_have_lanes_of_their_own() -> None:
-    lanes = Lanes(members(*(f"node-{n}" for n in range(8)), devices=8))
-    assert len({*lanes.positions.values()}) == len({*lanes.factors}) == 64
-
-
 def test_devices_with_the_same_ordinal_are_told_apart() -> None:
     one, other = Member("a", "left", "GPU-1", 0), Member("a", "right", "GPU-2", 0)
     assert Lanes([one, other]).factors == ["cuda:0 right", "cuda:0 left"]
@@ -97,25 +92,6 @@ def timeline(tasks: Iterable[TaskRun] = (), samples: Iterable[Any] = ()) -> Any:
     plot = Timeline(TimeAxis(), LaneAxis(devices=False), LIGHT)
     plot.show(batch(Lanes(members("a", devices=1)), tasks, samples, again=True))
     return plot
-
-
-def test_tasks_side_by_side_are_told_apart() -> None:
-    kinds = [f"kind-{n}" for n in range(12)]
-    plot = timeline(run(kind, n, n + 1.0, kind=kind) for n, kind in enumerate(kinds))
-    assert len({*data(plot, "key")["color"]}) == len(kinds), "each kind has its own colour"
-    (bars,) = (one.glyph for one in plot.root.renderers if "key" in one.data_source.data)
-    assert bars.line_color == "edge"
-    assert bars.line_width > 0
-    shown = data(plot, "key")
-    assert not {*shown["edge"]} & {*shown["color"]}
-
-
-def test_the_legend_has_the_colour_of_tasks_that_failed() -> None:
-    plot = timeline([run("one", 1.0, 2.0), run("two", 3.0, 4.0, "error")])
-    good, failed = data(plot, "key")["color"]
-    (entry,) = (i for i in plot.root.below[-1].items if i.label.value == "failed")
-    assert failed == entry.renderers[0].glyph.fill_color
-    assert good != failed
 
 
 def test_the_title_says_that_nothing_runs() -> None:

@@ -21,7 +21,6 @@ from dask_devctx import (
     LocalDeviceCluster,
 )
 from dask_devctx.annotations.names import mistaken
-from dask_devctx.worker.leases import registration
 from tests.distributed.devices import worker_with
 
 
@@ -76,29 +75,6 @@ def test_every_name_reaches_its_holder(client: Client) -> None:
         names = (device, device.uuid, device.uuid[:12], ordinal, str(device), device.pci_bus_id)
         found = client.gather([run_on(client, name) for name in names])
         assert found == [device.uuid] * len(names)
-
-
-def test_many_tasks_and_their_inputs(client: Client) -> None:
-    with dask.annotate(device=0):
-        first = client.map(worker_and_device_of, range(20))
-    with dask.annotate(device=3):
-        second = client.map(where, first)
-    assert {device for _, device in client.gather(first)} == {0}
-    assert client.gather(second) == [Device(3).uuid] * 20
-
-
-def test_actors_are_made_where_their_device_is(client: Client) -> None:
-    class Here:
-        def __init__(self) -> None:
-            self.made = where()
-
-        def now(self) -> str:
-            return where()
-
-    for ordinal in (0, 3):
-        with dask.annotate(device=ordinal):
-            actor = client.submit(Here, actor=True, pure=False).result(timeout=10)
-        assert actor.now().result() == Device(ordinal).uuid
 
 
 def test_a_device_that_nobody_has_fails_its_task(client: Client) -> None:
@@ -236,38 +212,6 @@ def test_a_task_whose_worker_was_scaled_away_fails_at_once(how: str) -> None:
             assert future.result(timeout=20) == Device(3).uuid
 
 
-def test_the_others_get_the_devices_of_a_worker_that_was_scaled_away() -> None:
-    with (
-        LocalCluster(n_workers=2, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
-        client.register_plugin(DevicePlugin())
-        cluster.scale(1)
-        until(client, finished=lambda: len(cluster.scheduler.workers) == 1)
-        found = client.gather([run_on(client, ordinal) for ordinal in range(4)])
-        assert found == [Device(ordinal).uuid for ordinal in range(4)]
-
-
-def test_queued_tasks_are_led_anew_when_a_worker_joins_that_has_less() -> None:
-    # One worker with all devices, many root tasks: they queue on the scheduler, unrestricted.
-    with (
-        LocalCluster(
-            n_workers=1, threads_per_worker=1, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        client.register_plugin(DevicePlugin())
-        with dask.annotate(device=3):
-            futures = client.map(
-                lambda _: (time.sleep(0.01), worker_and_device())[1], range(60), pure=False
-            )
-        until(client, finished=lambda: len(cluster.scheduler.queued) > 10)
-        client.register_plugin(DevicePlugin(devices=[3]))
-        client.sync(join, cluster, devices=[0])
-        assert {device for _, device in client.gather(futures)} == {3}
-        assert not cluster.scheduler.queued
-
-
 async def join(cluster: LocalCluster, devices: list[int] | None = None) -> Worker:
     """Add a worker, with the cluster's plugin or with one for these devices."""
     worker = await Worker(cluster.scheduler.address, nthreads=1, name="late")
@@ -304,22 +248,6 @@ def test_registering_on_a_live_cluster_brings_the_routing() -> None:
         assert there_already.result(timeout=10) == Device(3).uuid
         found = client.gather([run_on(client, ordinal) for ordinal in range(4)])
         assert found == [Device(ordinal).uuid for ordinal in range(4)]
-
-
-def test_a_scheduler_that_cannot_have_it_is_told_of(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Scheduler:
-        async def register_scheduler_plugin(self, **kwargs: object) -> None:
-            raise ModuleNotFoundError("No module named 'dask_devctx'")
-
-    class WorkerAlone:
-        scheduler = Scheduler()
-
-    with caplog.at_level(logging.WARNING, registration.__name__):
-        asyncio.run(registration.announce(WorkerAlone(), [Device(0)]))
-    assert "Install dask-devctx where the scheduler runs" in caplog.text
-    assert "No module named 'dask_devctx'" in caplog.text
 
 
 class Answers:

@@ -6,12 +6,8 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
-from distributed import Worker
-
-from dask_devctx import DevicePlugin, report
 from dask_devctx.scheduler.counts import METRIC, Counts, PastCounts
 from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer
-from tests.distributed.devices import with_plugin
 
 ADDRESS = "tcp://10.0.0.1:1"
 UUIDS = ["GPU-0", "GPU-1"]
@@ -20,34 +16,6 @@ ROW = {
     "uuid": UUIDS[0], "device_id": 0, "name": "GPU", "done": 1, "failed": 0, "busy_s": 1.0,
     "occupied_s": 1.0, "slot_s": 0.0, "inputs_s": 0.0, "memory_s": 0.0, "out_of_memory": 0,
 }  # fmt: skip
-
-
-@with_plugin()
-async def test_a_workers_row_has_every_field(client: Any, scheduler: Any, worker: Worker) -> None:
-    record = worker.plugins[DevicePlugin.name].extension.record
-    expected = {one.name for one in fields(DeviceCounts)}
-    assert [row.keys() for row in record.rows()] == [expected] * 4
-
-
-@with_plugin()
-async def test_rows_of_a_newer_worker_are_reported(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
-    extension = worker.plugins[DevicePlugin.name].extension
-    found = extension.report()
-    transfer = {"source": UUIDS[0], "destination": UUIDS[1], "transport": "ipc", "nbytes": 8}
-    transfer |= {"copies": 1, "saved": 0, "seconds": 0.1, "newer": 1}
-    newer = {
-        **found,
-        "devices": [{**row, "newer": 1} for row in found["devices"]],
-        "transfers": [transfer],
-        "refused": [("key", "prefix", "reason", "newer")],
-    }
-    extension.report = lambda: newer
-    found = await report(client)
-    assert [device.device_id for device in found.devices] == [0, 1, 2, 3]
-    assert [row.nbytes for row in found.transfers] == [8]
-    assert [row.worker for row in found.refused] == [worker.address]
 
 
 def left_with(row: dict[str, Any]) -> Counts:

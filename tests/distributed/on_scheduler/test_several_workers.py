@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from typing import Any
 
 import dask
 import pytest
-from distributed import Client, Worker, get_worker
+from distributed import Worker, get_worker
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import (
@@ -17,9 +16,7 @@ from dask_devctx import (
     DeviceNotFoundError,
     DevicePlugin,
     DeviceReservationError,
-    LocalDeviceCluster,
     NotEnoughDevicesError,
-    SimulatedArray,
     on_device,
     task_devices,
 )
@@ -111,27 +108,3 @@ async def test_to_a_worker_whose_limit_allows_the_reservation(
         error = await client.submit(worker_and_devices).exception()
     assert isinstance(error, DeviceReservationError)
     assert set(error.limits.values()) <= {2 * 2**30, 4 * 2**30}
-
-
-def _with_model(batch: int, model: SimulatedArray) -> int:
-    time.sleep(0.05)
-    return task_devices()[0].device_id
-
-
-def test_batches_with_one_model_are_even_where_workers_get_few_at_a_time() -> None:
-    """As docs/from-torch.md says: a worker that has the model gets no more than the others."""
-    with (
-        LocalDeviceCluster(
-            n_workers=4,
-            devices_per_worker=1,
-            threads_per_worker=2,
-            processes=False,
-            dashboard_address=":0",
-        ) as cluster,
-        Client(cluster) as client,
-    ):
-        model = client.submit(SimulatedArray, (10,), pure=False)
-        found = client.gather(client.map(_with_model, range(40), model=model, pure=False))
-    shares = Counter(found)
-    assert len(shares) == 4
-    assert max(shares.values()) - min(shares.values()) <= 6  # 10 each on a quiet machine

@@ -90,37 +90,6 @@ def test_workers_of_one_process_have_the_same_devices() -> None:
     asyncio.run(body())
 
 
-def test_machines_do_not_share() -> None:
-    async def body() -> None:
-        workers = Workers()
-        assert await workers.join("here", ["a", "b"]) == ["a", "b"]
-        assert await workers.join("there", ["c", "d"]) == ["c", "d"]
-        assert workers.told["here"] == ["a", "b"]
-
-    asyncio.run(body())
-
-
-def test_one_that_leaves_while_others_are_told_does_not_stop_them() -> None:
-    async def body() -> None:
-        workers = Workers()
-        await workers.join("one")
-        await workers.join("two")
-        tell = workers.tell
-
-        async def until_it_leaves(address: str, uuids: Sequence[str], version: int) -> None:
-            await tell(address, uuids, version)
-            workers.sharing.left("three", may_return=False)
-
-        workers.sharing._tell = until_it_leaves
-        await workers.join("three")
-        workers.sharing._tell = tell
-        await workers.sharing.even_out()
-        assert workers.told["one"] == ["a", "b"]
-        assert workers.told["two"] == ["c", "d"]
-
-    asyncio.run(body())
-
-
 def test_one_that_does_not_answer_does_not_stop_the_others() -> None:
     async def body() -> None:
         workers = Workers()
