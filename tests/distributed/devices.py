@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import dask
-from distributed import Client, Worker
+from distributed import Client, LocalCluster, Worker
 from distributed.utils_test import gen_cluster
 
-from dask_devctx import Device, DevicePlugin, driver
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, driver
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS, fold_rmm
 
@@ -34,27 +36,62 @@ def plugin_with(**given: Any) -> DevicePlugin:
         return DevicePlugin(**given)
 
 
-def with_plugin(*nthreads: int, **plugin_kwargs: Any) -> Callable[[Any], Any]:
-    """A test on a cluster in this process: ``async def test(client, scheduler, *workers)``.
+# The parameters of a test that are workers of its cluster, beside ``*workers``.
+_WORKERS = ("worker", "one", "two", "other", "first", "second", "a", "b", "c")
 
-    The plugin is registered before; afterwards no thread of the workers has a current context.
+
+def on_cluster(
+    *nthreads: int, plugin: dict[str, Any] | None = None, **how: Any
+) -> Callable[[Any], Any]:
+    """A test on a cluster in this process, which is given what it names.
+
+    That is ``client``, ``scheduler``, the workers in their order, and pytest's fixtures. A plugin
+    of some options is registered before; afterwards no thread of the workers has a current context.
     """
-    workers = [("127.0.0.1", n) for n in nthreads or (16,)]
 
     def decorate(test: Any) -> Any:
-        @gen_cluster(client=True, nthreads=workers, timeout=60)
-        @functools.wraps(test)
-        async def run(client: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-            await client.register_plugin(DevicePlugin(**plugin_kwargs))
-            await test(client, scheduler, *args, **kwargs)
-            assert current_context() == 0, "a context was left on the event loop's thread"
-            for worker in args:
-                if isinstance(worker, Worker):
+        wanted = inspect.signature(test).parameters
+        named = [name for name in wanted if name in _WORKERS]
+        rest = any(each.kind is each.VAR_POSITIONAL for each in wanted.values())
+        given = {"client", "scheduler", "workers", *named}
+
+        async def run(client: Any, scheduler: Any, *workers: Any, **fixtures: Any) -> None:
+            if plugin is not None:
+                await client.register_plugin(DevicePlugin(**plugin))
+            there = {"client": client, "scheduler": scheduler}
+            there.update(zip(named, workers, strict=False))
+            ours = [there[name] for name in wanted if name in there]
+            await test(*ours, *(workers[len(named) :] if rest else ()), **fixtures)
+            if plugin is not None:
+                assert current_context() == 0, "a context was left on the event loop's thread"
+                for worker in workers:
                     assert contexts_left(worker) == {}
 
-        return run
+        functools.update_wrapper(run, test)
+        places = [f"_{n}" for n in range(2 + len(nthreads))]
+        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [
+                *(inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in places),
+                *(each for name, each in wanted.items() if name not in given),
+            ]
+        )
+        workers = [("127.0.0.1", n) for n in nthreads]
+        return gen_cluster(**{"client": True, "nthreads": workers, "timeout": 60, **how})(run)
 
     return decorate
+
+
+def with_plugin(*nthreads: int, **plugin_kwargs: Any) -> Callable[[Any], Any]:
+    """A test on a cluster whose workers have the plugin; ``on_cluster`` says what it is given."""
+    return on_cluster(*nthreads or (16,), plugin=plugin_kwargs)
+
+
+@contextmanager
+def started(kind: type[LocalCluster] = LocalDeviceCluster, **how: Any) -> Iterator[Client]:
+    """A cluster, by default of this process, and its client."""
+    how = {"processes": False, "dashboard_address": ":0", **how}
+    with kind(**how) as cluster, Client(cluster) as client:
+        yield client
 
 
 def contexts_left(worker: Worker) -> dict[str, int]:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.graph.keep import Optimizer, keep_annotations
 from dask_devctx.graph.optimize import optimize_array, optimize_bag, optimize_delayed
-from tests.distributed.devices import here, with_plugin, workers_of
+from tests.distributed.devices import here, started, with_plugin, workers_of
 
 da = pytest.importorskip("dask.array")
 
@@ -59,7 +59,7 @@ def marked(x: Any) -> Any:
 
 
 @with_plugin()
-async def test_arrays(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_arrays(client: Any) -> None:
     keep_annotations()  # the cluster cleared the configuration
     x = da.zeros(8, chunks=2, dtype=int)
     with dask.annotate(device=1):
@@ -74,7 +74,7 @@ async def test_arrays(client: Any, scheduler: Any, worker: Any) -> None:
 
 
 @with_plugin()
-async def test_bags(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_bags(client: Any) -> None:
     keep_annotations()
     bag = db.from_sequence([0] * 8, npartitions=4)
     with dask.annotate(device=3):
@@ -87,7 +87,7 @@ async def test_bags(client: Any, scheduler: Any, worker: Any) -> None:
 
 @pytest.mark.parametrize("fuse", [True, False])
 @with_plugin()
-async def test_delayed(client: Any, scheduler: Any, worker: Any, fuse: bool) -> None:
+async def test_delayed(client: Any, fuse: bool) -> None:
     keep_annotations()
     with dask.annotate(device=None):
         one = dask.delayed(mark)(0)
@@ -98,7 +98,7 @@ async def test_delayed(client: Any, scheduler: Any, worker: Any, fuse: bool) -> 
 
 
 @with_plugin()
-async def test_mixed_collections_at_once(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_mixed_collections_at_once(client: Any) -> None:
     keep_annotations()
     with dask.annotate(device=1):
         array = marked(da.zeros(2, chunks=2, dtype=int))
@@ -276,10 +276,7 @@ def _boom(key: Any) -> int:
 def client() -> Iterator[Client]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DASK_DEVCTX__SIMULATED_DEVICES", "4")
-        with (
-            LocalCluster(n_workers=1, threads_per_worker=8, dashboard_address=":0") as cluster,
-            Client(cluster) as client,
-        ):
+        with started(LocalCluster, n_workers=1, threads_per_worker=8, processes=True) as client:
             client.register_plugin(DevicePlugin())
             yield client
 

@@ -13,9 +13,10 @@ import pytest
 from dask.utils import format_bytes
 from distributed import Client, wait
 
-from dask_devctx import LocalDeviceCluster, report
+from dask_devctx import report
 from dask_devctx.simulated_array import SimulatedArray
 from tests.distributed import browsers
+from tests.distributed.devices import started
 
 pytest.importorskip("bokeh")
 pytestmark = pytest.mark.skipif(browsers.missing() is not None, reason=str(browsers.missing()))
@@ -85,10 +86,7 @@ LAYOUT = """
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started() as client:
         yield client
 
 

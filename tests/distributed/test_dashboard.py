@@ -9,11 +9,11 @@ import threading
 from typing import Any
 
 import pytest
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 
 from dask_devctx import DevicePlugin, dask_internals
-from tests.distributed.devices import here
+from tests.distributed.devices import here, on_cluster
 from tests.distributed.test_dask_internals import parts, take_away
 
 pytest.importorskip("bokeh")
@@ -21,9 +21,7 @@ pytest.importorskip("bokeh")
 PAGES = ("devices", *(f"individual-device-{p}" for p in ("timeline", "memory", "utilization")))
 SHOWN = {"dashboard": True, "dashboard_address": "127.0.0.1:0"}
 
-with_dashboard = gen_cluster(
-    client=True, nthreads=[("127.0.0.1", 2)], scheduler_kwargs=SHOWN, timeout=60
-)
+with_dashboard = on_cluster(2, scheduler_kwargs=SHOWN)
 
 
 async def page(scheduler: Any, path: str, **options: Any) -> HTTPResponse:
@@ -45,7 +43,7 @@ def state(scheduler: Any) -> Any:
 
 @with_dashboard
 async def test_it_comes_with_the_first_worker_and_goes_with_the_plugin(
-    client: Any, scheduler: Any, worker: Any
+    client: Any, scheduler: Any
 ) -> None:
     before = state(scheduler)
     assert (await page(scheduler, "devices")).code == 404
@@ -62,7 +60,7 @@ async def test_it_comes_with_the_first_worker_and_goes_with_the_plugin(
 
 
 @with_dashboard
-async def test_other_programs_find_each_plot(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_other_programs_find_each_plot(client: Any, scheduler: Any) -> None:
     theirs = json.loads((await page(scheduler, "individual-plots.json")).body)
     await client.register_plugin(DevicePlugin())
     plots = json.loads((await page(scheduler, "individual-plots.json")).body)
@@ -80,12 +78,8 @@ async def test_other_programs_find_each_plot(client: Any, scheduler: Any, worker
         assert f"color-scheme: {'dark' if theme == 'dark' else 'light'}" in text
 
 
-@gen_cluster(
-    client=True,
-    nthreads=[("127.0.0.1", 2)],
-    scheduler_kwargs={**SHOWN, "http_prefix": "/proxied"},
-)
-async def test_behind_a_prefix(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(2, scheduler_kwargs={**SHOWN, "http_prefix": "/proxied"})
+async def test_behind_a_prefix(client: Any, scheduler: Any) -> None:
     await client.register_plugin(DevicePlugin())
     assert (await page(scheduler, "proxied/devices")).code == 200
     assert (await page(scheduler, "devices")).code == 404
@@ -95,7 +89,7 @@ async def test_behind_a_prefix(client: Any, scheduler: Any, worker: Any) -> None
 
 @with_dashboard
 async def test_a_document_is_filled_on_the_event_loop(
-    client: Any, scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch
+    client: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From 3.10 on, Bokeh makes documents, and calls plain functions, on other threads."""
     from dask_devctx.scheduler.dashboard.feed import Feed
@@ -119,7 +113,7 @@ async def test_a_document_is_filled_on_the_event_loop(
 
 @with_dashboard
 async def test_it_ends_with_the_scheduler(
-    client: Any, scheduler: Any, worker: Any, caplog: pytest.LogCaptureFixture
+    client: Any, scheduler: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     await client.register_plugin(DevicePlugin())
     pages = scheduler.http_application.applications[0]
@@ -129,10 +123,8 @@ async def test_it_ends_with_the_scheduler(
     assert not [record for record in caplog.records if "Plugin call failed" in record.message]
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)], scheduler_kwargs={"dashboard": False})
-async def test_without_a_dashboard_one_line_says_so(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+@on_cluster(2, scheduler_kwargs={"dashboard": False})
+async def test_without_a_dashboard_one_line_says_so(client: Any, scheduler: Any) -> None:
     lines: list[str] = []
     logger = logging.getLogger("dask_devctx.scheduler.dashboard")
     handler = logging.Handler()
@@ -153,7 +145,7 @@ async def test_without_a_dashboard_one_line_says_so(
 @pytest.mark.parametrize("name", dask_internals.OF_A_DASHBOARD)
 @with_dashboard
 async def test_without_a_name_of_dasks_dashboard_there_is_no_page(
-    client: Any, scheduler: Any, worker: Any, name: str
+    client: Any, scheduler: Any, name: str
 ) -> None:
     before = list(scheduler.http_application.applications)
     with pytest.MonkeyPatch.context() as patch:

@@ -34,6 +34,7 @@ from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.serialization import register_instead
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from tests.distributed.changes import changes_of
+from tests.distributed.devices import on_cluster
 
 PACKAGE = Path(dask_devctx.__file__).parent
 
@@ -93,7 +94,7 @@ def test_every_name_is_there() -> None:
 
 
 @pytest.mark.parametrize("name", dask_internals.NAMES)
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+@on_cluster(2)
 async def test_without_a_name_nothing_is_changed(
     client: Any, scheduler: Any, worker: Any, name: str
 ) -> None:
@@ -124,7 +125,7 @@ ON_THEM += [("Scheduler", way) for way in ON_A_SCHEDULER]
 
 
 @pytest.mark.parametrize(("kind", "way"), ON_THEM)
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+@on_cluster(2)
 async def test_without_a_name_on_a_worker_or_scheduler_nothing_is_changed(
     client: Any, scheduler: Any, worker: Any, kind: str, way: str
 ) -> None:
@@ -149,8 +150,8 @@ def test_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
         count_elements_on_device(type("Array", (), {}))
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_the_client_is_told(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(2)
+async def test_the_client_is_told(client: Any, worker: Any) -> None:
     plugin, changes = DevicePlugin(), changes_of(worker)
     actors = worker.handlers.pop("actor_execute")
     with pytest.raises(UnsupportedDaskError, match="actor_execute"):
@@ -258,10 +259,8 @@ class StandIn(TaskStandIn):
         return self.task(data) + 1
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_a_worker_calls_what_takes_a_tasks_place(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+@on_cluster(2)
+async def test_a_worker_calls_what_takes_a_tasks_place(client: Any, worker: Any) -> None:
     ended: list[Any] = []
 
     def begin(ts: Any) -> StandIn:
@@ -283,10 +282,8 @@ async def test_a_worker_calls_what_takes_a_tasks_place(
     assert await client.submit(lambda x: x, 1, key="three") == 1
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_a_wrapper_of_others_may_be_around_it(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+@on_cluster(2)
+async def test_a_wrapper_of_others_may_be_around_it(client: Any, worker: Any) -> None:
     with tasks.executed_by(worker, lambda ts: StandIn(ts.run_spec), lambda ts, one, event: event):
         ours = worker.execute
 
@@ -317,8 +314,8 @@ def test_graphs() -> None:
         assert optimize(graph, keys={"a"}).layers["l"].annotations == {"device": 1}
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_inside_an_actor(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(2)
+async def test_inside_an_actor(client: Any, worker: Any) -> None:
     class Asks:
         def in_an_actor(self) -> bool:
             return of_workers.in_an_actor()
@@ -330,10 +327,8 @@ async def test_inside_an_actor(client: Any, scheduler: Any, worker: Any) -> None
     assert list(of_workers.actors_of(worker)) == ["asks"]
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_a_task_that_is_reported_while_it_runs(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+@on_cluster(2)
+async def test_a_task_that_is_reported_while_it_runs(client: Any, worker: Any) -> None:
     future = client.submit(blocks, key="hangs")
     await async_poll_for(lambda: "hangs" in worker.active_keys, timeout=10)
     assert await of_workers.unsettled(worker, ["hangs", "other"]) == {"hangs"}
@@ -345,9 +340,7 @@ async def test_a_task_that_is_reported_while_it_runs(
 
 
 @pytest.mark.parametrize("expected", [True, False])
-@gen_cluster(
-    client=True, nthreads=[("127.0.0.1", 2)], config={"distributed.scheduler.allowed-failures": 0}
-)
+@on_cluster(2, config={"distributed.scheduler.allowed-failures": 0})
 async def test_a_worker_that_leaves(
     client: Any, scheduler: Any, worker: Any, expected: bool
 ) -> None:
@@ -362,7 +355,7 @@ async def test_a_worker_that_leaves(
     await worker.close(nanny=False)
 
 
-@gen_cluster(client=True, nthreads=[])
+@on_cluster()
 async def test_a_worker_that_does_not_start(client: Any, scheduler: Any) -> None:
     class Fails(WorkerPlugin):
         name = "fails"
@@ -396,10 +389,8 @@ def _fails() -> weakref.ref[_Value]:
     return weakref.ref(value)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)])
-async def test_a_workers_log_keeps_lines_and_no_values(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+@on_cluster(1)
+async def test_a_workers_log_keeps_lines_and_no_values(client: Any, worker: Any) -> None:
     logger = logging.getLogger("dask_devctx")
     with pytest.MonkeyPatch.context() as patch, of_workers.own_logs(worker, logger):
         patch.setattr(logger, "propagate", False)  # pytest keeps the lines, too
@@ -410,7 +401,7 @@ async def test_a_workers_log_keeps_lines_and_no_values(
     assert line.endswith("ValueError: about _Value")
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+@on_cluster(2)
 async def test_what_a_heartbeat_tells(client: Any, scheduler: Any, worker: Any) -> None:
     with of_workers.metric(worker, "mine", lambda worker: 7):
         await worker.heartbeat()
@@ -419,7 +410,7 @@ async def test_what_a_heartbeat_tells(client: Any, scheduler: Any, worker: Any) 
     assert "mine" not in scheduler.workers[worker.address].metrics
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
+@on_cluster(2)
 async def test_a_metric_may_end_while_a_heartbeat_waits(
     client: Any, scheduler: Any, worker: Any
 ) -> None:

@@ -14,7 +14,7 @@ import pynvml
 import pytest
 from dask._task_spec import Task
 from distributed import Event, Worker, worker_client
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 from distributed.worker_state_machine import ComputeTaskEvent
 
 from dask_devctx import (
@@ -31,6 +31,7 @@ from tests.distributed.devices import (
     current_context,
     device_threads,
     here,
+    on_cluster,
     with_plugin,
 )
 
@@ -72,8 +73,8 @@ class Slow:
         return blocks(name)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
-async def test_unregistering_while_tasks_run(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(8)
+async def test_unregistering_while_tasks_run(client: Any, worker: Any) -> None:
     before = state_of(worker)
     await client.register_plugin(DevicePlugin())
     with dask.annotate(device=1):
@@ -105,8 +106,8 @@ async def test_unregistering_while_tasks_run(client: Any, scheduler: Any, worker
     assert await client.submit(here, "much later") is None
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
-async def test_registering_while_tasks_run(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(8)
+async def test_registering_while_tasks_run(client: Any) -> None:
     running = client.submit(blocks, "early")
     await Event("early-started", client).wait()
     with dask.annotate(device=3):
@@ -117,7 +118,7 @@ async def test_registering_while_tasks_run(client: Any, scheduler: Any, worker: 
 
 
 @with_plugin(8)
-async def test_workers_that_join(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_workers_that_join(client: Any, scheduler: Any) -> None:
     async with Worker(scheduler.address, nthreads=8, name="late", validate=True) as late:
         with dask.annotate(device=2):
             assert await client.submit(here, workers=["late"]) == 2
@@ -126,7 +127,7 @@ async def test_workers_that_join(client: Any, scheduler: Any, worker: Any) -> No
 
 
 @with_plugin(8)
-async def test_registering_anew(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_registering_anew(client: Any, worker: Any) -> None:
     actor = await client.submit(Slow, actor=True)
     lives_on = await actor.where()
     assert lives_on in range(4)
@@ -144,10 +145,8 @@ async def test_registering_anew(client: Any, scheduler: Any, worker: Any) -> Non
     assert await client.gather([client.submit(here, i, pure=False) for i in range(4)])
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
-async def test_a_worker_that_closes_waits_for_its_devices_threads(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+@on_cluster(8)
+async def test_a_worker_that_closes_waits_for_its_devices_threads(client: Any, worker: Any) -> None:
     await client.register_plugin(DevicePlugin())
     await client.gather(client.map(here, range(8)))
     assert len(device_threads()) == 4
@@ -155,10 +154,8 @@ async def test_a_worker_that_closes_waits_for_its_devices_threads(
     assert device_threads() == []
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, timeout=60)
-async def test_a_worker_that_closes_has_its_values_to_the_end(
-    client: Any, scheduler: Any, *workers: Any
-) -> None:
+@on_cluster(2, 2)
+async def test_a_worker_that_closes_has_its_values_to_the_end(client: Any, *workers: Any) -> None:
     """dask checks the state of closed workers, too: a value of the state was not in the data."""
     await client.register_plugin(DevicePlugin(devices_per_worker=2))
     future = client.submit(lambda: SimulatedArray((3,)))
@@ -184,7 +181,7 @@ def test_arguments_out_of_range(kwargs: dict[str, Any], message: str) -> None:
         DevicePlugin(**kwargs)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+@on_cluster(4)
 async def test_a_device_that_no_worker_has(client: Any, scheduler: Any, worker: Any) -> None:
     before = state_of(worker)
     with pytest.raises(DeviceNotFoundError, match="no device 7") as caught:
@@ -209,8 +206,8 @@ async def test_a_device_that_no_worker_has(client: Any, scheduler: Any, worker: 
     assert await client.submit(here) is None
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_a_machine_without_gpus(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(4)
+async def test_a_machine_without_gpus(client: Any) -> None:
     """A task that asks for a device fails with the same error, and does not run without one."""
 
     def refuse(*_: object) -> None:
@@ -236,9 +233,9 @@ async def test_a_machine_without_gpus(client: Any, scheduler: Any, worker: Any) 
 @pytest.mark.parametrize(
     ("key", "value"), [("switch-interval", "fast"), ("switch-interval", 0), ("history", "all")]
 )
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+@on_cluster(4)
 async def test_a_worker_whose_own_configuration_is_wrong(
-    client: Any, scheduler: Any, worker: Any, key: str, value: object
+    client: Any, worker: Any, key: str, value: object
 ) -> None:
     """It is told where the plugin is registered, and the plugin is undone as any other."""
     before = state_of(worker)
@@ -257,10 +254,8 @@ async def test_a_worker_whose_own_configuration_is_wrong(
     assert await client.submit(here) is None
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_a_second_plugin_by_another_name_is_refused(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+@on_cluster(4)
+async def test_a_second_plugin_by_another_name_is_refused(client: Any, worker: Any) -> None:
     await client.register_plugin(DevicePlugin())
     with pytest.raises(ValueError, match="has a DevicePlugin already, by the name 'devctx'"):
         await client.register_plugin(DevicePlugin(devices=[1]), name="another")
@@ -275,7 +270,7 @@ async def test_a_second_plugin_by_another_name_is_refused(
 
 @pytest.mark.parametrize(("nthreads", "told"), [(4, True), (8, False)])
 def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", nthreads)], timeout=60)
+    @on_cluster(nthreads)
     async def check(client: Any, scheduler: Any, worker: Any) -> None:
         handlers = list(logging.getLogger("dask_devctx").handlers)
         await client.register_plugin(DevicePlugin())
@@ -292,8 +287,8 @@ def test_too_few_threads_are_told_once(nthreads: int, told: bool) -> None:
     check()
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)])
-async def test_registered_by_the_older_call(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(8)
+async def test_registered_by_the_older_call(client: Any) -> None:
     if hasattr(client, "register_worker_plugin"):
         with pytest.warns(DeprecationWarning, match="register_worker_plugin"):
             await client.register_worker_plugin(DevicePlugin())
@@ -317,7 +312,7 @@ def compute(key: str, device: int) -> ComputeTaskEvent:
 
 @with_plugin()
 async def test_tasks_that_begin_while_the_plugin_is_replaced_get_a_device(
-    client: Any, scheduler: Any, worker: Any
+    client: Any, worker: Any
 ) -> None:
     """Those that come while the scheduler is told, and those that were about to begin."""
     ran.clear()
@@ -335,7 +330,7 @@ async def test_tasks_that_begin_while_the_plugin_is_replaced_get_a_device(
     await async_poll_for(lambda: record.metrics(worker)[3]["running"] == 0, timeout=10)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
+@on_cluster(8)
 async def test_two_clients_that_register_at_once(client: Any, scheduler: Any, worker: Any) -> None:
     before = state_of(worker)
     await client.register_plugin(DevicePlugin())
@@ -355,7 +350,7 @@ async def test_two_clients_that_register_at_once(client: Any, scheduler: Any, wo
     await async_poll_for(lambda: not device_threads(), timeout=10)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)], timeout=60)
+@on_cluster(8)
 async def test_the_scheduler_knows_the_devices_while_the_plugin_is_replaced(
     client: Any, scheduler: Any, worker: Any
 ) -> None:

@@ -31,6 +31,7 @@ from dask_devctx import (
 )
 from dask_devctx.annotations.names import mistaken
 from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed.devices import started
 
 START = "LocalDeviceCluster(n_workers=1, dashboard_address=':0')"
 GUARD = 'if __name__ == "__main__":'
@@ -135,10 +136,7 @@ async def _adds_later(x: SimulatedArray) -> None:
 
 
 def test_errors_of_python_and_numpy_have_a_note_with_the_remedy() -> None:
-    with (
-        LocalDeviceCluster(n_workers=1, devices=[0, 1], dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, devices=[0, 1], processes=True) as client:
         with dask.annotate(device=1):
             x = client.submit(SimulatedArray, (3,), pure=False)
         with dask.annotate(device=0):
@@ -167,10 +165,7 @@ def _where(_: object) -> int:
 
 
 def test_the_remedy_for_an_item_on_each_device_works() -> None:
-    with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started() as client:
         names = {"client": client, "function": _where, "items": "ab", "on_device": on_device}
         with dask.annotate(device=[1, 0]):
             error = client.submit(_where, 0, pure=False).exception()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import dask
@@ -19,7 +17,6 @@ from distributed import (
     Queue,
     Semaphore,
     Variable,
-    Worker,
     get_client,
     get_worker,
     secede,
@@ -27,35 +24,21 @@ from distributed import (
     worker_client,
 )
 from distributed.client import FutureCancelledError
-from distributed.utils_test import async_poll_for, gen_cluster, inc, slowinc
+from distributed.utils_test import async_poll_for, inc, slowinc
 
 from dask_devctx.worker.run import DeviceRun as DeviceTask
-from tests.distributed.devices import here
+from tests.distributed.devices import on_cluster
 
 
 def promise(*nthreads: int, config: dict[str, Any] | None = None, **how: Any) -> Any:
     """A test on a cluster, by default of two workers, that have the plugin."""
 
-    def decorate(test: Callable[..., Any]) -> Any:
-        @gen_cluster(
-            client=True,
-            nthreads=[("127.0.0.1", n) for n in nthreads or (2, 2)],
-            config={**(config or {}), "distributed.worker.preload": ["dask_devctx"]},
-            timeout=60,
-            **how,
-        )
-        @functools.wraps(test)
-        async def run(client: Any, scheduler: Any, *workers: Any) -> None:
-            assert await client.submit(here, pure=False) in range(4)
-            await test(client, scheduler, *workers)
-
-        return run
-
-    return decorate
+    settings = {**(config or {}), "distributed.worker.preload": ["dask_devctx"]}
+    return on_cluster(*nthreads or (2, 2), config=settings, **how)
 
 
 @promise(1)
-async def test_cancellation(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_cancellation(client: Any, worker: Any) -> None:
     running = client.map(slowinc, range(10), delay=0.05)
     last = running[-1]
     await client.cancel(running)
@@ -78,7 +61,7 @@ def _exclusive(_: int) -> None:
 
 
 @promise()
-async def test_locks(client: Any, scheduler: Any, *workers: Any) -> None:
+async def test_locks(client: Any) -> None:
     await client.gather(client.map(_exclusive, range(8)))
     lock = Lock("held")
     await lock.acquire()
@@ -100,7 +83,7 @@ async def test_locks(client: Any, scheduler: Any, *workers: Any) -> None:
 
 
 @promise()
-async def test_queues_variables_and_events(client: Any, scheduler: Any, *workers: Any) -> None:
+async def test_queues_variables_and_events(client: Any) -> None:
     def produce() -> None:
         Event("may-produce").wait()
         for i in range(5):
@@ -139,7 +122,7 @@ async def _sums_async(n: int) -> int:
 
 
 @promise(1, 1)
-async def test_tasks_that_make_tasks(client: Any, scheduler: Any, *workers: Any) -> None:
+async def test_tasks_that_make_tasks(client: Any) -> None:
     assert await client.submit(_fibonacci, 6) == 8
     assert await client.gather(client.map(_sums, [3, 4, 5])) == [6, 10, 15]
     assert await client.submit(_sums_async, 3) == 6
@@ -163,7 +146,7 @@ ran: list[str] = []
 
 
 @promise(1, config={"distributed.scheduler.worker-saturation": float("inf")})
-async def test_priorities(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_priorities(client: Any, worker: Any) -> None:
     ran.clear()
     event = Event("go")
     blocked = client.submit(lambda: Event("go").wait(), priority=100)
@@ -180,7 +163,7 @@ def _record(name: str) -> None:
 
 
 @promise(4, worker_kwargs={"resources": {"LICENSE": 1}})
-async def test_resources(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_resources(client: Any) -> None:
     inside.clear()
 
     futures = client.map(_licensed, range(6), resources={"LICENSE": 1})
@@ -196,7 +179,7 @@ def _licensed(_: int) -> int:
 
 
 @promise(4)
-async def test_as_many_at_a_time_as_threads(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_as_many_at_a_time_as_threads(client: Any) -> None:
     def meet(_: int) -> int:
         return int(_barrier().wait(20) >= 0)
 
@@ -208,7 +191,7 @@ def _barrier(known: dict[str, threading.Barrier] = {}) -> threading.Barrier:  # 
 
 
 @promise()
-async def test_a_worker_that_dies(client: Any, scheduler: Any, one: Any, two: Any) -> None:
+async def test_a_worker_that_dies(client: Any, one: Any) -> None:
     futures = client.map(inc, range(10), workers=[one.address], allow_other_workers=True)
     await wait(futures)
     await one.close()
@@ -225,7 +208,7 @@ async def test_a_worker_that_retires(client: Any, scheduler: Any, one: Any, two:
 
 
 @promise(1, 1, Worker=Nanny)
-async def test_restarts(client: Any, scheduler: Any, *nannies: Any) -> None:
+async def test_restarts(client: Any, scheduler: Any) -> None:
     future = client.submit(inc, 1)
     assert await future == 2
     before = set(scheduler.workers)
@@ -237,7 +220,7 @@ async def test_restarts(client: Any, scheduler: Any, *nannies: Any) -> None:
 
 
 @promise(1, 1, Worker=Nanny)
-async def test_a_process_that_is_killed(client: Any, scheduler: Any, *nannies: Any) -> None:
+async def test_a_process_that_is_killed(client: Any) -> None:
     def dies_once(x: int) -> int:
         import os
 
@@ -250,7 +233,7 @@ async def test_a_process_that_is_killed(client: Any, scheduler: Any, *nannies: A
 
 
 @promise()
-async def test_collections(client: Any, scheduler: Any, *workers: Any) -> None:
+async def test_collections(client: Any) -> None:
     da = pytest.importorskip("dask.array")
     dd = pytest.importorskip("dask.dataframe")
     pd = pytest.importorskip("pandas")
@@ -265,7 +248,7 @@ async def test_collections(client: Any, scheduler: Any, *workers: Any) -> None:
 
 
 @promise()
-async def test_what_a_task_knows_of_itself(client: Any, scheduler: Any, *workers: Any) -> None:
+async def test_what_a_task_knows_of_itself(client: Any, *workers: Any) -> None:
     def who() -> tuple[str, str]:
         worker = get_worker()
         return worker.address, worker.get_current_task()
@@ -280,9 +263,7 @@ async def test_what_a_task_knows_of_itself(client: Any, scheduler: Any, *workers
 
 
 @promise()
-async def test_the_graph_that_is_sent_is_dasks_own(
-    client: Any, scheduler: Any, *workers: Worker
-) -> None:
+async def test_the_graph_that_is_sent_is_dasks_own(client: Any, scheduler: Any) -> None:
     futures = client.map(inc, range(4))
     await wait(futures)
     for future in futures:

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import dask
 import pytest
 from distributed import Event, Worker, get_worker
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevicePlugin, devices
 from dask_devctx.worker import extension
 from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.changes import changes_of
-from tests.distributed.devices import current_context, here
+from tests.distributed.devices import current_context, here, on_cluster
 
 T = TypeVar("T")
 # Not the first: then the worker's threads that unpack data are given a device, too.
@@ -68,10 +68,8 @@ async def assert_nothing_is_held(worker: Worker, step: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", pytest.param("after", marks=pytest.mark.long)])
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_each_step_that_fails_undoes_all(
-    client: Any, scheduler: Any, worker: Any, when: str
-) -> None:
+@on_cluster(4)
+async def test_each_step_that_fails_undoes_all(client: Any, worker: Any, when: str) -> None:
     held, running = client.submit(here), client.submit(blocks)
     await held
     await async_poll_for(lambda: worker.state.executing_count == 1, timeout=10)
@@ -104,8 +102,8 @@ async def test_each_step_that_fails_undoes_all(
     await running
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_registered_and_taken_away(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(4)
+async def test_registered_and_taken_away(client: Any, worker: Any) -> None:
     changes = changes_of(worker)
     await client.register_plugin(DevicePlugin(**PLUGIN))
     with dask.annotate(device=2):
@@ -123,7 +121,7 @@ def where() -> tuple[int | None, str]:
     return here(), threading.current_thread().name.partition("-")[0]
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+@on_cluster(4)
 async def test_a_task_reaches_its_devices_threads_without_an_annotation(
     client: Any, scheduler: Any, worker: Any
 ) -> None:
@@ -137,10 +135,8 @@ async def test_a_task_reaches_its_devices_threads_without_an_annotation(
     assert "executor" not in scheduler.tasks[task.key].annotations
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_only_the_task_itself_is_sent_to_its_devices_threads(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+@on_cluster(4)
+async def test_only_the_task_itself_is_sent_to_its_devices_threads(client: Any) -> None:
     def inside(dask_worker: Any) -> tuple[str, str]:
         return where()[1], dask_worker.executor.submit(where).result()[1]
 
@@ -162,7 +158,7 @@ async def test_only_the_task_itself_is_sent_to_its_devices_threads(
         assert await client.submit(where, pure=False) == (None, here_and_there[1])
 
 
-@gen_cluster(client=True, nthreads=[], timeout=60)
+@on_cluster()
 async def test_a_worker_whose_own_executor_is_of_processes(client: Any, scheduler: Any) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as processes:
         async with Worker(scheduler.address, nthreads=2, executor=processes):

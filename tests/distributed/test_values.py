@@ -13,13 +13,13 @@ import dask
 import numpy as np
 import pandas as pd
 import pytest
-from distributed import Client, LocalCluster
+from distributed import LocalCluster
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.errors import ValueNotMovableError
 from dask_devctx.transfer import nbytes_by_device, walk
-from tests.distributed.devices import here, with_plugin
+from tests.distributed.devices import here, started, with_plugin
 from tests.transfer.hostile import (
     CONTAINERS,
     EndsSomething,
@@ -109,9 +109,7 @@ def second_time(x: SimulatedArray) -> float:
 
 
 @with_plugin()
-async def test_a_task_that_runs_again_is_given_its_value_again(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_a_task_that_runs_again_is_given_its_value_again(client: Any) -> None:
     tried.clear()
     with Device(1):
         x = make()
@@ -125,9 +123,7 @@ def first_total(values: Any) -> tuple[float, int | None]:
 
 
 @with_plugin()
-async def test_arrays_of_objects_that_are_given_by_value(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_arrays_of_objects_that_are_given_by_value(client: Any) -> None:
     with Device(1):
         value = CONTAINERS["array of objects"]([make(), "host"])
     found = await client.gather(client.map(first_total, [value] * 8, pure=False))
@@ -138,12 +134,7 @@ async def test_arrays_of_objects_that_are_given_by_value(
 
 
 def test_an_executor_s_arguments_are_on_the_task_s_device() -> None:
-    with (
-        LocalCluster(
-            n_workers=1, threads_per_worker=8, processes=False, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(LocalCluster, n_workers=1, threads_per_worker=8) as client:
         client.register_plugin(DevicePlugin())
         with Device(1):
             x = make()
@@ -166,7 +157,7 @@ def see(value: Any) -> tuple[Any, set[int]]:
 @pytest.mark.parametrize("kind", sorted(CONTAINERS))
 def test_each_type_is_used_on_every_device_and_stays_where_it_was(kind: str) -> None:
     @with_plugin()
-    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+    async def body(client: Any, worker: Any) -> None:
         with dask.annotate(device=0):
             made = client.submit(around, kind, pure=False)
             before = await client.submit(see, made, pure=False)
@@ -182,7 +173,7 @@ def test_each_type_is_used_on_every_device_and_stays_where_it_was(kind: str) -> 
 
 @with_plugin()
 async def test_one_that_cannot_be_moved_fails_the_task_that_needs_it_elsewhere(
-    client: Any, scheduler: Any, worker: Any
+    client: Any, worker: Any
 ) -> None:
     with dask.annotate(device=0):
         made = client.submit(lambda: [EndsSomething(make())], pure=False)
@@ -209,9 +200,7 @@ def depth_of(value: Any) -> int:
 
 @pytest.mark.parametrize("depth", [600, 10_000])
 @with_plugin()
-async def test_a_deeply_nested_value_is_one_as_any_other(
-    client: Any, scheduler: Any, worker: Any, depth: int
-) -> None:
+async def test_a_deeply_nested_value_is_one_as_any_other(client: Any, depth: int) -> None:
     made = client.submit(deep, depth, "host", pure=False)
     for device in (0, 1):
         with dask.annotate(device=device):
@@ -228,7 +217,7 @@ LARGE: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", LARGE)
 @with_plugin()
 async def test_large_host_data_is_looked_at_once(
-    client: Any, scheduler: Any, worker: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+    client: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked = []
     look = walk.look
@@ -249,7 +238,7 @@ async def test_large_host_data_is_looked_at_once(
 
 def test_a_thread_pool_of_the_user_s_own_is_given_its_values_too() -> None:
     @with_plugin()
-    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+    async def body(client: Any, worker: Any) -> None:
         worker.executors["mine"] = ThreadPoolExecutor(1)
         with Device(0):
             x = make()

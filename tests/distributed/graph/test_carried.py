@@ -8,10 +8,9 @@ from typing import Any
 
 import dask
 import pytest
-from distributed.utils_test import gen_cluster
 
 from dask_devctx import DeviceNotFoundError, DevicePlugin, SimulatedArray, on_device
-from tests.distributed.devices import here, worker_with
+from tests.distributed.devices import here, on_cluster, worker_with
 
 
 def slow_where(number: int) -> tuple[int | None, str]:
@@ -19,8 +18,8 @@ def slow_where(number: int) -> tuple[int | None, str]:
     return here(), threading.current_thread().name
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)])
-async def test_a_function_that_carries_its_device(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(16)
+async def test_a_function_that_carries_its_device(client: Any) -> None:
     """As if it were annotated: it waits for its turn there, and its inputs come to it."""
     await client.register_plugin(DevicePlugin())
     for where, name in await client.gather(client.map(on_device(1)(slow_where), range(6))):
@@ -48,10 +47,8 @@ async def test_a_function_that_carries_its_device(client: Any, scheduler: Any, w
 
 
 @pytest.mark.parametrize("name", ["cuda", "gpu"])
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)])
-async def test_torchs_word_for_its_own_device(
-    client: Any, scheduler: Any, worker: Any, name: str
-) -> None:
+@on_cluster(16)
+async def test_torchs_word_for_its_own_device(client: Any, name: str) -> None:
     await client.register_plugin(DevicePlugin())
     with dask.annotate(device=name):
         annotated = client.map(here, range(8), pure=False)
@@ -59,7 +56,7 @@ async def test_torchs_word_for_its_own_device(
     assert set(await client.gather(annotated)) == set(await client.gather(carried)) == {0, 1, 2, 3}
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)] * 2)
+@on_cluster(16, 16)
 async def test_it_is_led_to_the_worker_that_has_the_device(
     client: Any, scheduler: Any, *workers: Any
 ) -> None:

@@ -31,7 +31,7 @@ CALLS: dict[str, Callable[[Client], Any]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_the_warning_names_the_annotation(name: str) -> None:
     @with_plugin()
-    async def test(client: Any, scheduler: Any, worker: Any) -> None:
+    async def test(client: Any) -> None:
         expected = rf"the scope of cuda:3 .*client\.{name}.*dask\.annotate\(device=3\)"
         with Device(3), pytest.warns(UserWarning, match=expected) as caught:
             CALLS[name](client)
@@ -44,7 +44,7 @@ def test_the_warning_names_the_annotation(name: str) -> None:
 
 
 @with_plugin()
-async def test_one_warning_for_each_place(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_one_warning_for_each_place(client: Any) -> None:
     with warnings.catch_warnings(record=True) as caught, Device(3):
         warnings.simplefilter("default")
         for _ in range(3):
@@ -54,9 +54,7 @@ async def test_one_warning_for_each_place(client: Any, scheduler: Any, worker: A
 
 
 @with_plugin()
-async def test_a_call_that_names_a_device_warns_of_nothing(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_a_call_that_names_a_device_warns_of_nothing(client: Any) -> None:
     with Device(3):
         with dask.annotate(device=1):
             assert await client.submit(here, pure=False) == 1
@@ -78,9 +76,7 @@ class Submits:
 
 
 @with_plugin()
-async def test_tasks_and_actors_that_submit_tasks_warn_of_nothing(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_tasks_and_actors_that_submit_tasks_warn_of_nothing(client: Any) -> None:
     assert await client.submit(submits_a_task) == []
     actor = await client.submit(Submits, actor=True)
     assert await actor.submit() == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import dask
 import pytest
@@ -15,9 +14,7 @@ from tests.distributed.devices import here, with_plugin
 
 
 @with_plugin(16)
-async def test_a_second_device_for_the_same_task_warns(
-    client: Client, scheduler: Any, worker: Any
-) -> None:
+async def test_a_second_device_for_the_same_task_warns(client: Client) -> None:
     with dask.annotate(device=0):
         first = client.submit(here, 1)
         same = client.submit(here, 1)
@@ -34,9 +31,7 @@ async def test_a_second_device_for_the_same_task_warns(
 
 
 @with_plugin(16)
-async def test_other_annotations_for_the_same_task_warn(
-    client: Client, scheduler: Any, worker: Any
-) -> None:
+async def test_other_annotations_for_the_same_task_warn(client: Client) -> None:
     with dask.annotate(devices=2):
         first = client.submit(here, 1)
     other = pytest.warns(UserWarning, match="=2 .* so dask ignores device_share=0.5, devices=3:")
@@ -46,9 +41,7 @@ async def test_other_annotations_for_the_same_task_warn(
 
 
 @with_plugin(16)
-async def test_a_task_that_was_released_is_another(
-    client: Client, scheduler: Any, worker: Any
-) -> None:
+async def test_a_task_that_was_released_is_another(client: Client) -> None:
     for device in (0, 1):
         with dask.annotate(device=device):
             future = client.submit(here, 1)

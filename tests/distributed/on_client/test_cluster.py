@@ -32,6 +32,7 @@ from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.inspection import answer
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.lease import acquire
+from tests.distributed.devices import started
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 
@@ -251,10 +252,8 @@ def test_asynchronously(lock_directory: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_scaling() -> None:
-    with (
-        LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, devices_per_worker=1) as client:
+        cluster: Any = client.cluster
         assert ordinals(cluster) == [[0]]
         cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
@@ -316,10 +315,8 @@ def test_arguments_of_the_workers_reach_them() -> None:
 
 
 def test_adapting() -> None:
-    with (
-        LocalDeviceCluster(n_workers=0, devices_per_worker=2, **QUIET) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=0, devices_per_worker=2) as client:
+        cluster: Any = client.cluster
         adaptive = cluster.adapt(interval="20ms")
         assert adaptive.maximum == 2
         futures = client.map(lambda _: time.sleep(0.05) or _where(), range(200), pure=False)
@@ -358,10 +355,8 @@ def test_devices_that_were_in_use_are_taken_when_they_are_free(
     how: str, lock_directory: Path
 ) -> None:
     share = acquire(devices(), 3, holder="somebody", directory=lock_directory)
-    with (
-        LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, devices_per_worker=1) as client:
+        cluster: Any = client.cluster
         if how == "adapt":  # which tries again by itself
             cluster.adapt(minimum=3, interval="100ms")
         else:
@@ -391,10 +386,7 @@ def _where() -> int:
 
 
 def test_a_plugin_that_is_registered_later_leaves_each_worker_as_many_devices() -> None:
-    with (
-        LocalDeviceCluster(n_workers=2, devices=[0, 1, 2, 3], dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=2, devices=[0, 1, 2, 3], processes=True) as client:
         before = client.run(_devices_of_worker)
         client.register_plugin(DevicePlugin(tasks_per_device=2))
         again = client.run(_devices_of_worker)

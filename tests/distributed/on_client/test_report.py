@@ -27,6 +27,7 @@ from dask_devctx import (
     timeline,
 )
 from dask_devctx.client.report import Report, ReportedDevice, ReportedRefusal, ReportedTransfer
+from tests.distributed.devices import started
 
 
 @pytest.fixture
@@ -200,10 +201,7 @@ def test_in_a_notebook_it_is_a_table_with_bars(client: Client) -> None:
 
 
 def test_a_task_of_two_devices_counts_on_both(tmp_path: Path) -> None:
-    with (
-        LocalDeviceCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1) as client:
         with dask.annotate(devices=[1, 3]):
             client.submit(nap, 0.2, key="both-1").result()
         found = report(client)
@@ -280,10 +278,7 @@ def test_an_asynchronous_client_awaits_it() -> None:
 
 
 def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
-    with (
-        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(LocalCluster, n_workers=1) as client:
         found = report(client)
         assert (list(found), found.devices) == ([], [])
         assert list(found.workers.values()) == [False]
@@ -321,10 +316,7 @@ def test_a_worker_that_cannot_answer_does_not_hide_the_others(
 
 
 def test_a_cluster_without_workers_has_nothing_to_report() -> None:
-    with (
-        LocalCluster(n_workers=0, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(LocalCluster, n_workers=0) as client:
         assert str(report(client)).splitlines()[-1] == "the cluster has no workers"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from distributed import Client, Worker
+from distributed import Client
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster
@@ -94,9 +94,7 @@ def test_a_workers_warnings_are_shown_and_kept() -> None:
 
 
 @with_plugin(devices=[0, 2])
-async def test_dasks_page_of_the_workers_has_columns(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
+async def test_dasks_page_of_the_workers_has_columns(client: Any, scheduler: Any) -> None:
     components = pytest.importorskip("distributed.dashboard.components.scheduler")
 
     (state,) = scheduler.workers.values()

@@ -22,17 +22,13 @@ from dask_devctx import (
 from dask_devctx.client.trace_events import Stretch, trace
 from dask_devctx.scheduler.history import KnownDevice, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Sample, TaskRun
+from tests.distributed.devices import started
 from tests.distributed.traces import assert_equal, check, checked, lanes, slices
 
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    with (
-        LocalDeviceCluster(
-            n_workers=1, processes=False, dashboard_address=":0", tasks_per_device=2
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, tasks_per_device=2) as client:
         yield client
 
 

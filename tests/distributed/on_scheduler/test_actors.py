@@ -208,7 +208,7 @@ def test_shares_that_the_actor_leaves_and_those_that_it_does_not() -> None:
 
 
 @with_plugin(8, 8)
-async def test_the_plugin_is_registered_again(client: Any, scheduler: Any, *workers: Any) -> None:
+async def test_the_plugin_is_registered_again(client: Any, scheduler: Any) -> None:
     with dask.annotate(devices="all"):
         server = await client.submit(Server, actor=True)
     kept = next(iter(scheduler.tasks[server.key].who_has)).address

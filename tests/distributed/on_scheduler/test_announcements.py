@@ -9,11 +9,12 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, Scheduler, Worker, rpc
-from distributed.utils_test import captured_logger, gen_cluster
+from distributed.utils_test import captured_logger
 
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.scheduler import routing
 from dask_devctx.scheduler.messages import ANNOUNCE, KEEP, REFUSE, WITHDRAW
+from tests.distributed.devices import on_cluster
 
 UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(2)]
 SEEN = [{"device_id": n, "uuid": uuid} for n, uuid in enumerate(UUIDS)]
@@ -65,9 +66,9 @@ MALFORMED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
+@on_cluster(4, 4)
 async def test_a_malformed_message_is_refused_and_harms_nobody(
-    client: Client, scheduler: Scheduler, a: Worker, b: Worker
+    client: Client, scheduler: Scheduler, a: Worker
 ) -> None:
     await client.register_plugin(DevicePlugin(devices_per_worker=2))
     said = _log()
@@ -110,7 +111,7 @@ def _log() -> list[str]:
     return lines
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
+@on_cluster(4)
 async def test_a_worker_may_announce_before_it_joins(
     client: Client, scheduler: Scheduler, a: Worker
 ) -> None:
@@ -124,9 +125,9 @@ async def test_a_worker_may_announce_before_it_joins(
         assert next(iter(scheduler.tasks[future.key].who_has)).address == late.address
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)])
+@on_cluster(8)
 async def test_a_scheduler_that_was_not_reached_is_told_again(
-    client: Client, scheduler: Scheduler, worker: Worker
+    client: Client, scheduler: Scheduler
 ) -> None:
     register, failed = scheduler.handlers["register_scheduler_plugin"], []
 

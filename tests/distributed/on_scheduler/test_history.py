@@ -10,7 +10,7 @@ from typing import Any
 import dask
 import pytest
 from distributed import Nanny, Worker
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, devices
 from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
@@ -18,7 +18,7 @@ from dask_devctx.scheduler.messages import HISTORY, SHARE
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.worker.metrics.history import History, Ring
-from tests.distributed.devices import with_plugin
+from tests.distributed.devices import on_cluster, with_plugin
 
 
 def nap(seconds: float, *inputs: object) -> SimulatedArray:
@@ -85,9 +85,7 @@ def test_times_are_by_the_schedulers_clock() -> None:
 
 
 @with_plugin(devices=[0, 1], tasks_per_device=1)
-async def test_tasks_with_their_devices_and_waits(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
+async def test_tasks_with_their_devices_and_waits(client: Any, scheduler: Any) -> None:
     with dask.annotate(device=1):
         first = client.submit(nap, 0.2, key="first-1")
         second = client.submit(nap, 0.1, key="second-1")
@@ -119,7 +117,7 @@ async def test_tasks_with_their_devices_and_waits(
 
 
 @with_plugin(devices=[0, 1])
-async def test_copies_and_retries(client: Any, scheduler: Any, worker: Worker) -> None:
+async def test_copies_and_retries(client: Any, scheduler: Any) -> None:
     with dask.annotate(device=1):
         made = client.submit(nap, 0.0, key="made")
     with dask.annotate(device=0):
@@ -204,7 +202,7 @@ async def test_samples_come_with_heartbeats(client: Any, scheduler: Any, worker:
 
 @with_plugin(devices=[0, 1, 2, 3])
 async def test_heartbeats_grow_by_two_kibibytes_for_each_device_at_most(
-    client: Any, scheduler: Any, worker: Worker
+    client: Any, worker: Worker
 ) -> None:
     await client.gather(client.map(nap, [0.0] * 8, pure=False))
     names = [name for name in worker.metrics if name.startswith("devctx")]
@@ -250,7 +248,7 @@ async def test_malformed_messages_about_histories_and_shares_are_refused_and_log
     assert await client.submit(lambda: Device.current().device_id) in (0, 1)
 
 
-@gen_cluster(client=True, nthreads=[], timeout=60)
+@on_cluster()
 async def test_workers_that_left_long_ago_are_forgotten_but_for_those_of_rows(
     client: Any, scheduler: Any
 ) -> None:
@@ -275,7 +273,7 @@ def total(scheduler: Any, name: str) -> float:
 
 
 @pytest.mark.parametrize("how", ["close", "kill"])
-@gen_cluster(client=True, nthreads=[], Worker=Nanny, timeout=60)
+@on_cluster(Worker=Nanny)
 async def test_counts_of_a_worker_that_left_stay(client: Any, scheduler: Any, how: str) -> None:
     async with Nanny(scheduler.address, nthreads=4) as nanny:
         await client.register_plugin(DevicePlugin())
@@ -292,7 +290,7 @@ async def test_counts_of_a_worker_that_left_stay(client: Any, scheduler: Any, ho
 
 @with_plugin(devices=[0, 1])
 async def test_counts_go_on_when_the_plugin_is_registered_again(
-    client: Any, scheduler: Any, worker: Worker
+    client: Any, worker: Worker
 ) -> None:
     with dask.annotate(device=1):
         await client.gather(client.map(nap, [0.01] * 3, pure=False))

@@ -21,7 +21,7 @@ from dask_devctx import (
     LocalDeviceCluster,
 )
 from dask_devctx.annotations.names import mistaken
-from tests.distributed.devices import worker_with
+from tests.distributed.devices import started, worker_with
 
 
 def where(*_: object) -> str:
@@ -181,10 +181,8 @@ def test_a_task_whose_device_was_lost_waits(comes_back: bool) -> None:
 
 @pytest.mark.parametrize("how", ["retire", "scale", "close"])
 def test_a_task_whose_worker_was_scaled_away_fails_at_once(how: str) -> None:
-    with (
-        LocalDeviceCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=2) as client:
+        cluster: Any = client.cluster
         leaving, go = holder(cluster, 3), Event("go")
         blocker = client.submit(go.wait, workers=[holder(cluster, 0).address], pure=False)
         with dask.annotate(device=3):
@@ -234,10 +232,8 @@ def test_unregistering_lets_go(client: Client, cluster: LocalDeviceCluster) -> N
 
 
 def test_registering_on_a_live_cluster_brings_the_routing() -> None:
-    with (
-        LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(LocalCluster, n_workers=2) as client:
+        cluster: Any = client.cluster
         assert "devctx-routing" not in cluster.scheduler.plugins
         go = Event("go")
         first = client.submit(go.wait, pure=False)
@@ -364,10 +360,8 @@ def test_other_annotations_are_not_ours() -> None:
 
 
 def test_a_worker_without_devices_joins_and_is_not_waited_for() -> None:
-    with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started() as client:
+        cluster: Any = client.cluster
         # As on a machine whose devices are not these: the plugin's set-up fails there.
         worker = client.sync(join, cluster)
         assert worker.address in cluster.scheduler.workers

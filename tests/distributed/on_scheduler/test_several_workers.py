@@ -9,7 +9,6 @@ from typing import Any
 import dask
 import pytest
 from distributed import Worker, get_worker
-from distributed.utils_test import gen_cluster
 
 from dask_devctx import (
     Device,
@@ -20,6 +19,7 @@ from dask_devctx import (
     on_device,
     task_devices,
 )
+from tests.distributed.devices import on_cluster
 
 
 def worker_and_devices(*_: object) -> tuple[str, tuple[int, ...]]:
@@ -38,7 +38,7 @@ async def split(scheduler: Any, *workers: Worker) -> None:
     await with_devices(workers[1], 0, 2)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 2, timeout=60)
+@on_cluster(8, 8)
 async def test_to_the_worker_that_has_enough(client: Any, scheduler: Any, a: Any, b: Any) -> None:
     await split(scheduler, a, b)
     with dask.annotate(devices=2):
@@ -53,7 +53,7 @@ async def test_to_the_worker_that_has_enough(client: Any, scheduler: Any, a: Any
     assert set(found) <= {(a.address, (3,)), (b.address, (0, 2))}
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 2, timeout=60)
+@on_cluster(8, 8)
 async def test_where_no_worker_has_enough(client: Any, scheduler: Any, a: Any, b: Any) -> None:
     await split(scheduler, a, b)
     start = time.monotonic()
@@ -68,8 +68,8 @@ async def test_where_no_worker_has_enough(client: Any, scheduler: Any, a: Any, b
         await client.submit(worker_and_devices, key="missing")
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 2, timeout=60)
-async def test_a_device_that_no_worker_uses(client: Any, scheduler: Any, a: Any, b: Any) -> None:
+@on_cluster(8, 8)
+async def test_a_device_that_no_worker_uses(client: Any, a: Any, b: Any) -> None:
     """The error names the devices of all workers, and no other."""
     await with_devices(a, 0)
     await with_devices(b, 1)
@@ -80,7 +80,7 @@ async def test_a_device_that_no_worker_uses(client: Any, scheduler: Any, a: Any,
         assert "No worker of this cluster uses it" in str(caught.value)
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 2, timeout=60)
+@on_cluster(8, 8)
 async def test_a_worker_that_has_just_left_is_waited_for(
     client: Any, scheduler: Any, a: Any, b: Any
 ) -> None:
@@ -95,10 +95,8 @@ async def test_a_worker_that_has_just_left_is_waited_for(
         assert await waiting == (again.address, (0, 2))
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 2, timeout=60)
-async def test_to_a_worker_whose_limit_allows_the_reservation(
-    client: Any, scheduler: Any, a: Any, b: Any
-) -> None:
+@on_cluster(8, 8)
+async def test_to_a_worker_whose_limit_allows_the_reservation(client: Any, a: Any, b: Any) -> None:
     await with_devices(a, 0, 1, device_memory_limit="2 GiB")
     await with_devices(b, 2, 3, device_memory_limit="4 GiB")
     with dask.annotate(device_memory="3 GiB"):

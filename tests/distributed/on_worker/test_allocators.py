@@ -14,14 +14,13 @@ from typing import Any
 import dask
 import psutil
 import pytest
-from distributed import Client, Worker
-from distributed.utils_test import gen_cluster
+from distributed import Worker
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, MissingPackageError
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.out_of_memory import release_caches
 from dask_devctx.worker.allocators import allocating
-from tests.distributed.devices import here, plugin_with
+from tests.distributed.devices import here, on_cluster, plugin_with, started
 
 STANDINS = str(Path(__file__).parents[2] / "standins")
 GB, GIB = 10**9, 2**30
@@ -112,10 +111,7 @@ def _cudf() -> tuple[object, object]:
 
 
 def test_each_device_has_its_resource(libraries: None, tmp_path: Path) -> None:
-    with (
-        LocalDeviceCluster(n_workers=1, devices=[1, 3], dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, devices=[1, 3], processes=True) as client:
 
         def run(function: Any) -> Any:
             (found,) = client.run(function).values()
@@ -186,12 +182,7 @@ def _pool_and_pid() -> tuple[str, int]:
 def test_a_worker_that_was_restarted_has_its_resource_before_its_first_task(
     libraries: None,
 ) -> None:
-    with (
-        LocalDeviceCluster(
-            n_workers=2, devices=[0, 2], rmm_pool_size=0.5, dashboard_address=":0"
-        ) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=2, devices=[0, 2], rmm_pool_size=0.5, processes=True) as client:
         assert {kind for kind, _ in client.run(_pool_and_pid).values()} == {"PoolMemoryResource"}
         assert [*client.run(_pool_twice).values()] == [["PoolMemoryResource"] * 2] * 2
         with dask.annotate(device=2):
@@ -226,10 +217,8 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(
     assert threading.active_count() == threads
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_a_worker_without_the_package_goes_on_without_devices(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
+@on_cluster(4)
+async def test_a_worker_without_the_package_goes_on_without_devices(client: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "rmm", None)
         with pytest.raises(MissingPackageError, match="rmm_async needs the package rmm"):

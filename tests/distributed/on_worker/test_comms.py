@@ -14,12 +14,12 @@ import pytest
 from dask.utils import parse_bytes
 from distributed import Worker
 from distributed.comm import connect
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, device_of
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.simulated_array import SimulatedArray
-from tests.distributed.devices import current_context, here, with_plugin
+from tests.distributed.devices import current_context, here, on_cluster, with_plugin
 
 packed: list[int | None] = []
 
@@ -61,9 +61,7 @@ async def fails_later() -> None:
 
 
 @with_plugin(4, devices=[2])
-async def test_coroutines_that_are_for_no_device_see_none(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
+async def test_coroutines_that_are_for_no_device_see_none(client: Any, worker: Worker) -> None:
     for device in (None, "none"):
         with dask.annotate(device=device):
             assert await client.submit(coroutine, pure=False) == {None}
@@ -84,7 +82,7 @@ async def test_coroutines_that_are_for_no_device_see_none(
 @pytest.mark.parametrize("nbytes", [0, 20_000_000], ids=["event loop", "offload"])
 @with_plugin(4, devices=[2])
 async def test_values_are_unpacked_on_the_workers_device(
-    client: Any, scheduler: Any, worker: Worker, nbytes: int
+    client: Any, worker: Worker, nbytes: int
 ) -> None:
     [seen] = await client.scatter([Seen(bytes(nbytes))])
     assert worker.data[seen.key].unpacked_on == 2
@@ -99,16 +97,10 @@ async def test_values_are_unpacked_on_the_workers_device(
     await client.unregister_worker_plugin("devctx")
 
 
-@gen_cluster(
-    client=True,
-    nthreads=[("127.0.0.1", 4)],
-    worker_kwargs={"memory_limit": "1 GB"},
-    config={"distributed.worker.memory.pause": False},
-    timeout=60,
+@on_cluster(
+    4, worker_kwargs={"memory_limit": "1 GB"}, config={"distributed.worker.memory.pause": False}
 )
-async def test_values_from_disk_come_back_to_the_workers_device(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_values_from_disk_come_back_to_the_workers_device(client: Any, worker: Any) -> None:
     await client.register_plugin(DevicePlugin(devices=[3]))
     seen = client.submit(Seen)
     await seen
@@ -126,7 +118,7 @@ def array(nbytes: int) -> SimulatedArray:
 
 @with_plugin(4)
 async def test_a_connection_that_broke_keeps_no_value(
-    client: Any, scheduler: Any, worker: Worker, machine: SimulatedMachine
+    client: Any, worker: Worker, machine: SimulatedMachine
 ) -> None:
     with dask.annotate(device=0):
         x = client.submit(array, 1000)
@@ -157,5 +149,5 @@ def test_other_workers_ask_for_as_much_as_dask_is_configured_to(configured: str,
         await client.register_plugin(DevicePlugin(ipc=ipc))
         assert worker.state.transfer_message_bytes_limit == parse_bytes(configured)
 
-    one_worker = gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], config={name: configured})
+    one_worker = on_cluster(1, config={name: configured})
     one_worker(body)()

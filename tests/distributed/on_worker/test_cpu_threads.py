@@ -9,10 +9,11 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, Worker
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import DevicePlugin
 from dask_devctx.worker.threads import cpu_threads
+from tests.distributed.devices import on_cluster
 
 THREADS = 12
 
@@ -58,8 +59,8 @@ def test_as_many_as_there_are_cpus(
 ) -> None:
     monkeypatch.setattr(cpu_threads, "CPU_COUNT", 3)
 
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", THREADS)], timeout=60)
-    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+    @on_cluster(THREADS)
+    async def body(client: Client, worker: Worker) -> None:
         await client.gather(client.map(computes, range(THREADS), seconds=0.001))
         assert len(pool_of(worker)) == THREADS  # from a time before the plugin
         await client.register_plugin(DevicePlugin(**options))
@@ -75,8 +76,8 @@ def test_as_many_as_there_are_cpus(
     body()
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", THREADS)], timeout=60)
-async def test_more_run_while_all_wait(client: Client, scheduler: Any, worker: Worker) -> None:
+@on_cluster(THREADS)
+async def test_more_run_while_all_wait(client: Client, worker: Worker) -> None:
     await client.register_plugin(DevicePlugin())
     with dask.annotate(device="none"):
         met = await client.gather(client.map(meets, range(THREADS)))

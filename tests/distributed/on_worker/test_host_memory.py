@@ -11,20 +11,19 @@ import pytest
 from cuda.bindings.driver import CUresult
 from dask.sizeof import sizeof
 from distributed import Client, LocalCluster, Worker, wait
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray
+from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import workers_of
+from tests.distributed.devices import on_cluster, started, workers_of
 
 MIB = 2**20
 
 
 def spilling_worker(plugins: list[DevicePlugin]) -> Any:
     """One worker on this thread's loop, which spills what goes beyond 4 MiB."""
-    return gen_cluster(
-        client=True,
-        nthreads=[("127.0.0.1", 4)],
+    return on_cluster(
+        4,
         worker_kwargs={"plugins": plugins, "memory_limit": 8 * MIB},
         config={
             "distributed.worker.memory.target": 0.5,
@@ -56,9 +55,7 @@ def total(array: SimulatedArray) -> float:
 
 
 @spilling_worker([DevicePlugin()])
-async def test_what_is_on_devices_is_not_spilled(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
+async def test_what_is_on_devices_is_not_spilled(client: Client, worker: Worker) -> None:
     futures = client.map(on_a_device, range(8), pure=False)
     assert await client.gather(client.map(total, futures)) == [n * MIB / 8 for n in range(8)]
     assert sum(sizeof(worker.data[future.key]) for future in futures) > 8 * MIB
@@ -66,9 +63,7 @@ async def test_what_is_on_devices_is_not_spilled(
 
 
 @spilling_worker([DevicePlugin()])
-async def test_only_the_part_on_the_host_counts(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
+async def test_only_the_part_on_the_host_counts(client: Client, worker: Worker) -> None:
     futures = client.map(in_both, range(3), pure=False)
     await client.gather(futures)
     assert len(worker.data.disk) == 0
@@ -87,7 +82,7 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
         return False
 
     @spilling_worker([DevicePlugin(device_memory_limit=limit)])
-    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+    async def body(client: Client, worker: Worker) -> None:
         machine.faults.inject("cuStreamWaitEvent", None, when=note)
         machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=10**6)
         with dask.annotate(device=1):
@@ -124,10 +119,8 @@ def test_workers_of_a_cluster_have_the_hosts_memory_together(
     arguments: dict[str, Any], count: int
 ) -> None:
     fair = distributed.system.MEMORY_LIMIT // count
-    with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0", **arguments) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(**arguments) as client:
+        cluster: Any = client.cluster
         there, known = limits(client)
         assert there == known == [fair] * arguments["n_workers"]
         cluster.scale(count)
@@ -138,10 +131,8 @@ def test_workers_of_a_cluster_have_the_hosts_memory_together(
 def test_workers_that_share_devices_share_memory_too() -> None:
     """With a plugin that was preloaded or registered; the first had all before the second came."""
     whole = distributed.system.MEMORY_LIMIT
-    with (
-        LocalCluster(n_workers=0, dashboard_address=":0", threads_per_worker=64) as cluster,
-        Client(cluster) as client,
-    ):
+    with started(LocalCluster, n_workers=0, threads_per_worker=64, processes=True) as client:
+        cluster: Any = client.cluster
         client.register_plugin(DevicePlugin())
         cluster.scale(1)
         client.wait_for_workers(1, timeout=60)
@@ -161,11 +152,11 @@ async def _until(condition: Any) -> None:
 
 
 @spilling_worker([DevicePlugin(devices=[0])])
-async def test_a_limit_that_was_given_stays(client: Client, scheduler: Any, worker: Worker) -> None:
+async def test_a_limit_that_was_given_stays(client: Client, worker: Worker) -> None:
     assert worker.memory_manager.memory_limit == 8 * MIB
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 64)], worker_kwargs={"memory_limit": "auto"})
+@on_cluster(64, worker_kwargs={"memory_limit": "auto"})
 async def test_the_limit_comes_back(client: Client, scheduler: Any, worker: Worker) -> None:
     whole, target = distributed.system.MEMORY_LIMIT, worker.data.n
     await client.register_plugin(DevicePlugin(devices=[0]))

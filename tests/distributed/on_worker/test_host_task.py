@@ -38,9 +38,7 @@ async def leaves_one_later(*_: object) -> int | None:
 
 @pytest.mark.parametrize("function", [leaves_one, leaves_one_later])
 @with_plugin(1, devices=[0, 1])
-async def test_what_a_task_leaves_current_the_next_does_not_see(
-    client: Any, scheduler: Any, worker: Worker, function: Any
-) -> None:
+async def test_what_a_task_leaves_current_the_next_does_not_see(client: Any, function: Any) -> None:
     x = client.submit(make)
     with dask.annotate(device=None):
         for inputs in ((), (x,), (), (x,)):
@@ -55,7 +53,7 @@ def test_where_the_first_device_is_not_the_workers_the_inputs_are_read_without_i
     """CuPy makes a context on the first device when it copies to the host with nothing current."""
 
     @with_plugin(2, devices=[2, 3], device_memory_limit=limit)
-    async def body(client: Any, scheduler: Any, worker: Worker) -> None:
+    async def body(client: Any) -> None:
         with dask.annotate(device=3):
             x = client.submit(make)
         y = client.submit(list, range(10))
@@ -85,9 +83,7 @@ async def here_later(_: object) -> list[int | None]:
 
 
 @with_plugin(2, devices=[0, 1])
-async def test_the_tasks_thread_waits_for_the_inputs_and_not_the_event_loop(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
+async def test_the_tasks_thread_waits_for_the_inputs_and_not_the_event_loop(client: Any) -> None:
     """The driver waits for the device where a stream is full."""
     faults, pending, threads = driver.backend().machine.faults, [True], []
 
@@ -112,7 +108,7 @@ async def test_the_tasks_thread_waits_for_the_inputs_and_not_the_event_loop(
 
 @with_plugin(2, devices=[0, 1])
 async def test_a_context_that_is_current_on_the_users_own_threads_stays_so(
-    client: Any, scheduler: Any, worker: Worker
+    client: Any, worker: Worker
 ) -> None:
     with ThreadPoolExecutor(1, initializer=Device(1).set_current) as own:
         worker.executors["own"] = own

@@ -18,12 +18,11 @@ import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 from distributed import Client, Worker, secede, wait
-from distributed.utils_test import async_poll_for, captured_logger, gen_cluster
+from distributed.utils_test import async_poll_for, captured_logger
 
 from dask_devctx import (
     Device,
     DevicePlugin,
-    LocalDeviceCluster,
     SimulatedArray,
     device_of,
     to_device,
@@ -34,18 +33,14 @@ from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.transfer import Stamp, events
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.value import Value
+from tests.distributed.devices import on_cluster, started
 
 da = pytest.importorskip("dask.array")
 
 
 def one_worker(**plugin: Any) -> Any:
     """One worker on this thread's loop, with the plugin."""
-    return gen_cluster(
-        client=True,
-        nthreads=[("127.0.0.1", 32)],
-        worker_kwargs={"plugins": [DevicePlugin(**plugin)]},
-        config={"distributed.worker.validate": True, "distributed.scheduler.validate": True},
-    )
+    return on_cluster(32, worker_kwargs={"plugins": [DevicePlugin(**plugin)]})
 
 
 def make(value: float = 1.0, n: int = 100) -> SimulatedArray:
@@ -83,7 +78,7 @@ def traffic(worker: Worker) -> dict[tuple[int, int], tuple[int, int, int]]:
 
 
 @one_worker()
-async def test_inputs_come_to_the_task(client: Client, scheduler: Any, worker: Worker) -> None:
+async def test_inputs_come_to_the_task(client: Client, worker: Worker) -> None:
     with dask.annotate(device=0):
         x = client.submit(make, 1.0, pure=False)
     with dask.annotate(device=1):
@@ -96,9 +91,7 @@ async def test_inputs_come_to_the_task(client: Client, scheduler: Any, worker: W
 
 
 @one_worker()
-async def test_one_copy_is_shared_and_goes_with_its_key(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
+async def test_one_copy_is_shared_and_goes_with_its_key(client: Client, worker: Worker) -> None:
     plugin = worker.plugins["devctx"]
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
@@ -120,9 +113,7 @@ class Grid:
 
 
 @one_worker()
-async def test_the_bytes_of_a_registered_type_are_counted(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
+async def test_the_bytes_of_a_registered_type_are_counted(client: Client, worker: Worker) -> None:
     device_of.register(Grid, lambda grid: device_of(grid.cells))
     to_device.register(Grid, lambda grid, device: Grid(to_device(grid.cells, device)))
     with dask.annotate(device=0):
@@ -134,9 +125,7 @@ async def test_the_bytes_of_a_registered_type_are_counted(
 
 
 @one_worker()
-async def test_inputs_move_while_the_task_waits(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
+async def test_inputs_move_while_the_task_waits(client: Client, worker: Worker) -> None:
     """A device that is busy is sent the input of a task in its queue before that task starts."""
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
@@ -156,7 +145,7 @@ async def test_inputs_move_while_the_task_waits(
 
 
 @one_worker(move_inputs=False)
-async def test_inputs_stay_where_they_are(client: Client, scheduler: Any, worker: Worker) -> None:
+async def test_inputs_stay_where_they_are(client: Client, worker: Worker) -> None:
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
     with dask.annotate(device=1):
@@ -169,9 +158,7 @@ async def test_inputs_stay_where_they_are(client: Client, scheduler: Any, worker
 
 
 @one_worker()
-async def test_a_key_that_is_made_anew_is_brought_anew(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
+async def test_a_key_that_is_made_anew_is_brought_anew(client: Client, worker: Worker) -> None:
     """A copy of what a key stood for is never taken for what it stands for now."""
     seen = []
     for value in (1.0, 2.0):
@@ -212,7 +199,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @one_worker()
 async def test_a_cancelled_task_that_runs_late_leaves_no_copy(
-    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine
+    client: Client, worker: Worker, machine: SimulatedMachine
 ) -> None:
     """What it brings stands for a key that is gone, and is not taken for what comes after."""
     replicas = worker.plugins["devctx"].extension.copies
@@ -251,7 +238,7 @@ def test_what_is_read_on_other_streams_waits_for_the_work_that_makes_it(
     waits: list[tuple[int, int]] = []
 
     @one_worker()
-    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+    async def body(client: Client) -> None:
         with dask.annotate(device=1):
             x = client.submit(maker, pure=False)
             y = client.submit(maker, pure=False)
@@ -319,7 +306,7 @@ def test_what_an_actor_answers_waits_for_the_work_that_makes_it(
         monkeypatch.setattr(events, "current_streams", current)
 
     @one_worker()
-    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+    async def body(client: Client) -> None:
         with dask.annotate(device=1):
             maker = await client.submit(Maker, actor=True)
         machine.faults.inject("cuStreamWaitEvent", None, when=note)
@@ -351,7 +338,7 @@ def test_an_actors_method_is_given_its_arguments_on_its_device(move_inputs: bool
     """What arrives is unpacked on the worker's first device; what another actor has, on its own."""
 
     @one_worker(move_inputs=move_inputs)
-    async def body(client: Client, scheduler: Any, worker: Worker) -> None:
+    async def body(client: Client) -> None:
         with dask.annotate(device=3):
             reader = await client.submit(Reader, actor=True)
         with dask.annotate(device=2):
@@ -367,7 +354,7 @@ def test_an_actors_method_is_given_its_arguments_on_its_device(move_inputs: bool
 
 @one_worker()
 async def test_nothing_is_remembered_of_tasks_that_came_to_nothing(
-    client: Client, scheduler: Any, worker: Worker
+    client: Client, worker: Worker
 ) -> None:
     def stamps() -> int:
         gc.collect()
@@ -402,7 +389,6 @@ async def launch_in_a_coroutine(array: SimulatedArray) -> int:
 @one_worker()
 async def test_a_copy_outlives_the_kernels_of_a_task(
     client: Client,
-    scheduler: Any,
     worker: Worker,
     machine: SimulatedMachine,
     launch: Callable[[SimulatedArray], Any],
@@ -426,9 +412,7 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
 
 
 @one_worker(device_memory_limit=None)
-async def test_what_is_on_disk_meanwhile_shares_its_copy(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
+async def test_what_is_on_disk_meanwhile_shares_its_copy(client: Client, worker: Worker) -> None:
     """It comes back as another object, and is the same value."""
     with dask.annotate(device=0):
         x = client.submit(make, pure=False)
@@ -447,9 +431,9 @@ def total_at_the_gate(array: SimulatedArray, gate: str) -> float:
     return float(array.sum())
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
+@on_cluster(4, 4)
 async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
-    client: Client, scheduler: Any, first: Worker, second: Worker
+    client: Client, first: Worker, second: Worker
 ) -> None:
     """It is not fetched again: the task that runs still has it."""
     await client.register_plugin(DevicePlugin())
@@ -488,9 +472,9 @@ def device_at_the_gate(array: SimulatedArray, gate: str) -> int:
 
 
 @pytest.mark.parametrize("gate", ["", "outlives"])
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 32)])
+@on_cluster(32)
 async def test_what_is_read_when_the_plugin_goes_is_let_go_after_that(
-    client: Client, scheduler: Any, worker: Worker, machine: SimulatedMachine, gate: str
+    client: Client, worker: Worker, machine: SimulatedMachine, gate: str
 ) -> None:
     """By a task that is done, or by one that runs on."""
     await client.register_plugin(DevicePlugin())
@@ -528,7 +512,7 @@ async def _scattered_lost(client: Client) -> Any:
 
 @one_worker()
 async def test_a_type_whose_function_raises_fails_its_task_alone(
-    client: Client, scheduler: Any, worker: Worker
+    client: Client, worker: Worker
 ) -> None:
     lost = await _scattered_lost(client)
     with dask.annotate(device=0):
@@ -551,9 +535,7 @@ async def test_a_type_whose_function_raises_fails_its_task_alone(
 
 
 @one_worker()
-async def test_assigned_to_where_its_inputs_are(
-    client: Client, scheduler: Any, worker: Worker
-) -> None:
+async def test_assigned_to_where_its_inputs_are(client: Client, worker: Worker) -> None:
     with dask.annotate(device=2):
         x = client.submit(make, 1.0, 10**7, pure=False)
         await x
@@ -570,10 +552,7 @@ def test_array_jobs(n_workers: int) -> None:
     """``x.dot(y)`` and ``(x + x.T).sum()`` on chunks that live on all devices."""
     rng = np.random.default_rng(0)
     a, b = rng.random((60, 60)), rng.random((60, 60))
-    with (
-        LocalDeviceCluster(n_workers=n_workers, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=n_workers, processes=True) as client:
         x, y = (
             da.from_array(each, chunks=15).map_blocks(
                 SimulatedArray.asarray, meta=SimulatedArray((0, 0))

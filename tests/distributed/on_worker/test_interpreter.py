@@ -11,14 +11,14 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client
-from distributed.utils_test import gen_cluster
 
-from dask_devctx import DevicePlugin, LocalDeviceCluster
+from dask_devctx import DevicePlugin
 from dask_devctx.cuda.out_of_memory import release_caches
+from tests.distributed.devices import on_cluster, started
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2)
-async def test_the_switch_interval(client: Any, scheduler: Any, *workers: Any) -> None:
+@on_cluster(2, 2)
+async def test_the_switch_interval(client: Any, *workers: Any) -> None:
     before = sys.getswitchinterval()
     await client.register_plugin(DevicePlugin())
     assert sys.getswitchinterval() == pytest.approx(1e-3, rel=0.02)
@@ -28,16 +28,16 @@ async def test_the_switch_interval(client: Any, scheduler: Any, *workers: Any) -
     assert sys.getswitchinterval() == before
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_the_switch_interval_is_left_alone(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(2)
+async def test_the_switch_interval_is_left_alone(client: Any) -> None:
     before = sys.getswitchinterval()
     with dask.config.set({"devctx.switch-interval": None}):
         await client.register_plugin(DevicePlugin())
     assert sys.getswitchinterval() == before
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)])
-async def test_what_others_set_meanwhile_stays(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(2)
+async def test_what_others_set_meanwhile_stays(client: Any) -> None:
     before = sys.getswitchinterval()
     try:
         await client.register_plugin(DevicePlugin())
@@ -59,10 +59,7 @@ def frozen(client: Client, wanted: Callable[[int], bool]) -> int:
 
 def test_modules_are_left_out_of_collections_while_no_task_is_there() -> None:
     ours = gc.get_freeze_count()  # a Python may come with some
-    with (
-        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, processes=True) as client:
         assert frozen(client, lambda count: count > 1000) > 1000
         client.run(release_caches)  # as after a device's memory ran out
         assert frozen(client, lambda count: count < 1000) < 1000

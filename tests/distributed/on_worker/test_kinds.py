@@ -23,12 +23,12 @@ from distributed import (
     secede,
     worker_client,
 )
-from distributed.utils_test import async_poll_for, gen_cluster, wait_for_state
+from distributed.utils_test import async_poll_for, wait_for_state
 from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
 
 from dask_devctx import Device, DevicePlugin, on_device
 from dask_devctx.driver.simulated import SimulatedMachine
-from tests.distributed.devices import current_context, here, with_plugin
+from tests.distributed.devices import current_context, here, on_cluster, with_plugin
 
 seen: list[Any] = []
 
@@ -78,7 +78,7 @@ async def watching_the_loop() -> AsyncIterator[None]:
 
 
 @with_plugin()
-async def test_plain(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_plain(client: Any) -> None:
     futures = []
     for wanted in [3, "cuda:2", Device(1), Device(0).uuid, "1"]:
         with dask.annotate(device=wanted):
@@ -98,9 +98,7 @@ def use_up(kept: list[int]) -> int:
 
 
 @with_plugin(64)
-async def test_what_is_made_is_used_before_more_is_made(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_what_is_made_is_used_before_more_is_made(client: Any) -> None:
     with dask.annotate(device=1):
         begun = client.submit(time.sleep, 0.4)  # until all are there
         made = client.map(keep, range(20))
@@ -117,7 +115,7 @@ async def test_what_is_made_is_used_before_more_is_made(
 
 
 @with_plugin()
-async def test_retries(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_retries(client: Any) -> None:
     with dask.annotate(device=2):
         assert await client.submit(flaky, retries=5) == 2
     assert seen == [2, 2, 2]
@@ -148,7 +146,7 @@ def test_the_traceback_of_a_failure_begins_with_the_tasks_own_frame(
     function: Any, device: str | None
 ) -> None:
     @with_plugin()
-    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+    async def body(client: Any) -> None:
         with dask.annotate(device=device):
             failed = client.submit(function, client.submit(int))
         frames = traceback.extract_tb(await failed.traceback())
@@ -180,8 +178,8 @@ def test_the_traceback_of_an_actors_failure_is_as_dasks(method: str) -> None:
             await getattr(actor, method)(0)
         return [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
 
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)])
-    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+    @on_cluster(4)
+    async def body(client: Any) -> None:
         without = await names(client)
         assert without[-1] == method
         await client.register_plugin(DevicePlugin())
@@ -191,7 +189,7 @@ def test_the_traceback_of_an_actors_failure_is_as_dasks(method: str) -> None:
 
 
 @with_plugin(8, 8)
-async def test_reschedule(client: Any, scheduler: Any, *workers: Any) -> None:
+async def test_reschedule(client: Any) -> None:
     with dask.annotate(device=3):
         assert await client.submit(later) == 3
     assert seen == [3, 3, 3, 3]
@@ -206,7 +204,7 @@ def _compute(key: str, device: int | str, stimulus_id: str) -> ComputeTaskEvent:
 @pytest.mark.parametrize("device", [3, "auto"])
 @with_plugin()
 async def test_cancelled_and_resumed_in_one_tick(
-    client: Any, scheduler: Any, worker: Any, device: int | str
+    client: Any, worker: Any, device: int | str
 ) -> None:
     # The second "compute" puts the task back to "executing" with no transition to it, before it
     # was run at all.
@@ -222,7 +220,7 @@ async def test_cancelled_and_resumed_in_one_tick(
 
 
 @with_plugin()
-async def test_cancelled_while_it_runs(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_cancelled_while_it_runs(client: Any, worker: Any) -> None:
     started, go_on = Event("started", client), Event("go-on", client)
     await asyncio.gather(started.clear(), go_on.clear())
 
@@ -247,7 +245,7 @@ def append(name: str) -> None:
 
 
 @with_plugin()
-async def test_cancelled_before_its_turn(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_cancelled_before_its_turn(client: Any, worker: Any) -> None:
     """dask believes that it runs; it waits for its device, and does not run when it has it."""
     started, go_on = Event("first-started", client), Event("first-goes-on", client)
     await asyncio.gather(started.clear(), go_on.clear())
@@ -274,7 +272,7 @@ async def test_cancelled_before_its_turn(client: Any, scheduler: Any, worker: An
 
 
 @with_plugin(8, 8)
-async def test_stolen(client: Any, scheduler: Any, one: Any, two: Any) -> None:
+async def test_stolen(client: Any, one: Any, two: Any) -> None:
     def slow(x: int) -> int | None:
         time.sleep(0.3)
         return here()
@@ -290,7 +288,7 @@ async def test_stolen(client: Any, scheduler: Any, one: Any, two: Any) -> None:
 
 
 @with_plugin()
-async def test_coroutines(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_coroutines(client: Any) -> None:
     async def resumed(x: int) -> list[int | None]:
         at = []
         for _ in range(5):
@@ -307,7 +305,7 @@ async def test_coroutines(client: Any, scheduler: Any, worker: Any) -> None:
 
 
 @with_plugin()
-async def test_a_failing_coroutine(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_failing_coroutine(client: Any) -> None:
     async def fails() -> None:
         await asyncio.sleep(0)
         raise ValueError(str(here()))
@@ -350,7 +348,7 @@ class Model:
 
 
 @with_plugin()
-async def test_actors(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_actors(client: Any, worker: Any) -> None:
     with dask.annotate(device=3):
         actor = await client.submit(Model, actor=True)
     free = await client.submit(Model, actor=True, pure=False)
@@ -371,9 +369,7 @@ async def test_actors(client: Any, scheduler: Any, worker: Any) -> None:
 # dask 2025.4 uses what it deprecates itself
 @pytest.mark.filterwarnings("ignore:The `Worker.actors` attribute:FutureWarning")
 @with_plugin()
-async def test_an_actor_that_calls_another_on_its_worker(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_an_actor_that_calls_another_on_its_worker(client: Any) -> None:
     with dask.annotate(device=3):
         other = await client.submit(Model, actor=True, pure=False)
     with dask.annotate(device=1):
@@ -382,9 +378,7 @@ async def test_an_actor_that_calls_another_on_its_worker(
 
 
 @with_plugin()
-async def test_an_actor_that_is_gone_while_its_method_runs(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_an_actor_that_is_gone_while_its_method_runs(client: Any, worker: Any) -> None:
     with dask.annotate(device=2):
         actor = await client.submit(Model, actor=True)
     call = worker.handlers["actor_execute"](actor=actor.key, function="coroutine")
@@ -397,7 +391,7 @@ async def test_an_actor_that_is_gone_while_its_method_runs(
 
 
 @with_plugin()
-async def test_worker_client_and_get_client(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_worker_client_and_get_client(client: Any) -> None:
     def outer() -> Any:
         before = here()
         with worker_client() as inside:
@@ -413,7 +407,7 @@ async def test_worker_client_and_get_client(client: Any, scheduler: Any, worker:
 
 
 @with_plugin(tasks_per_device=1)
-async def test_secede_and_rejoin(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_secede_and_rejoin(client: Any) -> None:
     def leaves() -> Any:
         before = here()
         secede()
@@ -432,9 +426,7 @@ async def test_secede_and_rejoin(client: Any, scheduler: Any, worker: Any) -> No
 
 @pytest.mark.filterwarnings("ignore:(Dask annotations|dask.dataframe drops)")
 @with_plugin(8, 8)
-async def test_p2p_shuffle(
-    client: Any, scheduler: Any, *workers: Any, machine: SimulatedMachine
-) -> None:
+async def test_p2p_shuffle(client: Any, machine: SimulatedMachine) -> None:
     dd = pytest.importorskip("dask.dataframe")
     pd = pytest.importorskip("pandas")
     frame = dd.from_pandas(pd.DataFrame({"a": range(40), "b": 0}), npartitions=4)
@@ -450,7 +442,7 @@ async def test_p2p_shuffle(
 
 
 @with_plugin()
-async def test_the_users_own_executors(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_the_users_own_executors(client: Any, worker: Any) -> None:
     def where() -> Any:
         return here(), threading.current_thread().name.partition("_")[0]
 
@@ -477,9 +469,7 @@ async def test_the_users_own_executors(client: Any, scheduler: Any, worker: Any)
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @with_plugin()
-async def test_a_forked_pool_runs_what_asks_for_no_device(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_a_forked_pool_runs_what_asks_for_no_device(client: Any, worker: Any) -> None:
     await client.submit(here)  # CUDA is initialised in this process
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as processes:
         worker.executors["processes"] = processes
@@ -495,14 +485,14 @@ async def test_a_forked_pool_runs_what_asks_for_no_device(
 
 @with_plugin()
 async def test_client_run_is_left_alone(
-    client: Any, scheduler: Any, worker: Any, machine: SimulatedMachine
+    client: Any, worker: Any, machine: SimulatedMachine
 ) -> None:
     assert await client.run(here) == {worker.address: None}
     assert used(machine) == set()
 
 
 @with_plugin(unannotated="leave")
-async def test_unannotated_tasks_are_left(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_unannotated_tasks_are_left(client: Any) -> None:
     assert await client.gather(client.map(here, range(8))) == [None] * 8
     for wanted, expected in [(2, {2}), ("auto", {0, 1, 2, 3})]:
         with dask.annotate(device=wanted):

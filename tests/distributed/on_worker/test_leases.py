@@ -15,7 +15,7 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, LocalCluster, Worker
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import (
     Device,
@@ -30,7 +30,7 @@ from dask_devctx.scheduler.messages import SHARE
 from dask_devctx.worker.leases import share
 from dask_devctx.worker.leases.lease import Lease, acquire, holders
 from dask_devctx.worker.leases.locks import LockDirectory
-from tests.distributed.devices import here, with_plugin
+from tests.distributed.devices import here, on_cluster, started, with_plugin
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 OTHER = "worker 1 of tcp://127.0.0.1:1"
@@ -199,10 +199,8 @@ def test_workers_that_come_and_go_share_evenly() -> None:
 
 
 def test_one_that_joins_gets_devices_of_one_that_works() -> None:
-    with (
-        LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with started(n_workers=1, processes=True) as client:
+        cluster: Any = client.cluster
         assert who_has(client) == [[0, 1, 2, 3]]
         futures = []
         for n in range(400):
@@ -225,7 +223,7 @@ def test_a_device_that_its_holder_releases_late_is_taken_then(
     monkeypatch.setattr(share, "SIGN_INTERVAL_S", 0.02)
 
     @with_plugin(4)
-    async def body(client: Any, scheduler: Any, worker: Worker) -> None:
+    async def body(client: Any, worker: Worker) -> None:
         told = worker.handlers[SHARE]
         uuids = [Device(n).uuid for n in range(4)]
         await told(uuids=[uuids[0], *uuids[2:]], version=100)
@@ -243,8 +241,8 @@ def test_a_device_that_its_holder_releases_late_is_taken_then(
 def test_a_worker_that_waits_for_devices_does_not_stop_its_event_loop(
     options: dict[str, Any], lock_directory: Path
 ) -> None:
-    @gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-    async def body(client: Any, scheduler: Any, worker: Worker) -> None:
+    @on_cluster(4)
+    async def body(client: Any, worker: Worker) -> None:
         with LockDirectory(lock_directory) as place, place.exclusive(1):  # as a stopped process
             registered = asyncio.ensure_future(client.register_plugin(DevicePlugin(**options)))
             for _ in range(20):  # the loop runs: otherwise this process waits for itself

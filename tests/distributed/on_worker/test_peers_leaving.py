@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from distributed import Worker, WorkerPlugin, rpc, wait
-from distributed.utils_test import captured_logger, gen_cluster
+from distributed.utils_test import captured_logger
 
 from dask_devctx import DevicePlugin, SimulatedArray, driver
 from dask_devctx.transfer.ipc.messages import PROTOCOL
@@ -21,6 +21,7 @@ from dask_devctx.worker.peers import CLOSE
 from dask_devctx.worker.peers.pairs import HELLO
 from dask_devctx.worker.peers.receive import NEXT
 from tests.distributed import peers
+from tests.distributed.devices import on_cluster
 
 ARRIVED = (1.0, True)
 
@@ -158,9 +159,9 @@ class AsksAtTheEnd(WorkerPlugin):  # type: ignore[misc]
             self.answers.append(await there.devctx_share(uuids=[], version=1))
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 1)], timeout=30)
+@on_cluster(1, timeout=30)
 async def test_a_worker_that_closes_answers_and_ends_its_heartbeat_quietly(
-    client: Any, scheduler: Any, worker: Worker
+    client: Any, worker: Worker
 ) -> None:
     asked, last = asyncio.Event(), AsksAtTheEnd()
 

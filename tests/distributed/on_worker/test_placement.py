@@ -190,7 +190,7 @@ def _last(candidates: Sequence[Candidate]) -> Candidate:
 
 
 @with_plugin(policy=_last)
-async def test_a_policy_travels_to_the_worker(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_policy_travels_to_the_worker(client: Any) -> None:
     assert await client.gather(client.map(here, range(5))) == [3] * 5
 
 
@@ -199,9 +199,7 @@ def _misspelled(candidates: Sequence[Candidate]) -> Candidate:
 
 
 @with_plugin(policy=_misspelled)
-async def test_the_line_of_a_policy_that_raises_is_shown(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_the_line_of_a_policy_that_raises_is_shown(client: Any) -> None:
     log = logging.getLogger("distributed.worker.dask_devctx")
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -10,11 +10,10 @@ from typing import Any
 import dask
 import pytest
 from distributed import Worker
-from distributed.utils_test import gen_cluster
 from tornado.httpclient import AsyncHTTPClient
 
 from dask_devctx import DevicePlugin, SimulatedArray, report
-from tests.distributed.devices import with_plugin
+from tests.distributed.devices import on_cluster, with_plugin
 
 prometheus_client = pytest.importorskip("prometheus_client")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -47,9 +46,7 @@ def fail() -> None:
 
 
 @with_plugin(devices=[0, 1, 2], tasks_per_device=2)
-async def test_its_numbers_are_those_of_the_report(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
+async def test_its_numbers_are_those_of_the_report(client: Any, worker: Worker) -> None:
     with dask.annotate(device=2):
         made = client.submit(SimulatedArray, (100, 100))
         await client.submit(fail).exception()
@@ -79,7 +76,7 @@ async def test_its_numbers_are_those_of_the_report(
 
 
 @with_plugin(devices=[0, 1], device_memory_limit="1 MiB")
-async def test_retries_and_spilled_bytes(client: Any, scheduler: Any, worker: Worker) -> None:
+async def test_retries_and_spilled_bytes(client: Any, worker: Worker) -> None:
     left = [1]
 
     def run_out() -> None:
@@ -98,10 +95,8 @@ async def test_retries_and_spilled_bytes(client: Any, scheduler: Any, worker: Wo
     assert one.out_of_memory == 1
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)] * 2, timeout=60)
-async def test_workers_of_one_process_share_a_page(
-    client: Any, scheduler: Any, one: Any, two: Any
-) -> None:
+@on_cluster(4, 4)
+async def test_workers_of_one_process_share_a_page(client: Any, one: Any, two: Any) -> None:
     assert await scraped(one) == {}
     await client.register_plugin(DevicePlugin(devices=[0, 1]))
     await client.gather(client.map(lambda n: n, range(10)))
@@ -117,9 +112,7 @@ async def test_workers_of_one_process_share_a_page(
 
 
 @with_plugin(devices=[0, 1])
-async def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(
-    client: Any, scheduler: Any, worker: Worker
-) -> None:
+async def test_the_dashboard_for_grafana_asks_for_metrics_that_there_are(client: Any) -> None:
     path = Path(__file__).parents[3] / "docs" / "grafana-dashboard.json"
     panels = json.loads(path.read_text())["panels"]
     asked = [target["expr"] for panel in panels for target in panel["targets"]]

@@ -12,11 +12,10 @@ from typing import Any
 
 import dask
 import pytest
-from distributed.utils_test import gen_cluster
 
 from dask_devctx import LocalDeviceCluster
 from dask_devctx.errors import MissingPackageError
-from tests.distributed.devices import plugin_with
+from tests.distributed.devices import on_cluster, plugin_with
 
 
 class Nvtx(types.ModuleType):
@@ -57,8 +56,8 @@ async def awaits() -> int:
     return 1
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 4)], timeout=60)
-async def test_tasks_have_ranges(client: Any, scheduler: Any, worker: Any) -> None:
+@on_cluster(4)
+async def test_tasks_have_ranges(client: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         nvtx = Nvtx()
         patch.setitem(sys.modules, "nvtx", nvtx)

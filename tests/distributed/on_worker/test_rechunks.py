@@ -38,9 +38,7 @@ def home(x: SimulatedArray) -> tuple[Any, int]:
 @pytest.mark.parametrize("chunk", [160, 40], ids=["large", "small"])  # dask sends them differently
 @pytest.mark.parametrize("disk", [True, False])
 @with_plugin(8, 8)
-async def test_arrays_are_on_devices_again(
-    client: Any, scheduler: Any, *workers: Any, chunk: int, disk: bool
-) -> None:
+async def test_arrays_are_on_devices_again(client: Any, chunk: int, disk: bool) -> None:
     how = {"array.rechunk.method": "p2p", "distributed.p2p.storage.disk": disk}
     with dask.config.set(how):
         columns = on_devices(chunk).rechunk((N, chunk // 2))
@@ -59,9 +57,7 @@ def on(x: SimulatedArray) -> Any:
 
 
 @with_plugin(8)
-async def test_on_the_device_of_the_task_or_on_the_host_where_it_has_none(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_on_the_device_of_the_task_or_on_the_host_where_it_has_none(client: Any) -> None:
     x = on_devices(160)
     with dask.annotate(device=3):
         rows = x.rechunk((40, N), method="p2p").map_blocks(on, dtype=int)
@@ -82,9 +78,7 @@ class Other(SimulatedArray):
 
 
 @with_plugin(8)
-async def test_other_arrays_are_refused_with_the_remedy(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_other_arrays_are_refused_with_the_remedy(client: Any) -> None:
     future = client.compute(on_devices(N, Other).rechunk((40, N), method="p2p"))
     error: BaseException | None = await future.exception()
     while error is not None and not isinstance(error, TypeError):
@@ -95,9 +89,7 @@ async def test_other_arrays_are_refused_with_the_remedy(
 
 @pytest.mark.parametrize("disk", [True, False])
 @with_plugin(8)
-async def test_memory_that_runs_out_for_the_result(
-    client: Any, scheduler: Any, worker: Any, disk: bool
-) -> None:
+async def test_memory_that_runs_out_for_the_result(client: Any, disk: bool) -> None:
     """The task is tried again; dask may have given its result away by then."""
     failed: list[int] = []
 

@@ -17,7 +17,6 @@ import dask
 import numpy as np
 import pytest
 from distributed import Worker, get_worker, secede, worker_client
-from distributed.utils_test import gen_cluster
 
 from dask_devctx import (
     Device,
@@ -34,7 +33,7 @@ from dask_devctx import (
 from dask_devctx.cuda.inspection import link_rank
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.placement.policy import Candidate, choose_group
-from tests.distributed.devices import here, with_plugin
+from tests.distributed.devices import here, on_cluster, with_plugin
 
 GIB = 2**30
 
@@ -100,7 +99,7 @@ async def nothing_held(worker: Any) -> None:
 
 
 @with_plugin()
-async def test_a_number_of_devices(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_number_of_devices(client: Any, worker: Any) -> None:
     with dask.annotate(devices=2):
         found = await client.gather(client.map(busy, [0.02] * 8, pure=False))
     assert all(len(set(devices)) == 2 for devices in found)
@@ -114,7 +113,7 @@ async def test_a_number_of_devices(client: Any, scheduler: Any, worker: Any) -> 
 
 
 @with_plugin()
-async def test_named_devices(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_named_devices(client: Any) -> None:
     with dask.annotate(devices=[3, 1]):
         assert await client.submit(mine, key="a") == (3, 1)
     with dask.annotate(devices=[Device(2).uuid, "cuda:0"]):
@@ -125,7 +124,7 @@ async def test_named_devices(client: Any, scheduler: Any, worker: Any) -> None:
 
 
 @with_plugin()
-async def test_a_worker_that_has_too_few(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_worker_that_has_too_few(client: Any) -> None:
     with dask.annotate(devices=5):
         future = client.submit(mine)
     with pytest.raises(NotEnoughDevicesError, match=r"has 4\. Ask for at most 4") as caught:
@@ -160,7 +159,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @with_plugin()
-async def test_wrong(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_wrong(client: Any) -> None:
     for number, (wrong, error, message) in enumerate(WRONG):
         with dask.annotate(**wrong):
             future = client.submit(mine, key=f"wrong-{number}")
@@ -177,7 +176,7 @@ async def three_times(client: Any, name: str, value: object = 1) -> None:
     await asyncio.sleep(0.1)
 
 
-@gen_cluster(client=True, nthreads=[])
+@on_cluster()
 async def test_an_annotation_that_no_worker_heeds(client: Any, scheduler: Any) -> None:
     with dask.config.set({"devctx.missing-device-timeout": "0 s"}):
         await scheduler.register_scheduler_plugin(DeviceRouting(), idempotent=False)
@@ -199,7 +198,7 @@ def test_outside_of_a_task() -> None:
 
 
 @with_plugin()
-async def test_a_task_without_a_device_has_none(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_task_without_a_device_has_none(client: Any) -> None:
     async def coroutine() -> tuple[Device, ...]:
         await asyncio.sleep(0)
         return task_devices()
@@ -215,7 +214,7 @@ async def test_a_task_without_a_device_has_none(client: Any, scheduler: Any, wor
 
 
 @with_plugin()
-async def test_a_part_of_a_device(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_part_of_a_device(client: Any, worker: Any) -> None:
     with dask.annotate(device=1, device_share=0.25):
         parts = client.map(busy, [0.05] * 12, pure=False)
     with dask.annotate(device=1):
@@ -229,7 +228,7 @@ async def test_a_part_of_a_device(client: Any, scheduler: Any, worker: Any) -> N
 
 
 @with_plugin()
-async def test_a_reservation(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_reservation(client: Any) -> None:
     with dask.annotate(device=0, device_memory="6 GiB"):
         await client.gather(client.map(busy, [0.03] * 6, [6] * 6, pure=False))
     assert Seen.running.most == {0: 12}  # of 12.8 GiB
@@ -245,9 +244,7 @@ def nbytes_used() -> list[int]:
 
 
 @with_plugin(device_memory_limit=0.8)
-async def test_room_is_made_for_a_reservation_and_given_back(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_room_is_made_for_a_reservation_and_given_back(client: Any, worker: Any) -> None:
     with dask.annotate(devices=[0, 2], device_memory="3 GiB"):
         assert await client.submit(nbytes_used) == [3 * GIB, 0, 3 * GIB]
     with dask.annotate(device=1, device_memory=2**20):
@@ -274,9 +271,7 @@ def free_nbytes() -> int:
 
 
 @with_plugin(device_memory_limit="64 MiB")
-async def test_values_leave_a_device_for_a_reservation(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_values_leave_a_device_for_a_reservation(client: Any, worker: Any) -> None:
     with dask.annotate(device=0):
         kept = [client.submit(array, pure=False) for _ in range(4)]
         await asyncio.gather(*kept)
@@ -303,9 +298,7 @@ def waits() -> None:
 
 
 @with_plugin()
-async def test_failures_cancellation_and_secession_give_back(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_failures_cancellation_and_secession_give_back(client: Any, worker: Any) -> None:
     def fails() -> None:
         raise KeyError("it fails")
 
@@ -329,7 +322,7 @@ async def test_failures_cancellation_and_secession_give_back(
 
 @with_plugin()
 async def test_a_claim_that_waits_is_given_back_as_soon_as_its_task_is_cancelled(
-    client: Any, scheduler: Any, worker: Any
+    client: Any, worker: Any
 ) -> None:
     with dask.annotate(device=1, device_share=0.5):
         running = client.submit(waits)
@@ -388,9 +381,7 @@ LIMIT = int(0.8 * 16 * GIB)
 
 
 @with_plugin(64, tasks_per_device=2)
-async def test_500_random_tasks_never_exceed_a_device(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_500_random_tasks_never_exceed_a_device(client: Any, worker: Any) -> None:
     choose = random.Random(0)
     futures, failing, cancelled = {}, set(), []
     for number in range(500):
@@ -462,9 +453,7 @@ def totals(arrays: Any) -> list[float]:
 
 
 @with_plugin()
-async def test_inputs_stay_on_the_tasks_devices_or_come_to_the_first(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_inputs_stay_on_the_tasks_devices_or_come_to_the_first(client: Any) -> None:
     arrays = []
     for n in range(4):
         with dask.annotate(device=n):
@@ -475,7 +464,7 @@ async def test_inputs_stay_on_the_tasks_devices_or_come_to_the_first(
 
 
 @with_plugin()
-async def test_a_value_on_several_devices(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_a_value_on_several_devices(client: Any, worker: Any) -> None:
     with dask.annotate(devices=[1, 3]):
         value = client.submit(spread)
         assert await client.submit(homes_of, value, key="kept") == [1, 3]
@@ -512,7 +501,7 @@ class Model:
 
 
 @with_plugin()
-async def test_an_actor_keeps_its_devices(client: Any, scheduler: Any, worker: Any) -> None:
+async def test_an_actor_keeps_its_devices(client: Any, worker: Any) -> None:
     with dask.annotate(devices=[1, 3]):
         actor = await client.submit(Model, actor=True)
     assert await actor.where() == ((1, 3), (1, 3))
@@ -544,9 +533,7 @@ async def test_an_actor_keeps_its_devices(client: Any, scheduler: Any, worker: A
 
 
 @with_plugin()
-async def test_a_report_says_which_actor_tasks_wait_for(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_a_report_says_which_actor_tasks_wait_for(client: Any, worker: Any) -> None:
     with dask.annotate(device=1, device_share=1):
         actor = await client.submit(Model, actor=True, key="the-model")
     with dask.annotate(device=1):
@@ -563,9 +550,7 @@ async def test_a_report_says_which_actor_tasks_wait_for(
 
 
 @with_plugin()
-async def test_a_coroutine_has_its_devices_until_it_ends(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_a_coroutine_has_its_devices_until_it_ends(client: Any, worker: Any) -> None:
     async def coroutine(number: int) -> tuple[float, float, tuple[int, ...]]:
         start = time.monotonic()
         await asyncio.sleep(0.05)
@@ -580,7 +565,7 @@ async def test_a_coroutine_has_its_devices_until_it_ends(
 
 @with_plugin()
 async def test_a_task_that_waits_for_its_own_tasks_gives_its_devices_to_them(
-    client: Any, scheduler: Any, worker: Any
+    client: Any, worker: Any
 ) -> None:
     def outer() -> tuple[int, ...]:
         with worker_client() as inner, dask.annotate(devices="all"):
@@ -593,9 +578,7 @@ async def test_a_task_that_waits_for_its_own_tasks_gives_its_devices_to_them(
 
 
 @with_plugin()
-async def test_the_plugins_end_lets_those_that_wait_run(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
+async def test_the_plugins_end_lets_those_that_wait_run(client: Any, worker: Any) -> None:
     with dask.annotate(devices="all"):
         first = client.submit(hold, key="first")
         second = client.submit(mine, key="second")
@@ -618,7 +601,7 @@ class Slow(Model):
 @pytest.mark.parametrize("again", [False, True])
 @with_plugin()
 async def test_an_actor_that_is_made_after_the_plugins_end_holds_no_one_back(
-    client: Any, scheduler: Any, worker: Any, again: bool
+    client: Any, worker: Any, again: bool
 ) -> None:
     """If another plugin took its place, the actor keeps its devices there."""
     admission = worker.plugins["devctx"].extension.admission
@@ -647,9 +630,9 @@ def hold() -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("theirs", [{}, {"executor": "theirs"}], ids=["ours", "theirs"])
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 16)], timeout=60)
+@on_cluster(16)
 async def test_a_worker_closes_while_claims_wait(
-    client: Any, scheduler: Any, worker: Any, theirs: dict[str, str]
+    client: Any, worker: Any, theirs: dict[str, str]
 ) -> None:
     pool = worker.executors["theirs"] = ThreadPoolExecutor(2, thread_name_prefix="theirs")
     await client.register_plugin(DevicePlugin())

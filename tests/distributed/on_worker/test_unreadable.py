@@ -8,10 +8,10 @@ from typing import Any
 import dask
 import pytest
 from distributed import wait
-from distributed.utils_test import gen_cluster
 
 from dask_devctx import DevicePlugin
 from tests.distributed import peers
+from tests.distributed.devices import on_cluster
 
 
 class Unreadable:
@@ -37,9 +37,9 @@ def _identity(value: Any) -> Any:
     return value
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2)] * 2, timeout=60)
+@on_cluster(2, 2)
 async def test_its_task_fails_with_the_reason_and_the_connection_is_not_used_again(
-    client: Any, scheduler: Any, a: Any, b: Any
+    client: Any, a: Any, b: Any
 ) -> None:
     await client.register_plugin(DevicePlugin())
     for error in (ValueError, EOFError, FileNotFoundError):
@@ -59,9 +59,9 @@ async def test_its_task_fails_with_the_reason_and_the_connection_is_not_used_aga
                 assert await use.result(timeout=20) == 5
 
 
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 8)] * 3, timeout=60)
+@on_cluster(8, 8, 8)
 async def test_what_comes_with_it_arrives_and_another_task_fails_too(
-    client: Any, scheduler: Any, a: Any, b: Any, c: Any
+    client: Any, a: Any, b: Any, c: Any
 ) -> None:
     await client.register_plugin(DevicePlugin())
     good = client.map(_identity, range(10), workers=[a.address], pure=False)

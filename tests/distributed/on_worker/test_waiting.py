@@ -75,7 +75,7 @@ def test_tasks_that_wait_for_each_other(
     Meeting.barrier, Meeting.of_coroutines = threading.Barrier(N), asyncio.Barrier(N)
 
     @with_plugin(64, **options)
-    async def body(client: Any, scheduler: Any, worker: Any) -> None:
+    async def body(client: Any) -> None:
         with dask.annotate(device=device):
             found = await client.gather(client.map(task, range(N), pure=False))
         if expected is None:
@@ -105,7 +105,7 @@ def ask_inside(n: int) -> int | None:
 @pytest.mark.parametrize("task", [compute_inside, ask_inside])
 def test_tasks_that_wait_for_tasks_of_their_own(task: Any) -> None:
     @with_plugin(64)
-    async def check(client: Any, scheduler: Any, worker: Any) -> None:
+    async def check(client: Any) -> None:
         found = await client.gather(client.map(task, range(N), pure=False))
         assert sorted(found) == [n // 2 for n in range(N)]
 
