@@ -204,10 +204,6 @@ def go_on() -> bool:
     return is_held
 
 
-def on_event_loop() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
 kept: list[Any] = []  # by functions that run on workers
 
 

@@ -35,44 +35,6 @@ NAMES = """
     const figure = window.Bokeh?.documents[0]?.get_model_by_name(arguments[0])
     return figure?.y_range.factors ?? []
 """
-# Returns the middle of the rectangle in the window that a row of a plot's renderer has; the row is
-# the last one with a value in some column.
-MIDDLE = """
-    const [plot, column, value] = arguments
-    const figure = Bokeh.documents[0].get_model_by_name(plot)
-    const {frame, el} = Bokeh.index.find_one_by_id(figure.id)
-    const box = el.getBoundingClientRect()
-    for (const renderer of figure.renderers) {
-        const data = renderer.data_source.data
-        const row = Array.from(data[column] ?? []).lastIndexOf(value)
-        if (row < 0 || data.left == null)
-            continue
-        const x = frame.x_scale.compute((data.left[row] + data.right[row]) / 2)
-        const {bottom = data.low, top = data.high} = data
-        const y = frame.y_scale.compute((bottom[row] + top[row]) / 2)
-        return [Math.round(box.left + x), Math.round(box.top + y)]
-    }
-"""
-# Returns the texts of all tooltips: they are in the shadow roots of the plots.
-TOOLTIPS = """
-    const texts = []
-    function look(node) {
-        for (const child of node.querySelectorAll("*")) {
-            if (child.shadowRoot == null)
-                continue
-            if (child.classList.contains("bk-Tooltip"))
-                texts.push(child.shadowRoot.textContent)
-            look(child.shadowRoot)
-        }
-    }
-    look(document)
-    return texts
-"""
-LEGEND = """
-    const figure = Bokeh.documents[0].get_model_by_name(arguments[0])
-    const items = figure.below.flatMap((below) => below.items ?? [])
-    return items.filter((item) => item.visible).map((item) => item.label.value)
-"""
 LAYOUT = """
     const boxes = [...document.querySelectorAll("#devices > div")].map((cell) => {
         const {left, top, width, height} = cell.getBoundingClientRect()
@@ -98,10 +60,6 @@ def make(megabytes: int) -> SimulatedArray:
 def add(one: SimulatedArray, other: SimulatedArray) -> SimulatedArray:
     time.sleep(0.1)
     return one + other
-
-
-def takes_long(one: SimulatedArray) -> None:
-    time.sleep(1.5)
 
 
 def fails() -> None:
@@ -225,67 +183,6 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
                     assert box["height"] >= 150
                     assert box["shown"][0] <= box["width"] + 1
                     assert box["shown"][1] <= box["height"] + 1
-        assert browsers.errors(page) == []
-
-
-def test_the_mouse_shows_numbers(client: Client) -> None:
-    url = client.dashboard_link.replace("/status", "/devices")
-    with browsers.browser(1280, 900) as page:
-        from selenium.webdriver import ActionChains
-
-        def hovered(*place: object) -> str:
-            """Return the tooltips after the mouse moved to a row of a plot."""
-            found = page.execute_script(MIDDLE, *place)
-            if found is not None:
-                move = ActionChains(page, duration=50)
-                move.w3c_actions.pointer_action.move_to_location(*found)
-                move.perform()
-            return " ".join(page.execute_script(TOOLTIPS))
-
-        page.get(f"{url}?theme=light")
-        until(lambda: page.execute_script(NAMES, "device_timeline"), lambda names: len(names) > 3)
-        run_job(client, "first")
-        with dask.annotate(device=0):
-            value = client.submit(make, 160, key="make-value")  # the copy is wide enough to hit
-        with dask.annotate(device=1):
-            long = client.submit(takes_long, value, key="takes_long-1")
-        wait([value, long])
-        shown = until(
-            lambda: hovered("device_timeline", "key", "takes_long-1"), lambda text: "-1" in text
-        )
-        for text in (
-            *("takes_long", "takes_long-1", "cuda:1", "ran for", "waited for a free slot"),
-            *("waited for its inputs", "waited for memory"),
-        ):
-            assert text in shown
-        shown = until(
-            lambda: hovered("device_timeline", "nbytes", 160 << 20), lambda text: "copy" in text
-        )
-        for text in (
-            "copy within a worker",
-            "fromcuda:",
-            "tocuda:",
-            "bytes160.00 MiB",
-            "values1",
-            "GB/s",
-        ):
-            assert text in shown
-        shown = until(
-            lambda: hovered("device_memory", "lane", "cuda:1"), lambda text: "limit" in text
-        )
-        for text in ("cuda:1", "held by dask", "free", "in all16 GiB", "spilled to the host0 B"):
-            assert text in shown
-        shown = until(
-            lambda: hovered("device_utilization", "lane", "cuda:1"), lambda text: "NVML" in text
-        )
-        assert "has a task" in shown
-        assert "computes, by NVMLunknown" in shown
-        # The legends name all colours, and the kinds of tasks.
-        kinds = {"add-first", "load-first", "make-first", "make-value", "takes_long"}
-        ways = {f"copy {way}" for way in ("within a worker", "between workers", "through the host")}
-        others = {"running", "failed", "copy spilled, or back"}
-        assert {*page.execute_script(LEGEND, "device_timeline")} == kinds | ways | others
-        assert {*page.execute_script(LEGEND, "device_memory")} >= {"free", "held", "limit"}
         assert browsers.errors(page) == []
 
 

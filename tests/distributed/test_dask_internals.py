@@ -10,10 +10,8 @@ import asyncio
 import logging
 import pickle
 import re
-import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,13 @@ import distributed
 import pytest
 from dask._task_spec import GraphNode
 from distributed import Event, Status, Worker, WorkerPlugin
-from distributed.utils_test import async_poll_for, gen_cluster
+from distributed.utils_test import async_poll_for
 
 import dask_devctx
 from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_internals
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER, ON_SPILLING_DATA, tasks
 from dask_devctx.dask_internals import scheduler as of_schedulers
 from dask_devctx.dask_internals import worker as of_workers
-from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.serialization import register_instead
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from tests.distributed.changes import changes_of
@@ -148,17 +145,6 @@ def test_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(backends, "_numel_arraylike")
     with pytest.raises(UnsupportedDaskError, match="_numel_arraylike"):
         count_elements_on_device(type("Array", (), {}))
-
-
-@on_cluster(2)
-async def test_the_client_is_told(client: Any, worker: Any) -> None:
-    plugin, changes = DevicePlugin(), changes_of(worker)
-    actors = worker.handlers.pop("actor_execute")
-    with pytest.raises(UnsupportedDaskError, match="actor_execute"):
-        await client.register_plugin(plugin)
-    await client.unregister_worker_plugin("devctx")
-    worker.handlers["actor_execute"] = actors
-    assert changes() == {}
 
 
 # -- nobody else uses them
@@ -295,50 +281,6 @@ async def test_a_wrapper_of_others_may_be_around_it(client: Any, worker: Any) ->
     assert await client.submit(lambda x: x, 1, key="two").result(timeout=10) == 1
 
 
-def test_graphs() -> None:
-    from dask.highlevelgraph import HighLevelGraph
-
-    from dask_devctx.dask_internals.graphs import (
-        MaterializedLayer,
-        convert_legacy_graph,
-        fuse_roots,
-        optimize_blockwise,
-    )
-
-    task = convert_legacy_graph({"a": (abs, -1)})["a"]
-    assert isinstance(task, GraphNode)
-    assert task() == 1
-    layer = MaterializedLayer({"a": task}, annotations={"device": 1})
-    graph = HighLevelGraph({"l": layer}, {"l": set()})
-    for optimize in (optimize_blockwise, fuse_roots):
-        assert optimize(graph, keys={"a"}).layers["l"].annotations == {"device": 1}
-
-
-@on_cluster(2)
-async def test_inside_an_actor(client: Any, worker: Any) -> None:
-    class Asks:
-        def in_an_actor(self) -> bool:
-            return of_workers.in_an_actor()
-
-    actor = await client.submit(Asks, actor=True, key="asks")
-    assert await actor.in_an_actor()
-    assert not of_workers.in_an_actor()
-    assert tasks.makes_an_actor(worker, "asks")
-    assert list(of_workers.actors_of(worker)) == ["asks"]
-
-
-@on_cluster(2)
-async def test_a_task_that_is_reported_while_it_runs(client: Any, worker: Any) -> None:
-    future = client.submit(blocks, key="hangs")
-    await async_poll_for(lambda: "hangs" in worker.active_keys, timeout=10)
-    assert await of_workers.unsettled(worker, ["hangs", "other"]) == {"hangs"}
-    of_workers.report_error(worker, "hangs", ZeroDivisionError("of mine"))
-    error = await future.exception()
-    assert (type(error), error.args) == (ZeroDivisionError, ("of mine",))
-    assert await of_workers.unsettled(worker, ["hangs"]) == set()
-    await Event("go-on", client).set()
-
-
 @pytest.mark.parametrize("expected", [True, False])
 @on_cluster(2, config={"distributed.scheduler.allowed-failures": 0})
 async def test_a_worker_that_leaves(
@@ -402,15 +344,6 @@ async def test_a_workers_log_keeps_lines_and_no_values(client: Any, worker: Any)
 
 
 @on_cluster(2)
-async def test_what_a_heartbeat_tells(client: Any, scheduler: Any, worker: Any) -> None:
-    with of_workers.metric(worker, "mine", lambda worker: 7):
-        await worker.heartbeat()
-        assert scheduler.workers[worker.address].metrics["mine"] == 7
-    await worker.heartbeat()
-    assert "mine" not in scheduler.workers[worker.address].metrics
-
-
-@on_cluster(2)
 async def test_a_metric_may_end_while_a_heartbeat_waits(
     client: Any, scheduler: Any, worker: Any
 ) -> None:
@@ -429,33 +362,6 @@ async def test_a_metric_may_end_while_a_heartbeat_waits(
     await heartbeat
     assert worker.status is Status.running
     assert scheduler.workers[worker.address].metrics["slow"] == 1
-
-
-@gen_cluster(client=True, nthreads=[("127.0.0.1", 2, {})])
-async def test_a_scheduler(client: Any, scheduler: Any, worker: Any) -> None:
-
-    of_schedulers.answer(scheduler, {"mine": lambda: "yes"})
-    assert await worker.scheduler.mine() == "yes"
-    of_schedulers.answer_no_more(scheduler, ["mine", "nobody's"])
-    assert "mine" not in scheduler.handlers
-    assert of_schedulers.resolved(scheduler, worker.address) == worker.address
-    assert of_schedulers.addresses_at(scheduler, "127.0.0.1") == {worker.address}
-    assert of_schedulers.addresses_at(scheduler, "10.9.8.7") == set()
-
-    future = client.submit(abs, -1, key="waits", workers=["tcp://127.0.0.1:1"])
-    await async_poll_for(lambda: "waits" in scheduler.tasks, timeout=10)
-    ts = scheduler.tasks["waits"]
-    await async_poll_for(lambda: ts.state == "no-worker", timeout=10)
-    workers, hosts, loose = of_schedulers.restrictions(ts)
-    assert workers == {"tcp://127.0.0.1:1"}
-    assert not hosts
-    assert loose is False
-    of_schedulers.annotate(ts, "mark", "mine")
-    of_schedulers.restrict(ts, set(), None, loose=True)  # an empty set restricts nothing
-    assert of_schedulers.restrictions(ts) == (set(), None, True)
-    of_schedulers.schedule_again(scheduler, [ts])
-    assert await future == 1
-    assert worker.state.tasks["waits"].annotations["mark"] == "mine"
 
 
 def test_another_serializer() -> None:
@@ -477,41 +383,6 @@ def test_another_serializer() -> None:
     register_instead(dask_serialize, Base, lambda value: ({"by": "ours"}, []))
     found = [deserialize(*serialize(kind())) for kind in (Base, Child, Other)]
     assert found == ["ours", "ours", "other"]
-
-
-def test_a_cluster_is_told() -> None:
-    class Told(WatchedCluster):
-        async def _scheduler_runs(self) -> None:
-            told.append(("the scheduler runs", len(self.workers)))
-
-        @contextmanager
-        def _scaling(self) -> Iterator[None]:
-            before = len(self.workers)
-            yield
-            if before != len(self.workers):
-                told.append(("scaled", len(self.workers)))
-
-        def _worker_left(self) -> None:
-            self._forget(0)
-            told.append(("a worker left", sorted(self.worker_spec)))
-
-        def _has_closed(self) -> None:
-            told.append(("closed", len(self.workers)))
-
-    told: list[tuple[str, Any]] = []
-    with Told(
-        n_workers=2, processes=False, dashboard_address=":0", threads_per_worker=1
-    ) as cluster:
-        cluster.sync(cluster.workers[0].close)
-        deadline = time.monotonic() + 10
-        while len(told) < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        cluster.scale(2)
-        while sorted(cluster.worker_spec) != [1, 2] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert sorted(cluster.worker_spec) == [1, 2]
-    assert told[:3] == [("the scheduler runs", 0), ("scaled", 2), ("a worker left", [1])]
-    assert told[-1] == ("closed", 0)
 
 
 def test_annotations_are_kept_until_the_last_is_closed(child: Any) -> None:

@@ -166,21 +166,6 @@ async def test_a_worker_that_closes_has_its_values_to_the_end(client: Any, *work
     assert (await future).get().tolist() == [0, 0, 0]  # made again by the other worker
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"tasks_per_device": 0}, "tasks_per_device must be a whole number, 1 or more, got 0"),
-        ({"tasks_per_device": True}, "got True"),
-        ({"unannotated": "maybe"}, "unannotated must be 'assign' or 'leave', got 'maybe'"),
-        *[({"oom_retries": value}, "oom_retries") for value in (-1, 1.5, True, "two")],
-        *[({"synchronize": value}, "synchronize") for value in (1, "yes", 0.0)],
-    ],
-)
-def test_arguments_out_of_range(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DevicePlugin(**kwargs)
-
-
 @on_cluster(4)
 async def test_a_device_that_no_worker_has(client: Any, scheduler: Any, worker: Any) -> None:
     before = state_of(worker)

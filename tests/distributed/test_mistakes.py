@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import dask
-import numpy as np
 import pytest
 from distributed import Client
 
@@ -27,7 +26,6 @@ from dask_devctx import (
     on_device,
     report,
     timeline,
-    to_device,
 )
 from dask_devctx.annotations.names import mistaken
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -90,33 +88,6 @@ def test_a_notebook_cell_that_runs_twice(capfd):
     assert capfd.readouterr().err == "", "the exception has the text, and no worker was started"
     assert "cuda:0 is held by worker 0 of tcp" in str(caught.value)
     assert "cluster.close(), or client.shutdown()" in str(caught.value)
-
-
-def test_functions_of_dask_array_that_need_host_arrays():
-    da = pytest.importorskip("dask.array")
-    with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0") as cluster,
-        Client(cluster),
-        dask.annotate(device=0),
-        Device(0),
-    ):
-        host = da.from_array(np.array([3.0, 1.0, 1.0, 2.0]), chunks=2)
-        x = host.map_blocks(SimulatedArray.asarray, meta=SimulatedArray(0))
-        middle = da.percentile(host, 50).compute().tolist()
-        remedy = r"x\.map_blocks\(lambda block: block\.get\(\)\)"
-        refusal = None
-        try:
-            found = da.percentile(x, 50).compute()
-        except TypeError as error:  # newer releases of dask give NumPy arrays of ranks
-            refusal = str(error)
-        if refusal is not None:
-            assert re.search(remedy, refusal)
-        else:
-            assert np.asarray(to_device(found, "cpu")).tolist() == middle
-        with pytest.raises(TypeError, match=remedy):
-            da.unique(x).compute()
-        back = x.map_blocks(lambda block: block.get(), meta=np.empty(0))
-        assert da.unique(back).compute().tolist() == [1.0, 2.0, 3.0]
 
 
 def _starts_a_process() -> None:

@@ -26,7 +26,6 @@ from distributed import (
 from distributed.client import FutureCancelledError
 from distributed.utils_test import async_poll_for, inc, slowinc
 
-from dask_devctx.worker.run import DeviceRun as DeviceTask
 from tests.distributed.devices import on_cluster
 
 
@@ -191,14 +190,6 @@ def _barrier(known: dict[str, threading.Barrier] = {}) -> threading.Barrier:  # 
 
 
 @promise()
-async def test_a_worker_that_dies(client: Any, one: Any) -> None:
-    futures = client.map(inc, range(10), workers=[one.address], allow_other_workers=True)
-    await wait(futures)
-    await one.close()
-    assert await client.gather(futures) == list(range(1, 11))
-
-
-@promise()
 async def test_a_worker_that_retires(client: Any, scheduler: Any, one: Any, two: Any) -> None:
     futures = client.map(inc, range(10))
     await wait(futures)
@@ -260,12 +251,3 @@ async def test_what_a_task_knows_of_itself(client: Any, *workers: Any) -> None:
     mine = next(record for record in stream if record["key"] == "mine")
     assert [times["action"] for times in mine["startstops"]] == ["compute"]
     assert mine["status"] == "OK"
-
-
-@promise()
-async def test_the_graph_that_is_sent_is_dasks_own(client: Any, scheduler: Any) -> None:
-    futures = client.map(inc, range(4))
-    await wait(futures)
-    for future in futures:
-        assert not isinstance(scheduler.tasks[future.key].run_spec, DeviceTask)
-        assert "executor" not in (scheduler.tasks[future.key].annotations or {})

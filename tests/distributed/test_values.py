@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import dask
 import numpy as np
-import pandas as pd
 import pytest
 from distributed import LocalCluster
 from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.errors import ValueNotMovableError
-from dask_devctx.transfer import nbytes_by_device, walk
+from dask_devctx.transfer import nbytes_by_device
 from tests.distributed.devices import here, started, with_plugin
 from tests.transfer.hostile import (
     CONTAINERS,
@@ -118,21 +116,6 @@ async def test_a_task_that_runs_again_is_given_its_value_again(client: Any) -> N
     assert len(tried) == 3
 
 
-def first_total(values: Any) -> tuple[float, int | None]:
-    return float(values[0].sum()), here()
-
-
-@with_plugin()
-async def test_arrays_of_objects_that_are_given_by_value(client: Any) -> None:
-    with Device(1):
-        value = CONTAINERS["array of objects"]([make(), "host"])
-    found = await client.gather(client.map(first_total, [value] * 8, pure=False))
-    assert {total for total, _ in found} == {100.0}
-    assert {device for _, device in found} == {0, 1, 2, 3}
-    for host in (np.ones(4), np.array([1, "text"], dtype=object)):
-        assert await client.submit(len, host) == len(host)
-
-
 def test_an_executor_s_arguments_are_on_the_task_s_device() -> None:
     with started(LocalCluster, n_workers=1, threads_per_worker=8) as client:
         client.register_plugin(DevicePlugin())
@@ -205,35 +188,6 @@ async def test_a_deeply_nested_value_is_one_as_any_other(client: Any, depth: int
     for device in (0, 1):
         with dask.annotate(device=device):
             assert await client.submit(depth_of, made, pure=False) == depth
-
-
-LARGE: dict[str, Callable[[], Any]] = {
-    "tuples": lambda: [(i, "x") for i in range(10**6)],
-    "cube": lambda: [[[1] * 100 for _ in range(100)] for _ in range(100)],
-    "frame": lambda: pd.DataFrame({"a": range(10**6)}),
-}
-
-
-@pytest.mark.parametrize("kind", LARGE)
-@with_plugin()
-async def test_large_host_data_is_looked_at_once(
-    client: Any, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked = []
-    look = walk.look
-
-    def noted(root: Any, *args: Any) -> Any:
-        start = time.perf_counter()
-        seen = look(root, *args)
-        looked.append((type(root), time.perf_counter() - start))
-        return seen
-
-    monkeypatch.setattr(walk, "look", noted)
-    made = client.submit(LARGE[kind], pure=False)
-    sizes = [client.submit(lambda value, n: len(value), made, n, pure=False) for n in range(40)]
-    assert len(set(await client.gather(sizes))) == 1
-    # In two steps where it was made, and where dask counts its bytes: by none of those that use it.
-    assert len([kind for kind, _ in looked if kind in (list, pd.DataFrame)]) <= 3
 
 
 def test_a_thread_pool_of_the_user_s_own_is_given_its_values_too() -> None:

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import dask
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
-from dask_devctx import Device, DevicePlugin
+from dask_devctx import Device
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.simulated_array import SimulatedArray
@@ -182,13 +181,6 @@ def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> N
     copies.close()
 
 
-def test_without_a_limit_to_fill_nothing_is_kept(machine: SimulatedMachine) -> None:
-    copies, x = Copies(0), value(array())
-    assert get(copies, x, 1) is not get(copies, x, 1)
-    assert copies.nbytes(Device(1)) == used(machine, 1) == 0
-    copies.close()
-
-
 def test_a_copy_is_read_only_and_an_own_one_is_not(copies: Copies) -> None:
     x = array()
     shared = get(copies, value([x]), 1)[0]
@@ -251,12 +243,3 @@ def test_a_value_in_several_places_is_counted_from_each(copies: Copies) -> None:
     assert nbytes_by_device(moved).keys() == {Device(1)}
     pairs = {pair: each.nbytes for pair, each in copies.counts.rows().items()}
     assert pairs == {(Device(0), Device(1)): 8000, (Device(2), Device(1)): 8000}
-
-
-def test_the_limit_is_configured_and_checked() -> None:
-    for wrong in (-0.1, 1.5, "much", True):
-        with (
-            dask.config.set({"devctx.replica-limit": wrong}),
-            pytest.raises(ValueError, match=r"replica.limit.*got"),
-        ):
-            DevicePlugin()

@@ -190,19 +190,6 @@ def test_the_error_has_the_numbers() -> None:
     assert "not moved to host memory: 128.0 KiB in use by running tasks" in str(error)
 
 
-def test_the_error_of_a_task_alone_names_only_what_helps() -> None:
-    def too_much() -> SimulatedArray:
-        first = SimulatedArray(5 * MIB // 64)
-        return first + SimulatedArray(5 * MIB // 64)
-
-    with threads(1 * MIB, 1) as client:
-        error = client.submit(too_much, pure=False).exception(timeout=30)
-    assert isinstance(error, DeviceOutOfMemoryError)
-    text = str(error)
-    assert "1.0 MiB of 1.0 MiB are free after the task gave its memory back" in text
-    assert text.endswith(". Make the task's parts smaller")
-
-
 # -- pieces of arrays
 
 
@@ -232,22 +219,6 @@ def is_away(client: Client, key: str) -> bool:
         return bool(dask_worker.data.peek(key).is_away)
 
     return any(client.run(ask).values())
-
-
-def test_pieces_that_share_nothing_come_back_one_by_one() -> None:
-    with threads(1 * MIB, 1) as client:
-        whole = client.submit(lambda: SimulatedArray.asarray(np.arange(16384)), pure=False)
-        pieces = [
-            client.submit(lambda x, n=n: x[n * 4096 : (n + 1) * 4096], whole) for n in range(4)
-        ]
-        wait(pieces)
-        del whole
-        fill = client.map(full, range(12), pure=False)
-        wait(fill)
-        assert all(is_away(client, one.key) for one in pieces)
-        total, nbytes = client.submit(alone, pieces[2], pure=False).result()
-        assert (total, nbytes) == (sum(range(8192, 12288)), 4096 * 8)
-        assert [is_away(client, one.key) for one in pieces] == [True, True, False, True]
 
 
 # -- coroutines, which run on the worker's event loop

@@ -19,8 +19,6 @@ from distributed import Client, Worker, wait
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.transfer import nbytes_by_device
-from dask_devctx.worker.values.value import Value
 from tests.distributed import peers
 
 MIB = 2**20
@@ -141,13 +139,6 @@ def test_the_limit_holds() -> None:
         wait(x)
         assert min(_least) > 1.5 * MIB
         assert counts(client)["memory_held"] <= 4 * MIB
-
-
-def value_of(spill: Any, array: Any, key: str = "mine") -> Value:
-    """An array as a worker counts it, but not in its data."""
-    value = Value(key, array, nbytes_by_device(array))
-    spill.add(value)
-    return value
 
 
 # -- nobody sees the stand-in

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import sys
 import time
 from pathlib import Path
@@ -150,15 +149,6 @@ def test_threads_are_not_tasks_at_a_time_on_a_device(caplog: pytest.LogCaptureFi
         assert "for several tasks at a time on each device: tasks_per_device" in caplog.text
 
 
-def test_too_few_threads_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    given: dict[str, Any] = {"threads_per_worker": 1, "n_workers": 4, "devices_per_worker": 1}
-    with LocalDeviceCluster(**given, **QUIET) as cluster, Client(cluster) as client:
-        client.gather(client.map(lambda n: n, range(20), pure=False))
-        time.sleep(0.1)
-    (said,) = [text for text in caplog.messages if "threads" in text]
-    assert said.startswith("threads_per_worker=1 is how many tasks dask gives a worker at a time")
-
-
 def test_threads_follow_the_devices_of_a_worker() -> None:
     with LocalDeviceCluster(**QUIET) as cluster:
         (one,) = threads(cluster)
@@ -265,14 +255,6 @@ def test_scaling() -> None:
         until_there_are(cluster, 2)
         cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
-
-
-def test_scaling_where_a_worker_has_all_devices() -> None:
-    with LocalDeviceCluster(**QUIET) as cluster, Client(cluster):
-        cluster.scale(2)
-        until_there_are(cluster, 2)
-        assert ordinals(cluster) == [[0, 1, 2, 3]] * 2
-        assert cluster.adapt().maximum == 1  # no more than there is room for
 
 
 def test_it_takes_every_option_of_the_plugin() -> None:
@@ -383,22 +365,6 @@ def _where() -> int:
     device = Device.current()
     assert device is not None
     return device.device_id
-
-
-def test_a_plugin_that_is_registered_later_leaves_each_worker_as_many_devices() -> None:
-    with started(n_workers=2, devices=[0, 1, 2, 3], processes=True) as client:
-        before = client.run(_devices_of_worker)
-        client.register_plugin(DevicePlugin(tasks_per_device=2))
-        again = client.run(_devices_of_worker)
-        client.restart()
-        found = client.run(_devices_of_worker)
-        for each in (before, again, found):  # which of them gets which may change
-            assert [len(ordinals) for ordinals in each.values()] == [2, 2]
-            assert sorted(itertools.chain(*each.values())) == [0, 1, 2, 3]
-
-
-def _devices_of_worker(dask_worker: Worker) -> list[int]:
-    return [device.device_id for device in dask_worker.plugins["devctx"].worker_devices]
 
 
 @pytest.mark.parametrize("processes", [False, True])

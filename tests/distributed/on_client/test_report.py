@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import time
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from dask_devctx import (
     report,
     timeline,
 )
-from dask_devctx.client.report import Report, ReportedDevice, ReportedRefusal, ReportedTransfer
+from dask_devctx.client.report import Report, ReportedDevice
 from tests.distributed.devices import started
 
 
@@ -166,22 +165,6 @@ def test_the_text_by_prefix_has_a_line_for_each_kind_of_task(client: Client) -> 
     assert len(found) == 25
     with pytest.raises(ValueError, match="by must be 'device' or 'prefix', got 'worker'"):
         report(client, by="worker")
-
-
-def test_no_line_is_longer_than_a_hundred_columns(client: Client) -> None:
-    long = "a-very-long-name-of-a-task-with-many-words-" * 4
-    with dask.annotate(device=9):
-        assert isinstance(client.submit(nap, 0, key=f"{long}-1").exception(), DeviceNotFoundError)
-    with dask.annotate(device=0):
-        client.submit(nap, 0, key=f"{long}-2").result()
-    for by in ("device", "prefix"):
-        found = report(client, by=by)
-        for device in list(found.devices):
-            name = "tcp://a-host-with-a-long-name.example.com:45821"
-            numbers = {"done": 10**7, "busy_s": 12345678.9, "memory_free": 5, "utilization": 1.0}
-            found.devices.append(dataclasses.replace(device, worker_name=name, **numbers))
-        assert max(map(len, str(found).splitlines())) <= 100
-        assert long in next(iter(found)).key
 
 
 def test_in_a_notebook_it_is_a_table_with_bars(client: Client) -> None:
@@ -351,48 +334,6 @@ def test_tasks_that_no_worker_may_run_are_named(client: Client) -> None:
     assert found.unplaced == {("nap", "resources={'GPU': 1}"): 1}
     assert "waiting for a worker: 1 of nap: no worker fits resources={'GPU': 1}" in str(found)
     future.cancel()
-
-
-def test_values_on_the_host_are_told_apart_from_moves_since_the_start() -> None:
-    device = ReportedDevice(
-        *(0, "GPU-a", "a"),
-        memory_held=2**20,
-        memory_copies=2**20,
-        device_memory_limit=4 * 2**20,
-        memory_spilled=3 * 2**20,
-        spills=1,
-        spilled_nbytes=9 * 2**20,
-        worker_name="w",
-    )
-    *_, now, since, _ = str(Report((), [device])).splitlines()
-    assert now == (
-        "cuda:0 of worker w keeps 2.0 MiB of its limit 4.0 MiB; 3.0 MiB more are in host memory"
-    )
-    assert since == (
-        "moved to host memory since the start: 9.0 MiB in 1 move; came back: 0 B in 0 moves"
-    )
-
-
-def test_a_slow_rate_is_no_rate_of_a_link() -> None:
-    def line(nbytes: int, seconds: float) -> str:
-        row = ReportedTransfer("a", "b", "ipc", nbytes, 1, 0, 0.0, None, nbytes, seconds)
-        return str(Report(transfers=[row])).splitlines()[-2]
-
-    assert line(8000, 0.03) == "moved by ipc: 7.8 KiB in 1 copy"
-    assert line(2**30, 1.0) == "moved by ipc: 1.0 GiB in 1 copy, 1.07 GB/s"
-    assert line(2**26, 1.0) == "moved by ipc: 64.0 MiB in 1 copy, 67.1 MB/s"
-
-
-def test_refused_tasks_have_a_line_for_each_of_the_latest_reasons() -> None:
-    refused = [
-        ReportedRefusal(f"{kind}-{n}", "f", f"{kind}Error: many\n words", "tcp://a")
-        for n in range(9)
-        for kind in "abcdefg"
-    ]
-    lines = [line for line in str(Report((), (), refused)).splitlines() if "refused" in line]
-    assert len(lines) == 6
-    assert lines[0] == "refused: 9 of f: cError: many words"
-    assert lines[-1] == "refused for 2 more reasons: report(client).refused"
 
 
 def test_devices_of_the_same_ordinal_on_one_host_have_a_part_of_their_uuid() -> None:

@@ -175,27 +175,6 @@ def test_where_all_workers_have_actors_tasks_wait_for_the_first_to_end(
     assert set(results(client, futures)) == {2}
 
 
-def test_workers_leave(client: Client, cluster: LocalDeviceCluster) -> None:
-    """The actor's own, and the others: then tasks wait for the actor's end."""
-    gone = serve(client, device=2, device_share=1)
-    poll_for(lambda: changed(cluster.scheduler), timeout=15)
-    client.sync(worker_of(cluster, 2).close)  # dask retires no worker that has an actor
-    poll_for(lambda: not changed(cluster.scheduler), timeout=15)
-    assert set(results(client, client.map(nap, range(20), pure=False))) == {0, 1}
-    del gone
-    server = serve(client, device=1, device_share=1)
-    blocked = client.map(wait_for_event, ["leave"] * 80, pure=False)
-    poll_for(lambda: cluster.scheduler.queued, timeout=15)
-    client.retire_workers([worker_of(cluster, 0).address])
-    address = worker_of(cluster, 1).address
-    Event("leave").set()
-    poll_for(lambda: cluster.scheduler.workers[address].processing, timeout=15)
-    poll_for(lambda: report(client).waiting, timeout=15)
-    del server
-    gc.collect()
-    assert results(client, blocked)[1] > 0
-
-
 def test_shares_that_the_actor_leaves_and_those_that_it_does_not() -> None:
     with cluster_of(2, tasks_per_device=2) as cluster, Client(cluster) as client:
         server = serve(client, device=1, device_share=0.5)

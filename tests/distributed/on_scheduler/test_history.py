@@ -13,7 +13,7 @@ from distributed import Nanny, Worker
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, devices
-from dask_devctx.scheduler.history import DeviceHistory, KnownWorker
+from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import HISTORY, SHARE
 from dask_devctx.scheduler.rows import Copy, Incident, TaskRun
 from dask_devctx.simulated_array import SimulatedArray
@@ -71,14 +71,6 @@ def test_another_epoch_begins_at_the_first_row() -> None:
     assert told["rows"]["copies"][0][:3] == ("a", "b", 5)
     assert first.answer(told["epoch"], told["next"])["rows"]["copies"] == []
     assert len(second.answer(told["epoch"], told["next"])["rows"]["copies"]) == 1
-
-
-def test_times_are_by_the_schedulers_clock() -> None:
-    history = History(10, offset=lambda: 1000.0)
-    history.copied("a", "b", 5, 0.5, "ipc")
-    ((*_, start, stop, way, values, timed),) = history.copies.since(0)[0]
-    assert 999 < stop - time.time() < 1001
-    assert (round(stop - start, 6), way, values, timed) == (0.5, "ipc", 1, True)
 
 
 # -- on a cluster
@@ -246,22 +238,6 @@ async def test_malformed_messages_about_histories_and_shares_are_refused_and_log
     assert await worker.handlers[SHARE](uuids=7, version=10**30) == held
     assert f"A message {SHARE} was refused" in caplog.text
     assert await client.submit(lambda: Device.current().device_id) in (0, 1)
-
-
-@on_cluster()
-async def test_workers_that_left_long_ago_are_forgotten_but_for_those_of_rows(
-    client: Any, scheduler: Any
-) -> None:
-    history = DeviceHistory(scheduler, list)
-    event = {"action": "device-failed", "worker": "tcp://10.0.0.1:5", "error": "it broke"}
-    history.event("devctx", event)
-    for n in range(500):
-        address = f"tcp://10.0.0.2:{n}"
-        history.workers[address] = KnownWorker(str(n), "10.0.0.2")
-        history.left(address)
-    assert "tcp://10.0.0.1:5" in history.workers
-    assert "tcp://10.0.0.2:499" in history.workers
-    assert len(history.workers) < 150
 
 
 # -- counts that outlive their worker

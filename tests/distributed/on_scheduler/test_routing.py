@@ -219,18 +219,6 @@ async def join(cluster: LocalCluster, devices: list[int] | None = None) -> Worke
     return worker
 
 
-def test_unregistering_lets_go(client: Client, cluster: LocalDeviceCluster) -> None:
-    client.unregister_worker_plugin("devctx")
-
-    def unrestricted() -> bool:
-        with dask.annotate(device=3):
-            future = client.submit(sum, [1, 2], pure=False)
-        assert future.result(timeout=10) == 3
-        return not cluster.scheduler.tasks[future.key].worker_restrictions
-
-    until(client, finished=unrestricted)
-
-
 def test_registering_on_a_live_cluster_brings_the_routing() -> None:
     with started(LocalCluster, n_workers=2) as client:
         cluster: Any = client.cluster
@@ -306,25 +294,6 @@ def test_errors_of_a_function_that_names_the_device_reach_the_task_once(
         assert "Answers in the annotation 'device'" in note
         assert "the device of the task 'broken-key'" in note
     assert client.submit(sum, [1, 2], pure=False).result(timeout=10) == 3  # all are well
-
-
-def test_without_the_schedulers_plugin_the_worker_asks() -> None:
-    with (
-        LocalCluster(
-            n_workers=1,
-            processes=False,
-            dashboard_address=":0",
-            scheduler_kwargs={"blocked_handlers": ["register_scheduler_plugin"]},
-        ) as lonely,
-        Client(lonely) as client,
-    ):
-        client.register_plugin(DevicePlugin())
-        assert "devctx-routing" not in lonely.scheduler.plugins
-        future = submit(client, Answers(3), worker_and_device)
-        assert future.result(timeout=10)[1] == 3
-        error = submit(client, Answers(KeyError("none")), worker_and_device).exception(timeout=10)
-        assert isinstance(error, KeyError)
-        assert "in the annotation 'device'" in error.__notes__[0]
 
 
 @pytest.mark.parametrize("name", ["gpus", "devcie"])

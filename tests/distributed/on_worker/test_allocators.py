@@ -272,7 +272,3 @@ def test_workers_of_one_process_end_in_any_order(
     assert cupy.cuda.get_allocator() is cupy.cuda.malloc_async
     second.__exit__(None, None, None)
     assert cupy.cuda.get_allocator() is before
-
-
-def test_this_process_has_no_stand_ins_left() -> None:
-    assert [name for name, module in sys.modules.items() if STANDINS in str(module)] == []

@@ -25,14 +25,12 @@ from dask_devctx import (
     DevicePlugin,
     SimulatedArray,
     device_of,
-    to_device,
 )
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMismatchError
 from dask_devctx.transfer import Stamp, events
 from dask_devctx.worker.values.copies import Copies
-from dask_devctx.worker.values.value import Value
 from tests.distributed.devices import on_cluster, started
 
 da = pytest.importorskip("dask.array")
@@ -105,23 +103,6 @@ async def test_one_copy_is_shared_and_goes_with_its_key(client: Client, worker: 
     # a thread drops it, once the key is gone
     await async_poll_for(lambda: plugin.extension.copies.nbytes(Device(3)) == 0, timeout=10)
     assert x.key not in worker.data
-
-
-class Grid:
-    def __init__(self, cells: SimulatedArray) -> None:
-        self.cells = cells
-
-
-@one_worker()
-async def test_the_bytes_of_a_registered_type_are_counted(client: Client, worker: Worker) -> None:
-    device_of.register(Grid, lambda grid: device_of(grid.cells))
-    to_device.register(Grid, lambda grid, device: Grid(to_device(grid.cells, device)))
-    with dask.annotate(device=0):
-        grid = client.submit(lambda: Grid(make()), pure=False)
-    with dask.annotate(device=2):
-        assert await client.submit(lambda grid: where(grid.cells), grid, pure=False) == (2,)
-    assert traffic(worker) == {(0, 2): (1, 0, 800)}
-    assert worker.plugins["devctx"].extension.copies.nbytes(Device(2)) == 800
 
 
 @one_worker()
@@ -425,45 +406,6 @@ async def test_what_is_on_disk_meanwhile_shares_its_copy(client: Client, worker:
     assert traffic(worker) == {(0, 1): (1, 1, 800)}
 
 
-def total_at_the_gate(array: SimulatedArray, gate: str) -> float:
-    _gates[f"{gate}, started"].set()
-    pass_gate(gate)
-    return float(array.sum())
-
-
-@on_cluster(4, 4)
-async def test_nothing_stays_of_an_input_that_a_task_asked_for_again_has_lost(
-    client: Client, first: Worker, second: Worker
-) -> None:
-    """It is not fetched again: the task that runs still has it."""
-    await client.register_plugin(DevicePlugin())
-
-    def values() -> list[Any]:
-        gc.collect()
-        found = [each for each in gc.get_objects() if isinstance(each, Value)]
-        return [value.key for value in found if value.spill is second.data.spill]
-
-    def ask() -> tuple[Any, Any]:
-        x = client.submit(make, key="x", workers=[first.address])
-        return x, client.submit(total_at_the_gate, x, "again", key="task", workers=[second.address])
-
-    x, task = ask()
-    await until(_gates["again, started"].is_set)
-    assert values() == ["x"]
-    x.release()
-    task.release()
-    await until(lambda: "x" not in second.data)
-    x, task = ask()
-    await until(lambda: second.state.tasks["task"].state == "executing")
-    assert "x" not in second.data
-    x.release()
-    task.release()
-    await until(lambda: second.state.tasks["task"].state == "cancelled")
-    _gates["again"].set()
-    await until(lambda: not second.state.tasks)
-    assert not values()
-
-
 def device_at_the_gate(array: SimulatedArray, gate: str) -> int:
     if gate:
         _gates[f"{gate}, started"].set()
@@ -532,19 +474,6 @@ async def test_a_type_whose_function_raises_fails_its_task_alone(
             assert steps[-1].name == _raise.__name__  # where it is to be mended
         assert await busy
     assert "failed with exception" not in log.getvalue()
-
-
-@one_worker()
-async def test_assigned_to_where_its_inputs_are(client: Client, worker: Worker) -> None:
-    with dask.annotate(device=2):
-        x = client.submit(make, 1.0, 10**7, pure=False)
-        await x
-    tasks = []
-    for _ in range(3):
-        tasks.append(client.submit(where, x, pure=False))
-        await tasks[-1]
-    assert await client.gather(tasks) == [(2,)] * 3
-    assert traffic(worker) == {}
 
 
 @pytest.mark.parametrize("n_workers", [1, 2, 4])

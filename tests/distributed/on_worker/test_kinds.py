@@ -378,19 +378,6 @@ async def test_an_actor_that_calls_another_on_its_worker(client: Any) -> None:
 
 
 @with_plugin()
-async def test_an_actor_that_is_gone_while_its_method_runs(client: Any, worker: Any) -> None:
-    with dask.annotate(device=2):
-        actor = await client.submit(Model, actor=True)
-    call = worker.handlers["actor_execute"](actor=actor.key, function="coroutine")
-    running = asyncio.create_task(call)
-    await asyncio.sleep(0)
-    made = worker.state.actors.pop(actor.key)
-    assert (await running)["status"] == "OK"
-    assert actor.key not in worker.state.actors  # and was not put back
-    worker.state.actors[actor.key] = made
-
-
-@with_plugin()
 async def test_worker_client_and_get_client(client: Any) -> None:
     def outer() -> Any:
         before = here()
@@ -465,22 +452,6 @@ async def test_the_users_own_executors(client: Any, worker: Any) -> None:
             assert "Invalid executor" in str(error)
         finally:
             del worker.executors["mine"], worker.executors["processes"]
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@with_plugin()
-async def test_a_forked_pool_runs_what_asks_for_no_device(client: Any, worker: Any) -> None:
-    await client.submit(here)  # CUDA is initialised in this process
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as processes:
-        worker.executors["processes"] = processes
-        try:
-            with dask.annotate(executor="processes"):
-                assert await client.submit(abs, -1) == 1
-            with dask.annotate(executor="processes", device=1):
-                error = await client.submit(here, pure=False).exception()
-            assert type(error).__name__ == "DriverUnavailableError"
-        finally:
-            del worker.executors["processes"]
 
 
 @with_plugin()

@@ -15,7 +15,6 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, LocalCluster, Worker
-from distributed.utils_test import async_poll_for
 
 from dask_devctx import (
     Device,
@@ -26,11 +25,10 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.scheduler.messages import SHARE
 from dask_devctx.worker.leases import share
 from dask_devctx.worker.leases.lease import Lease, acquire, holders
 from dask_devctx.worker.leases.locks import LockDirectory
-from tests.distributed.devices import here, on_cluster, started, with_plugin
+from tests.distributed.devices import here, on_cluster, started
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 OTHER = "worker 1 of tcp://127.0.0.1:1"
@@ -214,27 +212,6 @@ def test_one_that_joins_gets_devices_of_one_that_works() -> None:
             ValueError, match="5 workers with 1 device each would need 5, and this machine has 4"
         ):
             cluster.scale(5)
-
-
-def test_a_device_that_its_holder_releases_late_is_taken_then(
-    monkeypatch: pytest.MonkeyPatch, take: Callable[..., Lease]
-) -> None:
-    """A worker that closes releases its devices one by one; another was given them meanwhile."""
-    monkeypatch.setattr(share, "SIGN_INTERVAL_S", 0.02)
-
-    @with_plugin(4)
-    async def body(client: Any, worker: Worker) -> None:
-        told = worker.handlers[SHARE]
-        uuids = [Device(n).uuid for n in range(4)]
-        await told(uuids=[uuids[0], *uuids[2:]], version=100)
-        assert of_worker(worker) == [0, 2, 3]
-        late = take(1, f"worker 1 of {worker.scheduler.address}", [Device(1)])
-        await told(uuids=uuids, version=101)
-        assert of_worker(worker) == [0, 2, 3]
-        late.release()
-        await async_poll_for(lambda: of_worker(worker) == [0, 1, 2, 3], timeout=20)
-
-    body()
 
 
 @pytest.mark.parametrize("options", [{}, {"devices_per_worker": 2}])

@@ -15,9 +15,7 @@ from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.transfer.ipc import parcel
-from dask_devctx.worker.peers import pairs, send
-from dask_devctx.worker.peers.local import Traffic
+from dask_devctx.worker.peers import pairs
 from tests.distributed import peers
 
 Pair = tuple[Client, list[str]]
@@ -198,50 +196,6 @@ def test_a_report_has_a_row_for_each_pair_and_transport(pair: Pair) -> None:
     assert "ipc" in str(seen)
 
 
-packed_by: list[bool] = []  # whether it was the event loop
-
-
-def note_packing() -> None:
-    def noting(*args: Any) -> Any:
-        packed_by.append(peers.on_event_loop())
-        return parcel.pack(*args)
-
-    send.pack = noting
-
-
-def packing() -> list[bool]:
-    send.pack = parcel.pack
-    found = list(packed_by)
-    packed_by.clear()
-    return found
-
-
-@pytest.mark.parametrize(
-    ("value", "by_loop"),
-    [
-        (lambda: peers.array(), True),
-        (lambda: {"total": peers.array(), "n": 7, "mean": np.float32(0.5), 3: 1j}, True),
-        (lambda: (peers.array(), None, np.arange(4)), True),
-        (lambda: {"total": peers.array(), "history": "x"}, False),
-        (lambda: {"total": peers.array(), ("a", "key"): 1}, False),
-        (lambda: [peers.array(), np.array([None])], False),
-        (lambda: [peers.array(), np.zeros(2**16), np.zeros(2**17)], False),
-        (lambda: [peers.array(), *range(16)], False),
-        (lambda: [[peers.array()]], False),
-    ],
-    ids=["array", "dict", "tuple", "text", "other key", "objects", "large", "many", "nested"],
-)
-def test_what_is_packed_in_microseconds_changes_no_thread(
-    pair: Pair, value: Any, by_loop: bool
-) -> None:
-    """A change of threads takes a transfer longer than the rest where others compute in Python."""
-    client, workers = pair
-    assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-    client.run(note_packing, workers=workers[:1])
-    peers.send(client, value, type, workers)
-    assert client.run(packing, workers=workers[:1])[workers[0]] == [by_loop]
-
-
 # -- calls of the driver that wait
 
 
@@ -390,16 +344,6 @@ def test_it_can_be_switched_off() -> None:
         assert "moved by host" in str(report(client))
 
 
-def test_a_worker_of_several_devices_receives_on_the_devices_it_has() -> None:
-    with peers.cluster(2, devices_per_worker=2) as (client, workers):
-        with dask.annotate(device=1):
-            made = client.submit(peers.array, 1000, 5.0, workers=workers[:1], pure=False)
-        with dask.annotate(device=3):
-            used = client.submit(peers.last, made, workers=workers[1:], pure=False)
-        assert used.result(timeout=30) == (5.0, True)
-        assert peers.ways(client) == {"ipc": 1}
-
-
 # -- staging memory
 
 
@@ -489,20 +433,3 @@ def test_staging_memory_makes_room_for_a_task_and_goes_back_unused() -> None:
         assert client.run(peers.staging_nbytes, workers=workers[:1])[workers[0]] > 0
         assert client.run(peers.given_back, workers=workers[:1])[workers[0]] == 0
         assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
-
-
-def test_counts_stay_small_however_many_workers_there_are(machine: SimulatedMachine) -> None:
-    traffic, device = Traffic(), Device(0)
-    for turn in range(2):
-        for n in range(1000):
-            reason = f"reason {n} of turn {turn}"
-            traffic.sent_by_dask({"x": {device: 10}}, f"tcp://host-{n}:1", reason)
-    traffic.count("a", "b", "ipc", 7, 0.1)
-    rows = {(row["destination"], row["transport"]): row for row in traffic.rows()}
-    assert len(rows) == 256 + 1 + 1
-    assert len(traffic.reasons) == 256 + 1
-    assert rows["b", "ipc"]["nbytes"] == 7
-    first, others = rows["tcp://host-0:1", "host"], rows["other workers", "host"]
-    assert (first["copies"], first["reason"]) == (2, "reason 0 of turn 1")
-    assert (others["copies"], others["reason"]) == (2 * (1000 - 256), "reason 999 of turn 1")
-    assert sum(row["nbytes"] for row in traffic.rows()) == 2 * 1000 * 10 + 7

@@ -141,20 +141,6 @@ class Found(NamedTuple):
     copies: Collection[Device] = ()
 
 
-class Shown:
-    """A policy that keeps the candidates that it was shown."""
-
-    def __call__(self, candidates: Sequence[Candidate]) -> Candidate:
-        self.candidates = [*candidates]
-        return start_soonest(candidates)
-
-    def by(self, placement: Keyed) -> dict[Device, Candidate]:
-        """Return what a placement with this policy says of its devices now."""
-        placement.put("another", "another", "auto")
-        placement.drop_task("another")
-        return {one.device: one for one in self.candidates}
-
-
 @pytest.fixture
 def make() -> Callable[..., Keyed]:
     def make(per: int = 1, policy: Any = start_soonest) -> Keyed:
@@ -223,45 +209,6 @@ async def test_the_line_of_a_policy_that_raises_is_shown(client: Any) -> None:
     assert "AttributeError: 'Candidate' object has no attribute 'queud'" in str(
         await report(client)
     )
-
-
-def test_what_was_guessed_is_corrected_when_it_is_measured(
-    make: Callable[..., Keyed],
-) -> None:
-    shown = Shown()
-    placement = make(policy=shown)
-    for key in range(8):
-        placement.put(key, "new", "auto")
-    placement.put("other", "other", 1)
-    first = placement.drop_task(0)
-    placement.record_duration("new", 0.001)
-    busy = {device: one.busy_s for device, one in shown.by(placement).items()}
-    assert busy.pop(first) == pytest.approx(0.001)
-    assert busy.pop(Device(1)) > 0.05
-    assert [*busy.values()] == pytest.approx([0.002] * 2)
-
-
-@given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from([None, "auto", 0, 1, 2, 3]))))
-def test_the_counts_are_right_whatever_comes(steps: list[tuple[int, object]]) -> None:
-    shown = Shown()
-    placement = Keyed(devices(), 2, shown)
-    placement.record_duration("f", 0.1)
-    there: dict[int, Device] = {}
-    for key, wanted in steps:
-        if wanted is None:
-            placement.drop_task(key)
-            there.pop(key, None)
-        else:
-            device = placement.put(key, "f", wanted)
-            there[key] = device
-    assert {key: device for key, (device, _) in placement.placed.items()} == there
-    for device, found in shown.by(placement).items():
-        count = list(there.values()).count(device)
-        assert found.queued == count
-        assert found.busy_s == pytest.approx(0.1 * count / 2)  # two run at a time
-    for key in there:
-        placement.drop_task(key)
-    assert {(one.queued, one.busy_s) for one in shown.by(placement).values()} == {(0, 0.0)}
 
 
 def test_inputs_are_counted_where_they_are(make: Callable[..., Keyed]) -> None:

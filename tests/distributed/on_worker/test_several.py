@@ -20,11 +20,9 @@ from distributed import Worker, get_worker, secede, worker_client
 
 from dask_devctx import (
     Device,
-    DeviceNotFoundError,
     DevicePlugin,
     DeviceReservationError,
     DeviceRouting,
-    NotEnoughDevicesError,
     SimulatedArray,
     device_of,
     on_device,
@@ -123,17 +121,6 @@ async def test_named_devices(client: Any) -> None:
         await client.submit(mine, key="d")
 
 
-@with_plugin()
-async def test_a_worker_that_has_too_few(client: Any) -> None:
-    with dask.annotate(devices=5):
-        future = client.submit(mine)
-    with pytest.raises(NotEnoughDevicesError, match=r"has 4\. Ask for at most 4") as caught:
-        await future
-    assert caught.value.wanted == 5
-    with dask.annotate(devices=[0, 7]), pytest.raises(DeviceNotFoundError):
-        await client.submit(mine, key="named")
-
-
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"devices": 0}, ValueError, "at least 1, got 0.*device=0"),
     ({"devices": -1}, ValueError, "at least 1, got -1"),
@@ -190,11 +177,6 @@ async def test_an_annotation_that_no_worker_heeds(client: Any, scheduler: Any) -
 
 
 # -- task_devices
-
-
-def test_outside_of_a_task() -> None:
-    with pytest.raises(RuntimeError, match="inside a task"):
-        task_devices()
 
 
 @with_plugin()
@@ -316,27 +298,6 @@ async def test_failures_cancellation_and_secession_give_back(client: Any, worker
     Seen.go_on.set()
     assert await after == (0, 1, 2, 3)
     assert await left == (0, 1, 2, 3)
-    await running
-    await nothing_held(worker)
-
-
-@with_plugin()
-async def test_a_claim_that_waits_is_given_back_as_soon_as_its_task_is_cancelled(
-    client: Any, worker: Any
-) -> None:
-    with dask.annotate(device=1, device_share=0.5):
-        running = client.submit(waits)
-    with dask.annotate(device=1, device_share=1):
-        waiting = client.submit(mine, key="waiting", priority=1)
-    await asyncio.sleep(0.1)
-    with dask.annotate(device=1, device_share=0.5):
-        behind = client.submit(mine, key="behind")
-    await asyncio.sleep(0.1)
-    assert (waiting.status, behind.status) == ("pending", "pending")
-    await waiting.cancel()
-    assert await asyncio.wait_for(behind, 5) == (1,)
-    assert running.status == "pending"
-    Seen.go_on.set()
     await running
     await nothing_held(worker)
 
