@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 # A node of dask's graph: a task, a value, or a container of further nodes.
 Node: Final[Any] = GraphNode
 FAILED: Final = ExecuteFailureEvent
-# The attributes of a node that hold values or further nodes. All others hold only names.
-NODE_PARTS: Final = ("args", "func", "kwargs", "value")
 
 
 def node_parts(node: Any) -> tuple[Any, ...]:

@@ -1,17 +1,27 @@
-"""Where a value lives: ``device_of`` and ``nbytes_by_device``."""
+"""Where a value lives, and in which allocations.
+
+Two arrays may be views of one allocation. It is freed with the last of them, so it counts once.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
-from typing import Any, Final
+from typing import Any, NamedTuple
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import walk
 from dask_devctx.transfer.registry import Registry
 
-# The number of objects to look at first: if one is an array, all of the value is counted at once.
-_FIRST_LOOK: Final = 32
+logger = logging.getLogger(__name__)
+
+_CUT_SHORT = (
+    "a %s has more than the %d objects that a search for arrays looks at. None was found, so the "
+    "value counts as host data and does not move. If it holds arrays, keep them nearer to its top, "
+    "or in an object of a type that you register with device_of.register and to_device.register"
+)
+_told: set[type] = set()
 
 
 class _Thread(threading.local):
@@ -82,31 +92,21 @@ class BytesByDevice(Registry):
         super().__init__("nbytes_by_device", lambda value: {})
 
     def __call__(self, value: object) -> dict[Device, int]:
-        found = walk.find(type(value))
-        if found is walk.LEAF:
+        if walk.find(type(value)) is walk.LEAF:
             return self._count(value)
-        if found is None or (found.holds is not None and not found.holds(value)):
-            return {}
-        for at_most in (_FIRST_LOOK, walk.AT_MOST - _FIRST_LOOK):
-            seen = walk.look(value, self._count, at_most)
-            if seen.complete:
-                return seen.places
-            if seen.places:
-                return self._counted(value)
-        walk.tell_cut_short(value)
-        return {}
+        return {} if walk.is_plain(value) else self.found_in(value, told=True)
 
-    def found_in(self, value: object) -> dict[Device, int]:
-        """Return the same as a call, without a message in the log."""
-        seen = walk.look(value, self._count)
-        return self._counted(value) if seen.places and not seen.complete else seen.places
-
-    def _counted(self, value: object) -> dict[Device, int]:
-        total: dict[Device, int] = {}
-        for _, protocol, leaves in walk.walk(value):
-            for places in map(self._count, leaves) if protocol is None else ():
+    def found_in(self, value: object, *, told: bool = False) -> dict[Device, int]:
+        """Return the same as a call, without a message in the log unless it is ``told``."""
+        total, complete = walk.look(value, self._count)
+        if not complete and total:
+            total = {}
+            for places in map(self._count, walk.leaves(value)):
                 for device, nbytes in places.items():
                     total[device] = total.get(device, 0) + nbytes
+        elif not complete and told and type(value) not in _told:
+            _told.add(type(value))
+            logger.warning(_CUT_SHORT, type(value).__qualname__, walk.AT_MOST)
         return total
 
     def estimated(self, value: object) -> walk.Look:
@@ -143,3 +143,33 @@ def _on_one_device(value: Any) -> dict[Device, int]:
 
 device_of = DeviceOf()
 nbytes_by_device = BytesByDevice()
+
+
+class Memory(NamedTuple):
+    """One allocation; its address ``base`` is 0 where nothing is known to share it."""
+
+    device: Device
+    base: int
+    nbytes: int
+
+
+# Functions that return the ``Memory`` under an array, or None for an array without any.
+memory_of = Registry("memory_of", lambda value: None)
+
+
+def memories(value: object, at_most: int | None = None) -> set[Memory] | None:
+    """Return the allocations under a value that holds arrays; None if some are not known.
+
+    They count as not known if the value has more than ``at_most`` objects that may hold arrays.
+    """
+    found: set[Memory] = set()
+    try:
+        for leaf in walk.leaves(value, at_most):
+            function = memory_of.find(type(leaf))
+            if function is None and nbytes_by_device(leaf):
+                return None
+            if function is not None and (memory := function(leaf)) is not None:
+                found.add(memory)
+    except walk.TooManyError:
+        return None
+    return found

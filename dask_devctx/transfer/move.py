@@ -18,7 +18,7 @@ from dask_devctx.transfer.events import Stamp, hold, release_held
 from dask_devctx.transfer.host import cannot_be_copied, is_host, to_host
 from dask_devctx.transfer.location import device_of, nbytes_by_device
 from dask_devctx.transfer.peers import connect
-from dask_devctx.transfer.rebuild import Memo, Rebuild, UnmovableError
+from dask_devctx.transfer.rebuild import Memo, Rebuild
 from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -74,16 +74,18 @@ class Move:
             return value
         if walk.find(type(value)) is walk.LEAF:
             return self.leaf(value)
+        rebuild = Rebuild(self.leaf, self._memo)
         try:
             # Values that are copied like a pickle run their own code.
             with nullcontext() if self.device is None else self.device:
-                return Rebuild(self.leaf, self._memo).run(value)
-        except UnmovableError as error:
-            why = error.__cause__
-            if isinstance(why, DevctxError) or (why is not None and is_out_of_memory(why)):
-                raise why from None  # the device caused it, and not the type
-            kind, reason = error.kind.__qualname__, str(error.reason)
-            raise ValueNotMovableError(kind, str(self.device or "cpu"), reason) from why
+                return rebuild.run(value)
+        except Exception as error:
+            if rebuild.at is None or isinstance(error, DevctxError) or is_out_of_memory(error):
+                raise  # a leaf or the device caused it, and not the type
+            kind, where, why = rebuild.at.__qualname__, str(self.device or "cpu"), str(error)
+            if isinstance(error, RecursionError):
+                why = "its parts are nested too deeply for Python's recursion limit"
+            raise ValueNotMovableError(kind, where, why) from error
 
     # -- the parts
 

@@ -1,4 +1,4 @@
-"""The graph of the objects in a value, and the same graph with other leaves.
+"""A copy of a value around other leaves: made as by pickle, in memory.
 
 An object that is referenced twice stays one object. An object that holds itself does so in the
 copy, too. An object in which nothing changes is not copied. This only reads the source.
@@ -6,193 +6,218 @@ copy, too. An object in which nothing changes is not copied. This only reads the
 
 from __future__ import annotations
 
-import copy
 import copyreg
+import gc
+import io
+import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from dask_devctx.transfer import walk
-from dask_devctx.transfer.parts import Parts, Protocol
+from dask_devctx.transfer.registry import Registry
 
 # New values by the identity of the old ones. It keeps the old ones, so that ids are not reused.
 Memo = dict[int, tuple[Any, Any]]
 
+# Py_TPFLAGS_HEAPTYPE: set for types that a class statement makes.
+_HEAP_TYPE = 1 << 9
+# Methods by which a type defines how it is pickled, and so copied; only objects have the last two.
+_SAID = ["__reduce_ex__", "__reduce__", "__getstate__", "__setstate__"]
+_SAID_OF_OBJECTS = [*_SAID, "__getnewargs__", "__getnewargs_ex__"]
+# Values of subclasses are made by the built-in type, not by functions that a class overrides.
+_PUT: dict[type, Any] = {list: list.extend, dict: dict.update, set: set.update}
+_MADE_OF_ITEMS = (tuple, frozenset)
 
-class UnmovableError(Exception):
-    """A value of this type cannot be copied with other parts."""
-
-    def __init__(self, kind: type, reason: object) -> None:
-        super().__init__(kind, reason)
-        self.kind = kind
-        self.reason = reason
-
-
-class Reduced(Protocol):
-    """Copies a value like a pickle does: by its ``__reduce_ex__``, or by ``copyreg``."""
-
-    def items(self, value: Any) -> list[Any]:
-        reduce = copyreg.dispatch_table.get(self.kind)
-        said = value.__reduce_ex__(4) if reduce is None else reduce(value)
-        if not isinstance(said, tuple):
-            raise TypeError(f"its __reduce_ex__ names one global object, {said!r}")
-        function, args, state, items, pairs, set_state = (*said, None, None, None, None)[:6]
-        return [function, args, state, list(items or ()), list(pairs or ()), set_state]
-
-    def parts(self, value: Any) -> Parts:
-        return Parts(self.items(value))
-
-    def first(self, parts: Parts) -> int:
-        return 2
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        function, args = parts
-        made = function(*args)
-        if made is value:
-            raise TypeError("its __reduce_ex__ gives the same object again")
-        return made
-
-    def finish(self, value: Any, made: Any, items: list[Any]) -> None:
-        state, members, pairs, set_state = items
-        if type(state) is dict:
-            state = dict(state)  # it may be the source's own dictionary: do not share it
-        if set_state is not None and state is not None:
-            set_state(made, state)
-            state = None
-        put: Any = copy._reconstruct  # type: ignore[attr-defined]  # as copy.copy does
-        put(made, None, lambda: made, (), state, iter(members), iter(pairs))
+_registered: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {}
 
 
-class _Node:
-    __slots__ = ("made", "parts", "protocol", "value")
+def register_copy(
+    kind: type,
+    parts: walk.Parts = gc.get_referents,
+    attribute: Callable[[Any], Any] = lambda part: part,
+    finish: Callable[[Any], Any] = lambda made: None,
+) -> None:
+    """Register a type whose values are copied from their attributes, whatever their pickle is.
 
-    def __init__(self, value: Any, protocol: Protocol, parts: Parts) -> None:
-        self.value = value
-        self.protocol = protocol
-        self.parts = parts
-        self.made: Any = None
-
-    def unless_it_fails(self, function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
-        except Exception as error:
-            raise UnmovableError(type(self.value), error) from error
-
-
-class Rebuild:
-    """Takes a value apart, and puts it together with the new leaves that ``leaf`` returns.
-
-    The memo has the new values so far: ``leaf`` keeps its results there, and a value in it is not
-    copied again.
+    ``attribute`` returns the copy's own attribute for one of the source, still with its leaves.
+    ``finish`` is called with the complete copy.
     """
+    walk.register_parts(kind, parts)
+    _registered[kind] = attribute, finish
+
+
+# By type: a function that turns the name of any device into the name of the current device.
+_renamed: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_name(kind: type, renamed: Callable[[Any], Any]) -> None:
+    """Register a function that turns a library's device name into that of the current device."""
+    _renamed[kind] = renamed
+
+
+def _inherited(kind: type, name: str) -> Any:
+    """Return a type's attribute of this name, without calling its metaclass."""
+    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
+
+
+def _base(kind: type) -> Any:
+    return next(each for each in kind.__mro__ if each in (*_PUT, *_MADE_OF_ITEMS, object))
+
+
+class _How:
+    """How values of a type are copied."""
+
+    def __init__(self, kind: type) -> None:
+        self.base = base = next(
+            each for each in kind.__mro__ if each in (*_PUT, *_MADE_OF_ITEMS, object)
+        )
+        registered = [each for each in kind.__mro__ if each in _registered]
+        own = (lambda part: part), (lambda made: None)
+        self.attribute: Any
+        self.finish: Any
+        self.attribute, self.finish = _registered[registered[0]] if registered else own
+        # Only a type's own code can make another value of a type that defines its own copying, as
+        # for pickle, or that is written in another language.
+        self.by_reduce = not registered and (
+            kind in copyreg.dispatch_table
+            or any(
+                _inherited(kind, name) is not _inherited(base, name)
+                for name in (_SAID_OF_OBJECTS if base is object else _SAID)
+            )
+            or any(
+                not each.__flags__ & _HEAP_TYPE for each in kind.__mro__[: kind.__mro__.index(base)]
+            )
+        )
+        has_end = _inherited(kind, "__del__") is not None
+        self.ends = has_end and base is object and not registered
+        self.has_dict = kind.__dictoffset__ != 0
+        self.slots = walk.slots(kind)
+        # An object with a ``to`` like torch's lives on one device, and may store its name.
+        self.renamed = {} if _inherited(kind, "to") is None else _renamed
+
+    def attributes(self, value: Any) -> dict[Any, Any]:
+        """Return a copy's attributes by name, still with old leaves; a slot's name is itself."""
+        found: dict[Any, Any] = {}
+        if self.has_dict:
+            found.update(object.__getattribute__(value, "__dict__"))
+        for slot in self.slots:
+            with suppress(AttributeError):  # not set
+                found[slot] = slot.__get__(value)
+        return {
+            name: self.renamed.get(type(part), self.attribute)(part) for name, part in found.items()
+        }
+
+
+_how = Registry.remember(_How)
+
+
+class Rebuild(pickle.Pickler):
+    """Makes one copy, with the new leaves that ``leaf`` returns and keeps in the memo."""
 
     def __init__(self, leaf: Callable[[Any], Any], memo: Memo) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, 5)
         self._leaf = leaf
-        self._memo = memo
-        self._nodes: dict[int, _Node] = {}
-        self._holders: defaultdict[int, list[_Node]] = defaultdict(list)
-        self._changed: dict[int, _Node] = {}
-        self._keep: list[Any] = []
-        # Those whose making has begun, and those that can only be completed in the end.
-        self._begun: set[int] = set()
-        self._waiting: set[int] = set()
-        self._unfinished: list[tuple[_Node, list[Any]]] = []
+        self._known = memo
+        self._seen: dict[int, Any] = {}
+        self._holders: defaultdict[int, list[Any]] = defaultdict(list)
+        self._changed: set[int] = set()
+        self._same: list[Any] = []
+        # The type that is being copied, for errors; None before any is.
+        self.at: type | None = None
 
     def run(self, root: Any) -> Any:
-        """Return a copy of the value with the new leaves; the value itself if no leaf changes.
-
-        Raise :class:`UnmovableError` if an object that holds a changed leaf cannot be copied.
-        """
+        """Return a copy of the value with the new leaves; the value itself if no leaf changes."""
         self._discover(root)
-        while reduced := [
-            node
-            for node in self._changed.values()
-            if node.protocol.by_reduce and not isinstance(node.protocol, Reduced)
-        ]:
-            for node in reduced:
-                self._reduce(node)
-        if id(root) in self._changed:
-            self._make(self._changed[id(root)])
-        return self._now(root)
+        if id(root) in self._changed and id(root) not in self._known:
+            self.at = type(root)
+            self.dump(root)
+            self.at = type(root)
+            loader = _Loader(self._file, self._same)
+            loader.load()
+            made = loader.memo.copy()
+            for me, (number, old) in self.memo.copy().items():
+                if made[number] is old:
+                    self.at = type(old)
+                    raise TypeError("its __reduce_ex__ gives the same object again")
+                self._known[me] = old, made[number]
+        known = self._known.get(id(root))
+        return root if known is None else known[1]
 
     def _discover(self, root: Any) -> None:
-        changed: list[Any] = []
-        for value, protocol, parts in walk.walk(root):
-            if protocol is None:
-                changed += [leaf for leaf in parts if self._leaf(leaf) is not leaf]
-                continue
-            assert isinstance(parts, Parts)
-            known = self._memo.get(id(value))
-            if known is not None:
-                if known[1] is not value:
-                    changed.append(value)
-            elif id(value) not in self._nodes:
-                self._nodes[id(value)] = _Node(value, protocol, parts)
-                self._hold(self._nodes[id(value)])
-            elif id(value) in self._changed:
-                changed.append(value)
-        while changed:  # all objects that hold a changed object change
-            for node in self._holders.get(id(changed.pop()), ()):
-                if id(node.value) not in self._changed:
-                    self._changed[id(node.value)] = node
-                    changed.append(node.value)
-
-    def _hold(self, node: _Node) -> None:
-        for part in node.parts:
-            if walk.find(type(part)) is not None:
-                self._holders[id(part)].append(node)
-
-    def _reduce(self, node: _Node) -> None:
-        """Take a value apart by its own ``__reduce_ex__`` instead of by its attributes."""
-        node.protocol = Reduced(node.protocol.kind)
-        self._keep.append(node.parts)
-        node.parts = node.unless_it_fails(node.protocol.parts, node.value)
-        self._hold(node)
-        self._discover(list(node.parts))
-
-    # -- making a changed object: first the parts that the making needs, then it, then the others
-
-    def _make(self, root: _Node) -> None:
-        under_way = [self._steps(root)]
-        while under_way:
-            part = next(under_way[-1], None)
-            if part is None:
-                under_way.pop()
+        """Search a value, and note all in it that is not to be the same in the copy."""
+        for value, parts in walk.walk(root, seen=self._seen):
+            if value is walk.LEAF:
+                changed = [leaf for leaf in parts if self._leaf(leaf) is not leaf]
             else:
-                under_way.append(self._steps(part))
-        for node, rest in self._unfinished:
-            self._fill(node, rest)
+                for part in parts:
+                    self._holders[id(part)].append(value)
+                known = self._known.get(id(value))
+                changes = not self._changed.isdisjoint(map(id, parts))
+                changed = [value] if (changes if known is None else known[1] is not value) else []
+            while changed:  # all objects that hold a changed object change
+                me = id(changed.pop())
+                if me not in self._changed:
+                    self._changed.add(me)
+                    changed += self._holders[me]
 
-    def _steps(self, node: _Node) -> Iterator[_Node]:
-        """Make a node; yield the nodes that have to be made before the next step."""
-        me = id(node.value)
-        if me in self._begun or me in self._memo:
-            return
-        self._begun.add(me)
-        self._waiting.add(me)
-        first = node.protocol.first(node.parts)
-        needed, rest = node.parts[:first], node.parts[first:]
-        yield from self._new(needed)
-        if any(id(part) in self._waiting for part in needed):
-            raise UnmovableError(type(node.value), "it is made of itself")
-        parts = [self._now(part) for part in needed]
-        node.made = node.unless_it_fails(node.protocol.begin, node.value, parts)
-        self._waiting.discard(me)
-        self._memo[me] = node.value, node.made
-        yield from self._new(rest)
-        if any(id(part) in self._waiting for part in rest):
-            self._unfinished.append((node, rest))
+    # -- of pickle
+
+    def persistent_id(self, value: Any) -> int | None:
+        """Return the place of a value that is not copied here; None for all others."""
+        me = id(value)
+        if walk.find(type(value)) is not None:
+            if me not in self._seen:
+                self._discover(value)
+            if me in self._known:
+                value = self._known[me][1]
+            elif me in self._changed:
+                return None
+        self._same.append(value)
+        return len(self._same) - 1
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return how to copy an object of a type that is not built in."""
+        self.at = kind = type(value)
+        how = _how[kind]
+        if how.by_reduce:
+            reduce = copyreg.dispatch_table.get(kind)
+            said = value.__reduce_ex__(4) if reduce is None else reduce(value)
+            if not isinstance(said, tuple):
+                raise TypeError(f"its __reduce_ex__ names one global object, {said!r}")
+            if len(said) > 2 and type(said[2]) is dict:  # maybe the source's own: do not share it
+                said = (*said[:2], dict(said[2]), *said[3:])
+            return said
+        if how.ends:
+            raise TypeError("it has a __del__, and a second one like it would end the same twice")
+        items, base = [], how.base
+        if base is not object:
+            items = list(dict.items(value) if base is dict else base.__iter__(value))
+        args = (kind, items) if base in _MADE_OF_ITEMS else (kind,)
+        state = _PUT.get(base), items, how.attributes(value)
+        return base.__new__, args, state, None, None, _put
+
+
+def _put(made: Any, state: tuple[Any, list[Any], dict[Any, Any]]) -> None:
+    """Put the items and attributes into a new value."""
+    put, items, attributes = state
+    if put is not None:
+        put(made, items)
+    for name, part in attributes.items():
+        if isinstance(name, str):
+            object.__getattribute__(made, "__dict__")[name] = part
         else:
-            self._fill(node, rest)
+            name.__set__(made, part)
+    _how[type(made)].finish(made)
 
-    def _new(self, parts: list[Any]) -> list[_Node]:
-        return [self._changed[id(part)] for part in reversed(parts) if id(part) in self._changed]
 
-    def _fill(self, node: _Node, rest: list[Any]) -> None:
-        parts = [self._now(part) for part in rest]
-        fill = node.protocol.fill
-        node.unless_it_fails(fill, node.value, node.made, parts, node.parts.names)
+class _Loader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, same: list[Any]) -> None:
+        file.seek(0)
+        super().__init__(file)
+        self._same = same
 
-    def _now(self, part: Any) -> Any:
-        known = self._memo.get(id(part))
-        return part if known is None else known[1]
+    def persistent_load(self, place: int) -> Any:
+        return self._same[place]

@@ -1,24 +1,23 @@
-"""The walk through a value, which finds the arrays in it.
+"""The search through a value, which finds the arrays in it.
 
-Locating, counting and moving all use this walk. It is not a pytree's. The pytrees of optree, JAX
-and torch are trees of registered types, and are rebuilt whole. They never end in a value that holds
-itself, and make two objects of one that is referenced twice. Sets, dictionaries' keys and all other
-objects are leaves to them. They raise ``RecursionError`` at a depth of 1,000, and have no bound.
-
-Nothing here recurses. There are three kinds of types: *plain* types hold no arrays; a *leaf* is a
-registered type; and a :class:`~dask_devctx.transfer.parts.Protocol` takes all others apart.
+Locating, counting and moving all use this search. There are three kinds of types: *plain* types
+hold no arrays; a *leaf* is a registered type; all others have parts, which the garbage collector
+knows, so that no code of the value's own class runs. Nothing here recurses.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.parts import Protocol, built_in
 from dask_devctx.transfer.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -31,8 +30,6 @@ AT_MOST_ON_LOOP: Final = 100
 _TYPES_PER_OBJECT = 20
 # The number of parts of one type in one container to look at first.
 _SAMPLE = 16
-# The number of parts that tells whether they are different objects.
-_HEAD = 256
 
 # No type of these libraries keeps arrays on devices; in the standard library only these modules do.
 _HOST_LIBRARIES = frozenset(
@@ -41,41 +38,65 @@ _HOST_LIBRARIES = frozenset(
 _STDLIB_HOLDERS = frozenset(
     ["abc", "argparse", "collections", "collections.abc", "contextlib", "typing"]
 )
+_CONTAINERS = frozenset(
+    (dict, list, tuple, set, frozenset, deque, partial, types.MethodType, types.SimpleNamespace)
+)
+
+Parts = Callable[[Any], Sequence[Any]]
 
 LEAF: Final = "leaf"
-_registered: dict[type, Callable[[type], Protocol]] = {}
+_registered: dict[type, Parts] = {}
 
 
-def register_protocol(kind: type, protocol: Callable[[type], Protocol]) -> None:
-    """Register the protocol that takes values of a type and of its subclasses apart."""
-    _registered[kind] = protocol
+def register_parts(kind: type, parts: Parts = gc.get_referents) -> None:
+    """Register the function that returns the parts of a type's values, also of its subclasses."""
+    _registered[kind] = parts
     _found.clear()
 
 
-_found = Registry.remember(
-    lambda kind: LEAF if Registry.any_knows(kind) else _taken_apart(kind),
-)
-# Returns a protocol for values of a type, ``LEAF``, or None for plain types.
+_found = Registry.remember(lambda kind: LEAF if Registry.any_knows(kind) else _parts_of(kind))
+# Returns a function for the parts of a type's values, ``LEAF``, or None for plain types.
 find: Final[Callable[[type], Any]] = _found.__getitem__
 
 
 def is_plain(value: object) -> bool:
     """Return whether a value holds no arrays; a look at its type, and no search, tells so."""
     found = find(type(value))
-    if found is None or found is LEAF:
-        return found is None
-    return found.holds is not None and not found.holds(value)
+    return found is None or (found is _members and not _members(value))
 
 
-def _taken_apart(kind: type) -> Protocol | None:
+def _parts_of(kind: type) -> Parts | None:
     try:
         for each in kind.__mro__:
             if each in _registered:
-                return _registered[each](kind)
-        return built_in(kind, _is_foreign)
+                return _registered[each]
+        for each in kind.__mro__:
+            if each in _CONTAINERS:
+                return tuple if kind in (list, tuple) else gc.get_referents  # these in their order
+            if (each.__module__, each.__name__) == ("numpy", "ndarray"):
+                return _members
+            if each is not object and _is_foreign(each):
+                return None
+        return gc.get_referents if kind.__dictoffset__ or slots(kind) else None
     except Exception:  # a class or metaclass whose attributes cannot be read
         logger.debug("found no way to take a %r apart", kind, exc_info=True)
         return None
+
+
+def _members(array: Any) -> Any:
+    """Return the members of a NumPy array of objects; all other arrays hold none."""
+    return list(array.flat) if array.dtype.kind == "O" and array.ndim else ()
+
+
+def slots(kind: type) -> list[Any]:
+    """Return the descriptors of the slots of a type's values."""
+    return [
+        member
+        for each in kind.__mro__
+        if "__slots__" in vars(each)
+        for member in vars(each).values()
+        if type(member) is types.MemberDescriptorType
+    ]
 
 
 def _is_foreign(kind: type) -> bool:
@@ -87,12 +108,11 @@ def _is_foreign(kind: type) -> bool:
 
 def _by_type(parts: Sequence[Any]) -> dict[type, list[Any]]:
     """Return the parts that may hold arrays, by their type."""
-    wanted: dict[type, list[Any]] = {
-        kind: [] for kind in set(map(type, parts)) if find(kind) is not None
-    }
-    for kind in wanted:
-        holds = getattr(find(kind), "holds", None)
-        wanted[kind] = [p for p in parts if type(p) is kind and (holds is None or holds(p))]
+    kinds = [kind for kind in set(map(type, parts)) if find(kind) is not None]
+    wanted = {kind: [part for part in parts if type(part) is kind] for kind in kinds}
+    for kind in kinds:
+        if find(kind) is _members:
+            wanted[kind] = [part for part in wanted[kind] if not is_plain(part)]
     return wanted
 
 
@@ -100,34 +120,36 @@ class TooManyError(Exception):
     """A value has more objects than a search looks at."""
 
 
-def walk(root: Any, at_most: int | None = None) -> Iterator[tuple[Any, Protocol | None, list[Any]]]:
-    """Yield all objects in a value that may hold arrays.
+def walk(
+    root: Any, at_most: int | None = None, seen: dict[int, Any] | None = None
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each object in a value that has parts, with those of its parts that may hold arrays.
 
-    ``value, protocol, parts`` is an object with parts, and ``kind, None, leaves`` has the leaves of
-    one type, each of them once. An object that cannot be taken apart, or has plain parts only, is
-    host data and is left out. Raise :class:`TooManyError` beyond ``at_most`` of them.
+    Also yield ``LEAF`` with leaves, of one type and each of them once. ``seen`` has the objects
+    that are left out, by their ids, and gets all others. Raise :class:`TooManyError` beyond
+    ``at_most`` objects.
     """
-    found = find(type(root))
-    if found is LEAF:
-        yield type(root), None, [root]
-    seen = {id(root): root}  # keeps the values, so that ids are not reused
-    stack = [root] if isinstance(found, Protocol) else []
+    seen = {} if seen is None else seen  # keeps the values, so that ids are not reused
+    stack = []
+    if id(root) not in seen:
+        seen[id(root)] = root
+        if find(type(root)) is LEAF:
+            yield LEAF, [root]
+        elif not is_plain(root):
+            stack.append(root)
     while stack:
         value = stack.pop()
-        protocol = find(type(value))
         try:
-            parts = protocol.parts(value)
+            wanted = _by_type(find(type(value))(value))
         except Exception:
             logger.debug("the parts of a %s cannot be read", type(value), exc_info=True)
             continue
-        wanted = _by_type(parts)
-        if not wanted:
-            continue
+        parts = list(chain.from_iterable(wanted.values()))
         if at_most is not None:
-            at_most -= sum(type(part) in wanted for part in parts)
+            at_most -= len(parts)
             if at_most < 0:
                 raise TooManyError
-        yield value, protocol, parts
+        yield value, parts
         for kind, some in wanted.items():
             new = {id(part): part for part in some}
             for known in new.keys() & seen.keys():
@@ -136,7 +158,12 @@ def walk(root: Any, at_most: int | None = None) -> Iterator[tuple[Any, Protocol 
             if find(kind) is not LEAF:
                 stack.extend(new.values())
             elif new:
-                yield kind, None, list(new.values())
+                yield LEAF, list(new.values())
+
+
+def leaves(root: Any, at_most: int | None = None) -> Iterator[Any]:
+    """Return the leaves in a value, each of them once."""
+    return chain.from_iterable(some for value, some in walk(root, at_most) if value is LEAF)
 
 
 class Look(NamedTuple):
@@ -154,6 +181,26 @@ def _spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
     return [parts[index * (n - 1) // (at_most - 1)] for index in range(at_most)]
 
 
+def _some(value: Any, parts: Parts, at_most: int) -> tuple[Sequence[Any], int]:
+    """Return about so many of a value's parts, and the number of all parts."""
+    if isinstance(value, (list, tuple)):
+        base: Any = list if isinstance(value, list) else tuple
+        if (n := base.__len__(value)) > at_most:
+            ends = slice(at_most * 3 // 4), slice(-(at_most // 4), None)
+            return [part for end in ends for part in base.__getitem__(value, end)], n
+    elif isinstance(value, dict):
+        if 2 * (n := dict.__len__(value)) > at_most:
+            pairs = dict.items(value)
+            some = *islice(pairs, at_most * 3 // 8), *islice(reversed(pairs), at_most // 8)
+            return list(chain.from_iterable(some)), 2 * n
+    elif isinstance(value, (set, frozenset, deque)):
+        base = deque if isinstance(value, deque) else type(value).__mro__[-2]
+        if (n := base.__len__(value)) > at_most:
+            return list(islice(base.__iter__(value), at_most)), n
+    every = parts(value)
+    return _spread(every, at_most), len(every)
+
+
 def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT_MOST) -> Look:
     """Look for arrays, whose bytes ``count`` tells, in at most so many of a value's objects."""
     # The search goes level by level, and looks at a sample of each level first. The items of a list
@@ -163,64 +210,37 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
     complete = True
     seen = {id(root): root}
     queue: deque[tuple[Any, float]] = deque([(root, 1.0)])
-    later: deque[tuple[list[Any], float]] = deque()
+    later: deque[tuple[Any, float]] = deque()
     types_left = at_most * _TYPES_PER_OBJECT
-    looked = 0
-    while queue or (later and not places):
-        if looked == at_most:
-            return Look(places, False)
-        if not queue:
-            rest, scale = later.popleft()
-            some = _spread(rest, max(at_most - looked, 2))
-            complete &= len(some) == len(rest)
-            queue.extend((part, scale) for part in some if id(part) not in seen)
-            seen.update((id(part), part) for part in some)
-            continue
-        value, scale = queue.popleft()
-        looked += 1
-        protocol = find(type(value))
-        if protocol is LEAF:
+    for _ in range(at_most):
+        if not queue and (places or not later):
+            break
+        value, scale = (queue or later).popleft()
+        found = find(type(value))
+        if found is LEAF:
             for device, nbytes in count(value).items():
                 places[device] = places.get(device, 0) + round(nbytes * scale)
             continue
+        if found is None:
+            continue
         try:
-            parts, n_parts = protocol.some(value, max(types_left, _SAMPLE))
+            parts, n_parts = _some(value, found, max(types_left, _SAMPLE))
         except Exception:
             continue
         types_left -= len(parts)
         wanted = _by_type(parts)
         # NumPy's arrays have objects of one kind: a sample of plain ones, such as texts, is enough.
-        complete &= len(parts) == n_parts or (protocol.holds is not None and not wanted)
-        for kind_parts in wanted.values():
-            sample, scaled = kind_parts, scale * n_parts / len(parts)
-            if len(kind_parts) > _SAMPLE:
-                later.append((kind_parts, scaled))
-                head = kind_parts[:_HEAD]
-                different = len(set(map(id, head)))
-                if different == len(head):
-                    scaled *= len(kind_parts) / _SAMPLE
-                else:  # the same objects, many times
-                    scaled = max(different / _SAMPLE, 1)
-                sample = list(_spread(kind_parts, _SAMPLE))
-            new = {id(part): part for part in sample if id(part) not in seen}
+        complete &= len(parts) == n_parts or (found is _members and not wanted)
+        for some in wanted.values():
+            new = {id(part): part for part in some if id(part) not in seen}
             seen.update(new)
-            queue.extend((part, scaled) for part in new.values())
-    return Look(places, complete and not (later and places))
-
-
-_told: set[type] = set()
-
-
-def tell_cut_short(value: object) -> None:
-    """Log, once per type, that the search in one of its values was cut short."""
-    kind = type(value)
-    if kind not in _told:
-        _told.add(kind)
-        logger.warning(
-            "a %s has more than the %d objects that a search for arrays looks at. None was "
-            "found, so the value counts as host data and does not move. If it holds arrays, keep "
-            "them nearer to its top, or in an object of a type that you register with "
-            "device_of.register and to_device.register",
-            kind.__qualname__,
-            AT_MOST,
-        )
+            rest = _spread([*new.values()], at_most)
+            sample = _spread(rest, _SAMPLE)
+            scaled = len(new) / max(len(sample), 1)
+            if len(new) == len(some):  # not the same objects, many times
+                scaled *= scale * n_parts / len(parts)
+            queue.extend((part, scaled) for part in sample)
+            if len(new) > len(sample):
+                complete &= len(rest) == len(new)
+                later.extend((part, scaled) for part in rest)
+    return Look(places, complete and not queue and not later)

@@ -12,7 +12,7 @@ import pytest
 from distributed import Client, Worker, wait
 
 from dask_devctx import LocalDeviceCluster, report
-from dask_devctx.transfer.blocks import memories
+from dask_devctx.transfer.location import memories
 from tests.gpu.own_process import answer_of
 
 pytestmark = [pytest.mark.gpu(count=1), pytest.mark.timeout(320)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import threading
 import types
 from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
@@ -210,8 +209,6 @@ CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "queue": lambda parts: deque(parts, maxlen=len(parts) + 1),
     "named tuple": lambda parts: Point(parts[0], parts[-1]),
     "array of objects": object_array,
-    "tuple made in C": lambda parts: os.terminal_size((parts[0], parts[-1])),
-    "long tuple made in C": lambda parts: os.stat_result([parts[0]] * 10 + [parts[-1]] * 4),
     "namespace": lambda parts: types.SimpleNamespace(a=parts[0], b=parts[-1]),
     "partial": lambda parts: functools.partial(len, *parts, key=parts[0]),
     "bound method": lambda parts: Thing(*parts).__init__,  # type: ignore[misc]

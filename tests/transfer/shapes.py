@@ -34,7 +34,7 @@ def shape_of(root: Any, *, devices: bool = False) -> list[Any]:
         elif protocol is walk.LEAF:
             rows.append(type(value).__name__)
         else:
-            parts = protocol.parts(value)
+            parts = parts_of(value)
             if issubclass(type(value), (set, frozenset)):  # in an order that says nothing
                 parts = sorted(parts, key=lambda part: getattr(part, "rank", -1))
             rows.append((type(value).__name__, len(parts)))
@@ -42,11 +42,23 @@ def shape_of(root: Any, *, devices: bool = False) -> list[Any]:
     return rows
 
 
+def parts_of(value: Any) -> list[Any]:
+    """Return an object's items and attributes; its class and its dictionary are none."""
+    kind = type(value)
+    own = object.__getattribute__(value, "__dict__") if kind.__dictoffset__ else None
+    parts = [part for part in walk.find(kind)(value) if part is not kind]
+    return [
+        each
+        for part in parts
+        for each in (own.values() if own is not None and part is own else [part])
+    ]
+
+
 def identities(root: Any) -> list[int]:
     """Return which objects a value is made of."""
     found = []
-    for value, protocol, parts in walk.walk(root):
-        if protocol is not None:
+    for value, parts in walk.walk(root):
+        if value is not walk.LEAF:
             found.append(id(value))
         found += [id(part) for part in parts if type(part) not in (int, tuple, dict)]
     return found

@@ -10,7 +10,7 @@ import pytest
 
 from dask_devctx import Device, SimulatedArray, to_device
 from dask_devctx.transfer import device_of
-from dask_devctx.transfer.blocks import memories
+from dask_devctx.transfer.location import memories
 
 pytestmark = pytest.mark.usefixtures("machine")
 

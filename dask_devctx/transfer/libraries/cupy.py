@@ -7,8 +7,8 @@ from typing import Any
 import cupy
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.blocks import Memory
 from dask_devctx.transfer.libraries import known
+from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.move import current_move
 from dask_devctx.transfer.peers import copy_bytes, is_dense
 from dask_devctx.transfer.streams import cupy_stream

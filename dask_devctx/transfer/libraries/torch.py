@@ -11,20 +11,17 @@ import copy
 import functools
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.blocks import Memory
 from dask_devctx.transfer.libraries import known
-from dask_devctx.transfer.location import nbytes_by_device
+from dask_devctx.transfer.location import Memory, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
-from dask_devctx.transfer.parts import ObjectLike, register_name
 from dask_devctx.transfer.peers import copy_bytes, is_dense
+from dask_devctx.transfer.rebuild import register_copy, register_name
 from dask_devctx.transfer.streams import torch_stream
-from dask_devctx.transfer.walk import register_protocol
 
 # -- tensors
 
@@ -137,36 +134,26 @@ def module_tensors(module: Any) -> list[Any]:
     return [*kind.parameters(module), *kind.buffers(module)]
 
 
-class _Owning(ObjectLike):
-    """Objects that own their collections of parameters, submodules and hooks."""
-
-    # A copy is made from the attributes and not from the pickle, which lacks state that an
-    # optimizer needs; also of one with a ``__del__``.
-
-    def __init__(self, kind: type) -> None:
-        super().__init__(kind)
-        self.by_reduce = False
-
-    def begin(self, value: Any, parts: list[Any]) -> Any:
-        return object.__new__(self.kind)
-
-    def fill(self, value: Any, made: Any, parts: list[Any], names: Sequence[Any]) -> None:
-        own = [copy.copy(part) if type(part) in _COLLECTIONS else part for part in parts]
-        super().fill(value, made, own, names)
-        if hasattr(vars(made).get("step"), _TRACKED):
-            made.step = _tracked_step(made)
-
-
+# Such objects own their collections of parameters, submodules and hooks. A copy is made from the
+# attributes and not from the pickle, which lacks state that an optimizer needs.
 _COLLECTIONS = frozenset([dict, OrderedDict, set])
+
+
+def _own(part: Any) -> Any:
+    return copy.copy(part) if type(part) in _COLLECTIONS else part
+
+
 # An LR scheduler replaces an optimizer's step, and sets this attribute on the new function.
 _TRACKED = "_wrapped_by_lr_sched"
 
 
-def _tracked_step(optimizer: Any) -> Any:
-    """Return a step for this optimizer that its scheduler can see; the old one has another owner.
+def _track_step(optimizer: Any) -> None:
+    """Give an optimizer a step that its scheduler can see; the old one has another owner.
 
     ``torch.optim.lr_scheduler.LRScheduler`` warns without such a step.
     """
+    if not hasattr(vars(optimizer).get("step"), _TRACKED):
+        return
     function, found = type(optimizer).step, weakref.ref(optimizer)
 
     @functools.wraps(function)
@@ -177,7 +164,7 @@ def _tracked_step(optimizer: Any) -> Any:
         return function(one, *args, **kwargs)
 
     setattr(step, _TRACKED, True)
-    return step
+    optimizer.step = step
 
 
 def _script_bytes(module: Any) -> dict[Device, int]:
@@ -222,5 +209,5 @@ def register() -> None:
     known(torch.jit.ScriptModule, nbytes=_script_bytes, move=_script_to_device)
     known(torch.Generator, device=_generator_device, move=_generator_to_device)
     register_name(torch.device, _current_name)
-    register_protocol(torch.nn.Module, _Owning)
-    register_protocol(torch.optim.Optimizer, _Owning)
+    register_copy(torch.nn.Module, attribute=_own)
+    register_copy(torch.optim.Optimizer, attribute=_own, finish=_track_step)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer.blocks import Memory, memories
+from dask_devctx.transfer.location import Memory, memories
 from dask_devctx.worker.values.value import Counts, Entry, Value
 
 # Values are spilled when more than the first fraction of the limit is used, until the second is.

@@ -11,7 +11,7 @@ from typing import Any
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.transfer import nbytes_by_device, walk
-from dask_devctx.transfer.blocks import Memory
+from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.page_locked import PageLockedPool
 from dask_devctx.worker.values.accounting import allocations, numbers
 from dask_devctx.worker.values.copies import Copies

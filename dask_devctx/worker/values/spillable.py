@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from dask_devctx.transfer.blocks import memory_of
 from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.parcel import Parts, Reduce
+from dask_devctx.transfer.location import memory_of
 from dask_devctx.worker.comms import device_types
 
 _known: dict[type, Reduce | None] = {}

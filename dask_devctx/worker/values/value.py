@@ -16,7 +16,7 @@ from distributed.sizeof import safe_sizeof
 from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, walk
-from dask_devctx.transfer.blocks import Memory
+from dask_devctx.transfer.location import Memory
 from dask_devctx.worker.values.host_form import HostForm, Sent, block_of
 
 # The `value` of one in host memory.
