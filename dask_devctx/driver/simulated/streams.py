@@ -103,7 +103,7 @@ class Captures:
         status = self.of_stream(stream)
         if status != OK or event is stream.capture:
             return status
-        ended = event is not None and event not in self._active
+        ended = event is not None and not self.has(event)
         if stream.capture is not None:
             merges = event is not None and not ended
             name = f"CUDA_ERROR_STREAM_CAPTURE_{'MERGE' if merges else 'ISOLATION'}"
@@ -113,6 +113,10 @@ class Captures:
         if event is not None and event.valid:
             raise AttributeError("the simulated driver has no streams that join a capture")
         return Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+
+    def has(self, capture: Capture) -> bool:
+        """Return whether a capture goes on."""
+        return capture in self._active
 
     def add(self, capture: Capture) -> None:
         capture.stream.capture = capture
@@ -214,6 +218,8 @@ class SimulatedStreams(SimulatedContexts):
         capture = self._captured.get(int(event))
         if capture is None:
             return OK
+        if not self._captures.has(capture):
+            return Status.CUDA_ERROR_INVALID_VALUE  # not so in the documentation, but on an H100
         capture.valid = False
         return Status.CUDA_ERROR_CAPTURED_EVENT
 
@@ -309,9 +315,9 @@ class SimulatedStreams(SimulatedContexts):
             capture = found.capture
             if capture is None:
                 return Status.CUDA_ERROR_ILLEGAL_STATE
+            self._captures.forget(found)  # also on the wrong thread
             if capture.mode != _RELAXED and capture.thread != threading.get_ident():
                 return Status.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
-            self._captures.forget(found)
             return OK if capture.valid else Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
 
         status = self._on(stream, end)
