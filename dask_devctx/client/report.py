@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from typing import Any, Literal
 
-from distributed import Client, Worker
+from distributed import Client, Scheduler, Worker
 from distributed.deploy import Cluster
 
 from dask_devctx.client import rendering
-from dask_devctx.client.scheduler_part import of_scheduler, refuse_unusable
+from dask_devctx.client.live import refuse_unusable
 from dask_devctx.plugin import DevicePlugin
-from dask_devctx.scheduler.counts import PastCounts
 from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer, known
 
 By = Literal["device", "prefix"]
@@ -237,7 +237,8 @@ async def _report(client: Client, by: By) -> Report:
     silent = {w: repr(one) for w, one in answers if isinstance(one, BaseException)}
     workers = {w: one is not None for w, one in answers if w not in silent}
     found = [(w, one) for w, one in answers if workers.get(w)]
-    past, moved, lost, unplaced, failures = await of_scheduler(client)
+    of_scheduler: Any = await client.run_on_scheduler(_of_scheduler)
+    past, moved, lost, unplaced, failures = of_scheduler
     tasks = [
         _task(run, w, one.get("more", {}).get(n, ()))
         for w, one in found
@@ -286,19 +287,44 @@ def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> li
     """Return the devices, each with the counts of workers that left."""
     rows, missing = [], dict(past)
     for device in devices:
-        before = missing.pop(device.uuid, None)
-        if before is not None:
-            sums = {
-                one.name: getattr(device, one.name) + getattr(before.counts, one.name)
-                for one in fields(PastCounts)
-            }
-            device = replace(device, **sums)
+        if (before := missing.pop(device.uuid, None)) is not None:
+            counts = asdict(before.counts).items()
+            device = replace(device, **{name: n + getattr(device, name) for name, n in counts})
         rows.append(device)
     for uuid, before in missing.items():
-        counts = {one.name: getattr(before.counts, one.name) for one in fields(PastCounts)}
         who: Any = {"worker": before.worker, "worker_name": before.worker, "present": False}
-        rows.append(ReportedDevice(before.device_id, uuid, before.name, **counts, **who))
+        counted = asdict(before.counts)
+        rows.append(ReportedDevice(before.device_id, uuid, before.name, **counted, **who))
     return rows
+
+
+def _of_scheduler(dask_scheduler: Scheduler) -> Any:
+    """Return the counts of workers that left, and the tasks that no worker may run."""
+    routing = dask_scheduler.plugins.get("devctx-routing")
+    if routing is None:
+        return {}, {}, [], {}, []
+    unplaced: Counter[tuple[str, str]] = Counter()
+    for ts in dask_scheduler.unrunnable:
+        if ts.resource_restrictions:
+            unplaced[ts.prefix.name, f"resources={ts.resource_restrictions}"] += 1
+    lost = [
+        (
+            event["worker"],
+            at,
+            routing.counts.used.get(event["worker"], ()),
+            len(event["processing-tasks"]),
+            len(event["lost-computed-tasks"]),
+        )
+        for at, event in dask_scheduler.get_events("all")
+        if isinstance(event, dict)
+        and event.get("action") == "remove-worker"
+        and not event["expected"]
+    ]
+    failures = [(worker, at, *row[:3], tuple(row[4])) for worker, at, row in routing.failures]
+    return routing.counts.past, routing.counts.transfers, lost[-5:], dict(unplaced), failures
+
+
+_of_scheduler.__module__ = "__main__"  # sent by value, to a scheduler without this package too
 
 
 async def _of_worker(dask_worker: Worker) -> dict[str, Any] | None:

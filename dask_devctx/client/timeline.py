@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 
 from distributed import Client, Scheduler
 
-from dask_devctx.client.scheduler_part import refuse_unusable
+from dask_devctx.client.live import refuse_unusable
 from dask_devctx.client.trace_events import Stretch, trace
 from dask_devctx.errors import DevctxError
 from dask_devctx.errors.base import counted

@@ -51,7 +51,6 @@ def nap(seconds: float) -> SimulatedArray:
 
 
 def test_the_state_is_printed_once(client: Client) -> None:
-    pytest.importorskip("rich")
     stop = threading.Event()
 
     def keep_busy() -> None:
@@ -71,7 +70,7 @@ def test_the_state_is_printed_once(client: Client) -> None:
     assert text.exit_code == 0
     head, columns, *lines = text.stdout.splitlines()
     assert head.startswith(f"{address_of(client)}: 4 devices of 2 workers, ")
-    assert columns.split()[:5] == ["device", "worker", "GPU", "busy", "tasks/s"]
+    assert columns.split()[:5] == ["device", "worker", "use", "busy", "tasks/s"]
     assert [line.split()[0] for line in lines] == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
     assert max(map(len, text.stdout.splitlines())) <= 110
     one = next(device for device in found["devices"] if device["device_id"] == 1)
@@ -122,7 +121,6 @@ def test_transfers_are_shown(client: Client) -> None:
 
 
 def test_values_on_the_host_are_shown_with_the_limit() -> None:
-    pytest.importorskip("rich")
     with (
         LocalDeviceCluster(
             n_workers=1, devices=[0], device_memory_limit="200 kB", **IN_THIS_PROCESS
@@ -147,7 +145,6 @@ def test_values_on_the_host_are_shown_with_the_limit() -> None:
 @pytest.mark.parametrize("columns", ["80", "120"])
 def test_it_shows_the_state_live_until_ctrl_c(client: Client, columns: str) -> None:
     """Also in a terminal of the usual 80 columns: there the names were cut to ``cud…``."""
-    pytest.importorskip("rich")
     command = [sys.executable, "-m", "dask", "devctx", "top", address_of(client)]
     shown = subprocess.Popen(
         [*command, "--interval", "0.2"],
@@ -168,13 +165,6 @@ def test_it_shows_the_state_live_until_ctrl_c(client: Client, columns: str) -> N
     _, errors = shown.communicate()
     timer.cancel()
     assert (shown.returncode, errors) == (0, "")
-
-
-def test_without_rich_the_error_names_it(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    result = run("top", address_of(client), "--once")
-    assert result.exit_code == 1
-    assert "needs the package rich: pip install rich" in result.stderr
 
 
 # -- info
