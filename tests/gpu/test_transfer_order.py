@@ -15,7 +15,7 @@ import dask
 import pytest
 from distributed import Client, wait
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, driver
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster
 from dask_devctx.transfer import release_held, stamp
 from dask_devctx.transfer.move import Move
 
@@ -52,23 +52,11 @@ class CuPy:
                     return stream.ptds
             return stream(non_blocking=kind == "non-blocking")
 
-    def using(self, stream):
-        return stream
-
-    def leave_current(self, stream):
-        stream.use()
-
     def empty(self):
         return self.cupy.empty(ELEMENTS, "f4")
 
     def spin(self):
         self._spin((1,), (1,), (SPIN,))
-
-    def fill(self, array, value):
-        array.fill(value)
-
-    def address(self, array):
-        return array.data.ptr
 
     def differs(self, array, value):
         return bool((array != value).any())
@@ -77,64 +65,13 @@ class CuPy:
     def differs_on_the_host(array, value):
         return bool((array.get() != value).any())
 
-    def forget_cache(self):
-        self.cupy.get_default_memory_pool().free_all_blocks()
 
-
-class Torch:
-    def __init__(self):
-        self.torch = importlib.import_module("torch")
-
-    def stream(self, kind, device):
-        cuda = self.torch.cuda
-        match kind:
-            case "legacy":
-                return cuda.default_stream(device)
-            case "per-thread":
-                return cuda.ExternalStream(2, device=device)
-            case "blocking":  # torch makes none itself
-                made = driver.backend().driver()
-                with Device(device):
-                    handle = int(made.driver.cuStreamCreate(0)[1])
-                return cuda.ExternalStream(handle, device=device)
-        return cuda.Stream(device)
-
-    def using(self, stream):
-        return self.torch.cuda.stream(stream)
-
-    def leave_current(self, stream):
-        self.torch.cuda.set_stream(stream)
-
-    def empty(self):
-        index = Device.current().device_id
-        return self.torch.empty(ELEMENTS, device=f"cuda:{index}")
-
-    def spin(self):
-        self.torch.cuda._sleep(SPIN)
-
-    def fill(self, array, value):
-        array.fill_(value)
-
-    def address(self, array):
-        return array.data_ptr()
-
-    def differs(self, array, value):
-        return bool((array != value).any().item())
-
-    @staticmethod
-    def differs_on_the_host(array, value):
-        return bool((array.cpu() != value).any().item())
-
-    def forget_cache(self):
-        self.torch.cuda.empty_cache()
-
-
-@pytest.fixture(params=["cupy", "torch"])
-def library(request):
-    pytest.importorskip(request.param)
-    made = {"cupy": CuPy, "torch": Torch}[request.param]()
+@pytest.fixture
+def library():
+    pytest.importorskip("cupy")
+    made = CuPy()
     yield made
-    made.forget_cache()
+    made.cupy.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.fixture(params=["legacy", "per-thread", "blocking", "non-blocking"])
@@ -152,7 +89,7 @@ class Scene:
 
     @contextmanager
     def on(self, device):
-        with Device(device), self.library.using(self.streams[device]):
+        with Device(device), self.streams[device]:
             yield
 
     def settle(self):
@@ -165,11 +102,11 @@ class Scene:
         library = self.library
         with self.on(0):
             array = library.empty()
-            library.fill(array, BAD if slowly else GOOD)
+            array.fill(BAD if slowly else GOOD)
             Device(0).sync()
             if slowly:
                 library.spin()
-                library.fill(array, GOOD)
+                array.fill(GOOD)
         return array
 
     def is_wrong(self, moved):
@@ -228,7 +165,7 @@ def test_a_source_that_is_freed_and_overwritten_at_once_was_read(scene):
         nonlocal reused
         scene.settle()
         array = scene.make()
-        address = library.address(array)
+        address = array.data.ptr
         with scene.on(1):
             for _ in range(spins):
                 library.spin()  # the copy is behind this
@@ -236,8 +173,8 @@ def test_a_source_that_is_freed_and_overwritten_at_once_was_read(scene):
         del array
         with scene.on(0):
             other = library.empty()
-            reused += library.address(other) == address
-            library.fill(other, BAD)
+            reused += other.data.ptr == address
+            other.fill(BAD)
         return scene.is_wrong(moved)
 
     assert count_wrong(once) == 0
@@ -258,7 +195,7 @@ def test_a_source_that_is_written_to_at_once_was_read(scene):
             library.spin()
             moved = Move(Device(1), guard_source=guard_source).run(array)
         with scene.on(0):
-            library.fill(array, BAD)
+            array.fill(BAD)
         return scene.is_wrong(moved)
 
     assert count_wrong(once) == 0
@@ -292,12 +229,12 @@ def _make_slowly(name):
     library = scene.library
     with scene.on(0):
         array = library.empty()
-        library.fill(array, BAD)
+        array.fill(BAD)
         scene.settle()
         for _ in range(50):  # longer than it takes dask to ask for the result
             library.spin()
-        library.fill(array, GOOD)
-    library.leave_current(scene.streams[0])
+        array.fill(GOOD)
+    scene.streams[0].use()
     return array
 
 

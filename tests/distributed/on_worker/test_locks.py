@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,24 +140,47 @@ def test_the_directory_is_the_users_own(lock_directory: Path) -> None:
     assert (lock_directory / "gpu.lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_linked_directory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir(mode=0o700)
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    with pytest.raises(LockDirectoryError, match="symbolic link") as caught:
-        LockDirectory(tmp_path / "link")
-    assert caught.value.path == str(tmp_path / "link")
+def linked(path: Path) -> None:
+    (path.parent / "there").mkdir(mode=0o700)
+    path.symlink_to(path.parent / "there")
+
+
+def dangling(path: Path) -> None:
+    path.symlink_to(path.parent / "nowhere")
+
+
+def open_to_all(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def theirs(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a directory away")
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (linked, "symbolic link"),
+        (dangling, "symbolic link"),
+        (Path.touch, "no directory"),
+        (open_to_all, "its mode is 0777"),
+        (theirs, "belongs to user 12345"),
+    ],
+)
+def test_a_directory_that_is_not_the_users_own_is_refused(
+    make: Callable[[Path], None], reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "locks"
+    make(path)
+    with pytest.raises(LockDirectoryError, match=reason) as caught:
+        LockDirectory(path)
+    assert caught.value.path == str(path)
     assert "devctx.lock-directory" in str(caught.value)
-    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(LockDirectoryError, match="symbolic link"):
-        LockDirectory(tmp_path / "dangling")
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    with pytest.raises(LockDirectoryError, match="its mode is 0777"):
-        LockDirectory(tmp_path / "open")
 
 
 def test_a_linked_lock_is_refused_and_its_target_left_alone(
