@@ -186,15 +186,6 @@ def test_each_task_keeps_its_annotation(optimize: Callable[..., Any], case: Any)
     assert {key: results[key] for key in wanted} == {key: plain[key] for key in wanted}
 
 
-def test_a_graph_without_the_annotation_is_dasks_affair() -> None:
-    from dask.array.optimization import optimize
-
-    with dask.annotate(priority=3):
-        x = (da.zeros(4, chunks=2) + 1).sum()
-    keys = x.__dask_keys__()
-    assert dict(optimize_array(x.dask, keys)) == dict(optimize(x.dask, keys))
-
-
 # -- the configuration
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-import threading
 from typing import Any
 
 import pytest
@@ -88,30 +86,6 @@ async def test_behind_a_prefix(client: Any, scheduler: Any) -> None:
 
 
 @with_dashboard
-async def test_a_document_is_filled_on_the_event_loop(
-    client: Any, scheduler: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From 3.10 on, Bokeh makes documents, and calls plain functions, on other threads."""
-    from dask_devctx.scheduler.dashboard.feed import Feed
-
-    threads = set()
-    update = Feed.update
-
-    def seen(feed: Feed) -> None:
-        threads.add(threading.get_ident())
-        update(feed)
-
-    monkeypatch.setattr(Feed, "update", seen)
-    await client.register_plugin(DevicePlugin())
-    application = scheduler.http_application.applications[0].applications["/devices"].application
-    document = await asyncio.to_thread(application.create_document)
-    assert len(document.roots) == 5
-    (regularly,) = document.session_callbacks
-    await (await asyncio.to_thread(regularly.callback))
-    assert threads == {threading.get_ident()}
-
-
-@with_dashboard
 async def test_it_ends_with_the_scheduler(
     client: Any, scheduler: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -142,15 +116,17 @@ async def test_without_a_dashboard_one_line_says_so(client: Any, scheduler: Any)
     assert (await page(scheduler, "devices")).code == 404
 
 
-@pytest.mark.parametrize("name", dask_internals.OF_A_DASHBOARD)
 @with_dashboard
 async def test_without_a_name_of_dasks_dashboard_there_is_no_page(
-    client: Any, scheduler: Any, name: str
+    client: Any, scheduler: Any
 ) -> None:
     before = list(scheduler.http_application.applications)
-    with pytest.MonkeyPatch.context() as patch:
-        take_away(patch, *parts(name))
-        await client.register_plugin(DevicePlugin())
-    assert list(scheduler.http_application.applications) == before
-    assert (await page(scheduler, "devices")).code == 404
+    for name in dask_internals.OF_A_DASHBOARD:
+        with pytest.MonkeyPatch.context() as patch:
+            take_away(patch, *parts(name))
+            await client.register_plugin(DevicePlugin())
+        assert list(scheduler.http_application.applications) == before, name
+        assert (await page(scheduler, "devices")).code == 404
+        await client.unregister_worker_plugin("devctx")
+    await client.register_plugin(DevicePlugin())
     assert await client.submit(here, key="runs") is not None

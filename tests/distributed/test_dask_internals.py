@@ -11,7 +11,7 @@ import logging
 import pickle
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,51 +90,38 @@ def test_every_name_is_there() -> None:
     dask_internals.check()
 
 
-@pytest.mark.parametrize("name", dask_internals.NAMES)
+ON_THEM = [
+    *(("Worker", way) for way in ON_A_WORKER),
+    *(("Worker", f"data.{way}") for way in ON_SPILLING_DATA),
+    *(("Scheduler", way) for way in ON_A_SCHEDULER),
+]
+
+
 @on_cluster(2)
-async def test_without_a_name_nothing_is_changed(
-    client: Any, scheduler: Any, worker: Any, name: str
-) -> None:
+async def test_without_a_name_nothing_is_changed(client: Any, scheduler: Any, worker: Any) -> None:
     plugin, routing = DevicePlugin(), DeviceRouting()
+    # Nothing of these waits before it raises, so that dask itself does not run meanwhile.
+    makers: dict[str, Callable[[], object]] = {
+        "Client": DevicePlugin,
+        "Worker": lambda: plugin.setup(worker).send(None),
+        "Scheduler": lambda: routing.start(scheduler).send(None),
+    }
     plugin.annotations_kept.close()
-    dask_internals.check.cache_clear()
-    changes = changes_of(worker)
+    changes, starts = changes_of(worker), {"Worker": worker, "Scheduler": scheduler}
     handlers, config = dict(scheduler.handlers), dict(dask.config.config)
-    with pytest.MonkeyPatch.context() as patch:
-        take_away(patch, *parts(name))
-        with pytest.raises(UnsupportedDaskError) as on_the_client:
-            DevicePlugin()
-        # Nothing of these waits before it raises, so that dask itself does not run meanwhile.
-        with pytest.raises(UnsupportedDaskError) as on_the_worker:
-            plugin.setup(worker).send(None)
-        with pytest.raises(UnsupportedDaskError) as on_the_scheduler:
-            routing.start(scheduler).send(None)
-    for error in (on_the_client, on_the_worker, on_the_scheduler):
-        assert_says(error.value, name)
-    assert changes() == {}
-    assert scheduler.handlers == handlers
-    assert dask.config.config == config
-
-
-ON_THEM = [("Worker", way) for way in ON_A_WORKER]
-ON_THEM += [("Worker", f"data.{way}") for way in ON_SPILLING_DATA]
-ON_THEM += [("Scheduler", way) for way in ON_A_SCHEDULER]
-
-
-@pytest.mark.parametrize(("kind", "way"), ON_THEM)
-@on_cluster(2)
-async def test_without_a_name_on_a_worker_or_scheduler_nothing_is_changed(
-    client: Any, scheduler: Any, worker: Any, kind: str, way: str
-) -> None:
-    plugin, on_a_worker = DevicePlugin(), kind == "Worker"
-    changes, handlers = changes_of(worker), dict(scheduler.handlers)
-    with pytest.MonkeyPatch.context() as patch:
-        take_away(patch, worker if on_a_worker else scheduler, way)
-        with pytest.raises(UnsupportedDaskError) as error:
-            (plugin.setup(worker) if on_a_worker else DeviceRouting().start(scheduler)).send(None)
-    assert_says(error.value, f"distributed.{kind}.{way}")
-    assert changes() == {}
-    assert scheduler.handlers == handlers
+    missing = [(name, [*makers], *parts(name)) for name in dask_internals.NAMES]
+    missing += [(f"distributed.{kind}.{way}", [kind], starts[kind], way) for kind, way in ON_THEM]
+    for name, kinds, start, way in missing:
+        dask_internals.check.cache_clear()
+        with pytest.MonkeyPatch.context() as patch:
+            take_away(patch, start, way)
+            for kind in kinds:
+                with pytest.raises(UnsupportedDaskError) as error:
+                    makers[kind]()
+                assert_says(error.value, name)
+        assert changes() == {}, name
+        assert scheduler.handlers == handlers, name
+        assert dask.config.config == config, name
 
 
 def test_arrays_without_their_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,7 @@ from distributed import (
     Lock,
     MultiLock,
     Nanny,
-    Queue,
     Semaphore,
-    Variable,
     get_client,
     get_worker,
     secede,
@@ -79,27 +77,6 @@ async def test_locks(client: Any) -> None:
     semaphore = await Semaphore(2, name="two")
     assert await client.gather(client.map(limited, range(4))) == [1] * 4
     assert await semaphore.get_value() == 0
-
-
-@promise()
-async def test_queues_variables_and_events(client: Any) -> None:
-    def produce() -> None:
-        Event("may-produce").wait()
-        for i in range(5):
-            Queue("items").put(i)
-        Variable("last").set(4)
-
-    def consume() -> list[int]:
-        return [Queue("items").get() for _ in range(5)]
-
-    queue, variable = await Queue("items"), Variable("last")
-    consumed, produced = client.submit(consume), client.submit(produce)
-    assert not await Event("may-produce").is_set()
-    await Event("may-produce").set()
-    await produced
-    assert await consumed == list(range(5))
-    assert await variable.get() == 4
-    assert await queue.qsize() == 0
 
 
 def _fibonacci(n: int) -> int:

@@ -83,43 +83,6 @@ def test_the_state_is_printed_once(client: Client) -> None:
     assert (idle["done"], idle["tasks_per_s"], idle["occupied"]) == (0, 0, 0)
 
 
-def test_tasks_of_workers_that_left_are_counted_as_in_the_report(client: Client) -> None:
-    with dask.annotate(device=1):
-        client.gather(client.map(nap, [0.0] * 5, pure=False))
-        client.gather(client.map(divmod, [1, 1], [0, 0], pure=False), errors="skip")
-    client.cluster.scale(0)
-    while any(row.present for row in report(client).devices):
-        time.sleep(0.05)
-    client.cluster.scale(2)
-    client.wait_for_workers(2, timeout=20)
-    with dask.annotate(device=1):
-        assert client.submit(nap, 0, pure=False).result().shape == (100, 100)
-    counts = {row.device_id: (row.done, row.failed) for row in report(client).devices}
-    assert counts[1] == (6, 2)
-    deadline = time.monotonic() + 20  # for a heartbeat after the last task
-    while True:
-        devices = json.loads(run("top", address_of(client), "--once", "--json").stdout)["devices"]
-        shown = {row["device_id"]: (row["done"], row["failed"]) for row in devices}
-        if shown == counts:
-            break
-        assert time.monotonic() < deadline, shown
-
-
-def test_transfers_are_shown(client: Client) -> None:
-    with dask.annotate(device=0):
-        made = client.map(nap, [0.0] * 50, pure=False)
-    with dask.annotate(device=1):
-        client.gather(client.map(lambda x: None, made))
-    deadline = time.monotonic() + 20
-    while True:
-        found = json.loads(run("top", address_of(client), "--once", "--json").stdout)
-        moved = {(row["source"], row["destination"]): row["nbytes"] for row in found["transfers"]}
-        if sum(moved.values()):
-            break
-        assert time.monotonic() < deadline
-    assert moved[Device(0).uuid, Device(1).uuid] == 50 * 80_000
-
-
 def test_values_on_the_host_are_shown_with_the_limit() -> None:
     with (
         LocalDeviceCluster(

@@ -12,7 +12,7 @@ pytest.importorskip("bokeh")
 
 from dask_devctx.scheduler.dashboard.feed import Batch
 from dask_devctx.scheduler.dashboard.figures import LIGHT, LaneAxis, TimeAxis
-from dask_devctx.scheduler.dashboard.lanes import Lanes, Member, Slots
+from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
 from dask_devctx.scheduler.dashboard.levels import MemoryPlot, UtilizationPlot
 from dask_devctx.scheduler.dashboard.timeline import Timeline
 from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
@@ -66,20 +66,6 @@ def test_hosts_are_groups_in_the_order_of_their_numbers() -> None:
     assert lanes.position("node-10", "GPU-node-10-1") == 0.5
     assert lanes.position("node-9", "GPU-node-9-1") == pytest.approx(3.5 + 0.6)
     assert lanes.position("node-9", "GPU-elsewhere") is None
-
-
-def test_devices_with_the_same_ordinal_are_told_apart() -> None:
-    one, other = Member("a", "left", "GPU-1", 0), Member("a", "right", "GPU-2", 0)
-    assert Lanes([one, other]).factors == ["cuda:0 right", "cuda:0 left"]
-    same = Member("a", "left", "GPU-2", 0)
-    assert len({*Lanes([one, same]).factors}) == 2
-
-
-def test_the_tasks_of_one_thread_stay_in_one_row() -> None:
-    slots = Slots()
-    assert [slots.place("lane", *t, 7) for t in ((0, 2), (1.5, 3), (2.5, 4))] == [0, 0, 0]
-    assert [slots.place("lane", 3.0, 5, thread) for thread in (8, 7, 9)] == [1, 0, 2]
-    assert slots.count("lane") == 4
 
 
 def run(

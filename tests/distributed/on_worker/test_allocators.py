@@ -17,9 +17,7 @@ import pytest
 from distributed import Worker
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, MissingPackageError
-from dask_devctx.config.options import Options
 from dask_devctx.cuda.out_of_memory import release_caches
-from dask_devctx.worker.allocators import allocating
 from tests.distributed.devices import here, on_cluster, plugin_with, started
 
 STANDINS = str(Path(__file__).parents[2] / "standins")
@@ -253,22 +251,3 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) 
 def test_a_pool_that_is_not_needed_is_told() -> None:
     with pytest.warns(FutureWarning, match="'rmm_pool_size' is not needed when 'rmm_async' is"):
         plugin_with(rmm_async=True, rmm_pool_size="1GB")
-
-
-def test_workers_of_one_process_end_in_any_order(
-    libraries: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("cupy", "cupy.cuda"):  # gone after this test
-        monkeypatch.setitem(sys.modules, name, None)
-        del sys.modules[name]
-    import cupy
-
-    before = cupy.cuda.get_allocator()
-    options = Options(allocator="cupy-async")
-    first, second = (allocating(Worker.__new__(Worker), [Device(n)], options) for n in (0, 1))
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert cupy.cuda.get_allocator() is cupy.cuda.malloc_async
-    second.__exit__(None, None, None)
-    assert cupy.cuda.get_allocator() is before

@@ -1,0 +1,282 @@
+"""The threads of a worker: how many, near which CPUs, in which order, and Python's own settings."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import dask
+import pytest
+from distributed import Client, Worker
+from distributed.threadpoolexecutor import rejoin, secede
+from distributed.utils_test import async_poll_for
+
+from dask_devctx import DevicePlugin, devices
+from dask_devctx.cuda.out_of_memory import release_caches
+from dask_devctx.worker.placement.admission import Admission, Claim
+from dask_devctx.worker.threads import cpu_threads
+from dask_devctx.worker.threads.executors import DeviceThreadPoolExecutor, near_cpus
+from tests.distributed.devices import on_cluster, started
+
+THREADS = 12
+
+
+class Running:
+    """The number of tasks that run now, and the most of them."""
+
+    now = most = 0
+    lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self.lock:
+            Running.now += 1
+            Running.most = max(Running.most, Running.now)
+
+    def __exit__(self, *error: object) -> None:
+        with self.lock:
+            Running.now -= 1
+
+
+def computes(n: int, seconds: float = 0.02) -> None:
+    with Running():
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+
+together = threading.Barrier(THREADS)
+
+
+def meets(n: int) -> int:
+    return together.wait(30)
+
+
+def cpu_threads_of(worker: Worker) -> list[threading.Thread]:
+    pool = worker.executors["default"]
+    return [thread for thread in pool._threads.copy() if thread.is_alive()]
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 3), ({"cpu_threads": 5}, 5)])
+def test_as_many_as_there_are_cpus(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], expected: int
+) -> None:
+    monkeypatch.setattr(cpu_threads, "CPU_COUNT", 3)
+
+    @on_cluster(THREADS)
+    async def body(client: Client, worker: Worker) -> None:
+        await client.gather(client.map(computes, range(THREADS), seconds=0.001))
+        assert len(cpu_threads_of(worker)) == THREADS  # from a time before the plugin
+        await client.register_plugin(DevicePlugin(**options))
+        await async_poll_for(lambda: len(cpu_threads_of(worker)) == expected, timeout=10)
+        Running.most = 0
+        with dask.annotate(device="none"):
+            await client.gather(client.map(computes, range(40), pure=False))
+        assert Running.most == expected
+        await client.unregister_worker_plugin("devctx")
+        await client.gather(client.map(computes, range(THREADS), pure=False))
+        assert len(cpu_threads_of(worker)) == THREADS
+
+    body()
+
+
+@on_cluster(THREADS)
+async def test_more_run_while_all_wait(client: Client, worker: Worker) -> None:
+    await client.register_plugin(DevicePlugin())
+    with dask.annotate(device="none"):
+        met = await client.gather(client.map(meets, range(THREADS)))
+    assert sorted(met) == list(range(THREADS))
+    assert len(cpu_threads_of(worker)) == THREADS
+    await async_poll_for(lambda: len(cpu_threads_of(worker)) < THREADS, timeout=10)
+
+
+# -- a device's threads
+
+
+def pool_of(
+    threads: int, name: str = "test", cpus: frozenset[int] | None = None
+) -> DeviceThreadPoolExecutor:
+    device = devices()[0]
+    admission = Admission([device], threads)
+    return DeviceThreadPoolExecutor(name, threads, admission.queues[device], cpus)
+
+
+def claim(pool: DeviceThreadPoolExecutor, *priority: int) -> Claim:
+    queue = pool._queue
+    return Claim("it", (queue.device,), queue.admission.slot, 0, priority)
+
+
+@pytest.fixture
+def pool() -> Iterator[DeviceThreadPoolExecutor]:
+    pool = pool_of(1)
+    yield pool
+    pool.shutdown(wait=True, timeout=10)
+
+
+def test_the_most_urgent_first(pool: DeviceThreadPoolExecutor) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        began.set()
+        go_on.wait(10)
+
+    order: list[object] = []
+    futures = [pool.submit_task(claim(pool), block)]
+    assert began.wait(10)
+    for name, priority in [("late", (5, 1)), ("b", (1, 2)), ("soon", (1, 1)), ("c", (1, 2))]:
+        futures.append(pool.submit_task(claim(pool, *priority), order.append, name))
+    futures.append(pool.submit(order.append, "of no task"))
+    go_on.set()
+    for future in futures:
+        future.result(10)  # type: ignore[call-arg]
+    assert order == ["of no task", "soon", "b", "c", "late"]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rejoining_after_the_shutdown(threads: int) -> None:
+    pool = pool_of(threads, "test-rejoin")
+    seceded, go_on = threading.Event(), threading.Event()
+
+    def leaves() -> str:
+        secede()
+        seceded.set()
+        go_on.wait(10)
+        rejoin()
+        return "back"
+
+    future = pool.submit(leaves)
+    assert seceded.wait(10)
+    pool.shutdown(wait=False)
+    go_on.set()
+    assert future.result(10) == "back"  # no thread of the pool is left: a fixture checks it
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinities")
+def test_threads_keep_to_the_cpus_that_may_be_used(caplog: pytest.LogCaptureFixture) -> None:
+    usable = frozenset(os.sched_getaffinity(0))
+    one, absent = frozenset([min(usable)]), frozenset([max(usable) + 1000])
+    for nothing_to_keep_to in (None, frozenset(), usable, absent):
+        assert near_cpus(nothing_to_keep_to) is None
+    if len(usable) > 1:
+        assert near_cpus(one | absent) == one
+    pool = pool_of(1, "near", one)
+    assert pool.submit(os.sched_getaffinity, 0).result(10) == one
+    pool.shutdown(wait=True, timeout=10)
+    assert os.sched_getaffinity(0) == usable
+    # A batch system may take CPUs away after the worker has started.
+    pool = pool_of(1, "near", absent)
+    with caplog.at_level("INFO", "dask_devctx"):
+        assert pool.submit(abs, -1).result(10) == 1
+    assert "is not bound to the CPUs" in caplog.text
+    pool.shutdown(wait=True, timeout=10)
+
+
+def outcomes(pool: DeviceThreadPoolExecutor, count: int) -> list[object]:
+    """Submit from an event loop, as dask does for tasks."""
+
+    def task(number: int) -> int:
+        if number % 7 == 3:
+            raise KeyError(number)
+        return number
+
+    async def run() -> list[object]:
+        futures = [pool.submit_task(claim(pool), task, number) for number in range(count)]
+        return await asyncio.gather(*map(asyncio.wrap_future, futures), return_exceptions=True)
+
+    return asyncio.run(run())
+
+
+def test_every_outcome_reaches_the_loop_that_submitted() -> None:
+    pool = pool_of(4)
+    for number, outcome in enumerate(outcomes(pool, 2000)):
+        if number % 7 == 3:
+            assert isinstance(outcome, KeyError)
+        else:
+            assert outcome == number
+    # Another loop's, while the pool is the first one's.
+    assert outcomes(pool, 3) == [0, 1, 2]
+    pool.shutdown(wait=True, timeout=10)
+
+
+def test_a_task_that_is_cancelled_as_it_begins_runs_once(pool: DeviceThreadPoolExecutor) -> None:
+    """It runs here or is sent again by the scheduler, and never both."""
+    ran: list[int] = []
+
+    async def submit_and_cancel(rounds: int) -> list[int]:
+        sent_again = []
+        for number in range(rounds):
+            future = pool.submit_task(claim(pool), ran.append, number)
+            for _ in range(number % 200):
+                pass
+            future.cancel()
+            with suppress(asyncio.CancelledError):
+                if await future is not None:  # type: ignore[misc]
+                    sent_again.append(number)
+        return sent_again
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        sent_again = asyncio.run(submit_and_cancel(20_000))
+    finally:
+        sys.setswitchinterval(interval)
+    pool.submit(bool).result(10)
+    assert not set(sent_again) & set(ran)
+
+
+# -- Python's own settings
+
+
+@on_cluster(2, 2)
+async def test_the_switch_interval(client: Any, *workers: Any) -> None:
+    before = sys.getswitchinterval()
+    try:
+        await client.register_plugin(DevicePlugin())
+        assert sys.getswitchinterval() == pytest.approx(1e-3, rel=0.02)
+        await workers[0].close()
+        assert sys.getswitchinterval() == pytest.approx(1e-3, rel=0.02), "the other is there"
+        await client.unregister_worker_plugin("devctx")
+        assert sys.getswitchinterval() == before
+        with dask.config.set({"devctx.switch-interval": None}):
+            await client.register_plugin(DevicePlugin())
+        assert sys.getswitchinterval() == before
+        await client.register_plugin(DevicePlugin())
+        sys.setswitchinterval(0.002)  # what others set meanwhile stays
+        await client.unregister_worker_plugin("devctx")
+        assert sys.getswitchinterval() == pytest.approx(0.002, rel=0.02)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def frozen(client: Client, wanted: Callable[[int], bool]) -> int:
+    deadline = time.monotonic() + 10
+    while True:
+        (count,) = client.run(gc.get_freeze_count).values()
+        if wanted(count) or time.monotonic() > deadline:
+            return int(count)
+        time.sleep(0.05)
+
+
+def test_modules_are_left_out_of_collections_while_no_task_is_there() -> None:
+    ours = gc.get_freeze_count()  # a Python may come with some
+    with started(n_workers=1, processes=True) as client:
+        assert frozen(client, lambda count: count > 1000) > 1000
+        client.run(release_caches)  # as after a device's memory ran out
+        assert frozen(client, lambda count: count < 1000) < 1000
+
+        held = client.submit(__import__, "wave")
+        held.result()
+        time.sleep(1.5)
+        assert frozen(client, lambda count: True) < 1000, "a task's objects could be among them"
+        del held
+        assert frozen(client, lambda count: count > 1000) > 1000
+
+        client.unregister_worker_plugin("devctx")
+        assert frozen(client, lambda count: count < 1000) < 1000
+        assert gc.get_freeze_count() == ours, "this process is not the worker's own"
