@@ -7,10 +7,9 @@ import logging
 import multiprocessing
 import os
 import threading
-from ast import literal_eval
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -43,6 +42,7 @@ from tests.distributed.devices import (
     on_cluster,
     with_plugin,
 )
+from tests.distributed.peers import configured
 
 
 def state_of(worker: Worker) -> Any:
@@ -175,34 +175,8 @@ async def test_a_worker_that_closes_has_its_values_to_the_end(client: Any, *work
     assert (await future).get().tolist() == [0, 0, 0]  # made again by the other worker
 
 
-@on_cluster(4)
-async def test_a_device_that_no_worker_has(client: Any, scheduler: Any, worker: Any) -> None:
-    before = state_of(worker)
-    with pytest.raises(DeviceNotFoundError, match="no device 7") as caught:
-        await client.register_plugin(DevicePlugin(devices=[7]))
-    (note,) = caught.value.__notes__
-    for way_out in ('client.unregister_worker_plugin("devctx")', "DevicePlugin(devices=[...])"):
-        assert way_out in note
-    for wanted in (7, 1, "auto"):
-        with dask.annotate(device=wanted):
-            error = await client.submit(here, wanted).exception()
-        assert isinstance(error, DeviceNotFoundError)
-        assert error.requested == 7
-        assert error.__notes__ == [note]
-        assert note in literal_eval(
-            repr(error).removeprefix("DeviceNotFoundError")
-        )  # as dask logs it
-    assert await client.submit(here, "unannotated") is None
-    events = [event for _, event in scheduler.get_events(TOPIC)]
-    assert events == []  # no warning that the plugin is missing
-    await client.unregister_worker_plugin("devctx")
-    assert state_of(worker)[:3] == before[:3]
-    assert await client.submit(here) is None
-
-
-@on_cluster(4)
-async def test_a_machine_without_gpus(client: Any) -> None:
-    """A task that asks for a device fails with the same error, and does not run without one."""
+def no_gpus() -> Any:
+    """A machine without NVML and without a driver."""
 
     def refuse(*_: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
@@ -212,38 +186,38 @@ async def test_a_machine_without_gpus(client: Any) -> None:
 
     nvml = SimpleNamespace(**{**vars(pynvml), "nvmlInit": refuse})
     library: Any = SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing)
-    with driver.use(Backend(library, nvml)):
-        with pytest.raises(DriverUnavailableError, match=r"libcuda\.so\.1 not found"):
-            await client.register_plugin(DevicePlugin())
-        for wanted in (1, "auto"):
-            with dask.annotate(device=wanted):
-                error = await client.submit(here, wanted).exception()
-            assert isinstance(error, DriverUnavailableError)
-            assert "DASK_DEVCTX__SIMULATED_DEVICES=4" in error.remedy
-        assert await client.submit(here, "unannotated") is None
-        await client.unregister_worker_plugin("devctx")
+    return driver.use(Backend(library, nvml))
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("switch-interval", "fast"), ("switch-interval", 0), ("history", "all")]
+    ("options", "where", "error", "said"),
+    [
+        ({"devices": [7]}, nullcontext, DeviceNotFoundError, "no device 7"),
+        ({}, no_gpus, DriverUnavailableError, r"libcuda\.so\.1 not found"),
+        # The worker's own configuration is wrong, and the client's right.
+        ({}, lambda: configured(switch_interval=0), ValueError, "switch-interval.*got 0"),
+        ({}, lambda: configured(history="all"), ValueError, "got 'all'.*devctx.history"),
+    ],
 )
 @on_cluster(4)
-async def test_a_worker_whose_own_configuration_is_wrong(
-    client: Any, worker: Any, key: str, value: object
+async def test_where_the_set_up_fails_tasks_that_ask_for_a_device_fail_with_the_reason(
+    client: Any, scheduler: Any, worker: Any, options: Any, where: Any, error: Any, said: str
 ) -> None:
-    """It is told where the plugin is registered, and the plugin is undone as any other."""
-    before = state_of(worker)
-    plugin = DevicePlugin()  # made where the configuration is right
-    with (
-        dask.config.set({f"devctx.{key}": value}),
-        pytest.raises(ValueError, match=f"got {value!r}") as caught,
-    ):
-        await client.register_plugin(plugin)
-    assert f"devctx.{key}" in str(caught.value)
-    assert await client.submit(here, "unannotated") is None
-    with dask.annotate(device=1):
-        assert isinstance(await client.submit(here, "annotated").exception(), ValueError)
-    await client.unregister_worker_plugin("devctx")
+    """Others run without one, and the plugin is undone as any other."""
+    before, plugin = state_of(worker), DevicePlugin(**options)
+    with where():
+        with pytest.raises(error, match=said) as caught:
+            await client.register_plugin(plugin)
+        (note,) = caught.value.__notes__
+        assert 'client.unregister_worker_plugin("devctx")' in note
+        for wanted in (7, 1, "auto"):
+            with dask.annotate(device=wanted):
+                failed = await client.submit(here, wanted).exception()
+            assert isinstance(failed, error)
+            assert failed.__notes__ == [note]
+        assert await client.submit(here, "unannotated") is None
+        assert not list(scheduler.get_events(TOPIC)), "no warning that the plugin is missing"
+        await client.unregister_worker_plugin("devctx")
     assert state_of(worker)[:3] == before[:3]
     assert await client.submit(here) is None
 

@@ -34,10 +34,6 @@ def where(*_: object) -> str:
     return device.uuid
 
 
-def worker_and_device_of(_: object) -> tuple[str, int]:
-    return worker_and_device()
-
-
 def worker_and_device() -> tuple[str, int]:
     device = Device.current()
     assert device is not None
@@ -89,22 +85,6 @@ def test_a_device_that_nobody_has_fails_its_task(client: Client) -> None:
     assert isinstance(run_on(client, 1.5).exception(timeout=5), TypeError)
 
 
-def test_what_names_no_device_is_not_restricted(
-    client: Client, cluster: LocalDeviceCluster
-) -> None:
-    futures = [client.submit(time.time, pure=False)]
-    futures += [run_on(client, said, time.time) for said in ("auto", "none")]
-    client.gather(futures)
-    client.unregister_worker_plugin("devctx")
-    client.register_plugin(DevicePlugin())  # both have all devices now
-    futures.append(run_on(client, 2))
-    assert futures[-1].result(timeout=10) == Device(2).uuid
-    for future in futures:
-        ts = cluster.scheduler.tasks[future.key]
-        assert not ts.worker_restrictions
-        assert not ts.host_restrictions
-
-
 def test_the_users_restrictions_hold_as_well(client: Client, cluster: LocalDeviceCluster) -> None:
     mine, other = holder(cluster, 0), holder(cluster, 3)
     both = [mine.address, other.address]
@@ -112,48 +92,6 @@ def test_the_users_restrictions_hold_as_well(client: Client, cluster: LocalDevic
     assert found == (mine.address, 0)
     wrong = run_on(client, 0, worker_and_device, workers=[other.address])
     assert isinstance(wrong.exception(timeout=10), DeviceNotFoundError)
-
-
-@pytest.mark.parametrize("by", ["address", "name", "host and address"])
-def test_a_preference_yields_to_the_device(
-    client: Client, cluster: LocalDeviceCluster, by: str
-) -> None:
-    mine, other = holder(cluster, 0), holder(cluster, 3)
-    preferred = {
-        "address": [other.address],
-        "name": [other.name],
-        "host and address": ["no-such-host", other.address],
-    }[by]
-    how = {"workers": preferred, "allow_other_workers": True}
-    for name in (Device(0).uuid, 0):
-        found = run_on(client, name, worker_and_device, **how).result(timeout=10)
-        assert found == (mine.address, 0)
-    futures = [run_on(client, n, worker_and_device, **how) for n in (3, Device(3).uuid, 3)]
-    assert client.gather(futures) == [(other.address, 3)] * 3
-    client.unregister_worker_plugin("devctx")
-    client.register_plugin(DevicePlugin())  # both have all devices now
-    for worker in (mine, other):
-        how["workers"] = [worker.address]
-        found = run_on(client, 1, worker_and_device, **how).result(timeout=10)
-        assert found == (worker.address, 1)
-
-
-def test_a_task_that_waits_moves_when_a_worker_leaves(
-    client: Client, cluster: LocalDeviceCluster
-) -> None:
-    leaving, staying = holder(cluster, 0), holder(cluster, 3)
-    client.unregister_worker_plugin("devctx")
-    client.register_plugin(DevicePlugin())  # both have all devices now
-    go = Event("go")
-    blocker = client.submit(go.wait, workers=[leaving.address], pure=False)
-    with dask.annotate(device=1):
-        later = client.submit(worker_and_device_of, blocker, workers=[leaving.address])
-    assert run_on(client, 1, worker_and_device).result(timeout=10)[1] == 1
-    del later
-    client.retire_workers([leaving.address], close_workers=True)
-    moved = run_on(client, 1, worker_and_device)
-    assert moved.result(timeout=10) == (staying.address, 1)
-    go.set()
 
 
 def lose(cluster: LocalDeviceCluster, worker: Worker) -> None:
@@ -398,33 +336,6 @@ async def test_where_no_worker_has_enough(client: Any, scheduler: Any, a: Any, b
         await client.submit(worker_and_devices, key="named")
     with dask.annotate(devices=[2, 7]), pytest.raises(DeviceNotFoundError, match="no device 7"):
         await client.submit(worker_and_devices, key="missing")
-
-
-@on_cluster(8, 8)
-async def test_a_device_that_no_worker_uses(client: Any, a: Any, b: Any) -> None:
-    """The error names the devices of all workers, and no other."""
-    await with_devices(a, 0)
-    await with_devices(b, 1)
-    for missing in (3, 7):
-        with dask.annotate(device=missing), pytest.raises(DeviceNotFoundError) as caught:
-            await client.submit(worker_and_devices, key=f"on-{missing}")
-        assert caught.value.available == (str(Device(0).info), str(Device(1).info))
-        assert "No worker of this cluster uses it" in str(caught.value)
-
-
-@on_cluster(8, 8)
-async def test_a_worker_that_has_just_left_is_waited_for(
-    client: Any, scheduler: Any, a: Any, b: Any
-) -> None:
-    await split(scheduler, a, b)
-    await b.close()
-    with dask.annotate(devices=2):
-        waiting = client.submit(worker_and_devices)
-    await asyncio.sleep(0.2)
-    assert not waiting.done()
-    async with Worker(scheduler.address, nthreads=8) as again:
-        await with_devices(again, 0, 2)
-        assert await waiting == (again.address, (0, 2))
 
 
 @on_cluster(8, 8)

@@ -234,36 +234,6 @@ def test_a_worker_that_waits_for_devices_does_not_stop_its_event_loop(
 # -- clusters
 
 
-def test_a_second_cluster_gets_the_rest_or_an_error(take: Callable[..., Lease]) -> None:
-    def start(**options: Any) -> LocalDeviceCluster:
-        return LocalDeviceCluster(n_workers=1, dashboard_address=":0", **options)
-
-    with start(devices=[0, 2]) as one, start(processes=False) as two:
-        with Client(two) as client:
-            assert who_has(client) == [[1, 3]]
-        with pytest.raises(DevicesInUseError) as caught:
-            start()
-        assert caught.value.wanted == 1
-        assert len(caught.value.holders) == 4
-        for cluster in (one, two):
-            assert f"worker 0 of {cluster.scheduler_address}" in str(caught.value)
-        assert f"pid {one.workers[0].pid} on" in str(caught.value)
-        # devices that are named are all needed
-        with pytest.raises(DevicesInUseError, match="wants 2 devices for itself"):
-            start(devices=[1, 2])
-        with start(shared=True, processes=False) as three, Client(three) as client:
-            assert who_has(client) == [[0, 1, 2, 3]]
-        # nobody takes the devices of a worker that restarts
-        with Client(one) as client:
-            before = client.submit(pid, pure=False).result(timeout=30)
-            os.kill(before, 9)
-            with pytest.raises(DevicesInUseError, match=one.scheduler_address):
-                start(devices=[0], processes=False)
-            assert client.submit(pid, pure=False).result(timeout=60) != before
-            assert who_has(client) == [[0, 2]]
-    take(4).release()
-
-
 def test_a_holder_gives_signs_of_life(
     lock_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

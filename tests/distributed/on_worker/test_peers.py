@@ -290,17 +290,6 @@ def test_a_copy_that_fails_sends_a_value_through_the_host_once(pair: Pair, value
     assert peers.nothing_staged(client)
 
 
-def test_memory_that_can_be_opened_no_more_is_asked_for_no_more() -> None:
-    with peers.cluster(2) as (client, workers):
-        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        client.run(peers.fail, "cuIpcOpenMemHandle", 205, 10**6, workers=workers[1:])
-        for _ in range(2):
-            assert peers.send(client, of_3_mb, peers.last, workers) == ARRIVED
-        assert peers.ways(client) == {"ipc": 1, "host": 2}
-        failed = client.run(lambda: peers.faults().calls["cuIpcOpenMemHandle"])[workers[1]]
-        assert failed == 2  # once well, and once not
-
-
 def impatient(timeout_s: float) -> None:
     pairs._TIMEOUT_S, pairs._AGAIN_S = timeout_s, 0.2  # type: ignore[misc]
 

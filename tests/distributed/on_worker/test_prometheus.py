@@ -75,26 +75,6 @@ async def test_its_numbers_are_those_of_the_report(client: Any, worker: Worker) 
     assert sum(device.done for device in found.devices) == 22
 
 
-@with_plugin(devices=[0, 1], device_memory_limit="1 MiB")
-async def test_retries_and_spilled_bytes(client: Any, worker: Worker) -> None:
-    left = [1]
-
-    def run_out() -> None:
-        if left:
-            left.pop()
-            raise RuntimeError("CUDA out of memory")
-
-    with dask.annotate(device=1):
-        await client.submit(run_out)
-        made = client.map(SimulatedArray, [(300, 300)] * 4, pure=False)
-        await client.gather(client.map(lambda x: None, made))
-    one = (await report(client)).devices[1]
-    samples = await scraped(worker)
-    assert value(samples, "failures_total", device=one.uuid, kind="out-of-memory") == 1
-    assert value(samples, "spilled_bytes_total", device=one.uuid) == one.spilled_nbytes > 0
-    assert one.out_of_memory == 1
-
-
 @on_cluster(4, 4)
 async def test_workers_of_one_process_share_a_page(client: Any, one: Any, two: Any) -> None:
     assert await scraped(one) == {}
