@@ -24,7 +24,6 @@ from distributed.system import MEMORY_LIMIT
 from dask_devctx import Device, config, devices
 from dask_devctx.cli import devctx
 from dask_devctx.cli.worker import option_names, worker
-from dask_devctx.config import host_memory
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import dask_command
@@ -171,18 +170,6 @@ def test_every_command_of_their_documentation(
         assert len(started) == 1
 
 
-@pytest.mark.parametrize(("visible", "part"), [("2", 4), ("1,3", 2)])
-def test_hidden_gpus_count_for_the_memory(
-    visible: str, part: int, started: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A start script has a command for each GPU, all on one host."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert run(ADDRESS, "--n-workers", "1").exit_code == 0
-    monkeypatch.setattr(host_memory, "MEMORY_LIMIT", MEMORY_LIMIT // 8)  # as in a batch job
-    assert run(ADDRESS, "--n-workers", "1").exit_code == 0
-    assert [call["memory_limit"] for call in started] == [MEMORY_LIMIT // part, MEMORY_LIMIT // 8]
-
-
 def test_options_of_dask_worker_are_passed_on(started: list[dict[str, Any]]) -> None:
     given = "--name gpu --memory-limit 2GiB --preload wave --protocol tcp --death-timeout 5"
     assert run(ADDRESS, *given.split(), "--no-dashboard", "--local-directory", "/d").exit_code == 0
@@ -309,45 +296,6 @@ def test_beside_another_cluster_it_starts_workers_for_the_free_devices(
     assert f"held by worker w of {OTHER} (pid {os.getpid()} on " in line
     if "--n-workers" not in arguments:  # later, too, they use no others
         assert call["config"]["devices"] == (Device(2).uuid, Device(3).uuid)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (
-            "--devices 0,1",
-            "2 devices for itself, and cuda:0, cuda:1 are held by worker w ",
-        ),
-        (
-            "--devices 1,2",
-            "2 devices for itself, and cuda:1 is held by worker w of ",
-        ),
-        (
-            "--n-workers 3",
-            "3 devices for itself, and cuda:0, cuda:1 are held by worker",
-        ),
-        (
-            "--devices 1 --n-workers 1",
-            "1 device for itself, and cuda:1 is held by worker w of ",
-        ),
-    ],
-)
-@pytest.mark.usefixtures("two_held")
-def test_too_few_free_devices_end_it_at_once(
-    arguments: str, said: str, started: list[dict[str, Any]]
-) -> None:
-    done = run(ADDRESS, *arguments.split())
-    assert (done.exit_code, started) == (1, [])
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"Error: this cluster wants {said}")
-    assert line.endswith("or use the same devices: shared=True")
-
-
-@pytest.mark.usefixtures("two_held")
-def test_devices_of_others_are_used_where_both_say_so(started: list[dict[str, Any]]) -> None:
-    done = run(ADDRESS, "--shared")
-    assert (done.exit_code, done.stderr) == (0, "")
-    assert (started[0]["n_workers"], started[0]["config"]["devices"]) == ("4", None)
 
 
 @installed

@@ -158,34 +158,6 @@ EXAMPLES: list[tuple[dict[str, Any], list[list[int]] | str]] = [
     ({"n_workers": 10, "enable_cudf_spill": True}, "cudf"),
     ({"n_workers": 10, "enable_cudf_spill": True, "cudf_spill_stats": 1}, "cudf"),
     ({"protocol": "ucx"}, "distributed_ucxx"),
-    (
-        {"CUDA_VISIBLE_DEVICES": "0,1", "protocol": "ucx", "rmm_pool_size": "30GB"},
-        "distributed_ucxx",
-    ),
-    ({"protocol": "ucx", "interface": "ib0", "rmm_pool_size": "1GB"}, "distributed_ucxx"),
-    (
-        {
-            "protocol": "ucx",
-            "interface": "ib0",
-            "enable_tcp_over_ucx": True,
-            "enable_nvlink": True,
-            "enable_infiniband": True,
-            "enable_rdmacm": True,
-            "rmm_pool_size": "1GB",
-        },
-        "distributed_ucxx",
-    ),
-    (
-        {
-            "enable_tcp_over_ucx": True,
-            "enable_nvlink": True,
-            "enable_infiniband": False,
-            "enable_rdmacm": False,
-            "interface": None,
-            "rmm_pool_size": 1_000_000_000,
-        },
-        "distributed_ucxx",
-    ),
 ]
 
 
