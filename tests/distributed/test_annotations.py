@@ -97,18 +97,6 @@ async def test_delayed(client: Any, fuse: bool) -> None:
         assert await client.compute(two) == 72
 
 
-@with_plugin()
-async def test_mixed_collections_at_once(client: Any) -> None:
-    keep_annotations()
-    with dask.annotate(device=1):
-        array = marked(da.zeros(2, chunks=2, dtype=int))
-        bag = db.from_sequence([0]).map(mark)
-        one = dask.delayed(mark)(0)
-    futures = client.compute([array, bag, one])
-    results = await asyncio.gather(*futures)
-    assert [list(results[0]), results[1], results[2]] == [[1, 1], [1], 1]
-
-
 # -- what is done to graphs
 
 

@@ -6,7 +6,6 @@ Where a release of dask takes a name away, all of the package says so before it 
 from __future__ import annotations
 
 import ast
-import asyncio
 import logging
 import pickle
 import re
@@ -328,27 +327,6 @@ async def test_a_workers_log_keeps_lines_and_no_values(client: Any, worker: Any)
     (line,) = [line for _, line in logs[worker.address] if "dask_devctx.test" in line]
     assert "WARNING - it failed\nTraceback" in line
     assert line.endswith("ValueError: about _Value")
-
-
-@on_cluster(2)
-async def test_a_metric_may_end_while_a_heartbeat_waits(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    waits, go_on = asyncio.Event(), asyncio.Event()
-
-    async def slow(worker: Any) -> int:  # as dask's own metric of GPUs
-        waits.set()
-        await go_on.wait()
-        return 1
-
-    worker.metrics["slow"] = slow
-    with of_workers.metric(worker, "mine", lambda worker: 7):
-        heartbeat = asyncio.create_task(worker.heartbeat())
-        await waits.wait()
-    go_on.set()
-    await heartbeat
-    assert worker.status is Status.running
-    assert scheduler.workers[worker.address].metrics["slow"] == 1
 
 
 def test_another_serializer() -> None:

@@ -127,15 +127,6 @@ async def test_registering_while_tasks_run(client: Any) -> None:
 
 
 @with_plugin(8)
-async def test_workers_that_join(client: Any, scheduler: Any) -> None:
-    async with Worker(scheduler.address, nthreads=8, name="late", validate=True) as late:
-        with dask.annotate(device=2):
-            assert await client.submit(here, workers=["late"]) == 2
-        assert sum(name.startswith("devctx:") for name in late.executors) == 4
-    assert not [name for name in device_threads() if "late" in name]
-
-
-@with_plugin(8)
 async def test_registering_anew(client: Any, worker: Any) -> None:
     actor = await client.submit(Slow, actor=True)
     lives_on = await actor.where()
@@ -433,20 +424,6 @@ async def test_registered_and_taken_away(client: Any, worker: Any) -> None:
 
 def where() -> tuple[int | None, str]:
     return here(), threading.current_thread().name.partition("-")[0]
-
-
-@on_cluster(4)
-async def test_a_task_reaches_its_devices_threads_without_an_annotation(
-    client: Any, scheduler: Any, worker: Any
-) -> None:
-    await client.register_plugin(DevicePlugin())
-    with dask.annotate(device=2, mark="mine"):
-        task = client.submit(where)
-    assert await task == (2, "devctx")
-    annotations = dict(worker.state.tasks[task.key].annotations)
-    annotations.pop("span", None)
-    assert annotations == {"device": 2, "mark": "mine"}
-    assert "executor" not in scheduler.tasks[task.key].annotations
 
 
 @on_cluster(4)

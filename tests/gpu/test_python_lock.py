@@ -111,11 +111,6 @@ def test_a_stamp_stops_no_other_thread(full: Full) -> None:
         assert took < 0.1
 
 
-def test_a_new_event_stops_no_other_thread(full: Full) -> None:
-    _, pause = pauses(lambda: Event(full.device))  # some drivers wait
-    assert pause < 0.5
-
-
 @pytest.fixture
 def busy() -> Iterator[None]:
     """A thread that keeps the GIL whenever it can."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import dask
 import pytest
 from distributed import Client
 
-from dask_devctx import Device, LocalDeviceCluster, device_of, task_devices
+from dask_devctx import Device, LocalDeviceCluster, task_devices
 from tests.gpu.own_process import answer_of
 
 pytestmark = pytest.mark.timeout(320)
@@ -130,61 +129,6 @@ def beside_others(client: Client, count: int, name: str) -> dict[str, Any]:
     }
 
 
-def _hold(seconds: float) -> float:
-    time.sleep(seconds)
-    return time.perf_counter()
-
-
-def soon(client: Client, count: int, name: str) -> dict[str, Any]:
-    """How long after the last device is free a task of all begins."""
-    late = []
-    for n in range(60):
-        busy = []
-        for ordinal in range(count):
-            with dask.annotate(device=ordinal):
-                busy.append(client.submit(_hold, 0.02 + 0.005 * ordinal, pure=False))
-        with dask.annotate(devices=count, priority=-1):  # after the others
-            begun = client.submit(time.perf_counter, pure=False)
-        ends = client.gather(busy)
-        if n >= 10:
-            late.append(begun.result(20) - max(ends))
-    return {"late_ms": 1000 * statistics.median(late), "worst_ms": 1000 * max(late)}
-
-
-def _spread() -> list[Any]:
-    import cupy
-
-    made = []
-    for n, one in enumerate(task_devices()):
-        with one:
-            made.append(cupy.full(1000, n, dtype="f8"))
-    return made
-
-
-def _places(arrays: list[Any]) -> tuple[list[int], list[float]]:
-    homes = []
-    for one in arrays:
-        home = device_of(one)
-        assert home is not None
-        homes.append(int(home))
-    sums = []
-    for one, home in zip(arrays, homes, strict=True):
-        with Device(home):
-            sums.append(float(one.sum()))
-    return homes, sums
-
-
-def values(client: Client, count: int, name: str) -> dict[str, Any]:
-    """A value that spans all GPUs: kept by a task of all, moved for a task of one, and sent."""
-    with dask.annotate(devices=count):
-        spread = client.submit(_spread, pure=False)
-        kept = client.submit(_places, spread, pure=False).result(60)
-    with dask.annotate(device=1):
-        moved = client.submit(_places, spread, pure=False).result(60)
-    sent = [float(one.sum()) for one in spread.result(60)]
-    return {"kept": kept, "moved": moved, "sent": sent}
-
-
 def _cluster(count: int) -> LocalDeviceCluster:
     return LocalDeviceCluster(n_workers=1, devices=list(range(count)), dashboard_address=":0")
 
@@ -216,21 +160,6 @@ def test_work_of_several_gpus_beside_that_of_one(name: str, count: int) -> None:
     assert found["devices"] == [count]
     assert found["filled"] == list(range(count))
     assert found["overlaps"] == 0
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_it_begins_soon_after_its_devices_are_free(count: int) -> None:
-    assert scenario_of("soon", count)["late_ms"] < 1
-
-
-@pytest.mark.parametrize("count", COUNTS)
-def test_a_value_on_several_gpus(count: int) -> None:
-    pytest.importorskip("cupy")
-    found = scenario_of("values", count)
-    sums = [1000.0 * n for n in range(count)]
-    assert found["kept"] == [list(range(count)), sums]
-    assert found["moved"] == [[1] * count, sums]
-    assert found["sent"] == sums
 
 
 @pytest.mark.gpu(count=2)

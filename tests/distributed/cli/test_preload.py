@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -11,10 +10,9 @@ from contextlib import ExitStack
 
 import dask
 import pytest
-from distributed import Client, LocalCluster, Nanny, get_worker
+from distributed import Client, LocalCluster, get_worker
 
 from dask_devctx import Device, DeviceNotFoundError
-from dask_devctx.cli.preload import dask_setup
 from dask_devctx.driver.simulated import SimulatedMachine
 from tests.distributed.commands import Command, dask_command
 from tests.distributed.devices import workers_of
@@ -149,9 +147,3 @@ def test_preloaded_from_the_configuration(processes: bool) -> None:
             assert found == uuid
             seen.add(name)
         assert len(seen) == 4
-
-
-def test_a_nanny_cannot_preload_it() -> None:
-    nanny = Nanny.__new__(Nanny)
-    with pytest.raises(TypeError, match=r"distributed.worker.preload.*not by Nanny"):
-        asyncio.run(dask_setup(nanny))

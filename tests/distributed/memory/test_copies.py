@@ -17,7 +17,7 @@ from dask_devctx import Device, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.simulated_array import SimulatedArray
-from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp, to_device
+from dask_devctx.transfer import nbytes_by_device, release_held, stamp
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.limits import limit_nbytes
 from dask_devctx.worker.values.value import Value
@@ -67,19 +67,6 @@ def pending_events(machine: SimulatedMachine) -> list[bool]:
     return pending
 
 
-def test_made_once_and_shared(copies: Copies) -> None:
-    x = value(array())
-    first = get(copies, x, 1)
-    assert first is get(copies, x, 1)
-    assert x.copies == (Device(1),)
-    assert get(copies, x, 2).device is Device(2)
-    assert get(copies, x, 0) is x.value
-    found = traffic(copies)
-    assert (found.nbytes, found.copies, found.saved) == (8000, 1, 1)
-    assert found.seconds > 0
-    assert list(copies.counts.rows()) == [(Device(0), Device(1)), (Device(0), Device(2))]
-
-
 def test_copied_once_when_many_ask_at_once(machine: SimulatedMachine, copies: Copies) -> None:
     x, go = value(array()), threading.Barrier(8)
     slow = threading.Event()
@@ -111,16 +98,6 @@ def test_a_failed_copy_does_not_stay(machine: SimulatedMachine, copies: Copies) 
     machine.gpus[1].total_memory = 2**30
     assert get(copies, x, 1).device is Device(1)
     assert traffic(copies).copies == 1
-
-
-def test_dropped_with_its_value(machine: SimulatedMachine, copies: Copies) -> None:
-    x = value(array())
-    for device in (1, 2):
-        get(copies, x, device)
-    copies.forget(x)
-    copies.forget(value(array()))
-    assert (used(machine, 1), used(machine, 2), copies.nbytes(Device(1))) == (0, 0, 0)
-    assert get(copies, x, 1).device is Device(1)
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
@@ -160,19 +137,6 @@ def test_the_one_not_used_for_longest_goes_first(machine: SimulatedMachine) -> N
     copies.close()
 
 
-def test_a_copy_is_read_only_and_an_own_one_is_not(copies: Copies) -> None:
-    x = array()
-    shared = get(copies, value([x]), 1)[0]
-    own = to_device(shared, 1, copy=True)
-    with Device(1):
-        with pytest.raises(ValueError, match="read-only"):
-            shared[0] = 1
-        own[0] = 5
-    assert shared.get()[0] == 0
-    with Device(0):
-        x[0] = 3  # the owner's stays the owner's
-
-
 @pytest.mark.parametrize("dropped", ["later", "before", "and made again"])
 def test_what_is_still_read_outlives_its_being_dropped(
     machine: SimulatedMachine, copies: Copies, dropped: str
@@ -197,31 +161,6 @@ def test_what_is_still_read_outlives_its_being_dropped(
     assert used(machine, 1) == 8000 + kept
     pending[0] = False
     assert used(machine, 1) == kept
-
-
-@pytest.mark.parametrize("done", [False, True])
-@pytest.mark.parametrize("there", ["a copy", "an array", "a list"])
-def test_this_thread_waits_for_what_is_not_done(
-    machine: SimulatedMachine, copies: Copies, there: str, done: bool
-) -> None:
-    x = value([array()] if there == "a list" else array())
-    if there == "a copy":
-        get(copies, x, 1)
-    x.stamp = Stamp.of_devices([Device(0)])
-    pending = pending_events(machine)
-    pending[0] = not done
-    before = machine.faults.calls["cuStreamWaitEvent"]
-    with Device(0), ThreadPoolExecutor(1) as pool:
-        pool.submit(get, copies, x, 1 if there == "a copy" else 0).result()
-    waited = machine.faults.calls["cuStreamWaitEvent"] - before
-    assert (waited > 0) is not done
-
-
-def test_a_value_in_several_places_is_counted_from_each(copies: Copies) -> None:
-    moved = get(copies, value([array(0), array(2), array(1)]), 1)
-    assert nbytes_by_device(moved).keys() == {Device(1)}
-    pairs = {pair: each.nbytes for pair, each in copies.counts.rows().items()}
-    assert pairs == {(Device(0), Device(1)): 8000, (Device(2), Device(1)): 8000}
 
 
 # -- the limit

@@ -102,41 +102,6 @@ def neighbour(n: int) -> int:
         running.remove("neighbour")
 
 
-reading, go_on = threading.Event(), threading.Event()
-
-
-def more_than_half(n: int) -> SimulatedArray:
-    return SimulatedArray.asarray(np.full(5 * MIB // 64, n))
-
-
-def total_later(x: SimulatedArray) -> int:
-    reading.set()
-    assert go_on.wait(20)
-    return int(x.sum())
-
-
-def test_what_a_task_has_as_a_copy_elsewhere_can_leave() -> None:
-    """The task needs the copy on its own device only, and another task needs the memory."""
-    reading.clear()
-    go_on.clear()
-    with threads(1 * MIB, 2) as client:
-        with dask.annotate(device=0):
-            x = client.submit(more_than_half, 1)
-        with dask.annotate(device=1):
-            total = client.submit(total_later, x)
-        assert reading.wait(20)
-        try:
-            with dask.annotate(device=0):
-                y = client.submit(more_than_half, 2)
-                wait(y, timeout=20)
-        finally:
-            go_on.set()
-        assert y.status == "finished"
-        assert counts(client)["spills"] == 1
-        assert total.result(timeout=20) == 5 * MIB // 64
-        assert read(x.result(timeout=20)).tolist() == [1] * (5 * MIB // 64)
-
-
 def test_the_last_attempt_has_the_device_for_itself() -> None:
     seen.clear()
     first.clear()

@@ -144,33 +144,6 @@ def test_the_limit_holds() -> None:
 # -- nobody sees the stand-in
 
 
-def test_every_reader_gets_the_value() -> None:
-    with threads() as client:
-        x = array(N, CHUNK).persist()
-        wait(x)
-        keys = [str(key) for key in client.run(lambda dask_worker: list(dask_worker.data))]
-        assert keys
-        kinds = client.run(
-            lambda dask_worker: {
-                *(type(value).__name__ for value in dask_worker.data.values()),
-                *(type(dask_worker.data[key]).__name__ for key in list(dask_worker.data)),
-            }
-        )
-        assert set().union(*kinds.values()) == {"SimulatedArray"}
-        with dask.annotate(device="none"):
-            names = client.map(lambda one: type(one).__name__, list(futures_of(x)), pure=False)
-        assert set(client.gather(names)) == {"SimulatedArray"}
-        kinds_here = {type(one.result()).__name__ for one in futures_of(x)}
-        assert kinds_here == {"SimulatedArray"}
-
-
-def futures_of(x: da.Array) -> list[Any]:
-    from distributed import futures_of
-
-    found: list[Any] = futures_of(x)
-    return found
-
-
 def full(n: int) -> SimulatedArray:
     return SimulatedArray.asarray(np.full(16384, n))
 

@@ -340,16 +340,6 @@ def test_devices_that_were_in_use_are_taken_when_they_are_free(
         client.wait_for_workers(3, timeout=10)
 
 
-def test_a_cluster_stays_when_a_client_comes_while_workers_leave(lock_directory: Path) -> None:
-    share = acquire(devices(), 3, holder="somebody", directory=lock_directory)
-    with LocalDeviceCluster(n_workers=1, devices_per_worker=1, **QUIET) as cluster:
-        cluster.scale(3)
-        with Client(cluster) as client:
-            assert client.submit(_where, pure=False).result(timeout=10) == 3
-            assert cluster.status.name == "running"
-    share.release()
-
-
 def _where() -> int:
     device = Device.current()
     assert device is not None
@@ -462,14 +452,6 @@ def test_too_few_free_devices_are_told_at_once(
     assert said in str(caught.value)
     assert len(caught.value.free) == 4 - len(taken)
     assert caught.value.by_cluster
-
-
-def test_what_needs_no_device_of_its_own_starts(lock_directory: Path) -> None:
-    with held(lock_directory, 0, 1, 2, 3):
-        with LocalDeviceCluster(shared=True, **INSIDE) as cluster, Client(cluster) as client:
-            assert client.run(of_worker).popitem()[1] == [0, 1, 2, 3]
-        with LocalDeviceCluster(n_workers=0, **INSIDE):
-            pass
 
 
 def test_workers_of_this_process_use_its_devices_together(lock_directory: Path) -> None:

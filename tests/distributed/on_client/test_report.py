@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -237,29 +236,6 @@ def test_the_rate_of_copies_within_a_worker(client: Client, tmp_path: Path) -> N
         assert copy["args"]["GB/s"] == pytest.approx(row.rate / 1e9, abs=0.002)
 
 
-def test_pandas_makes_a_frame_of_it(client: Client) -> None:
-    pandas = pytest.importorskip("pandas")
-    run_some(client)
-    found = report(client)
-    frame = pandas.DataFrame(found)
-    assert frame[frame.outcome == "memory"].groupby("uuid").size().tolist() == [6] * 4
-    assert pandas.DataFrame(found.devices).done.sum() == 24
-
-
-def test_an_asynchronous_client_awaits_it() -> None:
-    async def body() -> None:
-        async with (
-            LocalDeviceCluster(
-                processes=False, dashboard_address=":0", asynchronous=True
-            ) as cluster,
-            Client(cluster, asynchronous=True) as client,
-        ):
-            await client.submit(nap, 0, key="nap-1")
-            assert [row.key for row in await report(client)] == ["nap-1"]
-
-    asyncio.run(body())
-
-
 def test_a_cluster_without_the_plugin_has_nothing_to_report() -> None:
     with started(LocalCluster, n_workers=1) as client:
         found = report(client)
@@ -324,16 +300,6 @@ def test_refused_tasks_are_counted(client: Client, cluster: LocalDeviceCluster) 
     assert text[0].startswith("refused: 3 of nap: DeviceNotFoundError: no device 9.")
     assert text[1].startswith("refused: 1 of fail: TypeError: the annotation 'device' is")
     assert "GPU-" in str(found)
-
-
-def test_tasks_that_no_worker_may_run_are_named(client: Client) -> None:
-    future = client.submit(nap, 0, resources={"GPU": 1})
-    deadline = time.monotonic() + 20
-    while not (found := report(client)).unplaced:
-        assert time.monotonic() < deadline
-    assert found.unplaced == {("nap", "resources={'GPU': 1}"): 1}
-    assert "waiting for a worker: 1 of nap: no worker fits resources={'GPU': 1}" in str(found)
-    future.cancel()
 
 
 def test_devices_of_the_same_ordinal_on_one_host_have_a_part_of_their_uuid() -> None:

@@ -175,17 +175,6 @@ def test_where_all_workers_have_actors_tasks_wait_for_the_first_to_end(
     assert set(results(client, futures)) == {2}
 
 
-def test_shares_that_the_actor_leaves_and_those_that_it_does_not() -> None:
-    with cluster_of(2, tasks_per_device=2) as cluster, Client(cluster) as client:
-        server = serve(client, device=1, device_share=0.5)
-        assert set(results(client, client.map(nap, range(40), pure=False))) == {0, 1}
-        for number in (4, 200):  # some are root tasks
-            with dask.annotate(device_share=0.9):
-                large = client.map(here, range(number), pure=False)
-            assert set(results(client, large)) == {0}
-        assert server.where().result() == 1
-
-
 @with_plugin(8, 8)
 async def test_the_plugin_is_registered_again(client: Any, scheduler: Any) -> None:
     with dask.annotate(devices="all"):

@@ -20,7 +20,7 @@ from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import HISTORY, SHARE
 from dask_devctx.scheduler.rows import Copy, DeviceCounts, Incident, Sample, TaskRun, Transfer
 from dask_devctx.simulated_array import SimulatedArray
-from dask_devctx.worker.metrics.history import History, Ring
+from dask_devctx.worker.metrics.history import Ring
 from tests.distributed.devices import on_cluster, with_plugin
 
 
@@ -64,16 +64,6 @@ def test_a_reader_learns_how_many_rows_are_lost() -> None:
     assert ring.since(4) == ([(4,)], 5, 0)
     assert ring.since(5) == ([], 5, 0)
     assert Ring(0).since(0) == ([], 0, 0)
-
-
-def test_another_epoch_begins_at_the_first_row() -> None:
-    first, second = History(10), History(10)
-    for history in (first, second):
-        history.copied("a", "b", 5, 0.5, "peer")
-    told = first.answer()
-    assert told["rows"]["copies"][0][:3] == ("a", "b", 5)
-    assert first.answer(told["epoch"], told["next"])["rows"]["copies"] == []
-    assert len(second.answer(told["epoch"], told["next"])["rows"]["copies"]) == 1
 
 
 # -- on a cluster
@@ -265,21 +255,6 @@ async def test_counts_of_a_worker_that_left_stay(client: Any, scheduler: Any, ho
         assert 0.04 < total(scheduler, "busy_s") < 10
         past = scheduler.plugins["devctx-routing"].counts.past
         assert set(past) <= {device.uuid for device in devices()}
-
-
-@with_plugin(devices=[0, 1])
-async def test_counts_go_on_when_the_plugin_is_registered_again(
-    client: Any, worker: Worker
-) -> None:
-    with dask.annotate(device=1):
-        await client.gather(client.map(nap, [0.01] * 3, pure=False))
-    await client.register_plugin(DevicePlugin(devices=[0, 1, 2]))
-    with dask.annotate(device=1):
-        await client.gather(client.map(nap, [0.01] * 2, pure=False))
-    rows = worker.plugins["devctx"].extension.record.rows()
-    assert {row["device_id"]: row["done"] for row in rows} == {0: 0, 1: 5, 2: 0}
-    assert rows[1]["busy_s"] > 0.04
-    assert rows[1]["occupied_s"] > 0.04
 
 
 # -- rows of several versions

@@ -80,14 +80,6 @@ def timeline(tasks: Iterable[TaskRun] = (), samples: Iterable[Any] = ()) -> Any:
     return plot
 
 
-def test_the_title_says_that_nothing_runs() -> None:
-    assert timeline().root.title.text.endswith(": no task so far")
-    assert timeline([run("one", 1.0, 40.0)]).root.title.text.endswith(": idle for 60.00 s")
-    samples = [("w", Sample("GPU-a-0", at, running=1)) for at in (99.0, 99.5)]
-    for busy in (timeline([run("one", 1.0, 99.0)]), timeline(samples=samples)):
-        assert busy.root.title.text == "Tasks and copies on each device"
-
-
 def test_without_nvml_the_title_says_so_once() -> None:
     lanes = Lanes(members("a", devices=4))
     plot = UtilizationPlot(TimeAxis(), LaneAxis(devices=True), LIGHT)

@@ -292,23 +292,6 @@ class Workers:
         self.sharing.left(name, may_return=True)
 
 
-def test_each_that_joins_gets_its_part_of_what_others_have() -> None:
-    async def body() -> None:
-        workers = Workers()
-        assert await workers.join("one") == ["a", "b", "c", "d"]
-        assert await workers.join("two") == ["c", "d"]
-        assert workers.told == {"one": ["a", "b"], "two": ["c", "d"]}
-        await workers.join("three")
-        assert workers.told == {"one": ["a", "b"], "two": ["c"], "three": ["d"]}
-        await workers.join("four")
-        assert workers.told == {"one": ["a"], "two": ["c"], "three": ["d"], "four": ["b"]}
-        before = dict(workers.told)
-        assert await workers.join("five") == []
-        assert workers.told == before
-
-    asyncio.run(body())
-
-
 def test_a_worker_that_is_restarted_gets_the_devices_that_it_had() -> None:
     async def body() -> None:
         workers = Workers()
@@ -318,18 +301,6 @@ def test_a_worker_that_is_restarted_gets_the_devices_that_it_had() -> None:
         workers.leave("two")
         assert await workers.join("again") == before["two"]
         assert workers.told == {"one": ["a", "b"], "again": ["c"], "three": ["d"]}
-
-    asyncio.run(body())
-
-
-def test_devices_of_one_that_stays_away_go_to_the_others() -> None:
-    async def body() -> None:
-        workers = Workers(grace_s=0)
-        for name in ("one", "two"):
-            await workers.join(name)
-        workers.leave("one")
-        await workers.sharing.even_out()
-        assert workers.told == {"two": ["a", "b", "c", "d"]}
 
     asyncio.run(body())
 

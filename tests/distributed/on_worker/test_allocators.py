@@ -16,9 +16,9 @@ import psutil
 import pytest
 from distributed import Worker
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, MissingPackageError
+from dask_devctx import Device, LocalDeviceCluster, MissingPackageError
 from dask_devctx.cuda.out_of_memory import release_caches
-from tests.distributed.devices import here, on_cluster, plugin_with, started
+from tests.distributed.devices import plugin_with, started
 
 STANDINS = str(Path(__file__).parents[2] / "standins")
 GB, GIB = 10**9, 2**30
@@ -215,20 +215,6 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(
     assert threading.active_count() == threads
 
 
-@on_cluster(4)
-async def test_a_worker_without_the_package_goes_on_without_devices(client: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "rmm", None)
-        with pytest.raises(MissingPackageError, match="rmm_async needs the package rmm"):
-            await client.register_plugin(plugin_with(rmm_async=True))
-    with dask.annotate(device=1), pytest.raises(MissingPackageError, match="rmm_async"):
-        await client.submit(here, pure=False)
-    assert await client.submit(here, pure=False) is None
-    await client.register_plugin(DevicePlugin())
-    with dask.annotate(device=1):
-        assert await client.submit(here, pure=False) == 1
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -246,8 +232,3 @@ async def test_a_worker_without_the_package_goes_on_without_devices(client: Any)
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         plugin_with(**options)
-
-
-def test_a_pool_that_is_not_needed_is_told() -> None:
-    with pytest.warns(FutureWarning, match="'rmm_pool_size' is not needed when 'rmm_async' is"):
-        plugin_with(rmm_async=True, rmm_pool_size="1GB")

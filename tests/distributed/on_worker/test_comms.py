@@ -7,7 +7,6 @@ import gc
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,21 +98,6 @@ async def test_values_are_unpacked_on_the_workers_device(
     assert (await client.gather(seen)).padding == bytes(nbytes)
     assert 2 in packed
     await client.unregister_worker_plugin("devctx")
-
-
-@on_cluster(
-    4, worker_kwargs={"memory_limit": "1 GB"}, config={"distributed.worker.memory.pause": False}
-)
-async def test_values_from_disk_come_back_to_the_workers_device(client: Any, worker: Any) -> None:
-    await client.register_plugin(DevicePlugin(devices=[3]))
-    seen = client.submit(Seen)
-    await seen
-    # dask reads nothing from disk while somebody has the value; its own message does for a moment.
-    value = weakref.ref(worker.data[seen.key])
-    worker.data.evict()
-    assert seen.key in worker.data.slow
-    await async_poll_for(lambda: value() is None, timeout=10)
-    assert worker.data[seen.key].unpacked_on == 3
 
 
 def array(nbytes: int) -> SimulatedArray:

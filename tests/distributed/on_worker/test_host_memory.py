@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from cuda.bindings.driver import CUresult
 from dask.sizeof import sizeof
-from distributed import Client, LocalCluster, Worker, wait
-from distributed.utils_test import async_poll_for
+from distributed import Client, Worker, wait
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -38,14 +37,6 @@ def on_a_device(number: int) -> SimulatedArray:
     return SimulatedArray.asarray(np.full(MIB // 8, float(number)))
 
 
-def on_the_host(number: int) -> np.ndarray[Any, Any]:
-    return np.full(MIB // 8, float(number))
-
-
-def in_both(number: int) -> list[Any]:
-    return [on_a_device(number), on_the_host(number)]
-
-
 def mostly_on_the_host(number: int) -> list[Any]:
     return [on_a_device(number), np.full(MIB, float(number))]
 
@@ -60,14 +51,6 @@ async def test_what_is_on_devices_is_not_spilled(client: Client, worker: Worker)
     assert await client.gather(client.map(total, futures)) == [n * MIB / 8 for n in range(8)]
     assert sum(sizeof(worker.data[future.key]) for future in futures) > 8 * MIB
     assert len(worker.data.disk) == 0
-
-
-@spilling_worker([DevicePlugin()])
-async def test_only_the_part_on_the_host_counts(client: Client, worker: Worker) -> None:
-    futures = client.map(in_both, range(3), pure=False)
-    await client.gather(futures)
-    assert len(worker.data.disk) == 0
-    assert 3 * MIB < worker.data.fast.total_weight < 3.1 * MIB
 
 
 @pytest.mark.parametrize("limit", ["auto", None])
@@ -126,29 +109,6 @@ def test_workers_of_a_cluster_have_the_hosts_memory_together(
         cluster.scale(count)
         client.wait_for_workers(count, timeout=20)
         assert limits(client)[0] == [fair] * count
-
-
-def test_workers_that_share_devices_share_memory_too() -> None:
-    """With a plugin that was preloaded or registered; the first had all before the second came."""
-    whole = distributed.system.MEMORY_LIMIT
-    with started(LocalCluster, n_workers=0, threads_per_worker=64, processes=True) as client:
-        cluster: Any = client.cluster
-        client.register_plugin(DevicePlugin())
-        cluster.scale(1)
-        client.wait_for_workers(1, timeout=60)
-        assert limits(client) == ([whole], [whole])
-        cluster.scale(2)
-        client.wait_for_workers(2, timeout=60)
-        client.sync(_until, lambda: limits_of(cluster) == [whole // 2] * 2)
-        assert limits(client)[0] == [whole // 2] * 2
-
-
-def limits_of(cluster: LocalCluster) -> list[int]:
-    return [worker.memory_limit for worker in cluster.scheduler.workers.values()]
-
-
-async def _until(condition: Any) -> None:
-    await async_poll_for(condition, timeout=60)
 
 
 @spilling_worker([DevicePlugin(devices=[0])])

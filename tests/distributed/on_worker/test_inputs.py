@@ -29,7 +29,7 @@ from dask_devctx import (
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMismatchError
-from dask_devctx.transfer import Stamp, events
+from dask_devctx.transfer import events
 from dask_devctx.worker.values.copies import Copies
 from tests.distributed.devices import on_cluster, started
 
@@ -138,37 +138,12 @@ async def test_inputs_stay_where_they_are(client: Client, worker: Worker) -> Non
     assert Copies.metric not in worker.metrics
 
 
-@one_worker()
-async def test_a_key_that_is_made_anew_is_brought_anew(client: Client, worker: Worker) -> None:
-    """A copy of what a key stood for is never taken for what it stands for now."""
-    seen = []
-    for value in (1.0, 2.0):
-        with dask.annotate(device=0):
-            x = client.submit(make, value, key="x")
-        with dask.annotate(device=1):
-            total = client.submit(lambda array: float(array.sum()), x, pure=False)
-        seen.append(await total)
-        x.release()
-        total.release()
-        while worker.state.tasks:
-            await asyncio.sleep(0.01)
-    assert seen == [100.0, 200.0]
-
-
 _gates: dict[str, threading.Event] = defaultdict(threading.Event)
 
 
 def pass_gate(name: str) -> bool:
     """Wait until the test lets whoever is in a task go on."""
     return _gates[name].wait(10)
-
-
-def make_later(gate: str) -> SimulatedArray:
-    if gate == "seceded":
-        secede()
-    _gates[f"{gate}, started"].set()
-    pass_gate(gate)
-    return make()
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -333,25 +308,6 @@ def test_an_actors_method_is_given_its_arguments_on_its_device(move_inputs: bool
     body()
 
 
-@one_worker()
-async def test_nothing_is_remembered_of_tasks_that_came_to_nothing(
-    client: Client, worker: Worker
-) -> None:
-    def stamps() -> int:
-        gc.collect()
-        return sum(isinstance(each, Stamp) for each in gc.get_objects())
-
-    before = stamps()
-    for gate in ("cancelled", "seceded"):
-        with dask.annotate(device=0):
-            task = client.submit(make_later, gate)
-        await until(_gates[f"{gate}, started"].is_set)
-        await task.cancel()
-        _gates[gate].set()
-        await until(lambda: not worker.state.tasks)
-    assert stamps() == before
-
-
 def launch_and_raise(array: SimulatedArray) -> None:
     raise ValueError(array.device.device_id)
 
@@ -390,20 +346,6 @@ async def test_a_copy_outlives_the_kernels_of_a_task(
     assert machine.gpus[1].used_memory == 800
     pending[0] = False
     await until(lambda: machine.gpus[1].used_memory == 0)
-
-
-@one_worker(device_memory_limit=None)
-async def test_what_is_on_disk_meanwhile_shares_its_copy(client: Client, worker: Worker) -> None:
-    """It comes back as another object, and is the same value."""
-    with dask.annotate(device=0):
-        x = client.submit(make, pure=False)
-    with dask.annotate(device=1):
-        assert await client.submit(where, x, pure=False) == (1,)
-        assert worker.data.evict() > 0
-        while x.key in worker.data.memory:
-            worker.data.evict()
-        assert await client.submit(where, x, pure=False) == (1,)
-    assert traffic(worker) == {(0, 1): (1, 1, 800)}
 
 
 def device_at_the_gate(array: SimulatedArray, gate: str) -> int:

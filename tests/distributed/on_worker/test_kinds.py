@@ -20,7 +20,6 @@ from dask._task_spec import Task
 from distributed import (
     Event,
     Reschedule,
-    Worker,
     get_client,
     rejoin,
     secede,
@@ -87,34 +86,6 @@ async def test_plain(client: Any) -> None:
         with dask.annotate(device=wanted):
             futures.append(client.submit(here, repr(wanted)))
     assert await client.gather(futures) == [3, 2, 1, 0, 1]
-
-
-def keep(n: int) -> list[int]:
-    time.sleep(0.02)
-    seen.append("made")
-    return [n]
-
-
-def use_up(kept: list[int]) -> int:
-    seen.append("used")
-    return kept[0]
-
-
-@with_plugin(64)
-async def test_what_is_made_is_used_before_more_is_made(client: Any) -> None:
-    with dask.annotate(device=1):
-        begun = client.submit(time.sleep, 0.4)  # until all are there
-        made = client.map(keep, range(20))
-        await asyncio.sleep(0.2)  # what is submitted later comes later, by dask's own priority
-        used = client.map(use_up, made)
-        assert await client.gather(used) == list(range(20))
-    assert await begun is None
-    most = held = 0
-    for what in seen:
-        held += 1 if what == "made" else -1
-        most = max(most, held)
-    # dask has to hear that one was made before it can say that it is to be used
-    assert most <= 10
 
 
 @with_plugin()
@@ -369,17 +340,6 @@ async def test_actors(client: Any, worker: Any) -> None:
     assert type(worker.state.actors[actor.key]) is Model
 
 
-# dask 2025.4 uses what it deprecates itself
-@pytest.mark.filterwarnings("ignore:The `Worker.actors` attribute:FutureWarning")
-@with_plugin()
-async def test_an_actor_that_calls_another_on_its_worker(client: Any) -> None:
-    with dask.annotate(device=3):
-        other = await client.submit(Model, actor=True, pure=False)
-    with dask.annotate(device=1):
-        actor = await client.submit(Model, actor=True, pure=False)
-    assert await actor.ask(other) == (1, 1, (3, 3), 1)
-
-
 @with_plugin()
 async def test_worker_client_and_get_client(client: Any) -> None:
     def outer() -> Any:
@@ -455,14 +415,6 @@ async def test_the_users_own_executors(client: Any, worker: Any) -> None:
             assert "Invalid executor" in str(error)
         finally:
             del worker.executors["mine"], worker.executors["processes"]
-
-
-@with_plugin()
-async def test_client_run_is_left_alone(
-    client: Any, worker: Any, machine: SimulatedMachine
-) -> None:
-    assert await client.run(here) == {worker.address: None}
-    assert used(machine) == set()
 
 
 @with_plugin(unannotated="leave")
@@ -563,20 +515,3 @@ async def test_the_tasks_thread_waits_for_the_inputs_and_not_the_event_loop(clie
         faults.clear()
     assert threads, "nothing waited for the work that makes the input"
     assert threading.get_ident() not in threads
-
-
-@with_plugin(2, devices=[0, 1])
-async def test_a_context_that_is_current_on_the_users_own_threads_stays_so(
-    client: Any, worker: Worker
-) -> None:
-    with ThreadPoolExecutor(1, initializer=Device(1).set_current) as own:
-        worker.executors["own"] = own
-        x = client.submit(make)
-        with dask.annotate(device=None, executor="own"):
-            for inputs in ((), (x,)):
-                assert await client.submit(leaves_one, *inputs, pure=False) == 1
-        own.submit(Device.unset_current).result(10)
-        with dask.annotate(device=None, executor="own"):
-            assert await client.submit(leaves_one, pure=False) is None
-            assert await client.submit(leaves_one, pure=False) is None
-        del worker.executors["own"]

@@ -20,12 +20,10 @@ from dask_devctx import (
     Device,
     DevicePlugin,
     DevicesInUseError,
-    LocalDeviceCluster,
     devices,
     driver,
 )
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.worker.leases import share
 from dask_devctx.worker.leases.lease import Lease, acquire, holders
 from dask_devctx.worker.leases.locks import LockDirectory
 from tests.distributed.devices import here, on_cluster, started
@@ -229,20 +227,3 @@ def test_a_worker_that_waits_for_devices_does_not_stop_its_event_loop(
         assert len(of_worker(worker)) == options.get("devices_per_worker", 4)
 
     body()
-
-
-# -- clusters
-
-
-def test_a_holder_gives_signs_of_life(
-    lock_directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(share, "SIGN_INTERVAL_S", 0.05)
-    with LocalDeviceCluster(
-        n_workers=2, processes=False, devices_per_worker=1, dashboard_address=":0"
-    ):
-        paths = [path for path in lock_directory.glob("GPU-*") if path.read_text()]  # not freed
-        assert len(paths) == 2
-        for path in paths:
-            os.utime(path, (0, 0))
-        soon(lambda: all(path.stat().st_mtime > 1 for path in paths), True)

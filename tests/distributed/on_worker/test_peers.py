@@ -369,19 +369,6 @@ def test_what_is_larger_than_the_staging_memory_passes_in_pieces() -> None:
         assert set(peers.ways(client)) == {"ipc"}
 
 
-@pytest.mark.parametrize(
-    ("limit", "most"), [("1 GiB", 2**28), ("8 GiB", int(0.04 * 16 * 2**30)), (0, int(0.64 * 2**30))]
-)
-def test_staging_memory_is_at_most_a_quarter_of_a_low_limit(limit: Any, most: int) -> None:
-    with peers.cluster(2, device_memory_limit=limit) as (client, workers):
-        assert peers.send(client, large, is_right, workers)
-        assert set(client.run(lambda dask_worker: peers.staging(dask_worker).limit).values()) == {
-            most
-        }
-        found = {device.worker: device.memory_staging for device in report(client).devices}
-        assert 0 < found[workers[0]] <= most
-
-
 def fill(dask_worker: Worker) -> None:
     (device,) = dask_worker.plugins["devctx"].worker_devices
     with device:

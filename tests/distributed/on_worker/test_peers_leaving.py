@@ -131,21 +131,6 @@ def test_a_worker_that_left_is_forgotten_and_staging_memory_goes_back(killed: bo
         assert peers.until(lambda: not client.run(peers.given_back, workers=here)[workers[0]], 20)
 
 
-def tell_that_it_left(address: str, dask_worker: Worker) -> None:
-    dask_worker.stream_handlers["remove-worker"](worker=address, stimulus_id="test")
-
-
-def test_a_final_refusal_does_not_stay_for_the_next_worker_at_the_address() -> None:
-    with peers.cluster(2) as (client, workers):
-        client.run(peers.fail, "cuIpcOpenMemHandle", 801, 1, workers=workers[1:])
-        for _ in range(2):
-            assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        assert peers.ways(client) == {"host": 2}
-        client.run(tell_that_it_left, workers[0], workers=workers[1:])
-        assert peers.send(client, peers.array, peers.last, workers) == ARRIVED
-        assert peers.ways(client) == {"host": 2, "ipc": 1}
-
-
 # -- room
 
 

@@ -192,20 +192,6 @@ async def test_a_task_without_a_device_has_none(client: Any) -> None:
     assert isinstance(await client.submit(task_devices, key="later").exception(), RuntimeError)
 
 
-# -- shares
-
-
-@with_plugin()
-async def test_a_part_of_a_device(client: Any, worker: Any) -> None:
-    with dask.annotate(device=1, device_share=0.25):
-        parts = client.map(busy, [0.05] * 12, pure=False)
-    with dask.annotate(device=1):
-        whole = client.map(busy, [0.01] * 3, [4] * 3, pure=False)
-    await client.gather(parts + whole)
-    assert Seen.running.most == {1: 4}
-    await nothing_held(worker)
-
-
 # -- reservations
 
 
@@ -217,26 +203,6 @@ async def test_a_reservation(client: Any) -> None:
     with dask.annotate(device_memory="17 GiB"), pytest.raises(DeviceReservationError) as caught:
         await client.submit(mine)
     assert caught.value.nbytes == 17 * GIB
-
-
-def nbytes_used() -> list[int]:
-    """Return what dask's values and reservations take of each device."""
-    spill = get_worker().plugins["devctx"].extension.store.spill
-    return [spill.used(Device(number)) for number in range(3)]
-
-
-@with_plugin(device_memory_limit=0.8)
-async def test_room_is_made_for_a_reservation_and_given_back(client: Any, worker: Any) -> None:
-    with dask.annotate(devices=[0, 2], device_memory="3 GiB"):
-        assert await client.submit(nbytes_used) == [3 * GIB, 0, 3 * GIB]
-    with dask.annotate(device=1, device_memory=2**20):
-        assert isinstance(await client.submit(divmod, 1, 0).exception(), ZeroDivisionError)
-        actor = await client.submit(Running, actor=True)
-    assert await client.submit(nbytes_used, pure=False) == [0, 2**20, 0]
-    del actor
-    gc.collect()
-    await nothing_held(worker)
-    assert await client.submit(nbytes_used, pure=False) == [0, 0, 0]
 
 
 MIB = 2**20
@@ -490,37 +456,6 @@ async def test_an_actor_keeps_its_devices(client: Any, worker: Any) -> None:
     del actor
     gc.collect()  # its futures refer to each other
     assert await waiting == (1,)
-    await nothing_held(worker)
-
-
-@with_plugin()
-async def test_a_report_says_which_actor_tasks_wait_for(client: Any, worker: Any) -> None:
-    with dask.annotate(device=1, device_share=1):
-        actor = await client.submit(Model, actor=True, key="the-model")
-    with dask.annotate(device=1):
-        waiting = client.submit(mine, key="waits")
-    while not (text := worker.plugins["devctx"].extension.report()["waiting"]):
-        await asyncio.sleep(0.01)
-    assert "cuda:1 is held by 'the-model'" in text
-    assert "1 task queued for it" in text
-    assert "smaller device_share" in text
-    del actor
-    gc.collect()
-    assert await waiting == (1,)
-    assert worker.plugins["devctx"].extension.report()["waiting"] == ""
-
-
-@with_plugin()
-async def test_a_coroutine_has_its_devices_until_it_ends(client: Any, worker: Any) -> None:
-    async def coroutine(number: int) -> tuple[float, float, tuple[int, ...]]:
-        start = time.monotonic()
-        await asyncio.sleep(0.05)
-        return start, time.monotonic(), mine()
-
-    with dask.annotate(devices=3):
-        first, second = await client.gather(client.map(coroutine, range(2)))
-    assert len(first[2]) == len(second[2]) == 3
-    assert first[1] <= second[0] or second[1] <= first[0]
     await nothing_held(worker)
 
 
