@@ -27,7 +27,6 @@ from dask_devctx import DevicePlugin, DeviceRouting, UnsupportedDaskError, dask_
 from dask_devctx.dask_internals import ON_A_SCHEDULER, ON_A_WORKER, ON_SPILLING_DATA, tasks
 from dask_devctx.dask_internals import scheduler as of_schedulers
 from dask_devctx.dask_internals import worker as of_workers
-from dask_devctx.dask_internals.serialization import register_instead
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from tests.distributed.changes import changes_of
 from tests.distributed.devices import on_cluster
@@ -254,19 +253,6 @@ async def test_a_worker_calls_what_takes_a_tasks_place(client: Any, worker: Any)
     assert await client.submit(lambda x: x, 1, key="three") == 1
 
 
-@on_cluster(2)
-async def test_a_wrapper_of_others_may_be_around_it(client: Any, worker: Any) -> None:
-    with tasks.executed_by(worker, lambda ts: StandIn(ts.run_spec), lambda ts, one, event: event):
-        ours = worker.execute
-
-        async def around(key: Any, *, stimulus_id: str) -> Any:
-            return await ours(key, stimulus_id=stimulus_id)
-
-        worker.execute = around
-        assert await client.submit(lambda x: x, 1, key="one").result(timeout=10) == 2
-    assert await client.submit(lambda x: x, 1, key="two").result(timeout=10) == 1
-
-
 @pytest.mark.parametrize("expected", [True, False])
 @on_cluster(2, config={"distributed.scheduler.allowed-failures": 0})
 async def test_a_worker_that_leaves(
@@ -327,27 +313,6 @@ async def test_a_workers_log_keeps_lines_and_no_values(client: Any, worker: Any)
     (line,) = [line for _, line in logs[worker.address] if "dask_devctx.test" in line]
     assert "WARNING - it failed\nTraceback" in line
     assert line.endswith("ValueError: about _Value")
-
-
-def test_another_serializer() -> None:
-    from distributed.protocol import dask_deserialize, dask_serialize, deserialize, serialize
-
-    class Base:
-        pass
-
-    class Child(Base):
-        pass
-
-    class Other(Base):
-        pass
-
-    dask_serialize.register(Base, lambda value: ({"by": "theirs"}, []))
-    dask_serialize(Child())
-    dask_serialize.register(Other, lambda value: ({"by": "other"}, []))
-    dask_deserialize.register(Base, lambda header, frames: header["by"])
-    register_instead(dask_serialize, Base, lambda value: ({"by": "ours"}, []))
-    found = [deserialize(*serialize(kind())) for kind in (Base, Child, Other)]
-    assert found == ["ours", "ours", "other"]
 
 
 def test_annotations_are_kept_until_the_last_is_closed(child: Any) -> None:

@@ -204,23 +204,6 @@ def test_a_source_that_is_written_to_at_once_was_read(scene):
     )
 
 
-def test_the_cpu_does_not_wait(scene):
-    array = scene.make()
-    with scene.on(1):
-        Move(Device(1)).run(array)  # the library takes its memory from the device now
-    scene.settle()
-    with scene.on(0):
-        for _ in range(50):
-            scene.library.spin()
-    with scene.on(1):
-        moved = Move(Device(1), guard_source=False).run(array)
-        there = stamp(moved)
-    assert not there.done()
-    scene.settle()
-    assert there.done()
-    assert not scene.is_wrong(moved)
-
-
 _scenes: dict[str, Scene] = {}  # for tasks, which run in this process
 
 

@@ -17,7 +17,7 @@ from dask_devctx import Device, DevicePlugin
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError
 from dask_devctx.simulated_array import SimulatedArray
-from dask_devctx.transfer import nbytes_by_device, release_held, stamp
+from dask_devctx.transfer import Stamp, nbytes_by_device, release_held, stamp
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.limits import limit_nbytes
 from dask_devctx.worker.values.value import Value
@@ -161,6 +161,24 @@ def test_what_is_still_read_outlives_its_being_dropped(
     assert used(machine, 1) == 8000 + kept
     pending[0] = False
     assert used(machine, 1) == kept
+
+
+@pytest.mark.parametrize("done", [False, True])
+@pytest.mark.parametrize("there", ["a copy", "an array", "a list"])
+def test_this_thread_waits_for_what_is_not_done(
+    machine: SimulatedMachine, copies: Copies, there: str, done: bool
+) -> None:
+    x = value([array()] if there == "a list" else array())
+    if there == "a copy":
+        get(copies, x, 1)
+    x.stamp = Stamp.of_devices([Device(0)])
+    pending = pending_events(machine)
+    pending[0] = not done
+    before = machine.faults.calls["cuStreamWaitEvent"]
+    with Device(0), ThreadPoolExecutor(1) as pool:
+        pool.submit(get, copies, x, 1 if there == "a copy" else 0).result()
+    waited = machine.faults.calls["cuStreamWaitEvent"] - before
+    assert (waited > 0) is not done
 
 
 # -- the limit

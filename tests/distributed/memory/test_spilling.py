@@ -206,33 +206,6 @@ def test_across_processes_and_with_a_worker_killed() -> None:
 # -- what stays, and what it says
 
 
-class Stubborn:
-    """Holds an array and cannot be pickled."""
-
-    def __init__(self, n: int) -> None:
-        self.cells = full(n)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("no pickle")
-
-
-def test_a_type_that_cannot_leave_stays_and_is_named_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with threads(1 * MIB, 1) as client:
-        stubborn = client.map(Stubborn, range(3), pure=False)
-        wait(stubborn)
-        futures = client.map(full, range(16), pure=False)
-        sums = client.map(lambda x: int(x.sum()), futures)
-        assert client.gather(sums) == [n * 16384 for n in range(16)]
-        cells = client.map(lambda one: int(one.cells.sum()), stubborn)
-        assert client.gather(cells) == [0, 16384, 2 * 16384]
-    said = [record.getMessage() for record in caplog.records]
-    assert sum("Stubborn stay on their devices" in text for text in said) <= 1
-    (spilled,) = [text for text in said if "holds more than its limit" in text]
-    assert spilled.startswith("worker ")
-
-
 def test_memory_of_others_is_felt() -> None:
     with threads(2 * MIB, 1) as client:
         futures = client.map(full, range(8), pure=False)

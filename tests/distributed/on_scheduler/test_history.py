@@ -18,7 +18,7 @@ from dask_devctx import Device, DevicePlugin, devices
 from dask_devctx.scheduler.counts import METRIC, Counts, PastCounts
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import HISTORY, SHARE
-from dask_devctx.scheduler.rows import Copy, DeviceCounts, Incident, Sample, TaskRun, Transfer
+from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.worker.metrics.history import Ring
 from tests.distributed.devices import on_cluster, with_plugin
@@ -31,13 +31,6 @@ def nap(seconds: float, *inputs: object) -> SimulatedArray:
 
 def fail() -> None:
     raise ZeroDivisionError
-
-
-def run_out(n: list[int]) -> int:
-    if n:
-        n.pop()
-        raise RuntimeError("CUDA out of memory on purpose")
-    return 1
 
 
 def history_of(scheduler: Any) -> DeviceHistory:
@@ -99,26 +92,6 @@ async def test_tasks_with_their_devices_and_waits(client: Any, scheduler: Any) -
         assert row.prefix == row.key.split("-")[0]
         assert row.start <= row.stop
         assert abs(row.stop - time.time()) < 30
-
-
-@with_plugin(devices=[0, 1])
-async def test_copies_and_retries(client: Any, scheduler: Any) -> None:
-    with dask.annotate(device=1):
-        made = client.submit(nap, 0.0, key="made")
-    with dask.annotate(device=0):
-        await client.submit(nap, 0.0, made)
-    with dask.annotate(device=1):
-        assert await client.submit(run_out, [1], key="tight-1") == 1
-    rows = await all_rows(scheduler)
-    (copy,) = [row for row in rows if isinstance(row, Copy) and row.transport == "peer"]
-    assert (copy.source, copy.destination) == (Device(1).uuid, Device(0).uuid)
-    assert (copy.nbytes, copy.transport) == (80_000, "peer")
-    assert (copy.timed, copy.rate) == (False, None)  # it is too small
-    (retry,) = [row for row in rows if isinstance(row, Incident)]
-    assert (retry.what, retry.key, retry.uuid) == ("out-of-memory", "tight-1", Device(1).uuid)
-    assert "RuntimeError: CUDA out of memory on purpose" in retry.text
-    (tight,) = [row for row in rows if getattr(row, "key", "") == "tight-1" and row is not retry]
-    assert tight.memory_s > 0
 
 
 @with_plugin(devices=[0, 1])

@@ -20,10 +20,6 @@ from dask._task_spec import Task
 from distributed import (
     Event,
     Reschedule,
-    get_client,
-    rejoin,
-    secede,
-    worker_client,
 )
 from distributed.utils_test import async_poll_for, wait_for_state
 from distributed.worker_state_machine import ComputeTaskEvent, FreeKeysEvent
@@ -338,40 +334,6 @@ async def test_actors(client: Any, worker: Any) -> None:
         assert await actor.weight == 1
         assert await actor.where == 3
     assert type(worker.state.actors[actor.key]) is Model
-
-
-@with_plugin()
-async def test_worker_client_and_get_client(client: Any) -> None:
-    def outer() -> Any:
-        before = here()
-        with worker_client() as inside:
-            during = here()
-            with dask.annotate(device=2):
-                there = inside.submit(here, pure=False).result()
-        with dask.annotate(device=0):
-            other = get_client().submit(here, pure=False)
-        return before, during, there, other.result(), here()
-
-    with dask.annotate(device=3):
-        assert await client.submit(outer) == (3, 3, 2, 0, 3)
-
-
-@with_plugin(tasks_per_device=1)
-async def test_secede_and_rejoin(client: Any) -> None:
-    def leaves() -> Any:
-        before = here()
-        secede()
-        inner = get_client().submit(here, pure=False)  # needs the thread that this one leaves
-        during = here()
-        there = inner.result()
-        rejoin()
-        return before, during, there, here()
-
-    with dask.annotate(device=1):
-        futures = [client.submit(leaves, pure=False) for _ in range(3)]
-    for before, during, there, after in await client.gather(futures):
-        assert (before, during, after) == (1, 1, 1)
-        assert there in range(4)
 
 
 @pytest.mark.filterwarnings("ignore:(Dask annotations|dask.dataframe drops)")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dask_devctx import Device, devices, report
 from dask_devctx.annotations import Request, requested_device
+from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim, share_units
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import (
@@ -156,6 +157,32 @@ def test_round_robin_on_ties(make: Callable[..., Keyed]) -> None:
         placed.append(placement.put(turn, "f", "auto").device_id)
         placement.drop_task(turn)
     assert placed == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
+def test_durations_by_prefix(make: Callable[..., Keyed]) -> None:
+    placement = make()
+    placement.record_duration("long", 10.0)
+    placement.record_duration("short", 0.1)
+    first = placement.put("a", "long", 0)
+    for key in ("b", "c", "d"):
+        for device in (1, 2, 3):
+            placement.put((key, device), "short", device)
+    # Nine short ones queue elsewhere, three a device, and still end before the long one.
+    assert placement.put("next", "short", "auto") is not first
+
+
+def test_inputs_draw_a_task_to_them(make: Callable[..., Keyed]) -> None:
+    placement = make()
+    inputs = [Found({Device(2): nbytes}) for nbytes in (10**9, 10**6)]
+    assert placement.put("x", "f", "auto", inputs) is Device(2)
+    assert placement.put("y", "f", "auto", []) is not Device(2)
+
+
+def test_full_devices_come_last(make: Callable[..., Keyed], machine: SimulatedMachine) -> None:
+    for gpu in machine.gpus[:3]:
+        gpu.used_memory = gpu.total_memory - 2**20
+    placement = make()
+    assert {placement.put(key, "f", "auto") for key in range(4)} == {Device(3)}
 
 
 def test_a_policy_of_ones_own(make: Callable[..., Keyed]) -> None:

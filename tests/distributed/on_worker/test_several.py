@@ -16,7 +16,7 @@ from typing import Any
 import dask
 import numpy as np
 import pytest
-from distributed import Worker, get_worker, secede, worker_client
+from distributed import Worker, get_worker, secede
 
 from dask_devctx import (
     Device,
@@ -456,20 +456,6 @@ async def test_an_actor_keeps_its_devices(client: Any, worker: Any) -> None:
     del actor
     gc.collect()  # its futures refer to each other
     assert await waiting == (1,)
-    await nothing_held(worker)
-
-
-@with_plugin()
-async def test_a_task_that_waits_for_its_own_tasks_gives_its_devices_to_them(
-    client: Any, worker: Any
-) -> None:
-    def outer() -> tuple[int, ...]:
-        with worker_client() as inner, dask.annotate(devices="all"):
-            result: tuple[int, ...] = inner.submit(mine).result(20)
-        return result
-
-    with dask.annotate(devices="all"):
-        assert await client.submit(outer) == (0, 1, 2, 3)
     await nothing_held(worker)
 
 
