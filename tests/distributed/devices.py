@@ -19,7 +19,6 @@ from dask_devctx.config.options import SETTINGS, fold_rmm
 
 
 def here(*_: object) -> int | None:
-    """Return the ordinal of the device that is current."""
     device = Device.current()
     return None if device is None else device.device_id
 

@@ -38,7 +38,6 @@ def first_device(dask_worker: Worker) -> int:
 
 
 def transfers(dask_worker: Worker) -> dict[str, int]:
-    """How many transfers a worker counted, by their ways."""
     found: dict[str, int] = {}
     for row in dask_worker.metrics["devctx-ipc"](dask_worker):
         found[row["transport"]] = found.get(row["transport"], 0) + row["copies"]
@@ -83,7 +82,6 @@ def last_on_the_host(value: SimulatedArray) -> float:
 
 
 def last(value: SimulatedArray) -> tuple[float, bool]:
-    """The last element, and whether the array is on the device of the task."""
     return float(value[-1].item()), value.device is Device.current()
 
 
@@ -167,7 +165,6 @@ def when_paused(client: Client, worker: str, timeout_s: float = 20.0) -> None:
 
 
 def until(condition: Callable[[], Any], within_s: float) -> bool:
-    """Return whether a condition becomes true in time."""
     end = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > end:
@@ -217,7 +214,6 @@ def staging_nbytes(dask_worker: Worker) -> int:
 
 
 async def given_back(dask_worker: Worker) -> int:
-    """Give unused staging memory back; return the bytes that remain."""
     await dask_worker.plugins["devctx"].extension.peers.give_back()
     return staging_nbytes(dask_worker)
 

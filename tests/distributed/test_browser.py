@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,40 @@ from distributed import Client, wait
 
 from dask_devctx import report
 from dask_devctx.simulated_array import SimulatedArray
-from tests.distributed import browsers
 from tests.distributed.devices import started
 
+
+def missing() -> str | None:
+    if not shutil.which("chromium") or not shutil.which("chromedriver"):
+        return "no browser: apt-get install chromium chromium-driver"
+    return None
+
+
+@contextmanager
+def browser(width: int, height: int) -> Iterator[Any]:
+    pytest.importorskip("selenium")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = str(shutil.which("chromium"))
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.add_argument(f"--window-size={width},{height}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(str(shutil.which("chromedriver")))
+    opened = webdriver.Chrome(options=options, service=service)
+    try:
+        yield opened
+    finally:
+        opened.quit()
+
+
+def errors_of(opened: Any) -> list[str]:
+    return [line["message"] for line in opened.get_log("browser") if line["level"] == "SEVERE"]
+
+
 pytest.importorskip("bokeh")
-pytestmark = pytest.mark.skipif(browsers.missing() is not None, reason=str(browsers.missing()))
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 # Returns the rows of a plot's renderer that has all of some columns.
 ROWS = """
@@ -67,7 +98,6 @@ def fails() -> None:
 
 
 def run_job(client: Client, name: str) -> list[Any]:
-    """Make a value on each device, and add it to the next device's; return the results."""
     values = []
     for device in range(4):
         with dask.annotate(device=device):
@@ -84,7 +114,6 @@ def run_job(client: Client, name: str) -> list[Any]:
 
 
 def until(read: Callable[[], Any], accept: Callable[[Any], Any], timeout: float = 20) -> Any:
-    """Return the first answer that is accepted."""
     deadline = time.monotonic() + timeout
     while not accept(answer := read()):
         assert time.monotonic() < deadline, answer
@@ -94,7 +123,7 @@ def until(read: Callable[[], Any], accept: Callable[[Any], Any], timeout: float 
 
 def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
     url = client.dashboard_link.replace("/status", "/devices")
-    with browsers.browser(1280, 900) as page:
+    with browser(1280, 900) as page:
         page.get(f"{url}?theme=light")
         values = run_job(client, "first")
         failed = client.submit(fails, key="fails-1")
@@ -183,16 +212,16 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
                     assert box["height"] >= 150
                     assert box["shown"][0] <= box["width"] + 1
                     assert box["shown"][1] <= box["height"] + 1
-        assert browsers.errors(page) == []
+        assert errors_of(page) == []
 
 
 def test_a_plot_alone(client: Client) -> None:
     run_job(client, "first")
-    with browsers.browser(800, 600) as page:
+    with browser(800, 600) as page:
         page.get(client.dashboard_link.replace("/status", "/individual-device-transfers"))
         until(
             lambda: page.execute_script(ROWS, "device_transfers", "nbytes"),
             lambda rows: rows and rows[0],
         )
         assert page.execute_script("return document.documentElement.scrollHeight") <= 600
-        assert browsers.errors(page) == []
+        assert errors_of(page) == []

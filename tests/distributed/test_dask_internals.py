@@ -218,8 +218,6 @@ def blocks() -> None:
 
 
 class StandIn(TaskStandIn):
-    """Calls the task with one more."""
-
     __slots__ = ("is_coro", "task")
 
     def __init__(self, task: Any) -> None:

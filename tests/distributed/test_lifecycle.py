@@ -46,7 +46,6 @@ from tests.distributed.peers import configured
 
 
 def state_of(worker: Worker) -> Any:
-    """What the plugin changes of a worker."""
     return (
         dict(worker.executors),
         dict(worker.handlers),
@@ -167,8 +166,6 @@ async def test_a_worker_that_closes_has_its_values_to_the_end(client: Any, *work
 
 
 def no_gpus() -> Any:
-    """A machine without NVML and without a driver."""
-
     def refuse(*_: object) -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 

@@ -103,7 +103,6 @@ def same(here: Any, there: Any) -> bool:
 
 
 def _t() -> Any:
-    """Return a tensor of 4 by 6."""
     return torch.arange(24.0, device="cuda").reshape(4, 6) / 7
 
 
@@ -209,8 +208,6 @@ def _use_schedule(schedule: Any) -> Any:
 
 
 class Holder:
-    """A plain object of a user's."""
-
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
         self.by_name = dict(zip("abc", parts, strict=False))
@@ -445,7 +442,6 @@ KINDS = {
 
 
 def make(name: str) -> Any:
-    """Return a value of a kind, on the current device."""
     return KINDS[name].make()
 
 

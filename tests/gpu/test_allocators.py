@@ -36,7 +36,6 @@ def installed() -> list[str]:
 
 
 def allocate(libraries: list[str]) -> dict[str, Any]:
-    """Allocate with each library, and return how it did so, and on which device."""
     from dask_devctx import Device
 
     device = Device.current()
@@ -63,7 +62,6 @@ def allocate(libraries: list[str]) -> dict[str, Any]:
 
 
 def resources(dask_worker: Any) -> dict[str, list[str]]:
-    """Return the resource of each device of the worker, and those below it."""
     from rmm import mr
 
     found = {}

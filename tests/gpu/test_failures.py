@@ -40,7 +40,6 @@ def pid_after(number: int, seconds: float = 0.01) -> tuple[int, int]:
 
 
 def square_sum(number: int) -> tuple[int, int, int]:
-    """Compute on the device; return the number, the sum, and the device where it was."""
     import cupy
 
     values = cupy.arange(1000, dtype=cupy.int64) + number
@@ -95,7 +94,6 @@ def describe(error: BaseException | None) -> dict[str, Any]:
 
 
 def failing() -> dict[str, Any]:
-    """A bad kernel among good tasks on both devices."""
     import dask
 
     with ExitStack() as stack:

@@ -26,8 +26,6 @@ BREAKS = 20
 
 
 class Pair:
-    """A cluster of two workers."""
-
     def __init__(self) -> None:
         import dask
         from distributed import Client

@@ -67,7 +67,6 @@ LIBRARIES = {cupy_view: "cupy", torch_tensor: "torch", torch_module: "torch"}
 
 
 def plain(value: Any) -> Any:
-    """Return the bytes of a value."""
     if isinstance(value, list):
         return [plain(one) for one in value]
     if hasattr(value, "state_dict"):

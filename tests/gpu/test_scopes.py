@@ -38,7 +38,6 @@ def current():
 
 
 def scope_of(name, ordinal):
-    """A library's own scope."""
     if name == "torch":
         import torch
 

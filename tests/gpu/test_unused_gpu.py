@@ -59,7 +59,6 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def active(dask_worker: Any) -> list[int]:
-    """Return the ordinals of the GPUs that have a context."""
     from dask_devctx import Device, devices
 
     gc.collect()

@@ -32,7 +32,6 @@ LAYOUTS: dict[str, tuple[dict[str, Any], pytest.MarkDecorator]] = {
 
 
 def leave(key: str, to_disk: bool, dask_worker: Any) -> bool:
-    """Let a value leave its device; return whether it did."""
     data = dask_worker.data
     if to_disk:
         data.fast.evict(key)

@@ -105,7 +105,6 @@ def test_workers_of_a_machine_share_it_out(address: str) -> None:
 
 
 def lines_of(*command: str, **env: str) -> list[str]:
-    """Return the lines of a command that must end with an error, and without a traceback."""
     with dask_command(*command, env=env) as worker:
         assert worker.ends() != 0
     assert "Traceback" not in worker.said

@@ -260,7 +260,6 @@ def _here() -> int:
 
 @pytest.fixture
 def two_held() -> Iterator[None]:
-    """Another cluster holds the first two devices."""
     lease = acquire(
         devices()[:2], 2, holder=f"worker w of {OTHER}", directory=config.get("lock-directory")
     )

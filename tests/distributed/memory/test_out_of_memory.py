@@ -159,7 +159,6 @@ def test_the_error_has_the_numbers() -> None:
 
 
 def alone(x: SimulatedArray) -> tuple[int, int]:
-    """The sum of a piece, and the size of its allocation."""
     _, nbytes = memory(x)
     return int(x.sum()), nbytes
 

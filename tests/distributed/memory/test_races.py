@@ -25,7 +25,6 @@ from tests.distributed.memory.test_spilling import MIB, full, threads
 
 
 def worker_of(client: Client) -> Any:
-    """The one worker, which is in this process."""
     cluster: Any = client.cluster
     (worker,) = cluster.workers.values()
     return worker
@@ -38,7 +37,6 @@ def memory_of(client: Client) -> Spill:
 
 @contextmanager
 def one_value(**how: Any) -> Iterator[tuple[Client, Future, Spill, Any, Value]]:
-    """A value on the one device of a worker: with its future, and as the worker keeps it."""
     with threads(2 * MIB, 1, **how) as client:
         made = client.submit(full, 1, pure=False)
         wait(made)

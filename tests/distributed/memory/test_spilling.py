@@ -66,7 +66,6 @@ COUNTS = ("memory_limit", "memory_held", "memory_copies", "memory_spilled", "spi
 
 
 def counts(client: Client) -> dict[str, int]:
-    """The sum of each count over all devices."""
     found = report(client).devices
     return {name: sum(getattr(row, name) for row in found) for name in COUNTS}
 

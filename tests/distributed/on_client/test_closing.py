@@ -46,7 +46,6 @@ SLOW = ("still alive after", "Aborting reschedule")
 
 
 def said(*how: str) -> dict[str, list[str]]:
-    """Return the lines that each cluster says while it closes."""
     done = subprocess.run(
         [sys.executable, "-c", _SCRIPT, *how], capture_output=True, text=True, timeout=60
     )

@@ -375,7 +375,6 @@ INSIDE: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 
 @contextmanager
 def held(directory: Path, *ordinals: int) -> Iterator[None]:
-    """Another cluster has devices, a worker for each."""
     leases = [
         acquire([devices()[n]], 1, holder=f"worker {n} of {HOLDER}", directory=directory)
         for n in ordinals

@@ -21,8 +21,6 @@ CHANGED = {"valid_workers", "is_rootish", "check_idle_saturated"}
 
 
 class Server:
-    """An actor."""
-
     def where(self) -> int | None:
         return here()
 

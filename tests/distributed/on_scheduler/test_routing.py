@@ -64,7 +64,6 @@ def holder(cluster: LocalCluster, ordinal: int) -> Worker:
 
 
 def run_on(client: Client, device: Any, fn: Any = where, **how: Any) -> Any:
-    """Submit a function with an annotation; return its future."""
     with dask.annotate(device=device):
         return client.submit(fn, pure=False, **how)
 
@@ -95,7 +94,6 @@ def test_the_users_restrictions_hold_as_well(client: Client, cluster: LocalDevic
 
 
 def lose(cluster: LocalDeviceCluster, worker: Worker) -> None:
-    """Let the scheduler lose a worker, as by a failure."""
     remove = cluster.scheduler.remove_worker(worker.address, stimulus_id="it does not answer")
     asyncio.run_coroutine_threadsafe(remove, cluster.loop.asyncio_loop).result(10)
 
@@ -297,13 +295,11 @@ def worker_and_devices(*_: object) -> tuple[str, tuple[int, ...]]:
 
 
 async def with_devices(worker: Worker, *ordinals: int, **options: Any) -> None:
-    """Give a worker a plugin of its own."""
     uuids = [Device(n).uuid for n in ordinals]
     await worker.plugin_add(DevicePlugin(devices=uuids, **options))
 
 
 async def split(scheduler: Any, *workers: Worker) -> None:
-    """Give the first worker one device, and the second worker two."""
     await with_devices(workers[0], 3)
     await with_devices(workers[1], 0, 2)
 

@@ -21,7 +21,6 @@ CAPTURES = 40
 
 
 def capture(index: int, mode: int, blocking: bool) -> str:
-    """Capture a stream of the current device for some time; return how that ended."""
     calls = driver.backend().machine.driver
     stream = calls.cuStreamCreate(0 if blocking else 1)[1]
     calls.cuStreamBeginCapture(stream, CUstreamCaptureMode(mode))

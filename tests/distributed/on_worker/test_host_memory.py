@@ -84,7 +84,6 @@ def test_what_is_written_to_disk_waits_for_the_work_that_makes_it(
 
 
 def limits(client: Client) -> tuple[list[int], list[int]]:
-    """The limits of all workers, as they have them and as the scheduler knows them."""
     there = client.run(lambda dask_worker: dask_worker.memory_manager.memory_limit)
     known = workers_of(client).values()
     return sorted(there.values()), sorted(worker["memory_limit"] for worker in known)

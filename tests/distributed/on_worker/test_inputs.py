@@ -37,7 +37,6 @@ da = pytest.importorskip("dask.array")
 
 
 def one_worker(**plugin: Any) -> Any:
-    """One worker on this thread's loop, with the plugin."""
     return on_cluster(32, worker_kwargs={"plugins": [DevicePlugin(**plugin)]})
 
 
@@ -142,7 +141,6 @@ _gates: dict[str, threading.Event] = defaultdict(threading.Event)
 
 
 def pass_gate(name: str) -> bool:
-    """Wait until the test lets whoever is in a task go on."""
     return _gates[name].wait(10)
 
 

@@ -51,7 +51,6 @@ def later() -> int | None:
 
 
 def used(machine: SimulatedMachine) -> set[int]:
-    """The GPUs on which anything was ever made current."""
     return {gpu.index for gpu in machine.gpus if gpu.primary is not None}
 
 
@@ -290,8 +289,6 @@ async def test_a_failing_coroutine(client: Any) -> None:
 
 
 class Model:
-    """An actor that knows where it was made."""
-
     weight = 1
 
     def __init__(self, other: Any = None) -> None:

@@ -109,7 +109,6 @@ def test_of_two_that_want_most_one_gets_them(take: Callable[..., Lease]) -> None
 
 
 def left(directory: Path, scheduler: str, age_s: float = 0.0) -> None:
-    """Leave the locks of a worker that was killed."""
     directory.mkdir(mode=0o700, exist_ok=True)
     for device in devices():
         path = directory / f"{device.uuid}.lock"

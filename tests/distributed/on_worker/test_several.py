@@ -37,15 +37,12 @@ GIB = 2**30
 
 
 def mine(*_: object) -> tuple[int, ...]:
-    """Return the ordinals of this task's devices."""
     devices = task_devices()
     assert here() == devices[0].device_id
     return tuple(device.device_id for device in devices)
 
 
 class Running:
-    """The tasks on each device at a time, as the tasks themselves see it."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.now: dict[int, int] = {}
@@ -410,8 +407,6 @@ async def test_a_value_on_several_devices(client: Any, worker: Any) -> None:
 
 
 class Model:
-    """An actor of several devices."""
-
     def __init__(self) -> None:
         self.made_on = mine()
 
@@ -473,8 +468,6 @@ async def test_the_plugins_end_lets_those_that_wait_run(client: Any, worker: Any
 
 
 class Slow(Model):
-    """An actor that is made late."""
-
     def __init__(self) -> None:
         Seen.go_on.wait(20)
         super().__init__()

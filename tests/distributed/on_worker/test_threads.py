@@ -29,8 +29,6 @@ THREADS = 12
 
 
 class Running:
-    """The number of tasks that run now, and the most of them."""
-
     now = most = 0
     lock = threading.Lock()
 
