@@ -14,6 +14,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from dask_devctx import Device, device_of
+from dask_devctx.transfer import nbytes_by_device
+
 
 class Lazy:
     """A module that is imported where it is used: the table is read where no library is there."""
@@ -34,7 +37,6 @@ transformers, geometric = Lazy("transformers"), Lazy("torch_geometric.data")
 
 def numbers(value: Any) -> Any:
     """Return what a value is and has, after some work on the current device, which is its own."""
-    from dask_devctx import Device, device_of
 
     if isinstance(value, dict):
         return {str(key): numbers(one) for key, one in value.items()}
@@ -402,7 +404,6 @@ def _numba(order: str = "C") -> Any:
 
 
 def _jax() -> Any:
-    from dask_devctx import Device
 
     ordinal = Device.current().device_id  # type: ignore[union-attr]
     (found,) = [one for one in jax.local_devices() if one.local_hardware_id == ordinal]
@@ -452,8 +453,6 @@ def use(name: str, value: Any) -> Any:
 
 def use_at_home(name: str, value: Any) -> Any:
     """Return what the use gives on the device where the value is."""
-    from dask_devctx import Device
-    from dask_devctx.transfer import nbytes_by_device
 
     with next(iter(nbytes_by_device(value)), Device(0)):
         return use(name, value)
@@ -461,6 +460,5 @@ def use_at_home(name: str, value: Any) -> Any:
 
 def where(value: Any) -> list[int]:
     """Return the ordinals of the devices that a value is on."""
-    from dask_devctx.transfer import nbytes_by_device
 
     return sorted(device.device_id for device in nbytes_by_device(value))

@@ -12,8 +12,11 @@ import signal
 import sys
 from typing import Any
 
+import dask
 import pytest
+from distributed import Client
 
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, devices
 from tests.gpu.own_process import answer_of
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
@@ -36,7 +39,6 @@ def installed() -> list[str]:
 
 
 def allocate(libraries: list[str]) -> dict[str, Any]:
-    from dask_devctx import Device
 
     device = Device.current()
     assert device is not None
@@ -77,8 +79,6 @@ def resources(dask_worker: Any) -> dict[str, list[str]]:
 def allocator_and_contexts() -> list[Any]:
     import cupy
 
-    from dask_devctx import Device, devices
-
     active = [d.device_id for d in devices() if Device(d).primary_context.is_active]
     return [getattr(cupy.cuda.get_allocator(), "__name__", ""), active]
 
@@ -98,10 +98,6 @@ def total(array: Any) -> list[int]:
 
 def through_rmm() -> dict[str, Any]:
     """A pool for each worker and device, before the first task and after a restart."""
-    import dask
-    from distributed import Client
-
-    from dask_devctx import LocalDeviceCluster, devices
 
     seen: dict[str, Any] = {"libraries": installed()}
     with (
@@ -115,7 +111,9 @@ def through_rmm() -> dict[str, Any]:
         ) as cluster,
         Client(cluster) as client,
     ):
-        seen["used"] = [d.info.total_memory - (d.memory_info.free or 0) for d in devices()[:2]]
+        seen["used"] = [
+            (d.info.total_memory or 0) - (d.memory_info.free or 0) for d in devices()[:2]
+        ]
         seen["resources"] = [*client.run(resources).values()]
         seen["current"] = [*client.run(current_resource).values()]
         for moment in ("before", "after"):
@@ -142,9 +140,6 @@ def current_resource() -> str:
 
 def each_resource() -> dict[str, Any]:
     """Each kind of resource on both devices of one worker, and the earlier ones afterwards."""
-    from distributed import Client
-
-    from dask_devctx import DevicePlugin, LocalDeviceCluster
 
     kinds: dict[str, dict[str, Any]] = {
         "managed": {"rmm_managed_memory": True},
@@ -168,10 +163,6 @@ def each_resource() -> dict[str, Any]:
 
 def cupy_async() -> dict[str, Any]:
     """CuPy's asynchronous pools in a worker of the second GPU, and the usual one afterwards."""
-    import dask
-    from distributed import Client
-
-    from dask_devctx import DevicePlugin, LocalDeviceCluster
 
     seen: dict[str, Any] = {}
     with (

@@ -14,8 +14,11 @@ import time
 from contextlib import ExitStack
 from typing import Any
 
+import dask
 import pytest
+from distributed import Client
 
+from dask_devctx import LocalDeviceCluster
 from tests.gpu.own_process import answer_of
 
 pytestmark = [pytest.mark.gpu(count=1), pytest.mark.timeout(320)]
@@ -73,9 +76,6 @@ def allocate(library: str, nbytes: int) -> int:
 
 
 def start(stack: ExitStack) -> Any:
-    from distributed import Client
-
-    from dask_devctx import LocalDeviceCluster
 
     cluster = stack.enter_context(LocalDeviceCluster(n_workers=1, dashboard_address=":0"))
     return stack.enter_context(Client(cluster))
@@ -94,7 +94,6 @@ def describe(error: BaseException | None) -> dict[str, Any]:
 
 
 def failing() -> dict[str, Any]:
-    import dask
 
     with ExitStack() as stack:
         client = start(stack)
@@ -119,7 +118,6 @@ def failing() -> dict[str, Any]:
 
 
 def one_tebibyte(library: str) -> dict[str, Any]:
-    import dask
 
     with ExitStack() as stack:
         client = start(stack)

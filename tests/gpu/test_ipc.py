@@ -12,8 +12,12 @@ import sys
 import time
 from typing import Any
 
+import dask
 import pytest
+from distributed import Client, wait
 
+from dask_devctx import LocalDeviceCluster, devices, report
+from dask_devctx.transfer.ipc.lanes import Lane
 from tests.gpu.own_process import answer_of, first_device
 
 pytestmark = [pytest.mark.gpu(count=1), pytest.mark.timeout(320)]
@@ -27,10 +31,6 @@ BREAKS = 20
 
 class Pair:
     def __init__(self) -> None:
-        import dask
-        from distributed import Client
-
-        from dask_devctx import LocalDeviceCluster, devices
 
         dask.config.set({"distributed.comm.timeouts.connect": "5s"})
         one = {"devices": [0], "shared": True}
@@ -75,7 +75,6 @@ class Pair:
                 time.sleep(0.2)
 
     def ways(self) -> dict[str, int]:
-        from dask_devctx import report
 
         found: dict[str, int] = {}
         for row in report(self.client).transfers:
@@ -84,7 +83,6 @@ class Pair:
 
     def reasons(self) -> list[str]:
         """Return the reasons why values went through the host."""
-        from dask_devctx import report
 
         return [
             row.reason or "unknown"
@@ -152,13 +150,11 @@ def least(x: Any) -> float:
 
 
 def leave_out(name: str) -> None:
-    from dask_devctx.transfer.ipc.lanes import Lane
 
     setattr(Lane, name, lambda self, *args: None)
 
 
 def order(left_out: str) -> Any:
-    from distributed import wait
 
     pair = Pair()
     pair.meet()
@@ -189,7 +185,6 @@ def illegal() -> None:
 
 
 def broken(how: str) -> Any:
-    from distributed import wait
 
     pair = Pair()
     wrong = killed_others = 0

@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
+from distributed import Client
 
+from dask_devctx import LocalDeviceCluster, report, timeline
 from tests.gpu.own_process import answer_of
 
 pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
 
 
 def observe(n_workers: int) -> dict[str, Any]:
-    import tempfile
-    import time
 
     import cupy
-    import dask
     import pynvml
-    from distributed import Client
-
-    from dask_devctx import LocalDeviceCluster, report, timeline
 
     def work(seconds: float) -> Any:
         x = cupy.random.random((4096, 4096), dtype="float32")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from distributed import Client
 
 from dask_devctx import LocalDeviceCluster
 from tests.gpu.own_process import answer_of
@@ -23,7 +24,6 @@ def numbers() -> Any:
 def rechunk(shape: dict[str, Any], chunk: int) -> dict[str, Any]:
     import cupy
     import dask.array as da
-    from distributed import Client
 
     def seen(x: Any, expected: Any) -> tuple[str, bool, bool]:
         return (

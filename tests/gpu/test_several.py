@@ -16,7 +16,9 @@ import dask
 import pytest
 from distributed import Client
 
-from dask_devctx import Device, LocalDeviceCluster, task_devices
+from dask_devctx import Device, LocalDeviceCluster, driver, task_devices
+from dask_devctx.cuda.inspection import link_rank
+from dask_devctx.driver import backends
 from tests.gpu.own_process import answer_of
 
 pytestmark = pytest.mark.timeout(320)
@@ -164,9 +166,6 @@ def test_work_of_several_gpus_beside_that_of_one(name: str, count: int) -> None:
 
 @pytest.mark.gpu(count=2)
 def test_the_driver_ranks_links() -> None:
-    from dask_devctx import driver
-    from dask_devctx.cuda.inspection import link_rank
-    from dask_devctx.driver import backends
 
     with driver.use(backends.real()):
         rank = link_rank(Device(0), Device(1))

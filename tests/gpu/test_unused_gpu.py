@@ -16,8 +16,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import dask
 import pytest
+from distributed import Client
 
+from dask_devctx import Device, LocalDeviceCluster, devices
 from tests.gpu.kinds import make
 from tests.gpu.own_process import answer_of
 
@@ -41,8 +44,6 @@ def make_rmm() -> Any:
     import rmm.mr
     from rmm.allocators.cupy import rmm_cupy_allocator
 
-    from dask_devctx import Device
-
     ordinal = Device.current().device_id  # type: ignore[union-attr]
     rmm.mr.set_per_device_resource(ordinal, rmm.mr.CudaAsyncMemoryResource())
     with cupy.cuda.using_allocator(rmm_cupy_allocator):
@@ -59,7 +60,6 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def active(dask_worker: Any) -> list[int]:
-    from dask_devctx import Device, devices
 
     gc.collect()
     return [d.device_id for d in devices() if Device(d).primary_context.is_active]
@@ -74,10 +74,6 @@ def read(array: Any) -> Any:
 
 
 def send_everything() -> dict[str, Any]:
-    import dask
-    from distributed import Client
-
-    from dask_devctx import LocalDeviceCluster
 
     seen: dict[str, Any] = {}
     for name, make_it in KINDS.items():

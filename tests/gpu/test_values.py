@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import dask
 import numpy as np
 import pytest
+from distributed import Client, wait
 
-from dask_devctx import Device
+from dask_devctx import Device, LocalDeviceCluster, report
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
 from tests.gpu.kinds import KINDS, make, missing, same, use, use_at_home, where
 from tests.gpu.own_process import answer_of, first_device
@@ -42,10 +44,6 @@ def leave(key: str, to_disk: bool, dask_worker: Any) -> bool:
 
 
 def pass_everything(layout: str) -> dict[str, Any]:
-    import dask
-    from distributed import Client, wait
-
-    from dask_devctx import LocalDeviceCluster, report
 
     def by_ipc() -> int:
         return sum(row.copies for row in report(client).transfers if row.transport == "ipc")
