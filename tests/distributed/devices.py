@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ import dask
 from distributed import Client, LocalCluster, Worker
 from distributed.utils_test import gen_cluster
 
-from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, driver
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import SETTINGS, fold_rmm
 
@@ -21,6 +22,25 @@ from dask_devctx.config.options import SETTINGS, fold_rmm
 def here(*_: object) -> int | None:
     device = Device.current()
     return None if device is None else device.device_id
+
+
+def uuid_here(*_: object) -> str | None:
+    device = Device.current()
+    return None if device is None else device.uuid
+
+
+def of_worker(dask_worker: Worker) -> list[int]:
+    plugin = dask_worker.plugins.get("devctx")  # a worker that closes has removed it
+    return [device.device_id for device in plugin.worker_devices] if plugin else []
+
+
+def nap(seconds: float, *_: object) -> SimulatedArray:
+    time.sleep(seconds)
+    return SimulatedArray((100, 100))
+
+
+def fail() -> None:
+    raise ZeroDivisionError
 
 
 def current_context() -> int:

@@ -17,9 +17,10 @@ import pytest
 from click.testing import CliRunner, Result
 from distributed import Client, LocalCluster, wait
 
-from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, report
+from dask_devctx import Device, LocalDeviceCluster, report
 from dask_devctx.cli import devctx
 from dask_devctx.errors.base import nbytes_text
+from tests.distributed.devices import nap
 
 IN_THIS_PROCESS: dict[str, Any] = {
     "protocol": "tcp",
@@ -43,11 +44,6 @@ def client() -> Iterator[Client]:
 
 def address_of(client: Client) -> str:
     return str(client.scheduler.address)
-
-
-def nap(seconds: float) -> SimulatedArray:
-    time.sleep(seconds)
-    return SimulatedArray((100, 100))
 
 
 def test_the_state_is_printed_once(client: Client) -> None:

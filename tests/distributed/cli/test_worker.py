@@ -27,6 +27,7 @@ from dask_devctx.cli.worker import option_names, worker
 from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.worker.leases.lease import acquire
 from tests.distributed.commands import dask_command
+from tests.distributed.devices import here
 
 installed = pytest.mark.skipif(
     not entry_points(group="dask_cli", name="devctx"),
@@ -243,19 +244,13 @@ def test_workers_run_and_end(scheduler: LocalCluster) -> None:
         assert sorted(used for _, used, _ in found) == [[1], [3]]
         assert {nthreads for _, _, nthreads in found} == {8}
         with dask.annotate(device=3):
-            assert client.submit(_here, pure=False).result(timeout=30) == 3
+            assert client.submit(here, pure=False).result(timeout=30) == 3
         children = psutil.Process(workers.process.pid).children(recursive=True)
         assert len(children) >= 2
         workers.process.send_signal(signal.SIGINT)  # Ctrl-C
         assert workers.ends() == 0, workers.said
         _, alive = psutil.wait_procs(children, timeout=10)
         assert alive == []
-
-
-def _here() -> int:
-    device = Device.current()
-    assert device is not None
-    return device.device_id
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from dask_devctx import (
 )
 from dask_devctx.client.arguments import NOT_NEEDED, visible_device, without_dask_cudas
 from dask_devctx.driver.simulated import SimulatedMachine
+from tests.distributed.devices import uuid_here
 from tests.distributed.on_client.test_cluster import QUIET, ordinals
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -62,13 +63,7 @@ def test_the_workers_processes_have_the_variable() -> None:
     with LocalDeviceCluster(**arguments) as cluster, Client(cluster) as client:
         assert [*client.run(sees).values()] == [("3,1", uuids)] * 2
         with dask.annotate(device=0):  # the first of those that the workers see
-            assert client.submit(_current_uuid, pure=False).result() == uuids[0]
-
-
-def _current_uuid() -> str:
-    device = Device.current()
-    assert device is not None
-    return device.uuid
+            assert client.submit(uuid_here, pure=False).result() == uuids[0]
 
 
 def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> None:

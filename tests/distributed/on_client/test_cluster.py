@@ -33,7 +33,7 @@ from dask_devctx.config.options import OPTION_NAMES
 from dask_devctx.cuda.inspection import answer
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.lease import acquire
-from tests.distributed.devices import started
+from tests.distributed.devices import here, of_worker, started
 
 QUIET: dict[str, Any] = {"processes": False, "dashboard_address": ":0"}
 
@@ -215,7 +215,7 @@ def test_asynchronously(lock_directory: Path, monkeypatch: pytest.MonkeyPatch) -
         ):
             assert ordinals(cluster) == [[0, 1], [2, 3]]
             with dask.annotate(device=3):
-                assert await client.submit(_where, pure=False) == 3
+                assert await client.submit(here, pure=False) == 3
         share = acquire(devices(), 1, holder="somebody", directory=lock_directory)
         monkeypatch.setattr(layout, "held_devices", lambda devices, **how: {})
         cluster = LocalDeviceCluster(n_workers=4, asynchronous=True, **QUIET)
@@ -237,7 +237,7 @@ def test_scaling() -> None:
         cluster.scale(4)
         client.wait_for_workers(4, timeout=10)
         with dask.annotate(device=3):  # before the last has said what it has, maybe
-            assert client.submit(_where, pure=False).result(timeout=10) == 3
+            assert client.submit(here, pure=False).result(timeout=10) == 3
         until_there_are(cluster, 4)
         assert ordinals(cluster) == [[0], [1], [2], [3]]
         cluster.scale(2)
@@ -290,7 +290,7 @@ def test_adapting() -> None:
         cluster: Any = client.cluster
         adaptive = cluster.adapt(interval="20ms")
         assert adaptive.maximum == 2
-        futures = client.map(lambda _: time.sleep(0.05) or _where(), range(200), pure=False)
+        futures = client.map(lambda _: time.sleep(0.05) or here(), range(200), pure=False)
         assert set(client.gather(futures)) == {0, 1, 2, 3}
         assert ordinals(cluster) == [[0, 1], [2, 3]]
 
@@ -333,17 +333,11 @@ def test_devices_that_were_in_use_are_taken_when_they_are_free(
         else:
             cluster.scale(3)
         time.sleep(0.5)
-        assert client.submit(_where, pure=False).result(timeout=10) == 3
+        assert client.submit(here, pure=False).result(timeout=10) == 3
         share.release()
         if how == "scale":
             cluster.scale(3)
         client.wait_for_workers(3, timeout=10)
-
-
-def _where() -> int:
-    device = Device.current()
-    assert device is not None
-    return device.device_id
 
 
 @pytest.mark.parametrize("processes", [False, True])
@@ -384,10 +378,6 @@ def held(directory: Path, *ordinals: int) -> Iterator[None]:
     finally:
         for lease in leases:
             lease.release()
-
-
-def of_worker(dask_worker: Worker) -> list[int]:
-    return [device.device_id for device in dask_worker.plugins["devctx"].worker_devices]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from dask_devctx import (
     timeline,
 )
 from dask_devctx.client.report import Report, ReportedDevice
-from tests.distributed.devices import started
+from tests.distributed.devices import fail, started
 
 
 @pytest.fixture
@@ -47,10 +47,6 @@ def nap(seconds: float) -> int:
     device = Device.current()
     assert device is not None
     return device.device_id
-
-
-def fail() -> None:
-    raise ZeroDivisionError
 
 
 def run_some(client: Client) -> dict[str, int]:

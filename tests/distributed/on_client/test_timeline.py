@@ -15,14 +15,13 @@ from distributed import Client, wait
 
 from dask_devctx import (
     LocalDeviceCluster,
-    SimulatedArray,
     report,
     timeline,
 )
 from dask_devctx.client.trace_events import Stretch, trace
 from dask_devctx.scheduler.history import KnownDevice, KnownWorker
 from dask_devctx.scheduler.rows import Copy, Sample, TaskRun
-from tests.distributed.devices import started
+from tests.distributed.devices import fail, nap, started
 from tests.distributed.traces import assert_equal, check, checked, lanes, slices
 
 
@@ -30,15 +29,6 @@ from tests.distributed.traces import assert_equal, check, checked, lanes, slices
 def client() -> Iterator[Client]:
     with started(n_workers=1, tasks_per_device=2) as client:
         yield client
-
-
-def nap(seconds: float, *inputs: object) -> SimulatedArray:
-    time.sleep(seconds)
-    return SimulatedArray((100, 100))
-
-
-def fail() -> None:
-    raise ZeroDivisionError
 
 
 def run_some(client: Client) -> None:

@@ -14,16 +14,10 @@ from distributed.utils_test import captured_logger
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.scheduler import routing
 from dask_devctx.scheduler.messages import ANNOUNCE, KEEP, REFUSE, WITHDRAW
-from tests.distributed.devices import on_cluster
+from tests.distributed.devices import on_cluster, uuid_here
 
 UUIDS = [f"GPU-b33ebc8{n}-95a3-9648-c914-5259efe7a11e" for n in range(2)]
 SEEN = [{"device_id": n, "uuid": uuid} for n, uuid in enumerate(UUIDS)]
-
-
-def here(*_: object) -> str:
-    device = Device.current()
-    assert device is not None
-    return device.uuid
 
 
 KEPT: dict[str, Any] = {"unannotated": "assign", "place": 1.0, "left": {}, "keys": []}
@@ -82,9 +76,9 @@ async def _all_is_well(client: Client) -> None:
     for ordinal in range(4):
         for name in (ordinal, Device(ordinal).uuid):
             with dask.annotate(device=name):
-                assert await client.submit(here, pure=False) == Device(ordinal).uuid
+                assert await client.submit(uuid_here, pure=False) == Device(ordinal).uuid
     with dask.annotate(device=UUIDS[0]), pytest.raises(DeviceNotFoundError):
-        await client.submit(here, pure=False)
+        await client.submit(uuid_here, pure=False)
 
 
 def _log() -> list[str]:
@@ -108,7 +102,7 @@ async def test_a_worker_may_announce_before_it_joins(
     await a.plugin_add(DevicePlugin(devices=[0, 1]))
     async with Worker(scheduler.address, plugins=[DevicePlugin(devices=[3])]) as late:
         with dask.annotate(device=Device(3).uuid):
-            future = client.submit(here, pure=False)
+            future = client.submit(uuid_here, pure=False)
             assert await future == Device(3).uuid
         assert next(iter(scheduler.tasks[future.key].who_has)).address == late.address
 
@@ -133,4 +127,4 @@ async def test_a_scheduler_that_was_not_reached_is_told_again(
             await asyncio.sleep(0.05)
     assert "Tasks that name a device" not in log.getvalue()
     with dask.annotate(device=Device(2).uuid):
-        assert await client.submit(here) == Device(2).uuid
+        assert await client.submit(uuid_here) == Device(2).uuid

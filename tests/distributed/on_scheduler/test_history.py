@@ -19,18 +19,8 @@ from dask_devctx.scheduler.counts import METRIC, Counts, PastCounts
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import HISTORY, SHARE
 from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer
-from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.worker.metrics.history import Ring
-from tests.distributed.devices import on_cluster, with_plugin
-
-
-def nap(seconds: float, *inputs: object) -> SimulatedArray:
-    time.sleep(seconds)
-    return SimulatedArray((100, 100))
-
-
-def fail() -> None:
-    raise ZeroDivisionError
+from tests.distributed.devices import fail, nap, on_cluster, with_plugin
 
 
 def history_of(scheduler: Any) -> DeviceHistory:

@@ -25,13 +25,7 @@ from dask_devctx import (
     task_devices,
 )
 from dask_devctx.annotations.names import mistaken
-from tests.distributed.devices import on_cluster, started, worker_with
-
-
-def where(*_: object) -> str:
-    device = Device.current()
-    assert device is not None
-    return device.uuid
+from tests.distributed.devices import on_cluster, started, uuid_here, worker_with
 
 
 def worker_and_device() -> tuple[str, int]:
@@ -63,7 +57,7 @@ def holder(cluster: LocalCluster, ordinal: int) -> Worker:
     return worker_with(cluster.workers.values(), ordinal)
 
 
-def run_on(client: Client, device: Any, fn: Any = where, **how: Any) -> Any:
+def run_on(client: Client, device: Any, fn: Any = uuid_here, **how: Any) -> Any:
     with dask.annotate(device=device):
         return client.submit(fn, pure=False, **how)
 
@@ -126,7 +120,7 @@ def test_a_task_whose_worker_was_scaled_away_fails_at_once(how: str) -> None:
         leaving, go = holder(cluster, 3), Event("go")
         blocker = client.submit(go.wait, workers=[holder(cluster, 0).address], pure=False)
         with dask.annotate(device=3):
-            later = client.submit(lambda _: where(), blocker, pure=False)
+            later = client.submit(lambda _: uuid_here(), blocker, pure=False)
         if how == "retire":
             client.retire_workers([leaving.address], close_workers=True)
         elif how == "scale":
@@ -166,7 +160,7 @@ def test_registering_on_a_live_cluster_brings_the_routing() -> None:
         go = Event("go")
         first = client.submit(go.wait, pure=False)
         with dask.annotate(device=3):
-            there_already = client.submit(where, first)
+            there_already = client.submit(uuid_here, first)
         client.register_plugin(DevicePlugin(devices_per_worker=2))
         go.set()
         assert there_already.result(timeout=10) == Device(3).uuid
@@ -244,7 +238,7 @@ def test_annotations_that_seem_to_name_a_device_are_told_of_once(
         warnings.simplefilter("always")
         for _ in range(3):
             with dask.annotate(**{name: 1}):
-                assert client.submit(where, pure=False).result(timeout=10)
+                assert client.submit(uuid_here, pure=False).result(timeout=10)
         time.sleep(0.1)  # the client hears of the warning
     (warning,) = caught
     events = [event for _, event in client.get_events("devctx")]

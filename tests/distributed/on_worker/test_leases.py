@@ -26,7 +26,7 @@ from dask_devctx import (
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.leases.lease import Lease, acquire, holders
 from dask_devctx.worker.leases.locks import LockDirectory
-from tests.distributed.devices import here, on_cluster, started
+from tests.distributed.devices import here, of_worker, on_cluster, started
 
 QUIET: dict[str, Any] = {"dashboard_address": ":0", "threads_per_worker": 4}
 OTHER = "worker 1 of tcp://127.0.0.1:1"
@@ -40,11 +40,6 @@ def take(lock_directory: Path) -> Callable[..., Lease]:
         return acquire(of or devices(), count, holder=holder, directory=lock_directory)
 
     return take
-
-
-def of_worker(dask_worker: Worker) -> list[int]:
-    plugin = dask_worker.plugins.get("devctx")  # a worker that closes has removed it
-    return [device.device_id for device in plugin.worker_devices] if plugin else []
 
 
 def who_has(client: Client) -> list[list[int]]:

@@ -20,7 +20,7 @@ from tornado.httpclient import AsyncHTTPClient
 
 from dask_devctx import DevicePlugin, LocalDeviceCluster, SimulatedArray, report
 from dask_devctx.errors import MissingPackageError
-from tests.distributed.devices import on_cluster, plugin_with, with_plugin
+from tests.distributed.devices import fail, on_cluster, plugin_with, with_plugin
 
 prometheus_client = pytest.importorskip("prometheus_client")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -46,10 +46,6 @@ async def scraped(worker: Worker) -> Samples:
 
 def value(samples: Samples, metric: str, /, **labels: str) -> float:
     return samples[f"dask_devctx_{metric}", frozenset(labels.items())]
-
-
-def fail() -> None:
-    raise ZeroDivisionError
 
 
 @with_plugin(devices=[0, 1, 2], tasks_per_device=2)
