@@ -221,11 +221,7 @@ def _make_slowly(name):
     return array
 
 
-def _to_disk(key, dask_worker):
-    dask_worker.data.fast.evict(key)
-
-
-@pytest.mark.parametrize("reader", ["client", "task without a device", "disk"])
+@pytest.mark.parametrize("reader", ["client", "task without a device"])
 def test_what_is_read_elsewhere_is_read_after_the_work_that_makes_it(library, reader):
     """From a stream for which the default ones do not wait by themselves."""
     _scenes["here"] = Scene(library, "non-blocking")
@@ -238,8 +234,6 @@ def test_what_is_read_elsewhere_is_read_after_the_work_that_makes_it(library, re
             with dask.annotate(device="none"):
                 task = client.submit(library.differs_on_the_host, made, GOOD, pure=False)
             return task.result()
-        if reader == "disk":
-            client.run(_to_disk, made.key)
         return library.differs(made.result(), GOOD)
 
     def count(**options):
