@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import dask
+from cuda.bindings.driver import CUresult
 from distributed import Client, Worker, wait
 
 from dask_devctx import Device, LocalDeviceCluster, SimulatedArray, driver
@@ -109,14 +110,11 @@ def paused() -> str | None:
 
 
 def fail(function: str, status: int, times: int = 1) -> None:
-    from cuda.bindings.driver import CUresult
-
     faults().inject(function, CUresult(status), times=times)
 
 
 def fail_for_good(function: str, status: int) -> None:
     """Let the device fail at the next call of a driver function."""
-    from cuda.bindings.driver import CUresult
 
     def break_first(*args: Any) -> bool:
         faults().poison(CUresult(status))
@@ -126,8 +124,6 @@ def fail_for_good(function: str, status: int) -> None:
 
 
 def poison() -> None:
-    from cuda.bindings.driver import CUresult
-
     faults().poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
 
 

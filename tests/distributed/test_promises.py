@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import dask
 import pytest
 from distributed import (
     Event,
-    Lock,
-    MultiLock,
     Nanny,
-    Semaphore,
     get_client,
     get_worker,
     secede,
@@ -44,39 +40,6 @@ async def test_cancellation(client: Any, worker: Any) -> None:
         await last
     await async_poll_for(lambda: not worker.state.tasks, timeout=10)
     assert await client.submit(inc, 1) == 2
-
-
-inside: list[int] = []
-
-
-def _exclusive(_: int) -> None:
-    with Lock("only-one"):
-        inside.append(1)
-        assert len(inside) == 1
-        time.sleep(0.01)
-        inside.pop()
-
-
-@promise()
-async def test_locks(client: Any) -> None:
-    await client.gather(client.map(_exclusive, range(8)))
-    lock = Lock("held")
-    await lock.acquire()
-    assert await client.submit(lambda: Lock("held").acquire(timeout=0.05)) is False
-    await lock.release()
-
-    def both(_: int) -> int:
-        with MultiLock(["a", "b"]):
-            return 1
-
-    def limited(_: int) -> int:
-        with Semaphore(2, name="two"):
-            return 1
-
-    assert await client.gather(client.map(both, range(4))) == [1] * 4
-    semaphore = await Semaphore(2, name="two")
-    assert await client.gather(client.map(limited, range(4))) == [1] * 4
-    assert await semaphore.get_value() == 0
 
 
 def _fibonacci(n: int) -> int:
@@ -136,22 +99,6 @@ async def test_priorities(client: Any, worker: Any) -> None:
 
 def _record(name: str) -> None:
     ran.append(name)
-
-
-@promise(4, worker_kwargs={"resources": {"LICENSE": 1}})
-async def test_resources(client: Any) -> None:
-    inside.clear()
-
-    futures = client.map(_licensed, range(6), resources={"LICENSE": 1})
-    assert await client.gather(futures) == [1] * 6
-
-
-def _licensed(_: int) -> int:
-    inside.append(1)
-    time.sleep(0.01)
-    at_once = len(inside)
-    inside.pop()
-    return at_once
 
 
 @promise(4)
