@@ -12,12 +12,11 @@ import dask
 import numpy as np
 import pytest
 from distributed import LocalCluster
-from distributed.utils_test import gen_cluster
 
 from dask_devctx import Device, DevicePlugin, SimulatedArray
 from dask_devctx.errors import ValueNotMovableError
 from dask_devctx.transfer import nbytes_by_device
-from tests.distributed.devices import here, started, with_plugin
+from tests.distributed.devices import here, on_cluster, started, with_plugin
 from tests.transfer.hostile import (
     CONTAINERS,
     EndsSomething,
@@ -28,11 +27,8 @@ from tests.transfer.shapes import shape_of
 # One worker with all four devices, and one for each.
 SHAPES: dict[str, Callable[[Any], Any]] = {
     "one worker": with_plugin(16),
-    "four workers": gen_cluster(
-        client=True,
-        nthreads=[("127.0.0.1", 4)] * 4,
-        worker_kwargs={"plugins": [DevicePlugin(devices_per_worker=1)]},
-        timeout=60,
+    "four workers": on_cluster(
+        *(4, 4, 4, 4), worker_kwargs={"plugins": [DevicePlugin(devices_per_worker=1)]}
     ),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES)
@@ -137,21 +133,29 @@ def see(value: Any) -> tuple[Any, set[int]]:
     return shape_of(value), where(value)
 
 
-@pytest.mark.parametrize("kind", sorted(CONTAINERS))
-def test_each_type_is_used_on_every_device_and_stays_where_it_was(kind: str) -> None:
-    @with_plugin()
-    async def body(client: Any, worker: Any) -> None:
-        with dask.annotate(device=0):
-            made = client.submit(around, kind, pure=False)
-            before = await client.submit(see, made, pure=False)
-        for device in (1, 2, 3, 1):
-            with dask.annotate(device=device):
-                assert await client.submit(see, made, pure=False) == (before[0], {device})
-        with dask.annotate(device=0):
-            assert await client.submit(see, made, pure=False) == before
-        assert where(worker.data[made.key]) == {0}
+# Of those that plain dask can send from worker to worker.
+_SENT = [
+    *("list", "tuple", "dict", "named tuple", "namespace", "partial", "object", "slotted"),
+    *("dataclass", "frozen and slotted", "copies are itself", "by reduce", "by state"),
+]
 
-    body()
+
+@shapes
+def test_each_type_is_used_on_every_device_and_stays_where_it_was(shape: str) -> None:
+    async def body(client: Any, *workers: Any) -> None:
+        for kind in sorted(CONTAINERS) if len(workers) == 1 else _SENT:
+            with dask.annotate(device=0):
+                made = client.submit(around, kind, pure=False)
+                before = await client.submit(see, made, pure=False)
+            for device in (1, 2, 3, 1):
+                with dask.annotate(device=device):
+                    found, at = await client.submit(see, made, pure=False)
+                assert at == {device}, kind
+                assert found == before[0] or len(workers) > 1, kind
+            with dask.annotate(device=0):
+                assert await client.submit(see, made, pure=False) == before, kind
+
+    run(shape, body)
 
 
 @with_plugin()
@@ -190,35 +194,12 @@ async def test_a_deeply_nested_value_is_one_as_any_other(client: Any, depth: int
             assert await client.submit(depth_of, made, pure=False) == depth
 
 
-def test_a_thread_pool_of_the_user_s_own_is_given_its_values_too() -> None:
-    @with_plugin()
-    async def body(client: Any, worker: Any) -> None:
-        worker.executors["mine"] = ThreadPoolExecutor(1)
-        with Device(0):
-            x = make()
-        with dask.annotate(device=2, executor="mine"):
-            assert await client.submit(total, x) == (100.0, 2)
-
-    body()
-
-
-# Of those that plain dask can send from worker to worker.
-_SENT = [
-    *("list", "tuple", "dict", "named tuple", "namespace", "partial", "object", "slotted"),
-    *("dataclass", "frozen and slotted", "copies are itself", "by reduce", "by state"),
-]
-
-
-@pytest.mark.parametrize("kind", _SENT)
-def test_each_type_is_used_by_every_worker(kind: str) -> None:
-    async def body(client: Any, scheduler: Any, *workers: Any) -> None:
-        with dask.annotate(device=0):
-            made = client.submit(around, kind, pure=False)
-            before = await client.submit(see, made, pure=False)
-        for device in (1, 3):
-            with dask.annotate(device=device):
-                assert (await client.submit(see, made, pure=False))[1] == {device}
-        with dask.annotate(device=0):
-            assert await client.submit(see, made, pure=False) == before
-
-    run("four workers", body)
+@with_plugin()
+async def test_a_thread_pool_of_the_user_s_own_is_given_its_values_too(
+    client: Any, worker: Any
+) -> None:
+    worker.executors["mine"] = ThreadPoolExecutor(1)
+    with Device(0):
+        x = make()
+    with dask.annotate(device=2, executor="mine"):
+        assert await client.submit(total, x) == (100.0, 2)
