@@ -198,6 +198,29 @@ def test_the_configuration_can_still_be_sent() -> None:
     assert dict(function(bag.dask, bag.__dask_keys__()))
 
 
+_PICKLED_BY_MANY_THREADS = """
+import pickle, sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+from dask_devctx.graph.keep import Optimizer
+from dask_devctx.graph.optimize import optimize_array
+sys.setswitchinterval(1e-6)
+together = Barrier(8)
+def send(function):
+    together.wait()
+    return pickle.loads(pickle.dumps(Optimizer(function)))
+with ThreadPoolExecutor(8) as pool:
+    for _ in range(50):
+        # a function that was not pickled before, as in a process whose first cluster starts
+        functions = [type(optimize_array)(optimize_array.__code__, {}) for _ in range(8)]
+        assert all(map(callable, pool.map(send, functions)))
+"""
+
+
+def test_nannies_that_start_at_once_can_all_send_the_configuration() -> None:
+    subprocess.run([sys.executable, "-c", _PICKLED_BY_MANY_THREADS], check=True, timeout=30)
+
+
 _LONELY_SCHEDULER = """
 import asyncio, sys
 sys.modules["dask_devctx"] = None  # as where it is not installed

@@ -161,37 +161,31 @@ def test_the_page_lists_every_key_with_its_default_and_variable() -> None:
     assert not wrong, f"the table in docs/configuration.md lacks, or has otherwise: {wrong}"
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "value"),
-    [
-        ("devices", "[0, 'GPU-12']", [0, "GPU-12"]),
-        ("devices-per-worker", "2", 2),
-        ("tasks-per-device", "3", 3),
-        ("unannotated", "leave", "leave"),
-        ("lock-directory", "/there", "/there"),
-        ("missing-device-timeout", "5s", "5s"),
-        ("history", "7", 7),
-    ],
-)
-def test_variables_work(key: str, text: str, value: object) -> None:
-    code = f"from dask_devctx import config; import json; print(json.dumps(config.get({key!r})))"
-    variable = "DASK_DEVCTX__" + key.upper().replace("-", "_")
+def test_variables_and_files_work(tmp_path: Path) -> None:
+    given = {
+        "devices": ("[0, 'GPU-12']", [0, "GPU-12"]),
+        "devices-per-worker": ("2", 2),
+        "unannotated": ("leave", "leave"),
+        "lock-directory": ("/there", "/there"),
+        "missing-device-timeout": ("5s", "5s"),
+    }
+    (tmp_path / "devctx.yaml").write_text("devctx:\n  tasks-per-device: 5\n")
+    variables = {
+        "DASK_DEVCTX__" + key.upper().replace("-", "_"): text for key, (text, _) in given.items()
+    }
+    code = (
+        "import json; from dask_devctx import DevicePlugin, config\n"
+        f"found = {{key: config.get(key) for key in {[*given]!r}}}\n"
+        "print(json.dumps([found, DevicePlugin().options.tasks_per_device]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, variable: text},
+        env={**os.environ, "DASK_CONFIG": str(tmp_path), **variables},
         capture_output=True,
         text=True,
-        check=True,
     )
-    assert json.loads(done.stdout) == value
-
-
-def test_a_file_works(tmp_path: Path) -> None:
-    (tmp_path / "devctx.yaml").write_text("devctx:\n  tasks-per-device: 5\n")
-    code = "from dask_devctx import DevicePlugin; print(DevicePlugin().options.tasks_per_device)"
-    env = {**os.environ, "DASK_CONFIG": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.stdout == "5\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{key: value for key, (_, value) in given.items()}, 5]
 
 
 def test_an_argument_overrides_the_configuration() -> None:

@@ -83,11 +83,8 @@ def test_who_gets_what(
     ("arguments", "settings", "expected"),
     [
         ({}, {}, [[0], [1], [2], [3]]),
-        ({"devices": [1, 3]}, {}, [[1], [3]]),
-        ({"devices": [2]}, {}, [[2]]),
         ({"devices_per_worker": 2}, {}, [[0, 1], [2, 3]]),
         ({"n_workers": 1}, {}, [[0, 1, 2, 3]]),
-        ({"plugin": DevicePlugin()}, {}, [[0], [1], [2], [3]]),
         ({}, {"devctx.ipc": False}, [[0, 1, 2, 3]]),
     ],
 )

@@ -184,14 +184,6 @@ class Answers:
         return answer
 
 
-class OnlyHere(Exception):
-    """An error that cannot be sent: it is made of more than it says."""
-
-    def __init__(self, one: str, other: object) -> None:
-        super().__init__(one)
-        self.other = other
-
-
 def submit(client: Client, answers: Answers, fn: Any, **kwargs: Any) -> Any:
     """Submit a task whose device a function names."""
     Answers.calls = 0
@@ -210,7 +202,6 @@ def test_a_function_that_names_the_device_is_asked_once(client: Client) -> None:
     ("answer", "error", "message"),
     [
         (KeyError("no device"), KeyError, "no device"),
-        (OnlyHere("what it says", 1), RuntimeError, "OnlyHere: what it says"),
         (threading.Lock(), TypeError, "'device' is an ordinal"),
         (Answers(0), TypeError, "'device' is an ordinal"),
         (1.5, TypeError, "'device' is an ordinal"),
