@@ -72,7 +72,7 @@ def there_and_back(library: str, nbytes: int) -> float:
     from distributed import get_worker
 
     from dask_devctx import Device
-    from dask_devctx.worker.values.host_form import HostForm
+    from dask_devctx.worker.values.host_form import Copying
 
     device = Device.current()
     assert device is not None
@@ -83,11 +83,12 @@ def there_and_back(library: str, nbytes: int) -> float:
         array[...] = 7 + turn
         clusters.sync(library)
         started = time.perf_counter()
-        form = HostForm.copied((array,), device, [], pool.take)
-        (back,), stamp = form.on_device(device)
+        (form,) = Copying([array], nbytes, device, [], pool.take).finish()
+        wholes, stamp = form.on_device(device, {0})
         while not stamp.done():
             pass
         took = time.perf_counter() - started
+        back = wholes.pop(0)
         if int(back[-1].item()) != 7 + turn:
             raise RuntimeError(f"the array came back with {back[-1]}")
         del back, form

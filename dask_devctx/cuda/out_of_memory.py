@@ -9,15 +9,17 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from opcode import opmap
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from dask_devctx.driver.statuses import OUT_OF_MEMORY
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # By the first part of the module that defines the exception's class, and the class's name.
 _CLASSES = {
@@ -52,6 +54,18 @@ _RESUMABLE: Final = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASY
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an exception or one of its causes says that a device is out of memory."""
     return any(_says_it(one) for one in _chain(error))
+
+
+def allocated(allocate: Callable[[], T], *make_room: Callable[[], object]) -> T:
+    """Return what a function allocates; out of memory, it is called again after each of others."""
+    for room in make_room:
+        try:
+            return allocate()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        room()
+    return allocate()
 
 
 def requested_nbytes(error: BaseException) -> int | None:

@@ -17,7 +17,7 @@ from dask_devctx.config.options import Options
 from dask_devctx.config.packages import require_packages, rmm_options
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import metric
-from dask_devctx.worker.values.limits import limit_nbytes
+from dask_devctx.worker.values.accounting import limit_nbytes
 
 # RMM allocates in units of this size, and refuses other sizes of a pool.
 _ALIGNMENT_NBYTES = 256

@@ -42,12 +42,11 @@ from dask_devctx.worker.runs import Runs
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
 from dask_devctx.worker.threads.executors import device_threads
 from dask_devctx.worker.threads.interpreter import import_early, set_for_devices, switch_interval
-from dask_devctx.worker.values.arguments import register as register_nodes
+from dask_devctx.worker.values.accounting import COUNTS, limit_nbytes
 from dask_devctx.worker.values.copies import Copies
-from dask_devctx.worker.values.limits import limit_nbytes
-from dask_devctx.worker.values.room import COUNTS
 from dask_devctx.worker.values.store import Store
 from dask_devctx.worker.values.storing import storing
+from dask_devctx.worker.values.use import register_nodes
 
 # A child of dask's own: it is a line of the worker's log as dask's own are.
 _of_worker = logging.getLogger("distributed.worker.dask_devctx")
@@ -150,7 +149,7 @@ class DeviceExtension:
                     )
                 )
                 spill = self.store.spill
-                spill.staging = self.peers.staging_nbytes
+                spill.stagings = self.peers.stagings
                 self.monitor.retries.clear = self._clear
                 if spill.accounts:
                     self.monitor.retries.stock = spill.stock
@@ -238,8 +237,7 @@ class DeviceExtension:
 
     def _make_room(self, device: Device) -> int:
         """Drop copies and spill values of a device that has no memory left; return the bytes."""
-        dropped = 0 if self.copies is None else self.copies.drop_all(device)
-        return dropped + (0 if self.store is None else self.store.spill.spill_all(device))
+        return 0 if self.store is None else self.store.spill.clear(device)
 
     def _clear(self, device: Device) -> None:
         """Free all that is not in use on a device that a task has for itself."""

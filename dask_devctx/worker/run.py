@@ -21,7 +21,6 @@ from dask_devctx.cuda.on_device import known_as_the_tasks, note_devices
 from dask_devctx.cuda.scope import NothingCurrent, Restored, is_any_current
 from dask_devctx.dask_internals.tasks import TaskStandIn
 from dask_devctx.errors import DeviceFailedError, DeviceOutOfMemoryError
-from dask_devctx.transfer import Stamp
 from dask_devctx.worker.failures import guard
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.placement.admission import Claim
@@ -79,7 +78,7 @@ class DeviceRun(TaskStandIn, Claim):
     left_devices = False  # it seceded
     inputs_s = memory_s = 0.0
     thread: int | None = None
-    made: Stamp | None = None
+    made: Value | None = None
 
     def __init__(
         self,

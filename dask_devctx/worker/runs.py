@@ -200,10 +200,9 @@ class Runs:
             if seconds is not None:
                 self.placement.record_duration(run.prefix, seconds)
         if store is not None:
-            if not stored:
-                store.spill.handed_over(key)
-            elif run.made is not None:
-                store.made[key] = id(event.value), run.made
+            made, run.made = run.made, None
+            if stored and made is not None and key not in (self.living or ()):
+                store.made[key] = made
         if ended:
             # the seconds that it waited for a slot, for its inputs and for memory, and its thread
             waited = run.began_at - run.placed_at, run.inputs_s, run.memory_s, run.thread

@@ -148,8 +148,8 @@ def _all_is_well(client: Client, survivor: str, other: str) -> None:
     assert peers.nothing_staged(client)
 
 
-def test_a_receiver_that_is_killed_between_the_pieces() -> None:
-    with peers.configured(ipc_staging="2 MiB"), peers.cluster(3) as (client, workers):
+def test_a_receiver_that_is_killed_while_it_reads() -> None:
+    with peers.cluster(3) as (client, workers):
         pids = client.run(_pid)
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
         made = client.submit(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver.relaxed import RelaxedCapture
-from dask_devctx.transfer.ipc.messages import Described, MalformedMessageError
+from dask_devctx.transfer.ipc.messages import Described
 
 
 @dataclass(eq=False, slots=True)
@@ -120,7 +120,7 @@ def _jax(nbytes: int, detail: Any, device: Device) -> tuple[Any, int]:
             with jax.default_device(candidate):
                 array = jax.numpy.empty(tuple(shape), numpy.dtype(dtype)).block_until_ready()
             if array.nbytes != nbytes:  # a copy into it would go beyond its end
-                raise MalformedMessageError(f"{shape} of {dtype} is not {nbytes} bytes")
+                raise ValueError(f"{shape} of {dtype} is not {nbytes} bytes")
             return array, array.unsafe_buffer_pointer()
     raise LookupError(f"JAX has no device for {device}; it has {jax.local_devices()}")
 

@@ -35,6 +35,11 @@ class Parts:
             self.all.append(part)
         return place
 
+    def forget(self, first: int) -> None:
+        """Forget the parts from an index on."""
+        del self.all[first:]
+        self._known = {name: one for name, one in self._known.items() if one.place < first}
+
 
 class _Place:
     """Represents a part in a pickle: unpickling gives the part's memory."""
@@ -63,15 +68,21 @@ class Parcel:
     gathered: bool = False  # as in `Parts`
 
 
-def pack(value: object, find: Find) -> Parcel:
-    """Return a value as a pickle and the memory that is not in the pickle."""
+def pack(value: object, find: Find, parts: Parts | None = None) -> Parcel:
+    """Return a value as a pickle and the memory that is not in the pickle.
+
+    With ``parts``, its parts are added to those of other values, which it may share.
+    """
+    parts = Parts() if parts is None else parts
+    before = len(parts.all)
     try:
-        packed = _packed(_Pickler, value, find)
+        packed = _packed(_Pickler, value, find, parts)
         if b"__main__" not in packed.pickled:
             return packed
     except Exception:  # a function without a name, for example; the next attempt raises or works
         pass
-    return _packed(_CloudPickler, value, find)
+    parts.forget(before)
+    return _packed(_CloudPickler, value, find, parts)
 
 
 def unpack(pickled: Any, buffers: Sequence[Any], parts: Sequence[Any]) -> Any:
@@ -94,7 +105,7 @@ def _arrived(place: int) -> Any:
     return _unpacking.parts[place]
 
 
-def _packed(kind: Any, value: object, find: Find) -> Parcel:
+def _packed(kind: Any, value: object, find: Find, parts: Parts) -> Parcel:
     file = io.BytesIO()
     buffers: list[memoryview] = []
 
@@ -106,9 +117,9 @@ def _packed(kind: Any, value: object, find: Find) -> Parcel:
         return False
 
     pickler = kind(file, protocol=5, buffer_callback=leave_out)
-    pickler.find, pickler.parts = find, Parts()
+    pickler.find, pickler.parts = find, parts
     pickler.dump(value)
-    return Parcel(file.getvalue(), buffers, pickler.parts.all, pickler.parts.gathered)
+    return Parcel(file.getvalue(), buffers, parts.all, parts.gathered)
 
 
 class _Pickler(pickle.Pickler):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterable
 
 # The driver aligns its own allocations like this.
 ALIGNMENT = 256
@@ -64,41 +63,18 @@ class Ranges:
         self._free.insert(index, (offset, nbytes))
 
 
-class Span(NamedTuple):
-    """Bytes of one part in one piece: the part's index, the offsets in both, and their number."""
+def in_a_row(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Return the offsets of parts one after another, each aligned, and the bytes of them all.
 
-    part: int
-    in_part: int
-    in_piece: int
-    nbytes: int
+    Both sides compute this from the sizes alone.
 
-
-class Layout:
-    """Parts one after another, each aligned; both sides compute this from the sizes alone.
-
-    >>> layout = Layout([300, 100])
-    >>> layout.nbytes
-    612
-    >>> list(layout.spans(256, 612))
-    [Span(part=0, in_part=256, in_piece=0, nbytes=44), Span(part=1, in_part=0, in_piece=256, ...)]
+    >>> in_a_row([300, 100, 0])
+    ([0, 512, 768], 612)
     """
-
-    def __init__(self, sizes: Iterable[int]) -> None:
-        self._parts: list[tuple[int, int]] = []
-        self.nbytes = end = 0
-        for size in sizes:
-            self._parts.append((end, size))
-            if size:
-                self.nbytes = end + size
-            end += aligned(size)
-
-    def spans(self, start: int, end: int) -> Iterator[Span]:
-        """Yield the spans between two offsets of the block."""
-        for part, (begins, size) in enumerate(self._parts):
-            first, last = max(begins, start), min(begins + size, end)
-            if first < last:
-                yield Span(part, first - begins, first - start, last - first)
-
-    def pieces(self, nbytes: int) -> int:
-        """Return the number of pieces of that length that hold the whole block."""
-        return -(-self.nbytes // nbytes)
+    offsets, nbytes, end = [], 0, 0
+    for size in sizes:
+        offsets.append(end)
+        if size:
+            nbytes = end + size
+        end += aligned(size)
+    return offsets, nbytes

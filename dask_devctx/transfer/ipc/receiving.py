@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +14,8 @@ from dask_devctx.errors import DevctxError
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import allocate
 from dask_devctx.transfer.ipc.lanes import Lane
-from dask_devctx.transfer.ipc.messages import Described, MalformedMessageError, Place
-from dask_devctx.transfer.ipc.ranges import Layout
+from dask_devctx.transfer.ipc.messages import Header, Place
+from dask_devctx.transfer.ipc.ranges import in_a_row
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Opened:
     def address(self, place: Place, nbytes: int) -> int:
         """Return the address of a place; raise if not all of its bytes are in the buffer."""
         if self.nbytes is not None and place.offset + nbytes > self.nbytes:
-            raise MalformedMessageError(
+            raise ValueError(
                 f"a piece of {nbytes} bytes at {place.offset} is not in a buffer of "
                 f"{self.nbytes} bytes"
             )
@@ -120,54 +120,44 @@ def _close(opened: Opened) -> None:
 class Receiving:
     """Parts on their way from another process's memory to a device."""
 
-    def __init__(
-        self,
-        memory: Hashable,
-        parts: Sequence[Described],
-        piece: int,
-        device: Device,
-        opened: OpenedBuffers,
-    ) -> None:
+    def __init__(self, header: Header, device: Device, opened: OpenedBuffers) -> None:
         self.device = device
         self.parts: list[Any] = []  # the object of its library that holds each part
-        self._memory = memory
-        self._described = parts
-        self._piece = piece
+        self._header = header
         self._opened = opened
         self._pointers: list[int] = []
-        self._layout = Layout(part.nbytes for part in parts)
-        self.nbytes = self._layout.nbytes
-        self.pieces = self._layout.pieces(piece)
+        self._offsets, self.nbytes = in_a_row(part.nbytes for part in header.parts)
 
     def allocate(self) -> None:
         """Allocate memory for all parts; each library raises its own class without enough."""
         self.parts, self._pointers = [], []
         with self.device:
-            for part in self._described:
+            for part in self._header.parts:
                 memory, pointer = allocate(*part, self.device)
                 self.parts.append(memory)
                 self._pointers.append(pointer)
 
-    def start(self, index: int, place: Place) -> tuple[Lane, Opened]:
-        """Start the copy of a piece, for :meth:`finish`.
+    def start(self) -> tuple[Lane, Opened]:
+        """Start the copy, for :meth:`finish`.
 
         Raise `DriverError` if the memory cannot be opened or the device has failed, and
-        `MalformedMessageError` if the piece is not in the buffer.
+        `ValueError` if the parts are not in the buffer.
         """
-        begin, end = index * self._piece, min((index + 1) * self._piece, self.nbytes)
-        spans = tuple(self._layout.spans(begin, end))
+        memory, _, parts, place = self._header
         with self.device:
-            opened = self._opened.begin(self._memory, place, self.device)
+            opened = self._opened.begin(memory, place, self.device)
             try:
-                base = opened.address(place, end - begin)
+                base = opened.address(place, self.nbytes)
                 lane = lanes.take(self.device)
                 try:
                     # The libraries reuse memory that earlier work in their streams still reads.
                     lane.after_current_streams()
-                    lane.keep_lock(len(spans), end - begin)
-                    for span in spans:
-                        target = self._pointers[span.part] + span.in_part
-                        lane.copy(target, base + span.in_piece, span.nbytes)
+                    lane.keep_lock(len(parts), self.nbytes)
+                    for part, pointer, offset in zip(
+                        parts, self._pointers, self._offsets, strict=True
+                    ):
+                        if part.nbytes:
+                            lane.copy(pointer, base + offset, part.nbytes)
                     lane.mark()
                 except BaseException:
                     lanes.drop(lane)
@@ -178,14 +168,15 @@ class Receiving:
         return lane, opened
 
     def finish(self, lane: Lane, opened: Opened, *, is_done: bool = False) -> None:
-        """Wait until a piece has arrived, unless it has."""
+        """Wait until the parts have arrived, unless they have."""
         try:
             lanes.finish(lane, is_done=is_done)
         finally:
             self._opened.end(opened)
 
-    def is_quick(self, place: Place) -> bool:
+    def is_quick(self) -> bool:
         """Return whether :meth:`start` needs no call that may take milliseconds."""
         with self.device as device:  # no reader waits for the end of a capture there
             captured = device._backend.calls.work.is_capturing(LEGACY_STREAM)
-        return not captured and self._opened.has(self._memory, place.number, self.device)
+        memory, _, _, place = self._header
+        return not captured and self._opened.has(memory, place.number, self.device)

@@ -17,7 +17,7 @@ from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.lanes import Lane
 from dask_devctx.transfer.ipc.messages import Place
-from dask_devctx.transfer.ipc.ranges import Layout, Ranges, aligned
+from dask_devctx.transfer.ipc.ranges import Ranges, aligned, in_a_row
 
 # The smallest allocation, and the smallest limit of a device.
 _LEAST: Final = 2 * 2**20
@@ -39,7 +39,7 @@ class Buffer:
 
 @dataclass(eq=False, slots=True)
 class Staged:
-    """A piece of a buffer that holds some bytes of a transfer."""
+    """A piece of a buffer that holds the bytes of a transfer."""
 
     buffer: Buffer
     offset: int
@@ -56,7 +56,7 @@ class Staged:
 
 
 class Staging:
-    """The staging memory of one device, up to a limit; thread-safe."""
+    """The staging memory of one device, up to a limit, or for one larger transfer; thread-safe."""
 
     # The memory comes from the driver and not from a library's allocator, for two reasons. A handle
     # shows another process a whole allocation. And an allocation that another process has open must
@@ -78,16 +78,6 @@ class Staging:
         """The bytes that transfers use now."""
         with self._lock:
             return sum(buffer.ranges.taken for buffer in self._buffers)
-
-    @property
-    def piece(self) -> int:
-        """The bytes of a piece of a large transfer, which has two pieces here at a time."""
-        return max(self.limit // 5 // 256 * 256, 256)
-
-    @property
-    def one_piece(self) -> int:
-        """The most bytes that pass in one piece and leave room for other transfers."""
-        return max(self.limit // 4, _LEAST // 2)
 
     def take(self, nbytes: int, *, grow: bool = True) -> Staged | None:
         """Return a piece of staging memory; None if there is no room now.
@@ -112,11 +102,10 @@ class Staging:
                     return Staged(buffer, offset, nbytes)
         return None
 
-    def give(self, pieces: Iterable[Staged]) -> None:
-        """Take back pieces that no process reads any more."""
+    def give(self, piece: Staged) -> None:
+        """Take back a piece that no process reads any more."""
         with self._lock:
-            for piece in pieces:
-                piece.buffer.ranges.give(piece.offset)
+            piece.buffer.ranges.give(piece.offset)
 
     def retire(self) -> list[Buffer]:
         """Return the buffers that have no piece in use, after taking them out of use."""
@@ -142,6 +131,8 @@ class Staging:
         # Powers of two give few buffers: each peer opens each buffer once.
         wanted = max(_LEAST, 1 << (aligned(nbytes) - 1).bit_length())
         wanted = min(wanted, self.limit - self.nbytes)
+        if aligned(nbytes) > self.limit and not self.in_use:  # a large one passes alone
+            wanted = aligned(nbytes)
         if wanted < aligned(nbytes):
             return None
         with self.device:
@@ -162,9 +153,9 @@ class Staging:
 
 
 class Sending:
-    """Parts on their way to another process through staging memory, in one piece or in several.
+    """Parts on their way to another process through staging memory; thread-safe.
 
-    Thread-safe. It keeps the parts alive, and copies them after the work of stamps and, if they are
+    It keeps the parts alive, and copies them after the work of stamps and, if they are
     ``gathered``, after this thread's streams.
     """
 
@@ -179,97 +170,69 @@ class Sending:
     ) -> None:
         self.parts = parts
         self.staging = staging
+        self.offsets, self.nbytes = in_a_row(part.nbytes for part in parts)
+        self.staged: Staged | None = None
+        self.is_closed = False
         self._after = tuple(after)
         self._gathered = gathered
         self._on_one_device = on_one_device and not any(part.on_host for part in parts)
-        self._layout = Layout(part.nbytes for part in parts)
         self._lock = threading.Lock()
-        self._staged: dict[int, Staged] = {}
-        self._copying: set[int] = set()  # the pieces that are not staged yet
-        self.is_closed = False
-        self.nbytes = self._layout.nbytes
-        self.piece = max(self.nbytes, 1)
-        if self.nbytes > staging.one_piece:
-            self.in_pieces()
+        self._copying = False
 
-    def in_pieces(self) -> None:
-        """Split the transfer into pieces, which fit sooner; call this before the first start."""
-        self.piece = min(self.staging.piece, self.piece)
-
-    @property
-    def pieces(self) -> int:
-        """The number of pieces."""
-        return self._layout.pieces(self.piece)
-
-    def start(self, index: int, *, grow: bool = True) -> Lane | None:
-        """Start the copy of a piece into staging memory, for :meth:`finish`.
+    def start(self, *, grow: bool = True) -> Lane | None:
+        """Start the copy into staging memory, for :meth:`finish`.
 
         None if there is no room now, or it is closed. Raise `DriverError` if the device cannot
         export memory, or has failed.
         """
-        begin, end = index * self.piece, min((index + 1) * self.piece, self.nbytes)
-        staged = self.staging.take(end - begin, grow=grow)
+        staged = self.staging.take(self.nbytes, grow=grow)
         if staged is None:
             return None
         with self._lock:
             if self.is_closed:
-                self.staging.give([staged])
+                self.staging.give(staged)
                 return None
-            self._staged[index] = staged
-            self._copying.add(index)
+            self.staged, self._copying = staged, True
         try:
-            return self._started(begin, end, staged)
+            with self.staging.device as device:
+                lane = lanes.take(device)
+                try:
+                    for stamp in self._after:
+                        lane.after(stamp)
+                    if self._gathered:
+                        lane.after_current_streams()
+                    if self._on_one_device:
+                        lane.keep_lock(len(self.parts), self.nbytes)
+                    for part, offset in zip(self.parts, self.offsets, strict=True):
+                        copy = lane.copy_in if part.on_host else lane.copy
+                        if part.nbytes:
+                            copy(staged.pointer + offset, part.pointer, part.nbytes)
+                    lane.mark()
+                except BaseException:
+                    lanes.drop(lane)
+                    raise
         except BaseException:
-            self._ended(index)
+            self._copied()
             raise
-
-    def _started(self, begin: int, end: int, staged: Staged) -> Lane:
-        spans = tuple(self._layout.spans(begin, end))
-        with self.staging.device as device:
-            lane = lanes.take(device)
-            try:
-                for stamp in self._after:
-                    lane.after(stamp)
-                if self._gathered:
-                    lane.after_current_streams()
-                    self._gathered = False
-                if self._on_one_device:
-                    lane.keep_lock(len(spans), end - begin)
-                for span in spans:
-                    part = self.parts[span.part]
-                    copy = lane.copy_in if part.on_host else lane.copy
-                    copy(staged.pointer + span.in_piece, part.pointer + span.in_part, span.nbytes)
-                lane.mark()
-            except BaseException:
-                lanes.drop(lane)
-                raise
         return lane
 
-    def finish(self, index: int, lane: Lane, *, is_done: bool = False) -> None:
-        """Wait until a piece is in staging memory, unless it is there."""
+    def finish(self, lane: Lane, *, is_done: bool = False) -> None:
+        """Wait until the parts are in staging memory, unless they are there."""
         try:
             lanes.finish(lane, is_done=is_done)
         finally:
-            self._ended(index)
+            self._copied()
 
-    def _ended(self, index: int) -> None:
-        """Note that nothing is copied into a piece any more."""
+    def _copied(self) -> None:
         with self._lock:
-            self._copying.discard(index)
-            if self.is_closed:
-                self.staging.give([self._staged.pop(index)])
-
-    def place(self, index: int) -> Place | None:
-        """Return where another process reads a piece; None if it is not staged."""
-        return self._staged[index].place if index in self._staged.keys() - self._copying else None
-
-    def was_read(self, until: float) -> None:
-        """Give back the pieces before ``until``: the receiver has read them."""
-        with self._lock:
-            read = [i for i in self._staged if i < until and i not in self._copying]
-            self.staging.give([self._staged.pop(i) for i in read])
+            self._copying = False
+        if self.is_closed:
+            self.close()
 
     def close(self) -> None:
-        """Give back all pieces; the one that is being copied goes back when its copy has ended."""
-        self.is_closed = True
-        self.was_read(float("inf"))
+        """Give the memory back, when the copy into it has ended."""
+        with self._lock:
+            self.is_closed = True
+            if self.staged is not None and not self._copying:
+                self.staging.give(self.staged)
+                self.staged = None

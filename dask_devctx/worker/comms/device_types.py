@@ -1,10 +1,16 @@
-"""The types with memory on a device, and the functions that pickle them without this memory."""
+"""The types with memory on a device, and the functions that pickle them without this memory.
+
+There are two kinds of functions. :func:`find` is for values that are sent: each array arrives in
+memory of its own. :func:`find_views` is for values that are spilled: an array of CuPy, and a
+simulated one, is a view of its whole allocation. So arrays that share an allocation still share it
+when they come back.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 from distributed.protocol.cuda import cuda_deserialize, cuda_serialize
@@ -15,23 +21,61 @@ from dask_devctx.transfer import nbytes_by_device, walk
 from dask_devctx.transfer.ipc.frames import Part, allocators, is_on_device, part_of
 from dask_devctx.transfer.ipc.lanes import FEW
 from dask_devctx.transfer.ipc.parcel import Parts, Reduce
+from dask_devctx.transfer.location import memory_of
 
 _NUMBERS: Final = (int, float, complex, bool, type(None))
 
-_known: dict[type, Reduce | None] = {}
 
-
-def find(kind: type) -> Reduce | None:
+def _find(kind: type) -> Reduce | None:
     """Return the function that pickles a type without its memory on a device, or None.
 
     There are functions for torch's and JAX's types, and for every type that is registered in
     distributed's ``cuda_serialize`` and ``cuda_deserialize``.
     """
+    libraries = _libraries(kind)
+    if "torch" in libraries:
+        from dask_devctx.transfer.ipc import torch
+
+        return torch.find(kind)
+    if libraries & {"jax", "jaxlib"}:
+        from dask_devctx.transfer.ipc import jax
+
+        return jax.find(kind)
+    if kind.__name__ == "SimulatedArray" and libraries & {"dask_devctx"}:
+        return _simulated
     try:
-        return _known[kind]
-    except KeyError:
-        found = _known[kind] = _look_up(kind)
-        return found
+        serialize = cuda_serialize.dispatch(kind)
+        cuda_deserialize.dispatch(kind)
+    except TypeError:
+        return None
+    # This would send each attribute separately, and memory that two attributes share would arrive
+    # twice. pickle keeps it shared.
+    if isinstance(getattr(serialize, "__self__", None), ObjectDictSerializer):
+        return None
+    return functools.partial(_by_frames, serialize)
+
+
+find: Final[Callable[[type], Reduce | None]] = functools.cache(_find)
+
+
+def _find_views(kind: type) -> Reduce | None:
+    """Return the function that pickles a type as views of its allocations, or None."""
+    library = kind.__module__.partition(".")[0]
+    if (library, kind.__name__) in (("cupy", "ndarray"), ("dask_devctx", "SimulatedArray")):
+        return functools.partial(_view, library)
+    found = find(kind)
+    if found is not None and {"Tensor"} & {base.__name__ for base in kind.__mro__}:
+        return functools.partial(_without_history, found)
+    return found
+
+
+find_views: Final[Callable[[type], Reduce | None]] = functools.cache(_find_views)
+
+
+def are_arrays(values: Iterable[Any]) -> bool:
+    """Return whether each value is one array that is pickled as a view of its allocation."""
+    found = (find_views(type(value)) for value in values)
+    return all(getattr(function, "func", None) is _view for function in found)
 
 
 def are_few(values: Iterable[object], at_most: int) -> bool:
@@ -75,28 +119,8 @@ def _host_nbytes(part: Any) -> int | None:
     return None
 
 
-def _look_up(kind: type) -> Reduce | None:
-    libraries = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    if "torch" in libraries:
-        from dask_devctx.transfer.ipc import torch
-
-        return torch.find(kind)
-    if libraries & {"jax", "jaxlib"}:
-        from dask_devctx.transfer.ipc import jax
-
-        return jax.find(kind)
-    if kind.__name__ == "SimulatedArray" and libraries & {"dask_devctx"}:
-        return _simulated
-    try:
-        serialize = cuda_serialize.dispatch(kind)
-        cuda_deserialize.dispatch(kind)
-    except TypeError:
-        return None
-    # This would send each attribute separately, and memory that two attributes share would arrive
-    # twice. pickle keeps it shared.
-    if isinstance(getattr(serialize, "__self__", None), ObjectDictSerializer):
-        return None
-    return functools.partial(_by_frames, serialize)
+def _libraries(kind: type) -> set[str]:
+    return {base.__module__.partition(".")[0] for base in kind.__mro__}
 
 
 def _by_frames(serialize: Any, value: Any, parts: Parts) -> Any:
@@ -119,6 +143,31 @@ def _from_frames(kind: type, header: Any, frames: list[Any]) -> Any:
 def _address(value: Any) -> int | None:
     said = getattr(value, "__cuda_array_interface__", None)
     return None if said is None else int(said["data"][0] or 0)
+
+
+def _view(library: str, array: Any, parts: Parts) -> Any:
+    memory = memory_of.find(type(array))(array)
+    if memory is None or not memory.base or array.dtype.hasobject:
+        return NotImplemented
+    kind = "cupy" if library == "cupy" else "simulated"
+    pointer = array.data.ptr if library == "cupy" else array._pointer
+    at = parts.add(Part(memory.base, memory.nbytes, kind, None, array))
+    offset = pointer - memory.base if array.size else 0
+    return _as_view, (at, offset, array.shape, array.dtype, array.strides)
+
+
+def _as_view(memory: Any, offset: int, shape: Any, dtype: Any, strides: Any) -> Any:
+    if type(memory).__module__.partition(".")[0] != "cupy":
+        return memory._view(offset, shape, dtype, strides)
+    import cupy
+
+    return cupy.ndarray(shape, dtype, memory.data + offset, strides)
+
+
+def _without_history(found: Reduce, tensor: Any, parts: Parts) -> Any:
+    if tensor.grad_fn is not None:
+        raise TypeError("a tensor with a history (grad_fn) would lose it on the host")
+    return found(tensor, parts)
 
 
 def _simulated(array: Any, parts: Parts) -> Any:

@@ -50,8 +50,8 @@ class Retries:
         self.drop_replicas: Callable[[Device], int] = lambda device: 0
         # Frees all that is not in use on a device that a task has for itself.
         self.clear: Callable[[Device], object] = lambda device: None
-        # Returns the limit of a device, and the bytes that could not leave it, by reason.
-        self.stock: Callable[[Hashable, Device], Stock] = lambda key, device: (None, {})
+        # Returns a device's limit, and the bytes that could not leave at an error, by reason.
+        self.stock: Callable[[BaseException, Device], Stock] = lambda error, device: (None, {})
         self.on_retry: Callable[[Hashable, Device, Exception], object] = lambda *given: None
         self._devices = tuple(devices)
         self._most = most
@@ -107,7 +107,7 @@ class Retries:
         replicas = self.free(device) if tried.fits else 0
         if tried.attempts > self._most and not self._has_more(device, tried):
             self.forget(key)
-            return self._failure(key, device, error, requested, replicas, tried.attempts)
+            return self._failure(device, error, requested, replicas, tried.attempts)
         self.on_retry(key, device, error)
         best = self._most_free(device) if movable and tried.attempts <= self._most else device
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
@@ -128,7 +128,7 @@ class Retries:
         with self._lock:
             self.counted[device] += 1
         requested = requested_nbytes(error)
-        failure = self._failure(key, device, error, requested, self.free(device), 1)
+        failure = self._failure(device, error, requested, self.free(device), 1)
         failure.add_note(
             "A method of an actor is not tried again: it may have changed the actor's state"
         )
@@ -136,7 +136,6 @@ class Retries:
 
     def _failure(
         self,
-        key: Hashable,
         device: Device,
         error: Exception,
         requested: int | None,
@@ -153,7 +152,7 @@ class Retries:
             discovery.processes(device._backend, device.info),
             replicas,
             attempts,
-            *self.stock(key, device),
+            *self.stock(error, device),
         )
         failure.__cause__ = portable(error)
         return failure

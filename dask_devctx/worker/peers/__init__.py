@@ -8,7 +8,6 @@ memory again. Where a pair of workers cannot do that, dask's comm carries the va
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import larger_messages, metric, told_who_leaves
 from dask_devctx.errors import DriverError
-from dask_devctx.transfer.ipc.messages import Close, Hello, MalformedMessageError, Next, read
+from dask_devctx.transfer.ipc.messages import Hello
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.worker.peers import pairs, receive
 from dask_devctx.worker.peers.connections import Connections, Message
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from dask_devctx.worker.values.store import Store
 
 __all__ = ["PeerTransfers"]
-
-logger = logging.getLogger(__name__)
 
 CLOSE: Final = "devctx_ipc_close"
 # Staging memory that was not used for this long goes back to its device.
@@ -53,6 +50,8 @@ _CONNECT_TIMEOUT_S: Final = 2.0
 # dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
 # question takes milliseconds; between devices, 50 MB take a fifth of one.
 _MESSAGE_NBYTES: Final = 10**9
+# So many of them have room at a time.
+_AT_A_TIME: Final = 4
 
 
 class PeerTransfers:
@@ -98,10 +97,11 @@ class PeerTransfers:
                 for device in devices:
                     limit = _limit(device, staging, limits.get(device))
                     local.stagings[device] = Staging(device, limit)
-                steps.enter_context(answering(worker, self._handlers()))
+                answers = {pairs.HELLO: self._hello, CLOSE: self._close}
+                steps.enter_context(answering(worker, answers))
                 steps.enter_context(told_who_leaves(worker, self._worker_left))
-                one_piece = min(staging.one_piece for staging in local.stagings.values())
-                steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, one_piece)))
+                most = min(staging.limit for staging in local.stagings.values()) // _AT_A_TIME
+                steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, most)))
             steps.callback(self._connections.close)
             rows = metric(worker, self.metric, lambda worker: self.traffic.rows())
             steps.enter_context(rows)
@@ -132,16 +132,12 @@ class PeerTransfers:
         finally:
             self._local.executor.shutdown(wait=False)
 
-    def _handlers(self) -> dict[str, Any]:
-        async def close(asked: Close) -> bool:
-            opened = self._local.opened
-            return bool(await self._local.run(opened.close, asked.memory, asked.numbers))
+    async def _hello(self, said: Any, **_: object) -> Any:
+        return await self._pairs.hello(Hello(*said))
 
-        return {
-            pairs.HELLO: _handler(pairs.HELLO, Hello, self._pairs.hello),
-            receive.NEXT: _handler(receive.NEXT, Next, self._sender.next),
-            CLOSE: _handler(CLOSE, Close, close),
-        }
+    async def _close(self, said: Any, **_: object) -> bool:
+        """Close buffers of another worker, which names its memory and their numbers."""
+        return bool(await self._local.run(self._local.opened.close, *said))
 
     # -- the callbacks of the connections
 
@@ -152,7 +148,8 @@ class PeerTransfers:
         """Stage the values for another worker, which says that it can read them or why not."""
         local, places, reason = self._local, {}, said or "it does not say that it can read them"
         if who and local.devices:
-            self._pairs.hide(who)
+            if who in self._pairs.peers:
+                self._pairs.hide(self._pairs.peers[who])
             by_ipc = self._uses_ipc and said == local.name
             places = on_devices(msg["data"], local.devices, local.store(), staged=by_ipc)
             if by_ipc and places:
@@ -243,7 +240,7 @@ class PeerTransfers:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 # dask tries for longer than this to connect to a process that is gone.
                 pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
-                said = await self._local.call(address, CLOSE, Close(self._local.name, numbers))
+                said = await self._local.call(address, CLOSE, (self._local.name, numbers))
         except OSError as error:
             if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
                 return False
@@ -252,20 +249,6 @@ class PeerTransfers:
         except RuntimeError:  # this worker is closing
             return False
         return said is not False  # who does not know the question has closed all
-
-
-def _handler(op: str, kind: Any, act: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a handler for dask, which refuses a malformed message with a log line."""
-
-    async def handle(said: object = None, **_: object) -> Any:
-        try:
-            message = read(kind, said)
-        except MalformedMessageError as error:
-            logger.warning("A message %s was refused: %s", op, error)
-            return False if op == CLOSE else None
-        return await act(message)
-
-    return handle
 
 
 def _limit(device: Device, staging: float, limit: int | None) -> int:

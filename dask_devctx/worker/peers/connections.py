@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Hashable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -113,7 +113,9 @@ class _Asking:
         self._answered = False  # by us, over other connections
 
     async def write(self, msg: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._answered and msg == "OK":
+        if msg == "OK":  # the values are here; a sender that is gone does not wait for this
+            with suppress(CommClosedError):
+                return 0 if self._answered else await self._write(msg, *args, **kwargs)
             return 0
         self._request = None
         of = self.connections

@@ -17,6 +17,7 @@ from dask_devctx.driver import statuses
 from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers
 from dask_devctx.transfer.ipc.sending import Staging
+from dask_devctx.transfer.traffic import Traffic as Counts
 
 if TYPE_CHECKING:
     from dask_devctx.worker.values.store import Store
@@ -47,7 +48,7 @@ class Traffic:
         self.reasons: dict[str, str] = {}  # why values last went through the host, by destination
         # Called with the ends, the bytes, the seconds, the transport and the number of values.
         self.on_copy: Callable[[str, str, int, float, str, int], object] | None = None
-        self._rows: dict[tuple[str, str, str], list[float]] = {}
+        self._rows: dict[tuple[str, str, str], Counts] = {}
 
     def count(
         self,
@@ -65,10 +66,12 @@ class Traffic:
         ends = source, destination, transport
         if ends not in self._rows and transport == self.by_dask and len(self._rows) >= _MOST_ROWS:
             ends = source, _OTHERS, transport
-        row = self._rows.setdefault(ends, [0, 0, 0.0])
-        row[0] += nbytes
-        row[1] += copies
-        row[2] += seconds
+        row = self._rows.setdefault(ends, Counts())
+        row.nbytes += nbytes
+        row.copies += copies
+        if seconds:
+            row.seconds = row.measured_s = row.seconds + seconds
+            row.measured_nbytes += nbytes
         if self.on_copy is not None:
             self.on_copy(source, destination, nbytes, seconds, transport, copies)
         return ends[1]
@@ -88,15 +91,10 @@ class Traffic:
                 "source": source,
                 "destination": destination,
                 "transport": transport,
-                "nbytes": int(nbytes),
-                "copies": int(copies),
-                "saved": 0,
-                "seconds": seconds,
-                "measured_nbytes": int(nbytes) if seconds else 0,
-                "measured_s": seconds,
+                **vars(row),
                 "reason": self.reasons.get(destination) if transport == "host" else None,
             }
-            for (source, destination, transport), (nbytes, copies, seconds) in self._rows.items()
+            for (source, destination, transport), row in self._rows.items()
         ]
 
 

@@ -9,21 +9,16 @@ import secrets
 import socket
 import time
 import uuid
+from collections import defaultdict
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 from distributed.comm import get_address_host
 
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer.ipc.messages import (
-    PROTOCOL,
-    Hello,
-    MalformedMessageError,
-    Refused,
-    Shown,
-    read,
-)
+from dask_devctx.transfer.ipc.messages import PROTOCOL, Hello, Place, Refused, Shown
 from dask_devctx.transfer.ipc.sending import Staged
 from dask_devctx.worker.peers.local import Local
 
@@ -40,26 +35,32 @@ _NO_PLUGIN: Final = "it does not run this version of the plugin"
 _NAME: Final = uuid.uuid4().hex
 
 
+@dataclass(eq=False)
+class Peer:
+    """What is known of another worker."""
+
+    reason: str | None = None  # why its memory is not read; empty if it is, None if not known
+    again: float = float("inf")  # when to ask again
+    memory: str = ""  # the name of its memory, if that may be open here
+    asking: asyncio.Task[None] | None = None
+    shown: Staged | None = None  # memory of this worker that it tries to read
+
+
 class Pairs:
     """Finds out which other workers can exchange values with one worker by CUDA IPC."""
 
     def __init__(self, local: Local) -> None:
-        # By the address of a worker: why this one does not read its memory, empty if it does; the
-        # name of its memory, if that may be open here; when to ask again.
-        self.reasons: dict[str, str] = {}
-        self.memories: dict[str, str] = {}
-        self.again: dict[str, float] = {}
-        self.readers: set[str] = set()  # the workers that may have this one's memory open
+        self.peers: dict[str, Peer] = defaultdict(Peer)  # by address
+        # The workers that may have this one's memory open; some may have left the cluster.
+        self.readers: set[str] = set()
         self._local = local
-        self._asking: dict[str, asyncio.Task[None]] = {}
-        self._shown: dict[str, Staged] = {}
 
     def close(self) -> None:
         """Stop asking other workers, and release the memory shown to them."""
-        for task in self._asking.values():
-            task.cancel()
-        for address in list(self._shown):
-            self.hide(address)
+        for peer in self.peers.values():
+            if peer.asking is not None:
+                peer.asking.cancel()
+            self.hide(peer)
 
     # -- as the receiver
 
@@ -68,54 +69,48 @@ class Pairs:
 
         A worker that is asked again keeps nobody waiting: values come through the host meanwhile.
         """
-        known = address in self.reasons
-        if not known or time.monotonic() > self.again.get(address, float("inf")):
-            task = self._asking.get(address)
-            if task is None:
-                task = self._asking[address] = asyncio.create_task(self._ask(address))
-                task.add_done_callback(lambda _: self._asking.pop(address, None))
-            if not known:
-                await asyncio.wait([task])  # who asks for data goes on where this was cancelled
-        reason = self.reasons.get(address, "")
-        if reason == _NO_PLUGIN:  # it would not understand
+        peer = self.peers[address]
+        if peer.reason is None or time.monotonic() > peer.again:
+            asking = peer.asking = peer.asking or asyncio.create_task(self._ask(address, peer))
+            if peer.reason is None:
+                await asyncio.wait([asking])  # who asks for data goes on where this was cancelled
+        if peer.reason == _NO_PLUGIN:  # it would not understand
             return ""
-        return reason or self.memories.get(address, "")
+        return peer.reason or peer.memory
 
     async def refuse(self, address: str, reason: str) -> None:
         """Stop reading a worker's memory."""
-        self._remember(address, reason, passes=False)
-        await self._close_memory(address)
+        peer = self.peers[address]
+        self._remember(address, peer, reason, passes=False)
+        await self._close_memory(peer)
 
     def forget(self, address: str) -> None:
         """Forget a worker, and close its memory; another worker may have the address later."""
-        self.reasons.pop(address, None)
-        self.again.pop(address, None)
-        self._local.worker.loop.add_callback(self._close_memory, address)
-        if address in self._asking:  # it learns soon that the worker is gone
-            self._asking[address].add_done_callback(lambda _: self.forget(address))
+        peer = self.peers.pop(address, None)
+        if peer is not None:
+            self._local.worker.loop.add_callback(self._close_memory, peer)
 
-    async def _close_memory(self, address: str) -> None:
-        memory = self.memories.pop(address, None)
-        if memory is not None:
+    async def _close_memory(self, peer: Peer) -> None:
+        memory, peer.memory = peer.memory, ""
+        if memory:
             with suppress(RuntimeError):  # this worker ends, and has closed all that it had open
                 await self._local.run(self._local.opened.close, memory)
 
-    async def _ask(self, address: str) -> None:
+    async def _ask(self, address: str, peer: Peer) -> None:
         try:
-            reason, passes = await self._tried(address)
-        except MalformedMessageError as error:
-            logger.warning("The answer of %s about its memory was refused: %s", address, error)
-            reason, passes = f"its answer is malformed: {error}", True
+            reason, passes = await self._tried(address, peer)
         except OSError as error:  # or it took too long
             reason, passes = f"it does not answer: {error!r}", True
         except Exception as error:
             logger.exception("the test of CUDA IPC with %s failed", address)
             reason, passes = repr(error), True
-        if reason:
-            await self._close_memory(address)
-        self._remember(address, reason, passes)
+        finally:
+            peer.asking = None
+        if reason or self.peers.get(address) is not peer:  # it has left meanwhile
+            await self._close_memory(peer)
+        self._remember(address, peer, reason, passes)
 
-    async def _tried(self, address: str) -> tuple[str, bool]:
+    async def _tried(self, address: str, peer: Peer) -> tuple[str, bool]:
         """Return why a worker's memory is not to be read, if so, and whether that passes."""
         own = self._local.worker.address
         if get_address_host(address) != get_address_host(own):
@@ -125,33 +120,28 @@ class Pairs:
         if not isinstance(answer, list | tuple):
             return _NO_PLUGIN, True
         if len(answer) == len(Refused._fields):
-            refused = read(Refused, answer)
+            refused = Refused(*answer)
             return refused.reason, refused.passes
-        shown = read(Shown, answer)
-        self.memories[address] = shown.memory
+        peer.memory, place, content = answer
         try:
-            found = await self._local.run(self._read, shown)
-        except (DevctxError, MalformedMessageError) as error:
+            found = await self._local.run(self._read, peer.memory, Place.read(place))
+        except (DevctxError, ValueError) as error:
             return f"its memory cannot be opened: {error}", is_out_of_memory(error)
-        return (
-            ("", False) if found == shown.content else ("its memory has other contents here", True)
-        )
+        return ("", False) if found == content else ("its memory has other contents here", True)
 
-    def _read(self, shown: Shown) -> bytes:
+    def _read(self, memory: str, place: Place) -> bytes:
         device, opened = self._local.devices[0], self._local.opened
         with device:
-            buffer = opened.begin(shown.memory, shown.place, device)
+            buffer = opened.begin(memory, place, device)
             try:
-                there = buffer.address(shown.place, _NBYTES)
+                there = buffer.address(place, _NBYTES)
                 return device._backend.calls.work.copy_to_host(there, _NBYTES)
             finally:
                 opened.end(buffer)
 
-    def _remember(self, address: str, reason: str, passes: bool) -> None:
-        self.reasons[address] = reason[:_MOST_OF_A_REASON]
-        self.again.pop(address, None)
-        if passes:
-            self.again[address] = time.monotonic() + _AGAIN_S
+    def _remember(self, address: str, peer: Peer, reason: str, passes: bool) -> None:
+        peer.reason = reason[:_MOST_OF_A_REASON]
+        peer.again = time.monotonic() + _AGAIN_S if passes else float("inf")
         how = f"through the host: {reason}" if reason else "by CUDA IPC"
         logger.info("values on a device come from %s %s", address, how)
 
@@ -173,9 +163,10 @@ class Pairs:
             return Refused(reason, is_out_of_memory(error))
         if shown is None:
             return Refused("it has no memory left for staging", passes=True)
-        self.hide(said.address)
-        self._shown[said.address] = shown
-        self._local.worker.loop.call_later(_TIMEOUT_S, self.hide, said.address, shown)
+        peer = self.peers[said.address]
+        self.hide(peer)
+        peer.shown = shown
+        self._local.worker.loop.call_later(_TIMEOUT_S, self.hide, peer, shown)
         self.readers.add(said.address)
         return Shown(self._local.name, shown.place, content)
 
@@ -187,16 +178,16 @@ class Pairs:
                 with staging.device as device:
                     device._backend.calls.work.copy_from_host(shown.pointer, content)
             except BaseException:
-                staging.give([shown])
+                staging.give(shown)
                 raise
         return shown
 
-    def hide(self, address: str, only: Staged | None = None) -> None:
+    def hide(self, peer: Peer, only: Staged | None = None) -> None:
         """Release the memory that was shown to a worker."""
-        shown = self._shown.get(address)
+        shown = peer.shown
         if shown is not None and only in (None, shown):
-            del self._shown[address]
-            self._local.stagings[self._local.devices[0]].give([shown])
+            peer.shown = None
+            self._local.stagings[self._local.devices[0]].give(shown)
 
 
 def _process() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.cuda.out_of_memory import allocated
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, hold, nbytes_by_device, release_held
 from dask_devctx.transfer.move import Move
@@ -32,19 +32,22 @@ Used = list[tuple[Value, Any]]
 
 
 @dataclass(eq=False)
-class _Copy:
+class Copy:
+    """A value on a further device, or on its way there."""
+
+    value: Value
+    device: Device
     sources: dict[Device, int]
+    expected: bool = False  # made ahead, and no task has used it yet
     made: Future[tuple[Any, Stamp]] = field(default_factory=Future)
     nbytes: int = 0  # counts toward the limit; 0 while the copy is being made
     uses: list[Stamp] = field(default_factory=list)
-    expected: bool = False  # made ahead, and no task has used it yet
 
 
-@dataclass(eq=False)
-class _OnDevice:
-    limit: int
-    all: OrderedDict[Value, _Copy] = field(default_factory=OrderedDict)  # the last used one last
-    nbytes: int = 0  # their sum: the worker's event loop reads it
+class _There(dict[Copy, None]):
+    """The copies on a device, the last used one last; the values know them, too."""
+
+    nbytes = 0  # the event loop reads it
 
 
 class Copies:
@@ -61,10 +64,10 @@ class Copies:
         self.limit = float(limit)
         self.counts = TrafficCounts()
         self.ahead = threading.Lock()  # held while an input is copied ahead of its task
+        self.there: dict[Device, _There] = defaultdict(_There)
         # Whether a task has a device for itself: nothing is copied there ahead of others.
         self.holds_back: Callable[[Device], bool] = lambda device: False
         self._lock = threading.RLock()
-        self._devices: dict[Device, _OnDevice] = {}
         self._open = True
         self._event_loop = threading.get_ident()
         # Called when a task that outlived the plugin reads copies.
@@ -77,9 +80,8 @@ class Copies:
         """Make no more copies, and drop all; memory that is being read stays until then."""
         with self._lock:
             self._open = False
-            for on_device in self._devices.values():
-                for value in list(on_device.all):
-                    self.forget(value)
+            for copy in [copy for there in self.there.values() for copy in there]:
+                self._remove(copy)
         self._later.put(None)
 
     # -- ahead of tasks
@@ -107,14 +109,17 @@ class Copies:
     def _make_ahead(self, far: Iterable[Value], device: Device) -> None:
         for value in far:
             with self.ahead:
-                if not self._open or value.released or self.holds_back(device):
+                if not self._open or value.released or device in value.copies:
                     continue
-                spill = value.spill
+                if self.holds_back(device):
+                    continue
+                spill: Any = value.spill
                 try:
                     whole = value.value if spill is None else spill.pin(value, device)
                     try:
                         nbytes = sum(value.nbytes.values()) - value.nbytes.get(device, 0)
-                        if whole is not AWAY and nbytes and self._has_room(value, device, nbytes):
+                        has_room = self.there[device].nbytes + nbytes <= self._most(device)
+                        if whole is not AWAY and nbytes and has_room:
                             self.get(value, whole, device, ahead=True)
                     finally:
                         del whole
@@ -123,10 +128,8 @@ class Copies:
                 except Exception:  # the task tries again, and fails with this error if it remains
                     logger.debug("%r was not copied ahead to %s", value.key, device, exc_info=True)
 
-    def _has_room(self, value: Value, device: Device, nbytes: int) -> bool:
-        with self._lock:
-            there = self._on(device)
-            return value not in there.all and there.nbytes + nbytes <= there.limit
+    def _most(self, device: Device) -> int:
+        return int(self.limit * device.memory_info.total)
 
     # -- for tasks
 
@@ -141,25 +144,24 @@ class Copies:
         if not sources:
             # Most inputs end here: a move without a copy would take twice as long to start.
             if here is not None:
-                release_held(1)
-                value.work().hold_back(device)
+                (value.stamp or value.work()).hold_back(device)
             return whole
         while True:
             with self._lock:
-                copies = self._on(device).all
-                copy = copies.get(value)
+                copy = value.copies.get(device)
                 mine = copy is None
                 if copy is None:
-                    copy = _Copy(sources, expected=ahead)
+                    copy = Copy(value, device, sources, ahead)
                     if self._open:
-                        copies[value] = copy
-                        value.copies = (*value.copies, device)
+                        value.copies[device] = copy
+                        self.there[device][copy] = None
                         if value.released:  # asked last: who releases it just now drops its copies
-                            self._remove(device, value, copy)
+                            self._remove(copy)
                 else:
-                    copies.move_to_end(value)
+                    there = self.there[device]
+                    there[copy] = there.pop(copy)
             if mine:
-                return self._make(value, copy, whole, device)
+                return self._make(copy, whole)
             if copy.made.exception() is not None:  # waits; the maker's thread raises the error
                 continue
             moved, stamp = copy.made.result()
@@ -170,39 +172,36 @@ class Copies:
             stamp.hold_back(device)
             return moved
 
-    def _make(self, value: Value, copy: _Copy, whole: Any, device: Device) -> Any:
+    def _make(self, copy: Copy, whole: Any) -> Any:
         start, begun = time.perf_counter(), time.time()
+        value, device = copy.value, copy.device
+
+        def move() -> tuple[Any, Any]:
+            # Nothing writes to a task's input: its device does not have to wait for the copy.
+            move = Move(device, value.work(), guard_source=False, read_only=True)
+            with timing() as timed:
+                return move.run(whole), timed
+
         try:
-            for attempt in range(2):
-                # Nothing writes to a task's input: its device does not have to wait for the copy.
-                move = Move(device, value.work(), guard_source=False, read_only=True)
-                try:
-                    with timing() as timed:
-                        moved = move.run(whole)
-                    break
-                except Exception as error:
-                    if attempt or not is_out_of_memory(error):
-                        raise
-                self.drop(device)
-                release_held()
+            moved, timed = allocated(move, lambda: self.drop(device))
             stamp = Stamp.of_streams([device])
             nbytes = nbytes_by_device(moved).get(device, 0)
         except BaseException as error:
             with self._lock:
-                self._remove(device, value, copy)
+                self._remove(copy)
             copy.made.set_exception(error)
             raise
         self.counts.copied(copy.sources, device, begun, time.perf_counter() - start, timed)
         copy.made.set_result((moved, stamp))
         with self._lock:
-            there = self._devices[device]
-            if there.all.get(value) is copy:  # not dropped in the meantime
+            there = self.there[device]
+            if copy in there:  # not dropped in the meantime
                 copy.nbytes = nbytes
                 there.nbytes += nbytes
-                while there.nbytes > there.limit:
-                    # Entries of 0 bytes are still being made: each does this when it is done.
-                    one, oldest = next(item for item in there.all.items() if item[1].nbytes)
-                    self._remove(device, one, oldest)
+                most = self._most(device)
+                while there.nbytes > most:
+                    # Those of 0 bytes are still being made: each does this when it is done.
+                    self._remove(next(one for one in there if one.nbytes))
         return moved
 
     def used(self, copies: Used, device: Device, stamp: Stamp) -> None:
@@ -213,9 +212,8 @@ class Copies:
         """
         dropped = []
         with self._lock:
-            there = self._on(device).all
             for value, moved in copies:
-                copy = there.get(value)
+                copy = value.copies.get(device)
                 if copy is None or not copy.made.done() or copy.made.result()[0] is not moved:
                     dropped.append(moved)
                 else:
@@ -230,59 +228,41 @@ class Copies:
     def forget(self, value: Value) -> None:
         """Drop the copies of a value on all devices."""
         with self._lock:
-            for device in value.copies:
-                copy = self._devices[device].all.get(value)
-                if copy is not None:
-                    self._remove(device, value, copy)
+            for copy in list(value.copies.values()):
+                self._remove(copy)
 
     def drop(self, device: Device, nbytes: int | None = None) -> int:
         """Drop copies on a device, the least recently used ones first, and return their bytes.
 
         With ``nbytes``, this ends when so much is dropped, and those made ahead of a task stay.
+        Without, the memory ran out: this waits for the readers, but on the event loop.
         """
-        dropped = 0
+        dropped, uses = 0, []
         with self._lock:
-            for value, copy in list(self._on(device).all.items()):
+            for copy in list(self.there[device]):
                 if nbytes is not None and (dropped >= nbytes or copy.expected):
                     continue
                 if copy.made.done():
                     dropped += copy.nbytes
-                    self._remove(device, value, copy)
-        return dropped
-
-    def drop_all(self, device: Device) -> int:
-        """Drop the copies on a device whose memory ran out, and wait for their readers.
-
-        On the event loop this does not wait.
-        """
-        with self._lock:
-            uses = [use for copy in self._on(device).all.values() for use in copy.uses]
-        dropped = self.drop(device)
-        if threading.get_ident() != self._event_loop:
+                    uses += copy.uses
+                    self._remove(copy)
+        if nbytes is None and threading.get_ident() != self._event_loop:
             # A copy that is being read frees its memory when the read is done.
             with suppress(DevctxError):
                 while not all(use.done() for use in uses):
                     time.sleep(_LOOK_INTERVAL_S)
-        release_held()
+        if dropped or nbytes is None:
+            release_held()
         return dropped
 
     def nbytes(self, device: Device) -> int:
         """Return the bytes of the copies that are kept on a device."""
-        there = self._devices.get(device)
-        return 0 if there is None else there.nbytes
+        return self.there[device].nbytes
 
-    def _on(self, device: Device) -> _OnDevice:
-        there = self._devices.get(device)
-        if there is None:
-            limit = int(self.limit * device.memory_info.total)
-            there = self._devices[device] = _OnDevice(limit)
-        return there
-
-    def _remove(self, device: Device, value: Value, copy: _Copy) -> None:
-        there = self._devices[device]
-        if there.all.get(value) is copy:
-            del there.all[value]
-            value.copies = tuple(one for one in value.copies if one is not device)
+    def _remove(self, copy: Copy) -> None:
+        there = self.there[copy.device]
+        if copy in there:
+            del there[copy], copy.value.copies[copy.device]
             there.nbytes -= copy.nbytes
             for use in copy.uses:
                 hold(use, copy.made)

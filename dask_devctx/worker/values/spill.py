@@ -6,25 +6,32 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from time import perf_counter
-from typing import Any
+from contextlib import suppress
+from time import monotonic, perf_counter, sleep
+from typing import Any, Final, TypeVar
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.transfer import nbytes_by_device, walk
-from dask_devctx.transfer.location import Memory
+from dask_devctx.cuda.out_of_memory import allocated, release_library_caches
+from dask_devctx.errors import DevctxError
+from dask_devctx.transfer import nbytes_by_device, release_held, walk
 from dask_devctx.transfer.page_locked import PageLockedPool
-from dask_devctx.worker.values.accounting import allocations, numbers
+from dask_devctx.worker.values.accounting import allocations, gain, numbers
 from dask_devctx.worker.values.copies import Copies
-from dask_devctx.worker.values.host_form import HostForm, Sent
-from dask_devctx.worker.values.room import Room
+from dask_devctx.worker.values.host_form import Copying, HostForm, Sent
+from dask_devctx.worker.values.leaving import Leaving
 from dask_devctx.worker.values.value import AWAY, Value
 
+T = TypeVar("T")
 
-class Spill(Room):
+# A busy event loop may take so long to store a result.
+_HANDED_S: Final = 1.0
+_POLL_S: Final = 0.002
+
+
+class Spill(Leaving):
     """A worker's values on devices and in host memory; thread-safe.
 
-    Without limits nothing is spilled. ``before`` is the one whose place this takes: values that it
-    moves just now are counted here.
+    ``before`` is the one whose place this takes: values that it moves just now are counted here.
     """
 
     def __init__(
@@ -34,17 +41,61 @@ class Spill(Room):
         copies: Copies | None = None,
         before: Spill | None = None,
     ) -> None:
-        super().__init__(limits, threading.RLock() if before is None else before.lock, copies)
-        self.pool = pool
+        super().__init__(limits, pool, copies, threading.RLock() if before is None else before.lock)
         self.on_disk = False  # whether values went to disk
-        self.open = bool(limits)  # whether values are spilled
-        # Called with a device, bytes and seconds, and whether they were restored.
-        self.moved_bytes: Callable[[Device, int, float, bool], object] = lambda *about: None
-        # Called with each value that was spilled or restored.
-        self.moved: Callable[[Value], object] = lambda value: None
-        # Called, with the lock, with a device that more is used of.
-        self.look: Callable[[Device], object] = lambda device: None
+        # The bytes that a task of a prefix has made last, and that the next one will probably make.
+        self.expected: dict[str, int] = {}
         self._coming: dict[int, Future[None]] = {}
+
+    # -- room
+
+    def make_room(self, device: Device, nbytes: int, *, wait: bool = True) -> bool:
+        """Reserve bytes on a device, after others were spilled; :meth:`give_room` undoes it.
+
+        Returns whether they are within the limit: if nothing can be spilled, they are beyond it.
+        """
+        account = self.accounts.get(device)
+        if account is None:
+            return True
+        with self.lock:
+            if self.accounts.ended:
+                self.accounts.settle()
+            account.reserved += nbytes
+        while True:
+            over = account.counts.held + account.reserved - account.counts.limit
+            if device in self.stagings:
+                over += self.stagings[device].nbytes
+            if self.copies is not None and (there := self.copies.there.get(device)) is not None:
+                over += there.nbytes
+            if over <= 0:
+                return True
+            if not wait:
+                return False
+            wait = self._free(account, over)
+
+    def give_room(self, device: Device, nbytes: int) -> None:
+        """Undo a reservation."""
+        account = self.accounts.get(device)
+        if account is not None:
+            with self.lock:
+                account.reserved -= nbytes
+
+    def allocated(self, device: Device, nbytes: int, allocate: Callable[[], T]) -> T:
+        """Return what a function allocates; out of memory, more is freed and it is called again."""
+        return allocated(allocate, lambda: self.clear(device, nbytes), lambda: self.clear(device))
+
+    def spill_all(self, device: Device) -> int:
+        """Spill all values that are not in use from a device that ran out of memory; waits."""
+        account = self.accounts.get(device)
+        if account is None or not self.open:
+            return 0
+        with self.lock:
+            before = account.counts.held
+        self.leave(account, account.counts.limit, for_retry=True)
+        release_held()
+        with self.lock:
+            self.accounts.settle()
+            return max(before - account.counts.held, 0)
 
     # -- values that come and go
 
@@ -56,10 +107,11 @@ class Spill(Room):
         value.stays = len(value.nbytes) > 1 or next(iter(value.nbytes)) not in self.accounts
         under = allocations(value.value, value.nbytes)
         with self.lock:
-            self.accounts.add(value, under)
-            self.handed_over(value.key)
+            self.accounts.count(value, under)
             for device in value.nbytes:
-                self.look(device)
+                account = self.accounts.get(device)
+                if account and account.counts.held + account.reserved > account.start:
+                    account.changed.notify_all()
 
     def adopt(self, value: Value) -> None:
         """Count a value in host memory that was read from disk, or arrived so."""
@@ -69,27 +121,16 @@ class Spill(Room):
                     value.form.home = next(iter(self.accounts))
                 value.form.members = [weakref.ref(value)]
                 value.spill = self
-                self.accounts.add_away(value)
+                self.accounts.count(value)
 
     def take_over(self, value: Value) -> None:
         """Count a value that another spill has counted."""
         with self.lock:
             under = frozenset() if value.entry is None else value.entry.memories
             value.spill, value.entry = self, None
-            if value.is_away:
-                self.accounts.add_away(value)
-            elif self.accounts:
-                self.accounts.add(value, under or allocations(value.value, value.nbytes))
-
-    def count_away(self, value: Value) -> None:
-        """Count a value in host memory, and no longer on its devices; with the lock held."""
-        self.accounts.add_away(value)
-
-    def count_back(self, value: Value, under: frozenset[Memory]) -> None:
-        """Count a value on its devices, in these allocations; with the lock held."""
-        self.accounts.remove(value)
-        if self.accounts:
-            self.accounts.add(value, under)
+            if self.accounts and not value.is_away:
+                under = under or allocations(value.value, value.nbytes)
+            self.accounts.count(value, under)
 
     # -- readers
 
@@ -120,14 +161,8 @@ class Spill(Room):
     def unpin(self, values: Sequence[Value]) -> None:
         """Let values be spilled again."""
         with self.lock:
-            may_leave = False
             for value in values:
                 value.pins -= 1
-                may_leave |= not (value.pins or value.stays)
-            if may_leave:
-                for account in self.accounts.values():
-                    if account.stuck:
-                        account.changed.notify_all()
 
     def read(self, value: Value) -> Any:
         """Return the value on its device, for any reader; its work on this thread comes after."""
@@ -176,32 +211,43 @@ class Spill(Room):
         self.make_room(device, form.nbytes)
         try:
             begun = perf_counter()
-            wholes, stamp = self.allocated(device, form.nbytes, lambda: form.on_device(device))
-            self.moved_bytes(device, form.nbytes, perf_counter() - begun, True)
-            back = []
-            found = [(whole, nbytes_by_device(whole)) for whole in wholes]
-            under = [allocations(*each) for each in found]
             with self.lock:
-                self.accounts.settle()
-                for ref in form.members:
-                    value = ref()
-                    if value is None or value.form is not form or not value.is_away:
-                        continue
-                    whole, value.nbytes = found[value.index]
+                values = {v.index: v for ref in form.members if (v := ref()) and v.form is form}
+            wholes, stamp = self.allocated(
+                device, form.nbytes, lambda: form.on_device(device, values)
+            )
+            self.moved_bytes(device, form.nbytes, perf_counter() - begun, True)
+            found = {
+                index: (nbytes := nbytes_by_device(whole), allocations(whole, nbytes))
+                for index, whole in wholes.items()
+            }
+            with self.lock:
+                back = [(index, one) for index, one in values.items() if one.is_away]
+                for index, value in back:
+                    value.nbytes, under = found[index]
                     value.stamp = stamp
-                    value.value = whole  # last: a task may see it now
+                    value.value = wholes[index]  # last: a task may see it now
                     assert value.spill is not None
-                    value.spill.count_back(value, under[value.index])
-                    if not _stays_right(wholes):
+                    value.spill.accounts.count(value, under)
+                    if len(form.pickles) > 1 or not _stays_right(value.value):
                         value.form = None
-                    back.append(value)
                 if (account := self.accounts.get(device)) is not None:
                     account.counts.unspills += len(back)
                     account.counts.unspilled_nbytes += form.nbytes
         finally:
             self.give_room(device, form.nbytes)
-        for value in back:
+        for _, value in back:
             self.moved(value)
+
+    def clear(self, device: Device, nbytes: int | None = None) -> int:
+        """Free memory of a device that ran out: so many bytes of copies, or all not in use."""
+        freed = 0 if self.copies is None else self.copies.drop(device, nbytes)
+        if nbytes is None:
+            freed += self.spill_all(device)
+        release_held()
+        with suppress(DevctxError), device:
+            release_library_caches()
+        return freed
 
     # -- host memory
 
@@ -209,10 +255,8 @@ class Spill(Room):
         """Return a host form of a value that is on its device, where it stays."""
         whole = self.pin(value, None)
         try:
-            device = next(iter(value.nbytes))
-            return HostForm.copied((whole,), device, [value.work()], self.pool.take).apart(
-                self.pool.take
-            )[0]
+            device, nbytes = next(iter(value.nbytes)), gain([value])
+            return Copying([whole], nbytes, device, [value.work()], self.pool.take).finish()[0]
         finally:
             self.unpin([value])
 
@@ -229,16 +273,59 @@ class Spill(Room):
                 value.form = None
         return freed > 0
 
+    # -- counts
+
+    def count(self, name: str, device: Device) -> int | None:
+        """Return one of the ``COUNTS`` of a device; None for a device without a limit."""
+        account = self.accounts.get(device)
+        if account is None:
+            return None
+        with self.lock:
+            self.accounts.settle()
+            return int(getattr(account.counts, name))
+
+    def used(self, device: Device) -> int:
+        """Return the bytes of a device that count towards its limit."""
+        with self.lock:
+            self.accounts.settle()
+            return self.accounts[device].used + self.beside(device)
+
+    def wait_for_results(self, device: Device) -> None:
+        """Wait a moment until dask has the results of a device's tasks that ended."""
+        account, until = self.accounts.get(device), monotonic() + _HANDED_S
+        while account is not None and monotonic() < until:
+            with self.lock:
+                self.accounts.settle()
+                if not any(value.fresh for value in account.values()):
+                    return
+            sleep(_POLL_S)
+
+    def take_stock(self, error: BaseException, device: Device) -> None:
+        """Note with an error why values cannot leave a device whose memory just ran out."""
+        account = self.accounts.get(device)
+        if account is not None:
+            with self.lock, suppress(AttributeError):
+                error._devctx_stayed = account.reasons()  # type: ignore[attr-defined]
+
+    def stock(self, error: BaseException, device: Device) -> tuple[int | None, dict[str, int]]:
+        """Return a device's limit, and the bytes that could not leave at an error, by reason."""
+        account = self.accounts.get(device)
+        if account is None:
+            return None, {}
+        with self.lock:
+            stayed = dict(getattr(error, "_devctx_stayed", None) or account.reasons())
+        if beside := self.beside(device):
+            stayed["of copies, and of transfers between workers"] = beside
+        return account.counts.limit, stayed
+
     def __repr__(self) -> str:
         return f"<Spill of {', '.join(map(str, self.accounts)) or 'nothing'}>"
 
 
-def _stays_right(values: tuple[Any, ...]) -> bool:
-    """Return whether the host form of values is kept while they are on the device again.
+def _stays_right(value: Any) -> bool:
+    """Return whether the host form of a value is kept while it is on the device again.
 
     Plain arrays are not written to: dask's tasks share them. An object, such as a module, may be.
     """
-    (value,) = values if len(values) == 1 else (None,)
-    if value is None or walk.find(type(value)) is not walk.LEAF:
-        return False
-    return type(value).__module__.partition(".")[0] not in ("torch", "cudf")
+    library = type(value).__module__.partition(".")[0]
+    return walk.find(type(value)) is walk.LEAF and library not in ("torch", "cudf")

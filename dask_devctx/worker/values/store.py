@@ -6,7 +6,14 @@ import asyncio
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, MutableMapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    MutableMapping,
+)
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -15,7 +22,6 @@ from distributed import Worker
 from dask_devctx.transfer import Stamp, nbytes_by_device, walk
 from dask_devctx.worker.values.copies import Copies
 from dask_devctx.worker.values.spill import Spill
-from dask_devctx.worker.values.spilling import Spilling
 from dask_devctx.worker.values.value import AWAY, Value
 
 logger = logging.getLogger(__name__)
@@ -25,9 +31,12 @@ logger = logging.getLogger(__name__)
 _SENDING: Final[ContextVar[str]] = ContextVar("devctx-sending", default="")
 _EXECUTE: Final = inspect.unwrap(Worker.execute).__code__
 _POLL_S: Final = 0.001
+# Of a key whose value dask's own mapping has.
+_IN_RAW: Final = object()
+_dict: Final[Any] = dict
 
 
-class Store(MutableMapping[Hashable, Any]):
+class Store(MutableMapping[Hashable, Any], _dict):  # type: ignore[misc]
     """A worker's data: storing a value is its arrival, and deleting it is its end.
 
     Every reader gets the value itself, on its device. There are two exceptions: the worker that
@@ -35,53 +44,61 @@ class Store(MutableMapping[Hashable, Any]):
     one that sends values gets a stand-in that is the value itself in the receiver's process.
     """
 
-    def __init__(
-        self,
-        data: MutableMapping[Any, Any],
-        spill: Spill,
-        copies: Copies | None,
-    ) -> None:
+    # As a dictionary, it has all keys: with a `Value` on devices, or with the note that dask's own
+    # mapping has the value. dask asks ten times for each task whether a key is here: that is no
+    # call of Python's.
+    __contains__ = _dict.__contains__
+    __len__ = _dict.__len__
+
+    def __init__(self, data: MutableMapping[Any, Any], spill: Spill, copies: Copies | None) -> None:
+        super().__init__()
         self.raw: MutableMapping[Any, Any] = data
-        self.on_devices: dict[Hashable, Value] = {}
         self.spill = spill
         self.copies = copies
-        self.spilling: Spilling | None = None
         self.open = True  # whether tasks resolve what they get
-        # The results that are about to be stored, by key: the value's id, and its work's stamp.
-        self.made: dict[Hashable, tuple[int, Stamp]] = {}
+        # The values that tasks have made and dask is about to store, by key.
+        self.made: dict[Hashable, Value] = {}
         self._on_host: set[Hashable] = set()  # of a type that may hold arrays, and does not
         if isinstance(data, Store):  # of a plugin that was removed while values were away
-            self.raw, self.on_devices = data.raw, data.on_devices
+            self.raw = data.raw
+            _dict.update(self, _dict.items(data))
         self._in_memory = getattr(self.raw, "fast", self.raw)
         if isinstance(data, Store):
-            for value in [*self.on_devices.values(), *self._in_memory.values()]:
+            for value in [*_dict.values(self), *self._in_memory.values()]:
                 if value.__class__ is Value:
                     spill.take_over(value)
             return
+        _dict.update(self, dict.fromkeys(data, _IN_RAW))
         for key, whole in list(self._in_memory.items()):
-            if walk.find(whole.__class__) is not None and (value := self._new(key, whole)):
-                self.on_devices[key] = value
-                del data[key]
+            if walk.find(whole.__class__) is not None:
+                value = self._new(key, whole)
+                if value is not None and value.nbytes:
+                    _dict.__setitem__(self, key, value)
+                    del data[key]
 
     def give_back(self) -> MutableMapping[Any, Any]:
         """Return the data without the plugin: this, while values are in host memory or on disk."""
         self.open = False
-        for key, value in list(self.on_devices.items()):
+        for value in self.on_devices():
             whole = value.value  # read once: a thread may just be moving it
             if whole is AWAY:
                 self.moved(value)
             else:
-                self.raw[key] = whole
-                del self.on_devices[key]
+                self.raw[value.key] = whole
+                _dict.__setitem__(self, value.key, _IN_RAW)
         on_disk = self.spill.on_disk and len(getattr(self.raw, "slow", ()))
         away = any(value.__class__ is Value for value in self._in_memory.values())
-        return self if self.on_devices or on_disk or away else self.raw
+        return self if self.on_devices() or on_disk or away else self.raw
+
+    def on_devices(self) -> list[Value]:
+        """Return the values of which dask's own mapping knows nothing."""
+        return [value for value in _dict.values(self) if value.__class__ is Value]
 
     # -- a mapping
 
     def __getitem__(self, key: Hashable) -> Any:
-        value = self.on_devices.get(key)
-        if value is None:
+        value = _dict.get(self, key)
+        if value.__class__ is not Value:
             value = self.raw[key]
             if value.__class__ is not Value:
                 return value
@@ -94,38 +111,40 @@ class Store(MutableMapping[Hashable, Any]):
         return self.spill.read(value)
 
     def __setitem__(self, key: Hashable, whole: Any) -> None:
-        if key in self.on_devices or key in self._in_memory or key in self._on_host:
-            self._end(key)
-        value, found = None, None
+        if key in self:
+            del self[key]
         if whole.__class__ is Value:  # it comes from another worker, in host memory
             self.spill.adopt(whole)
         elif (found := walk.find(whole.__class__)) is not None:
-            value = self._new(key, whole)
-        if value is None:
-            self.raw[key] = whole
-            return
-        if key in self.raw:
-            del self.raw[key]
-        if found is walk.LEAF:  # an array, which has no host memory
-            self.on_devices[key] = value
-        else:
-            self._put(value)
+            value = self.made.pop(key, None)
+            if value is None or value.value is not whole:
+                value = self._new(key, whole)
+            if value is not None and value.nbytes:
+                value.fresh = False
+                if found is walk.LEAF:  # an array, which has no host memory
+                    _dict.__setitem__(self, key, value)
+                else:
+                    self._put(value)
+                return
+            if value is not None:
+                self._on_host.add(key)
+        self.raw[key] = whole
+        _dict.__setitem__(self, key, _IN_RAW)
 
     def __delitem__(self, key: Hashable) -> None:
-        here = key in self.on_devices
-        self._end(key)
-        if not here or key in self.raw:
+        value = _dict.pop(self, key)
+        if value.__class__ is not Value:
+            value = self._in_memory.get(key)
             del self.raw[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.on_devices or key in self.raw
+        if value.__class__ is Value:
+            value.released = True
+            if value.copies and self.copies is not None:
+                self.copies.drop_later(value)
+        elif self._on_host:
+            self._on_host.discard(key)
 
     def __iter__(self) -> Iterator[Hashable]:
-        yield from [*self.on_devices]
-        yield from self.raw
-
-    def __len__(self) -> int:
-        return len(self.on_devices) + len(self.raw)
+        return iter([*_dict.keys(self)])
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} values>"
@@ -145,43 +164,26 @@ class Store(MutableMapping[Hashable, Any]):
     # -- values
 
     def _new(self, key: Hashable, whole: Any) -> Value | None:
-        """Return a value that is on devices of the worker, counted; None for any other."""
-        noted, made = self.made.pop(key, None), None
-        if noted is not None and noted[0] == id(whole):
-            made = noted[1]
+        """Return a value, counted if it is on devices; None if not all of it was looked at."""
         try:
-            nbytes, exact = (
-                nbytes_by_device.estimated(whole)
-                if made is None or made.places is None
-                else (made.places, True)
-            )
+            nbytes, exact = nbytes_by_device.estimated(whole)
         except Exception:  # of a user's type; the task that gets the value fails with it
             return None
-        if not nbytes:
-            if exact:
-                self._on_host.add(key)
+        if not nbytes and not exact:
             return None
-        value = Value(key, whole, nbytes, made)
+        value = Value(key, whole, nbytes)
         value.exact = exact
-        self.spill.add(value)
+        if nbytes:
+            self.spill.add(value)
         return value
 
     def _put(self, value: Value) -> None:
         """Store a value that is on devices: with dask's own if it has much host memory, too."""
         if value.has_host_memory:
             self.raw[value.key] = value  # dask counts the host memory, and writes it to disk
+            _dict.__setitem__(self, value.key, _IN_RAW)
         else:
-            self.on_devices[value.key] = value
-
-    def _end(self, key: Hashable) -> None:
-        """Note that the value of a key, if there is one, is no longer the key's."""
-        value = self.on_devices.pop(key, None) or self._in_memory.get(key)
-        if value.__class__ is Value:
-            value.released = True
-            if value.copies and self.copies is not None:
-                self.copies.drop_later(value)
-        elif self._on_host:
-            self._on_host.discard(key)
+            _dict.__setitem__(self, value.key, value)
 
     def is_host_data(self, key: Hashable) -> bool:
         """Return whether a value's type may hold arrays, and this value holds none."""
@@ -189,8 +191,8 @@ class Store(MutableMapping[Hashable, Any]):
 
     def peek(self, key: Hashable) -> Any:
         """Return what is in memory: a :class:`Value` or host data; None for what is on disk."""
-        value = self.on_devices.get(key)
-        if value is None:
+        value = _dict.get(self, key)
+        if value.__class__ is not Value:
             value = self._in_memory.get(key)
             if value.__class__ is Value and value.spill is None:
                 self.spill.adopt(value)
@@ -200,18 +202,16 @@ class Store(MutableMapping[Hashable, Any]):
         """Return those of some keys' values that are known to be on devices, or were."""
         found = []
         for key in keys:
-            value = self.on_devices.get(key) or self.peek(key)
+            value = _dict.get(self, key)
+            if value is _IN_RAW:
+                value = self.peek(key)
             if value.__class__ is Value:
                 found.append(value)
         return found
 
-    def stamps_of(self, keys: Iterable[Hashable]) -> list[Stamp]:
-        """Return the stamps of the work that makes some keys' values, as far as it is known."""
-        return [value.stamp for value in self.values_of(keys) if value.stamp is not None]
-
     async def readable(self, keys: Iterable[Hashable]) -> list[Stamp]:
         """Return the stamps of some values when the event loop can read them without a wait."""
-        stamps = self.stamps_of(keys)
+        stamps = [value.stamp for value in self.values_of(keys) if value.stamp is not None]
         while not all(stamp.may_be_read() for stamp in stamps):  # a graph is being captured
             await asyncio.sleep(_POLL_S)
         return stamps
@@ -232,17 +232,14 @@ class Store(MutableMapping[Hashable, Any]):
     def moved(self, value: Value) -> None:
         """Show dask a value that was spilled as host data, or no longer; on the event loop."""
         key = value.key
-        in_raw = self._in_memory.get(key) is value
-        if value.is_away:
-            if self.on_devices.get(key) is value:
-                try:
-                    self.raw[key] = value  # dask may write it to disk
-                except Exception:  # and fails; the value stays here, uncounted
-                    logger.warning("%r cannot go to disk", key, exc_info=True)
-                    return
-                del self.on_devices[key]
-            elif value.has_host_memory and in_raw:
-                self.raw[key] = value  # dask counts it again
+        is_mine, in_raw = _dict.get(self, key) is value, self._in_memory.get(key) is value
+        if value.is_away and (is_mine or in_raw):
+            try:
+                self.raw[key] = value  # dask counts it, and may write it to disk
+            except Exception:  # and fails; the value stays here, uncounted
+                logger.warning("%r cannot go to disk", key, exc_info=True)
+                return
+            _dict.__setitem__(self, key, _IN_RAW)
         elif in_raw:
             del self.raw[key]
             self._put(value)
@@ -254,18 +251,11 @@ class Store(MutableMapping[Hashable, Any]):
 
         async def get_stored(comm: Any, keys: Collection[Hashable], **kwargs: Any) -> Any:
             # Within a process nothing is serialized: the receiver gets the objects that are read.
-            if str(getattr(comm, "local_address", "")).startswith("inproc"):
-                away = [value for value in self.values_of(keys) if value.is_away]
-                pinned: list[Value] = []
-                try:
-                    for value in away:
-                        await asyncio.to_thread(self.spill.pin, value, None)
-                        pinned.append(value)
-                    await self.readable(keys)
-                    return await get_data(comm, keys=keys, **kwargs)
-                finally:
-                    self.spill.unpin(pinned)
-            token = _SENDING.set("values" if takes_values(kwargs.get("who") or "") else "whole")
+            inside = str(getattr(comm, "local_address", "")).startswith("inproc")
+            if inside:
+                await self.readable(keys)
+            how = "values" if takes_values(kwargs.get("who") or "") else "whole"
+            token = _SENDING.set("" if inside else how)
             try:
                 return await get_data(comm, keys=keys, **kwargs)
             finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from distributed import Status, Worker
@@ -16,10 +16,9 @@ from dask_devctx.dask_internals.worker import replaced_data, wrapped_handler
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import release_held
 from dask_devctx.transfer.page_locked import PageLockedPool
+from dask_devctx.worker.values.accounting import limit_nbytes
 from dask_devctx.worker.values.copies import Copies
-from dask_devctx.worker.values.limits import limit_nbytes
 from dask_devctx.worker.values.spill import Spill
-from dask_devctx.worker.values.spilling import Spilling
 from dask_devctx.worker.values.store import Store
 from dask_devctx.worker.values.value import Value
 
@@ -27,8 +26,6 @@ from dask_devctx.worker.values.value import Value
 _PAGE_LOCKED: Final = 0.4
 # The tasks in these states need their inputs soon.
 _NEED_INPUTS: Final = frozenset({"waiting", "ready", "constrained", "executing", "resumed"})
-# The tasks in these states may get a value.
-_GET_A_VALUE: Final = frozenset({"executing", "long-running", "cancelled", "resumed", "flight"})
 # How often memory that finished work has read is released, if no other values move.
 _RELEASE_S: Final = 0.5
 
@@ -52,11 +49,10 @@ def storing(
         next(iter(devices)),
         int(_PAGE_LOCKED * limit) if known else 0,
         slab=min(max(known.values(), default=0) // 16, 256 * 2**20),
-        make_room=lambda nbytes: store.spill.drop_host_forms(nbytes),
+        make_room=lambda nbytes: spill.drop_host_forms(nbytes),
     )
     before = worker.data.spill if isinstance(worker.data, Store) else None
     spill = Spill(known, pool, copies, before)
-    spill.moved_bytes = moved_bytes
     tasks = worker.state.tasks
 
     def next_use(key: Hashable) -> Any:
@@ -68,50 +64,44 @@ def storing(
         return min((one for one in priorities if one is not None), default=None)
 
     def moved(value: Value) -> None:
-        try:
-            worker.loop.add_callback(store.moved, value)
-        except RuntimeError:  # the loop has ended
-            return
+        with suppress(RuntimeError):  # the loop has ended
+            worker.loop.add_callback(show, value)
+
+    def show(value: Value) -> None:
+        if isinstance(worker.data, Store):  # another plugin's meanwhile
+            worker.data.moved(value)
 
     store: Store
 
     def wrap(data: MutableMapping[Any, Any]) -> Store:
         nonlocal store
         store = Store(data, spill, copies)
-        store.spilling = spilling
         return store
 
     def unwrap() -> MutableMapping[Any, Any]:
-        spilling.stop()
+        spill.stop()
         pool.close()
         return store if worker.status is Status.closing else store.give_back()
 
     def release() -> None:
         """Release what finished work has read, until this is closed and all of it is read."""
-        for key in [*spill.handed]:  # a value that was cancelled on its way is never stored
-            ts = tasks.get(key)
-            if ts is None or ts.state not in _GET_A_VALUE:
-                spill.handed_over(key)
         if release_held() or store.open:
             worker.loop.call_later(_RELEASE_S, release)
 
-    spill.moved = moved
-    spilling = Spilling(
-        spill,
-        f"worker {worker.name}",
-        next_use,
-        on_failure,
-        looks_at_others=not rmm_keeps_memory(options),
-    )
+    spill.worker_name = f"worker {worker.name}"
+    spill.next_use, spill.moved = next_use, moved
+    spill.moved_bytes, spill.on_failure = moved_bytes, on_failure
+    spill.looks_at_others = not rmm_keeps_memory(options)
     try:
         with (
             replaced_data(worker, wrap, unwrap),
             wrapped_handler(worker, "get_data", lambda get: store.sending(get, takes_values)),
         ):
+            spill.start()
             release()
             if copies is not None:
                 copies.outlived = lambda: worker.loop.add_callback(release)
             yield store
     finally:
         store.open = False
-        spilling.stop()
+        spill.stop()

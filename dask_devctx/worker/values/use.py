@@ -7,23 +7,24 @@ from collections.abc import Hashable
 from contextlib import suppress
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
+from dask_devctx.dask_internals.tasks import Node, node_parts
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer import Stamp, nbytes_by_device, stamp, walk
+from dask_devctx.transfer import Stamp, nbytes_by_device, walk
 from dask_devctx.transfer.move import Move
-from dask_devctx.worker.values import arguments
+from dask_devctx.transfer.rebuild import register_copy
 from dask_devctx.worker.values.value import AWAY, Value
 
 if TYPE_CHECKING:
     from dask_devctx.worker.values.copies import Used
     from dask_devctx.worker.values.store import Store
 
-_POLL_S = 0.001
-# The stamp of a value that is on no device.
-_ON_THE_HOST = Stamp({}, {})
+_POLL_S: Final = 0.001
+# The number of objects of a task to look at here; the walk takes a sample of more.
+_AT_MOST: Final = 1000
 
 
 class Use:
@@ -58,8 +59,8 @@ class Use:
         # The inputs in host memory, and the bytes of room: with neither, :meth:`wait` does nothing.
         self.away: list[Value] = []
         self.wanted = 0
-        # The stamp of the work that makes the result; None for a result that holds no arrays.
-        self.made: Stamp | None = None
+        # The result as a value; None if its type holds no arrays.
+        self.made: Value | None = None
         self.brought_s = self.waited_s = 0.0
         self.task = task
         self.data: Any = data
@@ -109,7 +110,7 @@ class Use:
         store = self._store
         try:
             if self._devices and store is not None and store.copies is not None:
-                if arguments.may_hold_arrays(self.task):
+                if may_hold_arrays(self.task):
                     self._bring_its_own()
                 if self.data:
                     self._bring(store)
@@ -152,31 +153,39 @@ class Use:
         self.brought_s = perf_counter() - begun
 
     def returned(self, result: object) -> None:
-        """Note the call's result, and keep the room for it until dask has it."""
+        """Note the call's result: it counts from now on, in the place of the room for it."""
         store = self._store
         if store is None or not self._devices:
             return
         device, *others = self._devices
         if store.copies is not None:
-            made = None
-            if not walk.is_plain(result):
-                made = stamp(result) or _ON_THE_HOST  # so that it is not looked up again
+            found = walk.find(result.__class__)
+            plain, made = found is None or walk.is_plain(result), None
+            if not plain:
+                count = nbytes_by_device.find(result.__class__) if found is walk.LEAF else None
+                places = (count or nbytes_by_device)(result)
+                made = Stamp.of_devices(places, places) if places else None
             work = made
             if others:  # any of the devices may have made the value, wherever it is
                 used = dict.fromkeys((*self._devices, *(made.devices if made else ())))
                 work = Stamp.of_devices(used, made.places if made else None)
-                made = work if made is not None and made.devices else made
+                made = work if made is not None else None
             elif self._copies and (made is None or device not in made.devices):
                 # A result on the host does not show whether the device's work is done.
                 work = Stamp.of_devices([device])
-            self.made = made
             if self._copies and work is not None:
                 store.copies.used(self._copies, device, work)
                 self._copies = []
-            if made is not None and made.places and store.spill.accounts:
-                store.spill.expected[self._prefix] = made.places.get(device, 0)
+            if made is not None and made.places:
+                value = self.made = Value(self._key, result, made.places, made)
+                value.fresh = True
+                store.spill.add(value)
+                if store.spill.accounts:
+                    store.spill.expected[self._prefix] = made.places.get(device, 0)
+            elif not plain:
+                self.made = Value(self._key, result, {})  # so that it is not looked up again
         if self._reserved:
-            store.spill.hand_over(self._key, device, self._reserved)
+            store.spill.give_room(device, self._reserved)
             self._reserved = 0
 
     def __exit__(
@@ -190,10 +199,13 @@ class Use:
             with suppress(DevctxError):  # the device failed; the call's own exception counts
                 stamp_ = Stamp.of_devices(self._devices)
                 copies.used(self._copies, self._devices[0], stamp_)  # type: ignore[union-attr]
-        if error is None and not (self._pinned or self._reserved):
-            self.data = {}  # most calls end here
-        else:
+        if error is not None or self._reserved:
             self._leave(error)
+            return
+        self.data = {}  # most calls end here
+        if self._pinned:
+            self._store.spill.unpin([*self._pinned.values()])  # type: ignore[union-attr]
+            self._pinned = {}
 
     def _leave(self, error: BaseException | None) -> None:
         self.data, self._copies = {}, []
@@ -201,10 +213,38 @@ class Use:
             return
         spill = self._store.spill
         if error is not None and self._devices and is_out_of_memory(error):
-            spill.take_stock(self._key, self._devices[0])
+            spill.take_stock(error, self._devices[0])
         if self._pinned:
             spill.unpin([*self._pinned.values()])
             self._pinned = {}
         if self._reserved:
             spill.give_room(self._devices[0], self._reserved)
             self._reserved = 0
+
+
+# -- the arguments that a task is given by value: dask keeps them in the nodes of its graph
+
+
+def may_hold_arrays(task: Any) -> bool:
+    """Return whether a task may hold arrays itself; fast if it holds containers of plain values."""
+    find = walk.find
+    todo = [task]
+    for each in todo:
+        found = find(type(each))
+        if found is walk.LEAF:
+            return True
+        if found is None or (found is not node_parts and walk.is_plain(each)):
+            continue
+        try:
+            parts = found(each)
+        except Exception:  # the walk meets it again, and knows what to do
+            return True
+        if len(todo) + len(parts) > _AT_MOST:  # large values, and values that hold themselves
+            return True
+        todo += [part for part in parts if find(type(part)) is not None]
+    return False
+
+
+def register_nodes() -> None:
+    """Register dask's nodes, so that arrays in them are found."""
+    register_copy(Node, node_parts)

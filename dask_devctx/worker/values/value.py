@@ -5,9 +5,8 @@ from __future__ import annotations
 import pickle
 import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from distributed.protocol.serialize import dask_deserialize, dask_serialize
@@ -17,25 +16,11 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, walk
 from dask_devctx.transfer.location import Memory
-from dask_devctx.worker.values.host_form import HostForm, Sent, block_of
+from dask_devctx.worker.values.host_form import HostForm, Sent
 
 # The `value` of one in host memory.
 AWAY: Final = object()
 _LITTLE_NBYTES: Final = 64 * 2**10
-
-
-@dataclass
-class Counts:
-    """The limit of a device, its bytes, and its moves since the start."""
-
-    limit: int
-    held: int = 0  # by all allocations of the values; each counts once
-    spilled: int = 0  # bytes of values that left the device and are in host memory
-    spills: int = 0
-    spilled_nbytes: int = 0
-    unspills: int = 0
-    unspilled_nbytes: int = 0
-    spills_for_retries: int = 0
 
 
 class Entry(weakref.ref["Value"]):
@@ -47,41 +32,30 @@ class Entry(weakref.ref["Value"]):
 
     __slots__ = ("away", "memories")
 
-    away: tuple[Counts, int] | None  # in host memory: where it is counted, and its bytes
+    away: tuple[Device, int] | None  # in host memory: where it is counted, and its bytes
     memories: frozenset[Memory]  # on devices: its allocations
 
 
 class Keeper(Protocol):
-    """The one that counts values, spills and restores them."""
+    """The spill that counts a value."""
 
     lock: threading.RLock
     on_disk: bool
-
-    def pin(self, value: Value, device: Device | None) -> Any:
-        """Return a value, which stays on its device until :meth:`unpin`."""
-
-    def unpin(self, values: Sequence[Value]) -> None:
-        """Let values be spilled again."""
+    accounts: Any
 
     def copied(self, value: Value) -> HostForm:
         """Return a host form of a value that is on its device, where it stays."""
-
-    def count_away(self, value: Value) -> None:
-        """Count a value in host memory, and no longer on its devices."""
-
-    def count_back(self, value: Value, under: frozenset[Memory]) -> None:
-        """Count a value on its devices, in these allocations, and no longer in host memory."""
 
 
 class Value:
     """One value and all that is known of it; it stands for the value in the worker's data.
 
-    The lock of its ``spill`` guards all but ``released`` and the copies.
+    The lock of its ``spill`` guards all but ``released``; :class:`Copies` has a lock for its own.
     """
 
     __slots__ = (
-        *("__weakref__", "copies", "entry", "exact", "form", "index", "key", "leaving", "nbytes"),
-        *("pins", "released", "spill", "stamp", "stays", "touched", "value"),
+        *("__weakref__", "copies", "entry", "exact", "form", "fresh", "index", "key", "leaving"),
+        *("nbytes", "pins", "released", "spill", "stamp", "stays", "touched", "value"),
     )
 
     def __init__(
@@ -103,10 +77,11 @@ class Value:
         self.index = 0
         self.touched = 0  # grows with each use
         self.pins = 0  # users that need it on its device
+        self.fresh = False  # whether its task has returned it, and dask does not have it yet
         self.leaving = False  # whether it is being copied to the host
         self.stays = False  # whether it cannot leave
         self.released = False  # by dask: its key may have another value, and no copy is kept
-        self.copies: tuple[Device, ...] = ()
+        self.copies: dict[Device, Any] = {}  # on other devices
 
     @property
     def is_away(self) -> bool:
@@ -158,22 +133,18 @@ def _to_disk(value: Value) -> tuple[dict[str, Any], list[Any]]:
     form, index = value.host_form()
     if value.spill is not None:
         value.spill.on_disk = True
-    about = (value.key, form.descriptions, len(form.buffers), index, form.home.uuid)
-    return {"value": pickle.dumps(about)}, [form.pickled, *form.frames()]
+    pickled, buffers = form.pickles[index]
+    about = (value.key, form.descriptions, len(buffers), form.home.uuid)
+    return {"value": pickle.dumps(about)}, [pickled, *form.frames(index)]
 
 
 @dask_deserialize.register(Value)  # type: ignore[untyped-decorator]
 def _from_disk(header: dict[str, Any], frames: list[Any]) -> Value:
-    key, descriptions, n_buffers, index, uuid = pickle.loads(header["value"])
+    key, descriptions, n_buffers, uuid = pickle.loads(header["value"])
     pickled, *rest = frames
-    parts = [
-        (description, block_of(frame))
-        for description, frame in zip(descriptions, rest[n_buffers:], strict=True)
-    ]
-    value = Value(key, AWAY, {})
     home = Device.current() or Device(0)  # in another machine's process
     with suppress(DevctxError):
         home = Device(uuid)
-    value.form = HostForm(bytes(pickled), rest[:n_buffers], parts, home)
-    value.index = index
+    value = Value(key, AWAY, {})
+    value.form = HostForm.of_frames(pickled, descriptions, n_buffers, rest, home)
     return value

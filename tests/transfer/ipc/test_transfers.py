@@ -17,8 +17,8 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer import stamp
 from dask_devctx.transfer.ipc.frames import Part
-from dask_devctx.transfer.ipc.messages import Described, MalformedMessageError, Place
-from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Layout, Ranges, aligned
+from dask_devctx.transfer.ipc.messages import Described, Header, Place
+from dask_devctx.transfer.ipc.ranges import ALIGNMENT, Ranges, aligned, in_a_row
 from dask_devctx.transfer.ipc.receiving import OpenedBuffers, Receiving
 from dask_devctx.transfer.ipc.sending import Sending, Staging
 from dask_devctx.worker.comms import device_types
@@ -76,7 +76,9 @@ def test_it_grows_when_it_is_needed_up_to_its_limit(
         pieces.append(piece)
     assert len({piece.pointer for piece in pieces if piece is not None}) == 8
     assert used(machine) == staging.nbytes == staging.in_use == 8 * MIB
-    staging.give([piece for piece in pieces[3:5] if piece is not None])
+    for piece in pieces[3:5]:
+        assert piece is not None
+        staging.give(piece)
     assert staging.take(MIB, grow=False) is not None
     assert used(machine) == 8 * MIB
 
@@ -100,7 +102,7 @@ def test_what_is_in_use_is_not_given_back(machine: SimulatedMachine, staging: St
     first, second = staging.take(2 * MIB), staging.take(4 * MIB)
     assert first is not None
     assert second is not None
-    staging.give([first])
+    staging.give(first)
     retired = staging.retire()
     assert [buffer.number for buffer in retired] == [first.buffer.number]
     assert used(machine) == 6 * MIB  # until nobody has it open
@@ -124,28 +126,27 @@ def arrays(n: int, count: int) -> list[SimulatedArray]:
         return [SimulatedArray.asarray([float(k)] * n) for k in range(count)]
 
 
-@pytest.mark.parametrize(("limit", "pieces"), [(2 * MIB, 6), (64 * MIB, 1)])
-def test_a_transfer_is_staged_piece_by_piece(
-    machine: SimulatedMachine, limit: int, pieces: int
-) -> None:
+@pytest.mark.parametrize("limit", [2 * MIB, 64 * MIB])
+def test_a_transfer_is_staged(machine: SimulatedMachine, limit: int) -> None:
+    """Also one that is larger than the limit, alone."""
     values = arrays(100_001, 3)
     before, staging, made = used(machine), Staging(Device(1), limit), stamp(values)
     assert made is not None
     sending = Sending([part(value) for value in values], staging, [made])
-    assert sending.pieces == pieces
-    found = b""
-    for index in range(pieces):
-        lane = sending.start(index)
-        assert lane is not None
-        assert sending.place(index) is None, "not yet"
-        sending.finish(index, lane)
-        number, handle, offset, nbytes = sending.place(index) or ()
-        buffer = sending._staged[index].buffer
-        assert (number, handle, len(handle)) == (buffer.number, buffer.handle, 64)
-        with Device(1) as device:
-            found += device._backend.calls.work.copy_to_host(buffer.pointer + offset, nbytes)
-        sending.was_read(index)
-        assert staging.in_use <= 2 * (sending.piece + 256)
+    lane = sending.start()
+    assert lane is not None
+    sending.finish(lane)
+    assert sending.staged is not None
+    number, handle, offset, nbytes = sending.staged.place
+    buffer = sending.staged.buffer
+    assert (number, handle, len(handle)) == (buffer.number, buffer.handle, 64)
+    with Device(1) as device:
+        found = device._backend.calls.work.copy_to_host(buffer.pointer + offset, nbytes)
+    other = Sending([part(value) for value in values], staging, [made])
+    if (lane := other.start()) is not None:
+        other.finish(lane)
+    assert (lane is None) is (limit == 2 * MIB)
+    other.close()
     sending.close()
     assert staging.in_use == 0
     for index, value in enumerate(values):
@@ -161,10 +162,10 @@ def test_a_transfer_that_fails_gives_its_piece_back(
     sending = Sending([part(array)], staging)
     machine.faults.inject("cuMemcpyAsync", CUresult.CUDA_ERROR_INVALID_VALUE)
     with pytest.raises(DriverError, match="cuMemcpyAsync failed"):
-        sending.start(0)
+        sending.start()
     sending.close()
     assert staging.in_use == 0
-    assert Sending([part(array)], staging).start(0) is not None
+    assert Sending([part(array)], staging).start() is not None
 
 
 def test_a_closed_transfer_gives_a_piece_back_after_its_copy_and_takes_no_more(
@@ -173,15 +174,13 @@ def test_a_closed_transfer_gives_a_piece_back_after_its_copy_and_takes_no_more(
     (array,) = arrays(100_001, 1)
     staging = Staging(Device(1), 2 * MIB)
     sending = Sending([part(array)], staging)
-    sending.in_pieces()
-    lane = sending.start(0)
+    lane = sending.start()
     assert lane is not None
     sending.close()  # its receiver is gone
-    assert staging.in_use == aligned(sending.piece)
-    assert sending.place(0) is None
-    sending.finish(0, lane)
+    assert staging.in_use == aligned(sending.nbytes)
+    sending.finish(lane)
     assert staging.in_use == 0
-    assert sending.start(1) is None  # it had waited for room
+    assert sending.start() is None  # it had waited for room
     assert staging.in_use == 0
 
 
@@ -236,25 +235,27 @@ def test_a_buffer_is_closed_while_it_is_opened(
         assert not buffers.has("peer", 1, device)
 
 
-def test_values_are_read_in_pieces_from_a_buffer_that_is_opened_once(
+def test_values_are_read_from_a_buffer_that_is_opened_once(
     machine: SimulatedMachine, handle: bytes
 ) -> None:
     buffers, device, content = OpenedBuffers(), Device(1), bytes(range(256)) * 16
-    parts = [Described("simulated", 300, None), Described("simulated", 0, None)]
-    parts.append(Described("simulated", 700, None))
-    total = Layout(one.nbytes for one in parts).nbytes
-    receiving = Receiving("peer", parts, 512, device, buffers)
-    assert (receiving.pieces, receiving.nbytes) == (3, total)
-    receiving.allocate()
-    for index in range(3):
-        nbytes = min(512, total - 512 * index)
-        place = Place(1, handle, 512 * index, nbytes)
-        assert receiving.is_quick(place) == (index > 0)
-        receiving.finish(*receiving.start(index, place))
-    got = [memory.get().tobytes() for memory in receiving.parts]
-    assert got == [content[:300], b"", content[512:1212]]
-    with pytest.raises(MalformedMessageError, match="is not in a buffer"):
-        receiving.start(0, Place(1, handle, NBYTES - 511, 512))
+    parts = tuple(Described("simulated", nbytes, None) for nbytes in (300, 0, 700))
+    _, total = in_a_row(one.nbytes for one in parts)
+
+    def receiving(offset: int) -> Receiving:
+        header = Header("peer", "", parts, Place(1, handle, offset, total))
+        made = Receiving(header, device, buffers)
+        made.allocate()
+        return made
+
+    for turn in range(2):
+        one = receiving(0)
+        assert one.is_quick() == (turn > 0)
+        one.finish(*one.start())
+        got = [memory.get().tobytes() for memory in one.parts]
+        assert got == [content[:300], b"", content[512:1212]]
+    with pytest.raises(ValueError, match="is not in a buffer"):
+        receiving(NBYTES - total + 1).start()
     assert opened_and_closed(machine) == (1, 0)
     assert buffers.close("another")
     assert buffers.close("peer", [2])
