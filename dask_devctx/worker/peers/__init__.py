@@ -97,7 +97,7 @@ class PeerTransfers:
                 for device in devices:
                     limit = _limit(device, staging, limits.get(device))
                     local.stagings[device] = Staging(device, limit)
-                answers = {pairs.HELLO: self._hello, CLOSE: self._close}
+                answers = {pairs.HELLO: self._hello, CLOSE: self._close_buffers}
                 steps.enter_context(answering(worker, answers))
                 steps.enter_context(told_who_leaves(worker, self._worker_left))
                 most = min(staging.limit for staging in local.stagings.values()) // _AT_A_TIME
@@ -135,7 +135,7 @@ class PeerTransfers:
     async def _hello(self, said: Any, **_: object) -> Any:
         return await self._pairs.hello(Hello(*said))
 
-    async def _close(self, said: Any, **_: object) -> bool:
+    async def _close_buffers(self, said: Any, **_: object) -> bool:
         """Close buffers of another worker, which names its memory and their numbers."""
         return bool(await self._local.run(self._local.opened.close, *said))
 
