@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.devices import Context, SimulatedDevices, SimulatedGPU
-from dask_devctx.driver.simulated.faults import OK, WORKING_CALLS, Faults, Status, function
+from dask_devctx.driver.simulated.faults import OK, WORKING_CALLS, Faults, Refused, Status, function
 
 _SCHEDULING_FLAGS = (0, 1, 2, 4)
 _KNOWN_FLAGS = int(types.CUctx_flags.CU_CTX_FLAGS_MASK)
@@ -57,8 +57,6 @@ class SimulatedContexts(SimulatedDevices):
     def cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any, ...]:
         with self._lock:
             gpu = self._gpu(device)
-            if gpu is None:
-                return (Status.CUDA_ERROR_INVALID_DEVICE,)
             if gpu.lost or gpu.compute_mode != "default":
                 return (Status.CUDA_ERROR_DEVICE_UNAVAILABLE,)
             if gpu.primary is None:
@@ -72,8 +70,6 @@ class SimulatedContexts(SimulatedDevices):
     def cuDevicePrimaryCtxRelease(self, device: Any) -> tuple[Any, ...]:
         with self._lock:
             gpu = self._gpu(device)
-            if gpu is None:
-                return (Status.CUDA_ERROR_INVALID_DEVICE,)
             if gpu.primary is None or not gpu.primary_retained:
                 return (Status.CUDA_ERROR_INVALID_CONTEXT,)
             gpu.primary_retained -= 1
@@ -85,15 +81,11 @@ class SimulatedContexts(SimulatedDevices):
     @function(2)
     def cuDevicePrimaryCtxGetState(self, device: Any) -> tuple[Any, ...]:
         gpu = self._gpu(device)
-        if gpu is None:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
         return OK, gpu.primary_flags, int(gpu.primary is not None and gpu.primary.alive)
 
     @function(0)
     def cuDevicePrimaryCtxSetFlags(self, device: Any, flags: int) -> tuple[Any, ...]:
         gpu = self._gpu(device)
-        if gpu is None:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
         if not _valid_flags(flags):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         gpu.primary_flags = flags
@@ -116,8 +108,6 @@ class SimulatedContexts(SimulatedDevices):
             raise AttributeError("the simulated driver has no context parameters")
         with self._lock:
             gpu = self._gpu(device)
-            if gpu is None:
-                return (Status.CUDA_ERROR_INVALID_DEVICE,)
             if not _valid_flags(flags):
                 return (Status.CUDA_ERROR_INVALID_VALUE,)
             if gpu.lost or gpu.compute_mode != "default":
@@ -186,27 +176,29 @@ class SimulatedContexts(SimulatedDevices):
     @function(1)
     def cuCtxGetId(self, context: Any) -> tuple[Any, ...]:
         found = self._known(context) if int(context) else self._current()
-        return self._of_context(found, lambda ctx: ctx.id)
+        return OK, self._alive(found).id
 
     @function(1)
     def cuCtxGetApiVersion(self, context: Any) -> tuple[Any, ...]:
         found = self._known(context) if int(context) else self._current()
         if found is not None and not found.alive and int(context):
             return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-        return self._of_context(found, lambda ctx: 3020)
+        self._alive(found)
+        return OK, 3020
 
     # -- the current context
 
     @staticmethod
-    def _of_context(context: Context | None, get: Callable[[Context], Any]) -> tuple[Any, ...]:
+    def _alive(context: Context | None) -> Context:
         if context is None:
-            return Status.CUDA_ERROR_INVALID_CONTEXT, None
+            raise Refused(Status.CUDA_ERROR_INVALID_CONTEXT)
         if not context.alive:
-            return Status.CUDA_ERROR_CONTEXT_IS_DESTROYED, None
-        return OK, get(context)
+            raise Refused(Status.CUDA_ERROR_CONTEXT_IS_DESTROYED)
+        return context
 
-    def _of_current(self, get: Callable[[Context], Any]) -> tuple[Any, ...]:
-        return self._of_context(self._current(), get)
+    def _here(self) -> Context:
+        """Return the current context."""
+        return self._alive(self._current())
 
     @function(1)
     def cuCtxGetDevice(self) -> tuple[Any, ...]:
@@ -217,35 +209,31 @@ class SimulatedContexts(SimulatedDevices):
 
     @function(1)
     def cuCtxGetFlags(self) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: ctx.flags)
+        return OK, self._here().flags
 
     @function(0)
     def cuCtxSetFlags(self, flags: int) -> tuple[Any, ...]:
         if not _valid_flags(flags):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
-        return self._of_current(lambda ctx: setattr(ctx, "flags", flags))[:1]
+        self._here().flags = flags
+        return (OK,)
 
-    def _limits_with(self, limit: Any) -> tuple[Any, Any]:
-        """Return a status, and the current context's limits; not OK if it lacks the limit."""
-        status, limits = self._of_current(lambda ctx: ctx.limits)
-        if status == OK and limit == types.CUlimit.CU_LIMIT_MAX:
-            status = Status.CUDA_ERROR_INVALID_VALUE
-        elif status == OK and limit not in limits:
-            status = Status.CUDA_ERROR_UNSUPPORTED_LIMIT
-        return status, limits
+    def _limits_with(self, limit: Any) -> dict[Any, int]:
+        """Return the current context's limits, which have this one."""
+        limits = self._here().limits
+        if limit == types.CUlimit.CU_LIMIT_MAX:
+            raise Refused(Status.CUDA_ERROR_INVALID_VALUE)
+        if limit not in limits:
+            raise Refused(Status.CUDA_ERROR_UNSUPPORTED_LIMIT)
+        return limits
 
     @function(1, works=True)
     def cuCtxGetLimit(self, limit: Any) -> tuple[Any, ...]:
-        status, limits = self._limits_with(limit)
-        if status != OK:
-            return (status,)
-        return OK, limits[limit]
+        return OK, self._limits_with(limit)[limit]
 
     @function(0, works=True)
     def cuCtxSetLimit(self, limit: Any, value: int) -> tuple[Any, ...]:
-        status, limits = self._limits_with(limit)
-        if status != OK:
-            return (status,)
+        limits = self._limits_with(limit)
         if limit in _READ_ONLY_LIMITS:
             return (Status.CUDA_ERROR_NOT_PERMITTED,)
         if limit == types.CUlimit.CU_LIMIT_MAX_L2_FETCH_GRANULARITY and not 0 <= value <= 128:
@@ -256,25 +244,27 @@ class SimulatedContexts(SimulatedDevices):
 
     @function(1)
     def cuCtxGetCacheConfig(self) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: ctx.cache_config)
+        return OK, self._here().cache_config
 
     @function(0)
     def cuCtxSetCacheConfig(self, config: Any) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: setattr(ctx, "cache_config", config))[:1]
+        self._here().cache_config = config
+        return (OK,)
 
     @function(2)
     def cuCtxGetStreamPriorityRange(self) -> tuple[Any, ...]:
-        status, _ = self._of_current(lambda ctx: None)
-        return (OK, 0, -5) if status == OK else (status,)
+        self._here()
+        return OK, 0, -5
 
     @function(0, works=True)
     def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        return self._of_current(lambda ctx: None)[:1]
+        self._here()
+        return (OK,)
 
     @function(0, works=True)
     def cuCtxEnablePeerAccess(self, context: Any, flags: int) -> tuple[Any, ...]:
-        status, current = self._of_current(lambda ctx: ctx)
-        if status != OK or not int(context):
+        current = self._current()
+        if current is None or not current.alive or not int(context):
             return (Status.CUDA_ERROR_INVALID_CONTEXT,)
         peer = self._known(context)
         if not self._reaches(current.gpu, peer.gpu):

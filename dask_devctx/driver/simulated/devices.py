@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from cuda.bindings import driver as types
 
-from dask_devctx.driver.simulated.faults import OK, Faults, Status, function
+from dask_devctx.driver.simulated.faults import OK, Faults, Refused, Status, function
 from dask_devctx.driver.visible import PhysicalDevice, visible_devices
 
 _LIMITS = {
@@ -129,32 +129,31 @@ class SimulatedDevices:
 
     @function(1)
     def cuDeviceGet(self, ordinal: int) -> tuple[Any, ...]:
-        if not 0 <= ordinal < len(self._visible):
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
+        self._gpu(ordinal)
         return OK, types.CUdevice(ordinal)
 
-    def _gpu(self, device: Any) -> SimulatedGPU | None:
-        ordinal = int(device)
-        return self._visible[ordinal][0] if 0 <= ordinal < len(self._visible) else None
+    def _gpu(self, device: Any) -> SimulatedGPU:
+        if not 0 <= int(device) < len(self._visible):
+            raise Refused(Status.CUDA_ERROR_INVALID_DEVICE)
+        return self._visible[int(device)][0]
 
     @function(1)
     def cuDeviceGetUuid(self, device: Any) -> tuple[Any, ...]:
-        if self._gpu(device) is None:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
+        self._gpu(device)
         raw = uuid.UUID(self._visible[int(device)][1].partition("-")[2]).bytes
         return OK, SimpleNamespace(bytes=raw)
 
     @function(1)
     def cuDeviceGetName(self, length: int, device: Any) -> tuple[Any, ...]:
-        return self._of_gpu(device, lambda gpu: gpu.name.encode()[: length - 1] + b"\0")
+        return OK, self._gpu(device).name.encode()[: length - 1] + b"\0"
 
     @function(1)
     def cuDeviceGetPCIBusId(self, length: int, device: Any) -> tuple[Any, ...]:
-        return self._of_gpu(device, lambda gpu: gpu.pci_bus_id.encode()[: length - 1] + b"\0")
+        return OK, self._gpu(device).pci_bus_id.encode()[: length - 1] + b"\0"
 
     @function(1)
     def cuDeviceTotalMem(self, device: Any) -> tuple[Any, ...]:
-        return self._of_gpu(device, lambda gpu: gpu.total_memory)
+        return OK, self._gpu(device).total_memory
 
     @function(1)
     def cuDeviceGetAttribute(self, attribute: Any, device: Any) -> tuple[Any, ...]:
@@ -165,34 +164,24 @@ class SimulatedDevices:
         ]
         if attribute not in which:
             raise AttributeError(f"the simulated driver has no {attribute}")
-        return self._of_gpu(device, lambda gpu: gpu.compute_capability[which.index(attribute)])
+        return OK, self._gpu(device).compute_capability[which.index(attribute)]
 
     @function(1)
     def cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> tuple[Any, ...]:
-        other = self._gpu(peer)
-        if other is None:
-            return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        return self._of_gpu(device, lambda gpu: int(self._reaches(gpu, other)))
+        return OK, int(self._reaches(self._gpu(device), self._gpu(peer)))
 
     @function(1)
     def cuDeviceGetP2PAttribute(self, attribute: Any, device: Any, peer: Any) -> tuple[Any, ...]:
         kind = types.CUdevice_P2PAttribute
         if attribute != kind.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK:
             raise AttributeError(f"the simulated driver has no {attribute}")
-        other = self._gpu(peer)
-        if other is None or other is self._gpu(device):
+        gpu, other = self._gpu(device), self._gpu(peer)
+        if other is gpu:
             return (Status.CUDA_ERROR_INVALID_DEVICE,)
-        return self._of_gpu(device, lambda gpu: self._rank(gpu, other))
-
-    def _rank(self, gpu: SimulatedGPU, other: SimulatedGPU) -> int:
         if not self._reaches(gpu, other):
-            return 2
-        return 0 if gpu.nvlinks is None or other.index in gpu.nvlinks else 1
+            return OK, 2
+        return OK, int(gpu.nvlinks is not None and other.index not in gpu.nvlinks)
 
     @staticmethod
     def _reaches(gpu: SimulatedGPU, other: SimulatedGPU) -> bool:
         return gpu is not other and (gpu.peers is None or other.index in gpu.peers)
-
-    def _of_gpu(self, device: Any, get: Callable[[SimulatedGPU], Any]) -> tuple[Any, ...]:
-        gpu = self._gpu(device)
-        return (Status.CUDA_ERROR_INVALID_DEVICE,) if gpu is None else (OK, get(gpu))

@@ -33,16 +33,12 @@ class SimulatedDriver(SimulatedStreams):
 
     @function(2, works=True)
     def cuMemGetInfo(self) -> tuple[Any, ...]:
-        status, gpu = self._of_current(lambda ctx: ctx.gpu)
-        if status != OK:
-            return (status,)
+        gpu = self._here().gpu
         return OK, gpu.total_memory - gpu.used_memory, gpu.total_memory
 
     @function(1, works=True, unsafe=True)
     def cuMemAlloc(self, nbytes: int) -> tuple[Any, ...]:
-        status, context = self._of_current(lambda ctx: ctx)
-        if status != OK:
-            return (status,)
+        context = self._here()
         if nbytes == 0:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         base = self._memory.allocate(context, nbytes)
@@ -60,9 +56,8 @@ class SimulatedDriver(SimulatedStreams):
 
     @function(2, works=True)
     def cuMemGetAddressRange(self, pointer: Any) -> tuple[Any, ...]:
-        status, block = self._of_current(lambda ctx: self._memory.find(int(pointer)))
-        if status != OK:
-            return (status,)
+        self._here()
+        block = self._memory.find(int(pointer))
         if block is None:
             return (Status.CUDA_ERROR_NOT_FOUND,)
         return OK, types.CUdeviceptr(block.base), block.nbytes
@@ -84,9 +79,7 @@ class SimulatedDriver(SimulatedStreams):
         for each in (context, of):
             if not int(each):
                 return (Status.CUDA_ERROR_INVALID_CONTEXT,)
-            status, _ = self._of_context(self._known(each), lambda ctx: None)
-            if status != OK:
-                return (status,)
+            self._alive(self._known(each))
         return self._given(stream, lambda: self._copy(target, source, nbytes))
 
     def _copy(self, target: Any, source: Any, nbytes: int) -> bool:
@@ -121,9 +114,7 @@ class SimulatedDriver(SimulatedStreams):
 
     @function(0, works=True, unsafe=True)
     def cuMemHostRegister(self, host: int, nbytes: int, flags: int) -> tuple[Any, ...]:
-        status = self._of_current(lambda ctx: None)[0]
-        if status != OK:
-            return (status,)
+        self._here()
         if not int(host) or not nbytes or flags & ~0xF:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         end = int(host) + nbytes
@@ -137,18 +128,15 @@ class SimulatedDriver(SimulatedStreams):
     def cuMemHostUnregister(self, host: int) -> tuple[Any, ...]:
         if int(host) not in self._locked_pages:
             return (Status.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED,)
-        status = self._of_current(lambda ctx: None)[0]
-        if status == OK:
-            self._locked_pages.pop(int(host), None)
-        return (status,)
+        self._here()
+        self._locked_pages.pop(int(host), None)
+        return (OK,)
 
     # -- memory between processes
 
     @function(1, works=True, unsafe=True)
     def cuIpcGetMemHandle(self, pointer: Any) -> tuple[Any, ...]:
-        status, context = self._of_current(lambda ctx: ctx)
-        if status != OK:
-            return (status,)
+        context = self._here()
         if self._is_instance(context):
             return (Status.CUDA_ERROR_NOT_SUPPORTED,)
         block = self._memory.find(int(pointer))
@@ -161,9 +149,7 @@ class SimulatedDriver(SimulatedStreams):
 
     @function(1, works=True, unsafe=True)
     def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Any, ...]:
-        status, context = self._of_current(lambda ctx: ctx)
-        if status != OK:
-            return (status,)
+        context = self._here()
         exported = Handle.unpack(ctypes.string_at(handle.getPtr(), _HANDLE_NBYTES))
         gpu = next((gpu for gpu in self._gpus if exported and exported.is_of(gpu)), None)
         if flags != 1 or exported is None or gpu is None:
@@ -178,9 +164,8 @@ class SimulatedDriver(SimulatedStreams):
 
     @function(0, works=True, unsafe=True)
     def cuIpcCloseMemHandle(self, pointer: Any) -> tuple[Any, ...]:
-        status, closed = self._of_current(lambda ctx: self._memory.close(int(pointer)))
-        if status != OK:
-            return (status,)
+        self._here()
+        closed = self._memory.close(int(pointer))
         return (OK if closed else Status.CUDA_ERROR_INVALID_VALUE,)
 
     def _is_instance(self, context: Context) -> bool:

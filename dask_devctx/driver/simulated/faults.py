@@ -26,6 +26,14 @@ UNSAFE_CALLS: set[str] = set()
 _WAITING_CALLS = ("cuCtxSynchronize", "cuMemcpyDtoH", "cuStreamSynchronize")
 
 
+class Refused(Exception):  # no error of ours: the driver's answer
+    """The body of a driver function cannot go on: its status."""
+
+    def __init__(self, status: Any) -> None:
+        super().__init__(status)
+        self.status = status
+
+
 @dataclass
 class _Fault:
     function: str
@@ -128,6 +136,8 @@ def function(
 ) -> Callable[[Any], Any]:
     """Make a method a driver function that returns its status and ``outputs`` values.
 
+    The method returns its status, and after ``OK`` its values, or it raises :class:`Refused`.
+
     ``works`` puts it among the calls that need a working device, ``unsafe`` among those that a
     capture forbids.
     """
@@ -146,10 +156,12 @@ def function(
                 status = Status.CUDA_ERROR_NOT_INITIALIZED
             if status is None:
                 status = self._refused(body.__name__)
+            values: list[Any] = []
             if status is None:
-                status, *values = body(self, *args)
-            else:
-                values = []
+                try:
+                    status, *values = body(self, *args)
+                except Refused as refused:
+                    status = refused.status
             return (status, *values, *[None] * (outputs - len(values)))
 
         return call

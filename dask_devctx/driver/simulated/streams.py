@@ -22,7 +22,7 @@ from cuda.bindings import driver as types
 
 from dask_devctx.driver.simulated.contexts import SimulatedContexts
 from dask_devctx.driver.simulated.devices import Context, SimulatedGPU
-from dask_devctx.driver.simulated.faults import OK, UNSAFE_CALLS, Faults, Status, function
+from dask_devctx.driver.simulated.faults import OK, UNSAFE_CALLS, Faults, Refused, Status, function
 
 CaptureMode = types.CUstreamCaptureMode
 _GLOBAL = CaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -162,9 +162,7 @@ class SimulatedStreams(SimulatedContexts):
 
     @function(1, works=True)
     def cuEventCreate(self, flags: int) -> tuple[Any, ...]:
-        status, context = self._of_current(lambda ctx: ctx)
-        if status != OK:
-            return (status,)
+        context = self._here()
         event = types.CUevent(next(self._handles))
         self._events[int(event)] = context
         if not int(flags) & _DISABLE_TIMING:
@@ -180,19 +178,17 @@ class SimulatedStreams(SimulatedContexts):
 
     @function(0, works=True)
     def cuEventRecord(self, event: Any, stream: Any) -> tuple[Any, ...]:
-        def record(found: Stream) -> Any:
-            if not self._events.get(int(event)) is found.context is self._current():
-                return Status.CUDA_ERROR_INVALID_HANDLE
-            status = self._captures.of_stream(found)
-            if status == OK:
-                self._captured.pop(int(event), None)
-                if found.capture is not None:
-                    self._captured[int(event)] = found.capture
-                elif int(event) in self._reached:
-                    self._reached[int(event)] = time.perf_counter()
-            return status
-
-        return (self._on(stream, record),)
+        found = self._stream(stream)
+        if not self._events.get(int(event)) is found.context is self._current():
+            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+        status = self._captures.of_stream(found)
+        if status == OK:
+            self._captured.pop(int(event), None)
+            if found.capture is not None:
+                self._captured[int(event)] = found.capture
+            elif int(event) in self._reached:
+                self._reached[int(event)] = time.perf_counter()
+        return (status,)
 
     @function(0, works=True)
     def cuCtxRecordEvent(self, context: Any, event: Any) -> tuple[Any, ...]:
@@ -233,32 +229,28 @@ class SimulatedStreams(SimulatedContexts):
 
     @function(0, works=True)
     def cuStreamWaitEvent(self, stream: Any, event: Any, flags: int) -> tuple[Any, ...]:
-        def wait(found: Stream) -> Any:
-            if int(event) not in self._events:
-                return Status.CUDA_ERROR_INVALID_HANDLE
-            return self._captures.of_wait(found, self._captured.get(int(event)))
-
-        return (self._on(stream, wait),)
+        found = self._stream(stream)
+        if int(event) not in self._events:
+            return (Status.CUDA_ERROR_INVALID_HANDLE,)
+        return (self._captures.of_wait(found, self._captured.get(int(event))),)
 
     # -- streams: each has always finished its work
 
-    def _on(self, handle: Any, do: Callable[[Stream], Any]) -> Any:
-        """Return the status of what is done on a stream; the default ones are of this context."""
-        status, current = self._of_current(lambda ctx: ctx)
-        if status != OK:
-            return status
+    def _stream(self, handle: Any) -> Stream:
+        """Return a stream; the default ones are of the current context."""
+        current = self._here()
         stream = self._streams.get(int(handle))
         if int(handle) in _DEFAULT_STREAMS:
             legacy = int(handle) != _PER_THREAD_STREAM
             key = current.id, None if legacy else threading.get_ident()
             stream = self._streams.setdefault(key, Stream(current, True, legacy))
-        return Status.CUDA_ERROR_INVALID_HANDLE if stream is None else do(stream)
+        if stream is None:
+            raise Refused(Status.CUDA_ERROR_INVALID_HANDLE)
+        return stream
 
     @function(1, works=True)
     def cuStreamCreate(self, flags: int) -> tuple[Any, ...]:
-        status, context = self._of_current(lambda ctx: ctx)
-        if status != OK:
-            return (status,)
+        context = self._here()
         if int(flags) not in (0, 1):
             return (Status.CUDA_ERROR_INVALID_VALUE,)
         stream = types.CUstream(next(self._handles))
@@ -275,66 +267,53 @@ class SimulatedStreams(SimulatedContexts):
 
     @function(0, works=True, unsafe=True)
     def cuStreamSynchronize(self, stream: Any) -> tuple[Any, ...]:
-        def wait(found: Stream) -> Any:
-            refused = _spoilt([found.capture], Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
-            return refused or self._captures.of_stream(found)
-
-        return (self._on(stream, wait),)
+        found = self._stream(stream)
+        refused = _spoilt([found.capture], Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+        return (refused or self._captures.of_stream(found),)
 
     def _given(self, stream: Any, work: Callable[[], bool]) -> tuple[Any, ...]:
         """Do a stream's work at once, or not at all while the stream is captured.
 
         The work returns False where an argument is wrong.
         """
-
-        def give(found: Stream) -> Any:
-            status = self._captures.of_stream(found)
-            if status != OK or found.capture is not None or work():
-                return status
-            return Status.CUDA_ERROR_INVALID_VALUE
-
-        return (self._on(stream, give),)
+        found = self._stream(stream)
+        status = self._captures.of_stream(found)
+        if status != OK or found.capture is not None or work():
+            return (status,)
+        return (Status.CUDA_ERROR_INVALID_VALUE,)
 
     # -- streams that are captured
 
     @function(0)
     def cuStreamBeginCapture(self, stream: Any, mode: Any) -> tuple[Any, ...]:
-        def begin(found: Stream) -> Any:
-            if found.legacy:
-                return Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
-            if found.capture is not None:
-                return Status.CUDA_ERROR_ILLEGAL_STATE
-            self._captures.add(Capture(found, CaptureMode(int(mode)), threading.get_ident()))
-            return OK
-
-        return (self._on(stream, begin),)
+        found = self._stream(stream)
+        if found.legacy:
+            return (Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
+        if found.capture is not None:
+            return (Status.CUDA_ERROR_ILLEGAL_STATE,)
+        self._captures.add(Capture(found, CaptureMode(int(mode)), threading.get_ident()))
+        return (OK,)
 
     @function(1)
     def cuStreamEndCapture(self, stream: Any) -> tuple[Any, ...]:
-        def end(found: Stream) -> Any:
-            capture = found.capture
-            if capture is None:
-                return Status.CUDA_ERROR_ILLEGAL_STATE
-            self._captures.forget(found)  # also on the wrong thread
-            if capture.mode != _RELAXED and capture.thread != threading.get_ident():
-                return Status.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD
-            return OK if capture.valid else Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-
-        status = self._on(stream, end)
-        return (status, types.CUgraph(next(self._handles))) if status == OK else (status,)
+        found = self._stream(stream)
+        capture = found.capture
+        if capture is None:
+            return (Status.CUDA_ERROR_ILLEGAL_STATE,)
+        self._captures.forget(found)  # also on the wrong thread
+        if capture.mode != _RELAXED and capture.thread != threading.get_ident():
+            return (Status.CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD,)
+        if not capture.valid:
+            return (Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED,)
+        return OK, types.CUgraph(next(self._handles))
 
     @function(1)
     def cuStreamIsCapturing(self, stream: Any) -> tuple[Any, ...]:
-        answer: list[Any] = []
-
-        def ask(found: Stream) -> Any:  # spoils nothing
-            if found.legacy and self._captures.blocking(found.context):
-                return Status.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
-            number = 0 if found.capture is None else 2 - found.capture.valid
-            answer.append(types.CUstreamCaptureStatus(number))
-            return OK
-
-        return (self._on(stream, ask), *answer)
+        found = self._stream(stream)
+        if found.legacy and self._captures.blocking(found.context):  # asking spoils nothing
+            return (Status.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT,)
+        number = 0 if found.capture is None else 2 - found.capture.valid
+        return OK, types.CUstreamCaptureStatus(number)
 
     @function(1)
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, ...]:
