@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from typing import Any, Literal, overload
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Literal, overload
 
 from dask_devctx import driver
 from dask_devctx.cuda.device import Device
@@ -95,17 +93,14 @@ class Context(AnyContext, metaclass=ABCMeta):
             raise
 
     @classmethod
-    def temporary(cls, device: object, *more: Flags, flags: Flags = ()) -> Temporary:
+    @contextmanager
+    def temporary(cls, device: object, *more: Flags, flags: Flags = ()) -> Iterator[Context]:
         """Return a scope that makes a context and enters it, and leaves it and closes it.
 
         Parameters
         ----------
         device, more, flags
             As for ``Context``. They are checked when the scope is entered.
-
-        Notes
-        -----
-        Each ``with`` makes a new context and gives it to its block.
 
         Examples
         --------
@@ -115,8 +110,17 @@ class Context(AnyContext, metaclass=ABCMeta):
         >>> own.handle
         0
         """
-        make = functools.partial(cls, device, *more, flags=flags)
-        return Temporary(make, f"Context.temporary({device!r})")
+        own = cls(device, *more, flags=flags)
+        try:
+            with own:
+                yield own
+        except BaseException as body:
+            try:
+                own.close()
+            except DevctxError as error:
+                raise_or_note(error, body)
+            raise
+        own.close()
 
     @overload
     @classmethod
@@ -288,42 +292,3 @@ def _unmake(backend: Backend, handle: int, before: int, error: BaseException) ->
         error.add_note(f"The context that was made half-way could not be destroyed: {refused}")
         if calls.current() != before:
             calls.set_current(0)
-
-
-class Temporary:
-    """A scope that makes a context for each ``with``: ``Context.temporary`` returns it."""
-
-    # Reusable and reentrant, on any thread.
-
-    def __init__(self, make: Callable[[], Context], written: str) -> None:
-        self._make = make
-        self._written = written
-        self._thread = threading.local()
-
-    def __enter__(self) -> Context:
-        with ExitStack() as stack:
-            own = self._make()
-            stack.push(functools.partial(_close, own))
-            stack.enter_context(own)
-            vars(self._thread).setdefault("open", []).append(stack.pop_all())
-        return own
-
-    def __exit__(self, *error: Any) -> Literal[False]:
-        stacks: list[ExitStack] = getattr(self._thread, "open", [])
-        if not stacks:
-            raise DeviceScopeError(
-                self._written, "was left on a thread that did not enter it; nothing was changed"
-            )
-        stacks.pop().__exit__(*error)
-        return False
-
-    def __repr__(self) -> str:
-        return self._written
-
-
-def _close(context: Context, kind: object, exc: BaseException | None, traceback: object) -> None:
-    """Close a context on leaving, without hiding the body's exception."""
-    try:
-        context.close()
-    except DevctxError as error:
-        raise_or_note(error, exc)

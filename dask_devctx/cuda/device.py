@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, Self, TypeVar, final
+from typing import NamedTuple, Self, final
 
 from dask_devctx import driver
 from dask_devctx.cuda import discovery, html, naming
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.primary import PrimaryContext
-from dask_devctx.cuda.scope import Scope, leave_nothing_current
-from dask_devctx.cuda.suspending import call
-from dask_devctx.cuda.synchronized import Synchronized
+from dask_devctx.cuda.synchronized import RunningScope
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class ComputeCapability(NamedTuple):
@@ -34,7 +29,7 @@ class MemoryInfo(NamedTuple):
 
 
 @final
-class Device(Scope):
+class Device(RunningScope):
     """A GPU. ``with device:`` makes it current on this thread, then restores the previous context.
 
     Parameters
@@ -317,36 +312,6 @@ class Device(Scope):
         handle = self._handle or self._bind()
         self._backend.calls.set_current(handle)
 
-    @staticmethod
-    def unset_current() -> None:
-        """Leave no context current on this thread, no matter which code made one current.
-
-        Raises
-        ------
-        DriverError
-            The driver refuses.
-
-        Notes
-        -----
-        The driver keeps a stack of contexts for each thread, and the top one is current. If another
-        library has pushed contexts and not popped them, this takes all of them off. A later pop of
-        that library finds the stack empty and fails with ``CUDA_ERROR_INVALID_CONTEXT``. When a
-        scope that is open on the thread is left, it restores the context from before it. This
-        initialises and destroys nothing.
-
-        References
-        ----------
-        ``cuCtxSetCurrent``, with no context, repeated until no context is current.
-
-        Examples
-        --------
-        >>> Device(1).set_current()
-        >>> Device.unset_current()
-        >>> Device.current() is None
-        True
-        """
-        leave_nothing_current()
-
     def synchronize(self) -> None:
         """Wait until all work of the device's primary context is done.
 
@@ -368,40 +333,6 @@ class Device(Scope):
                 self._backend.calls.synchronize()
 
     sync = synchronize
-
-    def synchronized(self) -> Synchronized[Self]:
-        """Return a scope of the device that waits for the device's work before it restores.
-
-        Returns
-        -------
-        Synchronized
-            As reusable and reentrant as the device itself, and also a decorator: see
-            :class:`~dask_devctx.cuda.synchronized.Synchronized`.
-
-        Raises
-        ------
-        DriverError
-            On leaving, if the work failed. If the body raises, its exception gets a note instead.
-
-        Examples
-        --------
-        >>> with Device(0).synchronized() as device:
-        ...     pass  # all work that starts in here is done when the block ends
-        """
-        return Synchronized(self)
-
-    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, run inside the device's scope.
-
-        Notes
-        -----
-        A coroutine or generator function gives a coroutine or generator, which enters the scope at
-        each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`. If the
-        previous context cannot be restored, the error carries the function's result in its
-        attribute ``result``.
-        """
-        result: T = call(self, fn, *args, **kwargs)
-        return result
 
 
 _lock = ProcessLock()

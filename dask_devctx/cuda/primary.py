@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from dask_devctx.cuda.properties import (
     CacheConfig,
@@ -12,20 +11,16 @@ from dask_devctx.cuda.properties import (
     StreamPriorityRange,
     joined,
 )
-from dask_devctx.cuda.scope import Scope, leave_nothing_current, open_scopes
-from dask_devctx.cuda.suspending import call
-from dask_devctx.cuda.synchronized import Synchronized
+from dask_devctx.cuda.scope import Scope, open_scopes
+from dask_devctx.cuda.synchronized import RunningScope
 from dask_devctx.driver.calls import Calls
 from dask_devctx.errors import DeviceScopeError
 
 if TYPE_CHECKING:
     from dask_devctx.cuda.device import Device
 
-P = ParamSpec("P")
-T = TypeVar("T")
 
-
-class AnyContext(Scope):
+class AnyContext(RunningScope):
     """A CUDA context: the scope that makes it current, and all that can be read and set on it.
 
     The base of ``Context`` and ``PrimaryContext``.
@@ -169,11 +164,6 @@ class AnyContext(Scope):
         self._check_alive()
         self._calls.set_current(self._handle)
 
-    @staticmethod
-    def unset_current() -> None:
-        """Leave no context current on this thread: see :meth:`dask_devctx.Device.unset_current`."""
-        leave_nothing_current()
-
     def synchronize(self) -> None:
         """Wait until all work of the context is done; the current context stays.
 
@@ -189,25 +179,6 @@ class AnyContext(Scope):
         self.run(self._calls.synchronize)
 
     sync = synchronize
-
-    def synchronized(self) -> Synchronized[Self]:
-        """Return a scope of the context that waits for its work before it restores.
-
-        :meth:`dask_devctx.Device.synchronized` does the same and has the details.
-        """
-        return Synchronized(self)
-
-    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Return ``fn(*args, **kwargs)``, run inside the context's scope.
-
-        Notes
-        -----
-        A coroutine or generator function gives a coroutine or generator, which enters the scope at
-        each resume and leaves it at each suspend. If the previous context cannot be restored, the
-        error carries the function's result in its attribute ``result``.
-        """
-        result: T = call(self, fn, *args, **kwargs)
-        return result
 
 
 class PrimaryContext(AnyContext):

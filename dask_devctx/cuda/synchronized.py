@@ -2,18 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar
 
-from dask_devctx.cuda.scope import Scope, open_scopes, raise_or_note
-from dask_devctx.cuda.suspending import SUSPENDED, ScopedFunction, enter_and_call, within
+from dask_devctx.cuda.scope import Scope, leave_nothing_current, open_scopes, raise_or_note
+from dask_devctx.cuda.suspending import SUSPENDED, ScopedFunction, call, enter_and_call, within
 from dask_devctx.errors import DevctxError
 
 P = ParamSpec("P")
 S = TypeVar("S", bound=Scope)
 T = TypeVar("T")
+
+
+class RunningScope(Scope):
+    """A scope that runs functions and waits for their work: the base of devices and contexts."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def unset_current() -> None:
+        """Leave no context current on this thread, no matter which code made one current.
+
+        Raises
+        ------
+        DriverError
+            The driver refuses.
+
+        Notes
+        -----
+        The driver keeps a stack of contexts for each thread, and the top one is current. If another
+        library has pushed contexts and not popped them, this takes all of them off. A later pop of
+        that library finds the stack empty and fails with ``CUDA_ERROR_INVALID_CONTEXT``. When a
+        scope that is open on the thread is left, it restores the context from before it. This
+        initialises and destroys nothing.
+
+        References
+        ----------
+        ``cuCtxSetCurrent``, with no context, repeated until no context is current.
+
+        Examples
+        --------
+        >>> Device(1).set_current()
+        >>> Device.unset_current()
+        >>> Device.current() is None
+        True
+        """
+        leave_nothing_current()
+
+    def synchronized(self) -> Synchronized[Self]:
+        """Return a scope of the device that waits for the device's work before it restores.
+
+        Returns
+        -------
+        Synchronized
+            As reusable and reentrant as the device itself, and also a decorator: see
+            :class:`~dask_devctx.cuda.synchronized.Synchronized`.
+
+        Raises
+        ------
+        DriverError
+            On leaving, if the work failed. If the body raises, its exception gets a note instead.
+
+        Examples
+        --------
+        >>> with Device(0).synchronized() as device:
+        ...     pass  # all work that starts in here is done when the block ends
+        """
+        return Synchronized(self)
+
+    def run(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return ``fn(*args, **kwargs)``, run inside the device's scope.
+
+        Notes
+        -----
+        A coroutine or generator function gives a coroutine or generator, which enters the scope at
+        each resume and leaves it at each suspend, as with :func:`~dask_devctx.on_device`. If the
+        previous context cannot be restored, the error carries the function's result in its
+        attribute ``result``.
+        """
+        result: T = call(self, fn, *args, **kwargs)
+        return result
 
 
 class Synchronized(Generic[S]):
@@ -55,19 +125,23 @@ class Synchronized(Generic[S]):
         """Return ``fn(*args, **kwargs)``, run inside the scope, after waiting for its work."""
 
         def and_wait() -> Any:
-            with ExitStack() as stack:
-                stack.enter_context(self.at_the_end())
+            with self.at_the_end(lambda: isinstance(result, SUSPENDED)):
                 result = fn(*args, **kwargs)
-                if isinstance(result, SUSPENDED):  # its work is still to come
-                    stack.pop_all()
             return result
 
         result: T = within(self._scope, enter_and_call(self._scope, and_wait), self)
         return result
 
-    def at_the_end(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def at_the_end(self, unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
         """Return a context manager that waits at its end, and does not enter the scope."""
-        return _Wait(self._wait)
+        try:
+            yield
+        except BaseException as error:
+            self._wait(error)
+            raise
+        if not unless():  # its work is still to come
+            self._wait(None)
 
     def _wait(self, exc: BaseException | None) -> None:
         scope = self._scope
@@ -79,19 +153,6 @@ class Synchronized(Generic[S]):
             scope.synchronize()
         except DevctxError as error:
             raise_or_note(error, exc)
-
-
-class _Wait:
-    __slots__ = ("_wait",)
-
-    def __init__(self, wait: Callable[[BaseException | None], None]) -> None:
-        self._wait = wait
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
-        self._wait(exc)
 
 
 class SynchronizedFunction(ScopedFunction[P, T]):
