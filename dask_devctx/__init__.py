@@ -20,13 +20,11 @@ from dask_devctx.errors import (
     DeviceMismatchError,
     DeviceNotFoundError,
     DeviceOutOfMemoryError,
-    DeviceReservationError,
     DeviceScopeError,
     DevicesInUseError,
     DriverError,
     DriverUnavailableError,
     LockDirectoryError,
-    MissingPackageError,
     NotEnoughDevicesError,
     UnsupportedDaskError,
     ValueNotMovableError,
@@ -57,7 +55,6 @@ __all__ = [
     "DeviceNotFoundError",
     "DeviceOutOfMemoryError",
     "DevicePlugin",
-    "DeviceReservationError",
     "DeviceRouting",
     "DeviceScopeError",
     "DevicesInUseError",
@@ -66,7 +63,6 @@ __all__ = [
     "Limit",
     "LocalDeviceCluster",
     "LockDirectoryError",
-    "MissingPackageError",
     "NotEnoughDevicesError",
     "PrimaryContext",
     "StreamPriorityRange",
@@ -110,8 +106,10 @@ def __getattr__(name: str) -> Any:
         module = import_module(_DISTRIBUTED_HALF[name])
     except ModuleNotFoundError as error:
         if name == "SimulatedArray" and error.name == "numpy":
-            remedy = "in a checkout, pip install '.[simulated]'; or pip install numpy"
-            raise MissingPackageError(name, "numpy", remedy) from error
+            raise ImportError(
+                f"{name} needs the package numpy, which is not installed: in a checkout, pip "
+                "install '.[simulated]'; or pip install numpy"
+            ) from error
         raise
     except AttributeError as error:  # ``from dask_devctx import …`` would hide it
         raise ImportError(f"{_DISTRIBUTED_HALF[name]} cannot be imported: {error}") from error

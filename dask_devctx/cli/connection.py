@@ -71,7 +71,7 @@ def said() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from error
-    except DevctxError as error:
+    except (DevctxError, ImportError) as error:
         raise click.ClickException(str(error)) from error
 
 

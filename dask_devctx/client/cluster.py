@@ -68,7 +68,7 @@ class LocalDeviceCluster(WatchedCluster):
         Workers outside this cluster hold devices that it needs.
     DriverUnavailableError
         No GPU was found, and no device is simulated.
-    MissingPackageError
+    ImportError
         A package that an option needs is not installed.
     RuntimeError
         A script starts the cluster outside of ``if __name__ == "__main__":``.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Final
 
-from dask_devctx.errors import MissingPackageError
-
 if TYPE_CHECKING:
     from dask_devctx.config.options import Options
 
@@ -63,7 +61,9 @@ def require(option: str, package: str) -> None:
         found = None
     if found is None:
         remedy = _INSTALL.get(package, f"install the package that has the module {package}")
-        raise MissingPackageError(option, package, remedy)
+        raise ImportError(
+            f"{option} needs the package {package}, which is not installed: {remedy}", name=package
+        )
 
 
 def is_ucx(protocol: str | None) -> bool:

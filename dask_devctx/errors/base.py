@@ -53,15 +53,9 @@ class DevctxError(Exception):
         cls = type(self)
         if names := cls._fields:
             defaults = {name: getattr(cls, name) for name in names if hasattr(cls, name)}
-            positional = dict(zip(names, args, strict=False))
-            given = defaults | positional | named
-            twice = positional.keys() & named.keys()
-            if len(args) > len(names) or twice or given.keys() != set(names):
-                by_name = ", ".join(named) or "nothing"
-                raise TypeError(
-                    f"{cls.__name__} takes {', '.join(names)}; got {len(args)} positional "
-                    f"arguments, and by name {by_name}"
-                )
+            given = defaults | dict(zip(names, args, strict=False)) | named
+            if len(args) > len(names) or given.keys() != set(names):
+                raise TypeError(f"{cls.__name__} takes {', '.join(names)}")
             args = tuple(_plain(given[name]) for name in names)
             vars(self).update(zip(names, args, strict=True))
         super().__init__(*args)

@@ -12,7 +12,6 @@ from dask_devctx.errors.base import DevctxError, counted
 _HOLDER: Final = re.compile(
     r"pid (?P<pid>\d+) on (?P<host>\S+), worker (?P<worker>.+) of (?P<cluster>[^,]+)"
 )
-_CLOSE: Final = "that of a notebook's earlier cell (cluster.close(), or client.shutdown())"
 
 
 class LockDirectoryError(DevctxError):
@@ -57,42 +56,28 @@ class DevicesInUseError(DevctxError):
     by_cluster: bool = False
 
     def __str__(self) -> str:
-        return self._of_cluster() if self.by_cluster else self._of_worker()
-
-    def _of_worker(self) -> str:
-        held, total = held_text(self.holders), len(self.free) + len(self.holders)
-        wants = f"this worker wants {counted(self.wanted, 'device')} for itself and"
+        free, total = [_name(device) for device in self.free], len(self.free) + len(self.holders)
+        who = "this cluster" if self.by_cluster else "this worker"
+        wants = f"{who} wants {counted(self.wanted, 'device') if self.wanted else 'devices'}"
         if self.wanted > total:
-            return f"{wants} there {_are(total)} {total}. Lower devices_per_worker"
-        if not self.wanted:
-            return (
-                f"this worker wants devices for itself, and none is free: {held}. Close a cluster "
-                "that holds them and is not needed (cluster.close(), or client.shutdown()), or "
-                "start fewer workers on this machine. Workers that are to use the same devices say "
-                "so: DevicePlugin(shared=True), --shared (devctx.shared: true)"
-            )
-        free = f"{len(self.free)} of {total} {_are(len(self.free))} free"
-        return (
-            f"{wants} {free}{': ' if held else ''}{held}. Close a cluster that holds them and is "
-            f"not needed, such as {_CLOSE}, start fewer workers on this machine, or lower "
-            "devices_per_worker"
-        )
-
-    def _of_cluster(self) -> str:
-        free = [device.partition(" ")[0] for device in self.free]
-        held = {device.partition(" ")[0]: who for device, who in self.holders.items()}
+            return f"{wants} for itself and there {_are(total)} {total}. Lower devices_per_worker"
         others = "No device is free. Close"
         if free:
-            numbers = ", ".join(name.rpartition(":")[2] for name in free)
+            ids = ", ".join(name.rpartition(":")[2] for name in free)
             others = (
-                f"Free: {', '.join(free)}. For these, write devices=[{numbers}], or leave devices "
-                "and n_workers out. Or close"
+                f"Free: {', '.join(free)}. For these, write devices=[{ids}], lower n_workers or "
+                "devices_per_worker, or leave them out. Or close"
             )
+        held = held_text({_name(device): holder for device, holder in self.holders.items()})
         return (
-            f"this cluster wants {counted(self.wanted, 'device')} for itself, and "
-            f"{held_text(held)}. {others} the cluster that holds devices and is not needed, such "
-            f"as {_CLOSE}, or use the same devices: shared=True"
+            f"{wants} for itself, and {held}. {others} the cluster that holds devices and is not "
+            f"needed, such as that of a notebook's earlier cell (cluster.close(), or "
+            "client.shutdown()), or use the same devices: shared=True"
         )
+
+
+def _name(device: str) -> str:
+    return device.partition(" ")[0]
 
 
 def held_text(holders: Mapping[str, str]) -> str:

@@ -12,8 +12,6 @@ from dask_devctx.errors.base import DevctxError, nbytes_text
 # The tests ran with these releases of dask and distributed, the oldest and the newest.
 TESTED_DASK: Final = ("2025.4.0", "2026.8.0")
 _NAMED: Final = 8  # the most suspects that a message names
-# A context and the libraries on it take at most so much of a device; more is values.
-_CONTEXT_PART: Final = 0.05
 
 
 class NotEnoughDevicesError(DevctxError, LookupError):
@@ -54,29 +52,6 @@ class NotEnoughDevicesError(DevctxError, LookupError):
         return (
             f"{failed}. The devices of a task belong to one worker. Start one worker for all "
             f"devices of a machine with LocalDeviceCluster(n_workers=1){enough}"
-        )
-
-
-class DeviceReservationError(DevctxError, ValueError):
-    """A task reserves more memory on a device than tasks may have there.
-
-    Parameters
-    ----------
-    nbytes
-        The bytes that it reserves on each of its devices.
-    limits
-        The bytes that tasks may have, by the device's description.
-    """
-
-    nbytes: int
-    limits: Mapping[str, int]
-
-    def __str__(self) -> str:
-        have = ", ".join(f"{nbytes_text(n)} on {device}" for device, n in self.limits.items())
-        return (
-            f"the task reserves {nbytes_text(self.nbytes)} of device memory (device_memory), "
-            f"and can never have more than {have or 'nothing'}. Reserve less, make the task's "
-            "parts smaller, or raise device_memory_limit if the devices have more"
         )
 
 
@@ -235,21 +210,10 @@ class DeviceOutOfMemoryError(DevctxError, MemoryError):
     def _remedy(self) -> str:
         if self.requested_nbytes and self.requested_nbytes > (self.total_nbytes or math.inf):
             return "The task asks for more than the device has: make the task's parts smaller"
-        remedies = ["make the task's parts smaller"]
-        if self.attempts == 1:  # the last of several attempts has the device for itself
-            remedies.append("run fewer tasks there at a time (tasks_per_device, if it is above 1)")
-        if self._keeps_results:
-            remedies.append("keep fewer results there")
-        *others, last = remedies
-        text = f"{', '.join(others)}, or {last}" if others else last
-        return text[0].upper() + text[1:]
-
-    @property
-    def _keeps_results(self) -> bool:
-        """Whether so much of the device is taken that results may be part of it."""
-        if self.stayed_nbytes or self.free_nbytes is None or self.total_nbytes is None:
-            return True
-        return self.total_nbytes - self.free_nbytes > _CONTEXT_PART * self.total_nbytes
+        fewer = "run fewer tasks there at a time (tasks_per_device, if it is above 1), "
+        # The last of several attempts has the device for itself.
+        fewer = fewer if self.attempts == 1 else ""
+        return f"Make the task's parts smaller, {fewer}or keep fewer results there"
 
 
 class WorkerSetupError(DevctxError):
@@ -300,27 +264,4 @@ class UnsupportedDaskError(DevctxError):
             f"and distributed {self.distributed}. Nothing was changed. Install a newer "
             "dask-devctx, or a dask and distributed that this one was tested with: "
             f"{oldest} to {newest}"
-        )
-
-
-class MissingPackageError(DevctxError, ImportError):
-    """A package that an option needs is not installed.
-
-    Parameters
-    ----------
-    option
-        The option.
-    package
-        The module that could not be found.
-    remedy
-        How to install it.
-    """
-
-    option: str
-    package: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.option} needs the package {self.package}, which is not installed: {self.remedy}"
         )

@@ -14,10 +14,11 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.inspection import link_rank
 from dask_devctx.cuda.on_device import refuse_twice
 from dask_devctx.errors import (
+    DevctxError,
     DeviceNotFoundError,
-    DeviceReservationError,
     NotEnoughDevicesError,
 )
+from dask_devctx.errors.base import nbytes_text
 from dask_devctx.worker.placement.policy import (
     FULL_NBYTES,
     RELUCTANCE_S,
@@ -271,7 +272,12 @@ class Placement:
         nbytes = request.nbytes or 0
         low = {one: limit for one in group if (limit := self._limits.get(one, nbytes)) < nbytes}
         if low:
-            raise DeviceReservationError(nbytes, {str(one.info): n for one, n in low.items()})
+            have = ", ".join(f"{nbytes_text(n)} on {one.info}" for one, n in low.items())
+            raise DevctxError(
+                f"the task reserves {nbytes_text(nbytes)} of device memory (device_memory), and "
+                f"can never have more than {have}. Reserve less, make the task's parts smaller, or "
+                "raise device_memory_limit if the devices have more"
+            )
 
     def _named_group(self, names: Sequence[object]) -> tuple[Device, ...]:
         if len(names) == 1:

@@ -19,7 +19,6 @@ from dask_devctx import (
     Device,
     DeviceNotFoundError,
     LocalDeviceCluster,
-    MissingPackageError,
     driver,
 )
 from dask_devctx.client.arguments import NOT_NEEDED, visible_device, without_dask_cudas
@@ -95,10 +94,10 @@ def test_numbers_count_as_the_variable_does(monkeypatch: pytest.MonkeyPatch) -> 
         ({"device": 0}, TypeError, r"'device': devices=\[0\].*annotate\(device=0\)"),
         (
             {"protocol": "ucx"},
-            MissingPackageError,
+            ImportError,
             "protocol='ucx' needs the package d",
         ),
-        ({"enable_tcp_over_ucx": True}, MissingPackageError, "'ucx' needs the package distributed"),
+        ({"enable_tcp_over_ucx": True}, ImportError, "'ucx' needs the package distributed"),
         (
             {"protocol": "tcp", "enable_tcp_over_ucx": True},
             TypeError,
@@ -176,7 +175,7 @@ def test_every_example_of_their_documentation(
         arguments["CUDA_VISIBLE_DEVICES"] = Device(1).uuid
     if isinstance(outcome, str):
         monkeypatch.setattr("importlib.util.find_spec", _found_without(outcome, "ucp", "rmm"))
-        with pytest.raises(MissingPackageError, match=f"needs the package {outcome}, which is not"):
+        with pytest.raises(ImportError, match=f"needs the package {outcome}, which is not"):
             LocalDeviceCluster(**arguments)
         return
     # In this process, so with the number of workers that there would be as processes.

@@ -418,7 +418,7 @@ def test_the_next_cluster_gets_the_rest(
         ({}, (0, 1, 2, 3), "held by workers 0, 1, 2, 3 of tcp://127.0.0.1:45861 (pid "),
         ({}, (0, 1, 2, 3), "No device is free. Close the cluster"),
         ({}, (0, 1, 2, 3), "(cluster.close(), or client.shutdown()), or use the same devices: sha"),
-        ({"n_workers": 3}, (0, 1), "Free: cuda:2, cuda:3. For these, write devices=[2, 3], or lea"),
+        ({"n_workers": 3}, (0, 1), "Free: cuda:2, cuda:3. For these, write devices=[2, 3], low"),
         ({"n_workers": 3}, (0, 1), "wants 3 devices for itself, and cuda:0, cuda:1 are held by"),
         ({"devices": [1, 2]}, (0, 1), "wants 2 devices for itself, and cuda:1 is held by worker 1"),
         ({"devices": [0, 1]}, (0, 1), "Free: cuda:2, cuda:3."),
