@@ -15,8 +15,7 @@ from dask_devctx import config
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, remembered_tasks
 from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_options
-from dask_devctx.cuda.device import Device
-from dask_devctx.cuda.html import html_table
+from dask_devctx.cuda.device import Device, html_table
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.worker import no_more_heartbeats
 from dask_devctx.graph.keep import keep_annotations

@@ -26,8 +26,8 @@ from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DeviceMemoryError, DeviceMismatchError, DriverUnavailableError
 from dask_devctx.errors.base import DevctxError
 from dask_devctx.transfer import device_of, nbytes_by_device, to_device
-from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import Memory, memory_of
+from dask_devctx.transfer.move import to_host
 from dask_devctx.transfer.traffic import timed
 
 _Array = np.ndarray[Any, Any]

@@ -25,8 +25,7 @@ from dask_devctx.config.host_memory import fair_memory
 from dask_devctx.config.options import OPTION_NAMES, Options
 from dask_devctx.config.packages import require_packages
 from dask_devctx.config.signatures import documents_options, takes_options
-from dask_devctx.cuda.device import devices
-from dask_devctx.cuda.html import html_table
+from dask_devctx.cuda.device import devices, html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
 from dask_devctx.errors import DevicesInUseError

@@ -14,7 +14,7 @@ from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.cuda.inspection import can_export
 from dask_devctx.errors import DevicesInUseError, VisibleDevicesError
 from dask_devctx.errors.base import counted
-from dask_devctx.errors.leases import held_text
+from dask_devctx.errors.devices import held_text
 from dask_devctx.graph.calls import users_level
 from dask_devctx.plugin import held_devices
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from typing import NamedTuple, Self, final
 
 from dask_devctx import driver
-from dask_devctx.cuda import discovery, html, naming
+from dask_devctx.cuda import discovery, naming
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.primary import PrimaryContext
 from dask_devctx.cuda.synchronized import RunningScope
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
+from dask_devctx.errors import DevctxError
 
 
 class ComputeCapability(NamedTuple):
@@ -163,7 +165,17 @@ class Device(RunningScope):
         return f"<Device cuda:{'?' if ordinal is None else ordinal} ({self._uuid})>"
 
     def _repr_html_(self) -> str:
-        return html.of_device(self)
+        try:
+            info = self.info
+        except DevctxError as error:  # it was unpickled where it does not exist
+            return html_table("Device", {"uuid": self.uuid, "problem": str(error)})
+        memory = discovery.memory_info(self._backend, info)
+        rows = {"name": info.name, "uuid": info.uuid, "PCI bus id": info.pci_bus_id}
+        if memory is not None:
+            free, total = (f"{nbytes / 2**30:.1f} GiB" for nbytes in memory)
+            rows["memory"] = f"{free} of {total} free"
+        known = {name: value for name, value in rows.items() if value is not None}
+        return html_table(f"Device cuda:{info.device_id}", known)
 
     def __str__(self) -> str:
         return f"cuda:{self.device_id}"
@@ -367,3 +379,13 @@ def devices() -> tuple[Device, ...]:
 def named_devices(wanted: Sequence[object] | None) -> tuple[Device, ...]:
     """Return the named devices, each once; None means all devices that this process sees."""
     return devices() if wanted is None else tuple(dict.fromkeys(map(Device, wanted)))
+
+
+def html_table(title: str, rows: Mapping[str, str]) -> str:
+    """Return a table of two columns for notebooks, as HTML."""
+    body = "".join(
+        f'<tr><th style="text-align: left">{escape(name)}</th>'
+        f'<td style="text-align: left">{escape(value)}</td></tr>'
+        for name, value in rows.items()
+    )
+    return f"<div><strong>{escape(title)}</strong><table>{body}</table></div>"

@@ -26,17 +26,7 @@ _LONG_MAX = 2**63 - 1
 
 
 class PhysicalDevice(NamedTuple):
-    """One GPU of the machine, as the visibility rule sees it.
-
-    Parameters
-    ----------
-    uuid
-        ``"GPU-…"``.
-    mig
-        The ``"MIG-…"`` UUIDs of its instances; empty unless MIG mode is on.
-    mig_enabled
-        Whether MIG mode is on: then the GPU itself can run nothing.
-    """
+    """One GPU of the machine, as the visibility rule sees it."""
 
     uuid: str  # "GPU-…"
     mig: tuple[str, ...] = ()  # the "MIG-…" UUIDs of its instances
@@ -44,17 +34,7 @@ class PhysicalDevice(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """The devices that a value of ``CUDA_VISIBLE_DEVICES`` shows.
-
-    Parameters
-    ----------
-    uuids
-        The UUIDs that are visible, in CUDA's order: the position is the ordinal.
-    stopped_at
-        The entry that hid itself and all after it, or None.
-    reason
-        Why that entry did so, or "".
-    """
+    """The devices that a value of ``CUDA_VISIBLE_DEVICES`` shows."""
 
     uuids: tuple[str, ...]  # in CUDA's order: the position is the ordinal
     stopped_at: str | None = None  # the entry that hid itself and all after it

@@ -6,12 +6,13 @@ from dask_devctx.errors.devices import (
     DeviceMismatchError,
     DeviceNotFoundError,
     DeviceScopeError,
+    DevicesInUseError,
     DriverError,
     DriverUnavailableError,
+    LockDirectoryError,
     ValueNotMovableError,
     VisibleDevicesError,
 )
-from dask_devctx.errors.leases import DevicesInUseError, LockDirectoryError
 from dask_devctx.errors.workers import (
     DeviceFailedError,
     DeviceOutOfMemoryError,

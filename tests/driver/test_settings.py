@@ -11,7 +11,7 @@ import dask
 import pytest
 
 import dask_devctx.config
-from dask_devctx.driver import settings
+from dask_devctx import driver as settings
 from dask_devctx.errors import DriverUnavailableError
 
 
@@ -73,7 +73,7 @@ def test_a_variable_that_changes_after_the_import_counts(child, key, before, imp
         for name in ("dask_devctx", imports):
             importlib.import_module(name)
         os.environ[f"DASK_DEVCTX__{key.upper().replace('-', '_')}"] = "2"
-        from dask_devctx.driver import settings
+        from dask_devctx import driver as settings
 
         assert getattr(settings, key.replace("-", "_"))() == 2
         if imports != "os":

@@ -11,8 +11,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.errors import DevctxError
-from dask_devctx.transfer.events import Event, Stamp
-from dask_devctx.transfer.streams import current_streams
+from dask_devctx.transfer.events import Event, Stamp, current_streams
 
 # As many copies as one transfer may start while it keeps the GIL, some 5 µs each.
 FEW: Final = 16

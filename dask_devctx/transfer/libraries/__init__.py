@@ -10,9 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from dask_devctx.transfer.host import to_host
 from dask_devctx.transfer.location import device_of, memory_of, nbytes_by_device
-from dask_devctx.transfer.move import to_device
+from dask_devctx.transfer.move import to_device, to_host
 
 # The module here, by the first part of the name of the module that defines a type.
 _LIBRARIES = {

@@ -7,11 +7,11 @@ from typing import Any
 import cupy
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.events import cupy_stream
 from dask_devctx.transfer.libraries import known
 from dask_devctx.transfer.location import Memory
 from dask_devctx.transfer.move import current_move
 from dask_devctx.transfer.peers import copy_bytes, is_dense
-from dask_devctx.transfer.streams import cupy_stream
 
 
 def _bytes(array: Any) -> dict[Device, int]:

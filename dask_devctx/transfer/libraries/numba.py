@@ -8,10 +8,10 @@ from numba import cuda
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.events import numba_stream
 from dask_devctx.transfer.libraries import known
 from dask_devctx.transfer.move import current_move
 from dask_devctx.transfer.peers import copy_bytes
-from dask_devctx.transfer.streams import numba_stream
 
 
 def _device_of(array: Any) -> Device:

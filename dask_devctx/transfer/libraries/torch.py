@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.transfer.events import torch_stream
 from dask_devctx.transfer.libraries import known
 from dask_devctx.transfer.location import Memory, nbytes_by_device
 from dask_devctx.transfer.move import current_move, to_device
 from dask_devctx.transfer.peers import copy_bytes, is_dense
 from dask_devctx.transfer.rebuild import register_copy, register_name
-from dask_devctx.transfer.streams import torch_stream
 
 # -- tensors
 
