@@ -5,10 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, SupportsIndex
 
-from dask_devctx.driver.calls import Calls
 from dask_devctx.errors import DriverError
 
 
@@ -110,14 +109,6 @@ _MOST = 2**64 - 1  # the driver takes a size_t
 _NO_SUCH_LIMIT = ("CUDA_ERROR_UNSUPPORTED_LIMIT", "CUDA_ERROR_INVALID_VALUE")
 
 
-class _Limited(Protocol):
-    """A context, as far as this module needs it."""
-
-    def run(self, fn: Callable[..., Any], /, *args: Any) -> Any: ...
-    @property
-    def _calls(self) -> Calls: ...
-
-
 class Limits(Mapping[Limit, int]):
     """The limits of a context: a mapping from :class:`Limit` to numbers, which can be set."""
 
@@ -125,7 +116,7 @@ class Limits(Mapping[Limit, int]):
     # status CUDA_ERROR_UNSUPPORTED_LIMIT. Some can be read but not set. The driver may round a
     # value that is set: read it back.
 
-    def __init__(self, context: _Limited) -> None:
+    def __init__(self, context: Any) -> None:
         self._context = context
 
     def __getitem__(self, limit: Limit) -> int:

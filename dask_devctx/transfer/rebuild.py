@@ -13,6 +13,7 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from types import MemberDescriptorType
 from typing import Any
 
 from dask_devctx.transfer import walk
@@ -60,10 +61,6 @@ def register_name(kind: type, renamed: Callable[[Any], Any]) -> None:
 def _inherited(kind: type, name: str) -> Any:
     """Return a type's attribute of this name, without calling its metaclass."""
     return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
-
-
-def _base(kind: type) -> Any:
-    return next(each for each in kind.__mro__ if each in (*_PUT, *_MADE_OF_ITEMS, object))
 
 
 class _How:
@@ -206,10 +203,10 @@ def _put(made: Any, state: tuple[Any, list[Any], dict[Any, Any]]) -> None:
     if put is not None:
         put(made, items)
     for name, part in attributes.items():
-        if isinstance(name, str):
-            object.__getattribute__(made, "__dict__")[name] = part
-        else:
+        if type(name) is MemberDescriptorType:
             name.__set__(made, part)
+        else:
+            object.__getattribute__(made, "__dict__")[name] = part
     _how[type(made)].finish(made)
 
 
