@@ -44,6 +44,7 @@ class RunningScope(Scope):
 
         Examples
         --------
+        >>> from dask_devctx import Device
         >>> Device(1).set_current()
         >>> Device.unset_current()
         >>> Device.current() is None
@@ -67,6 +68,7 @@ class RunningScope(Scope):
 
         Examples
         --------
+        >>> from dask_devctx import Device
         >>> with Device(0).synchronized() as device:
         ...     pass  # all work that starts in here is done when the block ends
         """

@@ -21,6 +21,9 @@ _CUT_SHORT = (
     "value counts as host data and does not move. If it holds arrays, keep them nearer to its top, "
     "or in an object of a type that you register with device_of.register and to_device.register"
 )
+# The number of objects to look at first: if one is an array, all of the value is counted at once.
+_FIRST_LOOK = 32
+
 _told: set[type] = set()
 
 
@@ -98,7 +101,10 @@ class BytesByDevice(Registry):
 
     def found_in(self, value: object, *, told: bool = False) -> dict[Device, int]:
         """Return the same as a call, without a message in the log unless it is ``told``."""
-        total, complete = walk.look(value, self._count)
+        for at_most in (_FIRST_LOOK, walk.AT_MOST):
+            total, complete = walk.look(value, self._count, at_most)
+            if total or complete:
+                break
         if not complete and total:
             total = {}
             for places in map(self._count, walk.leaves(value)):

@@ -108,11 +108,15 @@ def _is_foreign(kind: type) -> bool:
 
 def _by_type(parts: Sequence[Any]) -> dict[type, list[Any]]:
     """Return the parts that may hold arrays, by their type."""
-    kinds = [kind for kind in set(map(type, parts)) if find(kind) is not None]
-    wanted = {kind: [part for part in parts if type(part) is kind] for kind in kinds}
-    for kind in kinds:
-        if find(kind) is _members:
-            wanted[kind] = [part for part in wanted[kind] if not is_plain(part)]
+    wanted = {}
+    for kind in set(map(type, parts)):
+        found = find(kind)
+        if found is not None:
+            some = [part for part in parts if type(part) is kind]
+            if found is _members:
+                some = [part for part in some if not is_plain(part)]
+            if some:
+                wanted[kind] = some
     return wanted
 
 
@@ -181,22 +185,25 @@ def _spread(parts: Sequence[Any], at_most: int) -> Sequence[Any]:
     return [parts[index * (n - 1) // (at_most - 1)] for index in range(at_most)]
 
 
+_SIZED = (list, tuple, dict, set, frozenset, deque)
+_base = Registry.remember(
+    lambda kind: next((each for each in kind.__mro__ if each in _SIZED), None)
+)
+
+
 def _some(value: Any, parts: Parts, at_most: int) -> tuple[Sequence[Any], int]:
     """Return about so many of a value's parts, and the number of all parts."""
-    if isinstance(value, (list, tuple)):
-        base: Any = list if isinstance(value, list) else tuple
-        if (n := base.__len__(value)) > at_most:
-            ends = slice(at_most * 3 // 4), slice(-(at_most // 4), None)
-            return [part for end in ends for part in base.__getitem__(value, end)], n
-    elif isinstance(value, dict):
-        if 2 * (n := dict.__len__(value)) > at_most:
-            pairs = dict.items(value)
-            some = *islice(pairs, at_most * 3 // 8), *islice(reversed(pairs), at_most // 8)
-            return list(chain.from_iterable(some)), 2 * n
-    elif isinstance(value, (set, frozenset, deque)):
-        base = deque if isinstance(value, deque) else type(value).__mro__[-2]
-        if (n := base.__len__(value)) > at_most:
+    base = _base[type(value)]
+    n = 0 if base is None else base.__len__(value)
+    if base is dict and 2 * n > at_most:
+        pairs = dict.items(value)
+        some = *islice(pairs, at_most * 3 // 8), *islice(reversed(pairs), at_most // 8)
+        return list(chain.from_iterable(some)), 2 * n
+    if base is not dict and n > at_most:
+        if base not in (list, tuple):
             return list(islice(base.__iter__(value), at_most)), n
+        ends = slice(at_most * 3 // 4), slice(-(at_most // 4), None)
+        return [part for end in ends for part in base.__getitem__(value, end)], n
     every = parts(value)
     return _spread(every, at_most), len(every)
 
@@ -210,12 +217,19 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
     complete = True
     seen = {id(root): root}
     queue: deque[tuple[Any, float]] = deque([(root, 1.0)])
-    later: deque[tuple[Any, float]] = deque()
+    later: deque[tuple[list[Any], float]] = deque()
     types_left = at_most * _TYPES_PER_OBJECT
-    for _ in range(at_most):
-        if not queue and (places or not later):
-            break
-        value, scale = (queue or later).popleft()
+    looked = 0
+    while looked < at_most and (queue or (later and not places)):
+        if not queue:
+            rest, scale = later.popleft()
+            some = _spread(rest, max(at_most - looked, 2))
+            complete &= len(some) == len(rest)
+            queue.extend((part, scale) for part in some if id(part) not in seen)
+            seen.update((id(part), part) for part in some)
+            continue
+        value, scale = queue.popleft()
+        looked += 1
         found = find(type(value))
         if found is LEAF:
             for device, nbytes in count(value).items():
@@ -232,15 +246,13 @@ def look(root: Any, count: Callable[[Any], dict[Device, int]], at_most: int = AT
         # NumPy's arrays have objects of one kind: a sample of plain ones, such as texts, is enough.
         complete &= len(parts) == n_parts or (found is _members and not wanted)
         for some in wanted.values():
-            new = {id(part): part for part in some if id(part) not in seen}
+            sample = _spread(some, _SAMPLE)
+            new = {id(part): part for part in sample if id(part) not in seen}
             seen.update(new)
-            rest = _spread([*new.values()], at_most)
-            sample = _spread(rest, _SAMPLE)
-            scaled = len(new) / max(len(sample), 1)
-            if len(new) == len(some):  # not the same objects, many times
-                scaled *= scale * n_parts / len(parts)
-            queue.extend((part, scaled) for part in sample)
-            if len(new) > len(sample):
-                complete &= len(rest) == len(new)
-                later.extend((part, scaled) for part in rest)
+            scaled = 1.0
+            if len(new) == len(sample):  # not the same objects, many times
+                scaled = scale * n_parts / len(parts) * len(some) / len(sample)
+            queue.extend((part, scaled) for part in new.values())
+            if len(some) > len(sample):
+                later.append((some, scaled))
     return Look(places, complete and not queue and not later)

@@ -118,7 +118,7 @@ def test_a_restarting_workers_devices_are_kept_for_its_cluster(
     with socket.create_server(("127.0.0.1", 0)) as scheduler:
         mine = f"tcp://127.0.0.1:{scheduler.getsockname()[1]}"
         left(lock_directory, mine)
-        said = rf"cuda:0 .* worker 0 of {mine}, which ended and may be starting again"
+        said = rf"cuda:0.* worker 0 of {mine}, which ended and may be starting again"
         with pytest.raises(DevicesInUseError, match=said):
             take(1)
         assert {*Lease(OTHER, lock_directory).take(devices())} == {*devices()}
@@ -148,7 +148,7 @@ def test_workers_with_a_number_of_devices(take: Callable[..., Lease]) -> None:
         take(4).release()
         client.register_plugin(DevicePlugin(devices_per_worker=1, devices=[3, 1]))
         assert sorted(map(of_worker, workers)) == [[1], [3]]
-        with pytest.raises(DevicesInUseError, match="wants 3 devices for itself and 1 of 4 is fr"):
+        with pytest.raises(DevicesInUseError, match=r"wants 3 devices for itself, .* Free: cuda:"):
             client.register_plugin(DevicePlugin(devices_per_worker=3))
         client.register_plugin(DevicePlugin())
         # one that joins in vain leaves
@@ -178,7 +178,7 @@ def test_workers_that_come_and_go_share_evenly() -> None:
             os.kill(before, 9)
             assert client.submit(pid, pure=False).result(timeout=60) != before
         assert who_has(client) == [[0, 1], [2, 3]]
-        said = r"cuda:1 .* is held by worker [01] of its own cl"
+        said = r"cuda:1.* held by worker[s 01,]* of its own cl"
         with pytest.raises(DevicesInUseError, match=said):
             client.register_plugin(DevicePlugin(devices=[1]))
         client.register_plugin(DevicePlugin(shared=True))
