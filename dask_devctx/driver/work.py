@@ -23,18 +23,6 @@ class WorkCalls:
     """Checked calls for work; most of them act on the current context.
 
     They spoil no graph that another thread captures, but those that say so.
-
-    Parameters
-    ----------
-    checked
-        One driver's functions.
-
-    Attributes
-    ----------
-    look
-        Looks at the progress and the health of the current device.
-    queues
-        Knows whether a call that records an event of a context may wait.
     """
 
     def __init__(self, checked: Checked) -> None:
