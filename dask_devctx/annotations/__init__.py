@@ -4,14 +4,15 @@
 each, and ``device_memory`` reserves bytes on each.
 """
 
-from dask_devctx.annotations.functions import answer, not_an_annotation
 from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, NAMES, SHARE
 from dask_devctx.annotations.request import (
     ANY_DEVICE,
     HOST_ONLY,
     Request,
     Unannotated,
+    answer,
     carried_device,
+    not_an_annotation,
     requested_device,
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -73,14 +73,6 @@ def _remedy(name: str, value: object = None) -> str:
     purpose, example = _EXAMPLES[name]
     fits = type(value) in (int, float, str, bool)
     return f"To {purpose}, write dask.annotate({name}={repr(value) if fits else example})"
-
-
-def item_on_each(function: str, devices: Sequence[object]) -> str:
-    """Return the call that runs a function for one item on each device."""
-    return (
-        f"[client.submit(on_device(n)({function}), item) for n, item in "
-        f"zip({list(devices)!r}, items)]"
-    )
 
 
 def about_no_plugin(name: str) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, Literal, NamedTuple, TypeGuard
 
 from dask.utils import parse_bytes
+from distributed.protocol import pickle
 
-from dask_devctx.annotations.functions import said
 from dask_devctx.annotations.names import DEVICE, DEVICES, MEMORY, NAMES, SHARE
 from dask_devctx.cuda import naming
-from dask_devctx.cuda.naming import AUTO, CURRENT, NO_DEVICE
+from dask_devctx.cuda.naming import ACCEPTED, AUTO, CURRENT, NO_DEVICE
 
 Unannotated = Literal["assign", "leave"]
 ALL: Final = "all"
@@ -68,14 +68,18 @@ def requested_device(
     if annotations and not _BEYOND_ONE.isdisjoint(annotations):
         return _read(annotations, key, carried)
     if annotations and DEVICE in annotations:
-        asked = _of_one(said(annotations, DEVICE, key))
+        asked = _of_one(_said(annotations, DEVICE, key))
         if carried is None or asked is not ANY_DEVICE:
             return asked
     elif carried is None:
         return ANY_DEVICE if unannotated == "assign" else HOST_ONLY
-    if isinstance(carried, list | tuple):
-        return Request(tuple(carried), len(carried))
-    return _of_one(carried)
+    return _carried(carried)
+
+
+def _carried(given: object) -> Request:
+    if isinstance(given, list | tuple):
+        return Request(tuple(given), len(given))
+    return _of_one(given)
 
 
 def _of_one(wanted: Any) -> Request:
@@ -96,8 +100,8 @@ def _known(wanted: int | str) -> Request:
 
 def _read(annotations: Mapping[str, Any], key: Hashable, carried: object) -> Request:
     """Return the request of a task with other annotations than ``device`` alone."""
-    one, several = said(annotations, DEVICE, key), said(annotations, DEVICES, key)
-    share, memory = said(annotations, SHARE, key), said(annotations, MEMORY, key)
+    one, several = _said(annotations, DEVICE, key), _said(annotations, DEVICES, key)
+    share, memory = _said(annotations, SHARE, key), _said(annotations, MEMORY, key)
     if DEVICE in annotations and DEVICES in annotations:
         raise ValueError(
             f"the annotations {DEVICE!r} and {DEVICES!r} exclude each other, got "
@@ -115,32 +119,102 @@ def _read(annotations: Mapping[str, Any], key: Hashable, carried: object) -> Req
                 f"({SHARE}={share!r}, {MEMORY}={memory!r}). Leave one of them out"
             )
         return HOST_ONLY
-    names, number = asked.names, asked.number
-    held = _held(carried)
-    if held and not names and (DEVICES not in annotations or number == len(held)):
-        names, number = held, len(held)
-    elif held and DEVICES in annotations and number is not None and _differ(names, held):
-        shown = list(several) if isinstance(several, tuple) else several
-        raise ValueError(
-            f"the annotation {DEVICES}={shown!r} and the task's function on_device({carried!r}) "
-            "name different devices. Leave one of them out"
+    if carried is not None and not asked.names:
+        held = _carried(carried)
+        if held.names and (DEVICES not in annotations or asked.number == held.number):
+            asked = held
+    return Request(asked.names, asked.number, _share(share), _nbytes(memory))
+
+
+# -- functions as annotations: each is called with a task's key, and answers for this task
+
+
+def answer(annotations: Mapping[str, Any] | None, key: Hashable) -> Mapping[str, Any] | None:
+    """Return a task's annotations, with each function replaced by its answer."""
+    # The scheduler calls this once, so that the worker that it chooses for the device runs the task
+    # there. An exception of the function takes its place, and the worker fails the task with it.
+    if not annotations:
+        return annotations
+    asked = [name for name in NAMES & annotations.keys() if _is_function(annotations[name])]
+    if not asked:
+        return annotations
+    given = {name: _answer_of(name, annotations[name], key) for name in asked}
+    return {
+        **annotations,
+        **{n: v if _can_be_sent(v) else _unsendable(n, v) for n, v in given.items()},
+    }
+
+
+def _said(annotations: Mapping[str, Any], name: str, key: Hashable) -> Any:
+    given = annotations.get(name)
+    if _is_function(given):
+        given = _answer_of(name, given, key)
+    if isinstance(given, Exception):  # the function raised it
+        raise given
+    return given
+
+
+def _is_function(wanted: object) -> TypeGuard[Callable[[Hashable], object]]:
+    return callable(wanted) and not isinstance(wanted, type)
+
+
+def _answer_of(name: str, function: Callable[[Hashable], object], key: Hashable) -> object:
+    """Return the answer of an annotation's function for a task, or the exception it raises."""
+    try:
+        given = function(key)
+    except Exception as error:
+        shown = getattr(function, "__qualname__", type(function).__qualname__)
+        error.add_note(
+            f"Raised by the function {shown} in the annotation {name!r}, which is asked for the "
+            f"device of the task {key!r}"
         )
-    return Request(names, number, _share(share), _nbytes(memory))
+        return error.with_traceback(None)
+    return _no_answer(name, given) if _is_function(given) else given
 
 
-def _held(carried: object) -> tuple[Any, ...]:
-    """Return the devices that a function carries by their names."""
-    if isinstance(carried, list | tuple):
-        return tuple(carried)
-    return () if carried is None or _of_one(carried) is ANY_DEVICE else (carried,)
-
-
-def _differ(names: Sequence[object], others: Sequence[object]) -> bool:
-    """Return whether names surely mean other devices than these; a UUID may be any ordinal's."""
-    if len(names) != len(others):
+def _can_be_sent(value: object) -> bool:
+    """Return whether a value can be sent to a worker. Any other would end the connection."""
+    if value is None or isinstance(value, (int, str)):
         return True
-    pairs = [(naming.read(a), naming.read(b)) for a, b in zip(names, others, strict=True)]
-    return any(a != b for a, b in pairs if a.kind == b.kind == "ordinal")
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
+
+
+def _unsendable(name: str, value: object) -> Exception:
+    if not isinstance(value, Exception):
+        return _no_answer(name, value)
+    error = RuntimeError(f"{type(value).__name__}: {value}")
+    for note in getattr(value, "__notes__", ()):
+        error.add_note(note)
+    return error
+
+
+def not_an_annotation(wanted: object) -> TypeError:
+    """Return the error for an annotation ``device`` that names no device."""
+    remedy = ""
+    if isinstance(wanted, list | tuple):  # a list reaches the worker as a tuple
+        remedy = (
+            f". For several devices at once, write dask.annotate(devices={list(wanted)!r}); for "
+            f"an item on each, [client.submit(on_device(n)(function), item) for n, item in "
+            f"zip({list(wanted)!r}, items)]"
+        )
+    return TypeError(
+        f'the annotation \'device\' is {ACCEPTED}; "auto" for any device, None or "none" for '
+        "none; or a function that is given the task's key and returns one of these; got "
+        f"{wanted!r} of type {type(wanted).__name__}{remedy}"
+    )
+
+
+def _no_answer(name: str, given: object) -> TypeError:
+    if name == DEVICE:
+        return not_an_annotation(given)
+    return TypeError(
+        f"the function in the annotation {name!r} must return what the annotation may be, got "
+        f"{given!r} of type {type(given).__name__}"
+    )
 
 
 # -- the values of the annotations, and the errors for others
@@ -187,9 +261,8 @@ def _not_several(given: object, remedy: str = "") -> TypeError:
 
 
 def _whole(given: Any) -> int:
-    """Return a whole number of Python or NumPy; other libraries' devices are none."""
-    numpys = type(given).__module__.partition(".")[0] == "numpy"
-    if isinstance(given, bool) or not (isinstance(given, int) or numpys):
+    """Return a whole number, of NumPy too."""
+    if isinstance(given, bool):
         raise TypeError(given)
     return operator.index(given)
 

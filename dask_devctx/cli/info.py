@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -17,8 +17,11 @@ from dask_devctx.client.tables import aligned
 from dask_devctx.config.options import Options
 from dask_devctx.cuda.discovery import DeviceInfo
 from dask_devctx.cuda.inspection import Machine, inspect_machine
-from dask_devctx.errors.base import nbytes_text
+from dask_devctx.errors.base import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
+
+# The content of the JSON: of a machine, and of a worker.
+Found = dict[str, Any]
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -46,12 +49,13 @@ def info(
     scheduler = address or scheduler
     if scheduler is not None or where["scheduler_file"] is not None:
         with connected(scheduler, **where) as client:
-            found = _views(client)
-        click.echo(json.dumps(_cluster_as_json(found), indent=2) if as_json else _of_cluster(found))
-        context.exit(0 if any(view.uses for view in found) else 1)
+            workers = _workers(client)
+        click.echo(json.dumps(workers, indent=2) if as_json else _of_cluster(workers))
+        context.exit(0 if any(worker["uses"] for worker in workers.values()) else 1)
     machine = inspect_machine()
     machine = replace(machine, problems=(*machine.problems, *_problems_of_the_configuration()))
-    click.echo(json.dumps(_as_json(machine), indent=2) if as_json else _as_text(machine))
+    found = _found(machine)
+    click.echo(json.dumps(found, indent=2) if as_json else _as_text(found))
     context.exit(0 if machine.usable else 1)
 
 
@@ -64,117 +68,22 @@ def _problems_of_the_configuration() -> list[str]:
     return found
 
 
-def _of_cluster(found: list[WorkerView]) -> str:
-    parts = []
-    for host, of_host in itertools.groupby(found, lambda view: view.host):
-        workers = list(of_host)
-        lines = [f"Host {host}", *(_uses_text(view) for view in workers)]
-        # Processes of one host may see different devices: each view is shown once.
-        shown = [_as_text(view.machine) for view in workers if isinstance(view.machine, Machine)]
-        parts += ["\n".join(lines), *dict.fromkeys(shown)]
-    return "\n\n".join(parts) if parts else "the cluster has no workers"
+def _found(machine: Machine) -> Found:
+    """Return a machine as plain data."""
 
-
-def _cluster_as_json(found: list[WorkerView]) -> dict[str, Any]:
-    return {
-        view.address: {
-            "name": view.name,
-            "host": view.host,
-            "uses": None if view.uses is None else list(view.uses),
-            "machine": None if isinstance(view.machine, str) else _as_json(view.machine),
-            "problem": view.machine if isinstance(view.machine, str) else None,
-        }
-        for view in found
-    }
-
-
-def _as_text(machine: Machine) -> str:
-    shown = "not set" if machine.visible_devices is None else repr(machine.visible_devices)
-    order = "" if machine.device_order is None else f", CUDA_DEVICE_ORDER={machine.device_order}"
-    simulated = " simulated" if machine.simulated else ""
-    cuda = f"CUDA {machine.cuda_version}" if machine.cuda_version else "CUDA not available"
-    parts = [
-        f"{len(machine.devices)}{simulated} device{'' if len(machine.devices) == 1 else 's'}, "
-        f"{cuda}, CUDA_VISIBLE_DEVICES {shown}{order}"
-    ]
-    if machine.devices:
-        head = ("device", "name", "uuid", "PCI bus id", "compute", "free", "total", "NUMA", "CPUs")
-        parts.append(aligned(head, [_row(machine, device) for device in machine.devices]))
-    if len(machine.devices) > 1 and machine.peers:
-        parts.append("Peer access, from each row's device to each column's memory:")
-        names = [f"cuda:{device.device_id}" for device in machine.devices]
-        parts.append(
-            aligned(
-                ("", *names),
-                [
-                    (name, *(_reach(machine, one, other) for other in machine.devices))
-                    for name, one in zip(names, machine.devices, strict=True)
-                ],
-            )
-        )
-    if machine.hidden:
-        parts.append("Hidden by CUDA_VISIBLE_DEVICES:")
-        rows = [(d.nvml_index, d.name, d.uuid, d.pci_bus_id) for d in machine.hidden]
-        parts.append(aligned(("NVML index", "name", "uuid", "PCI bus id"), rows))
-    if machine.problems:
-        parts.append("\n".join(["Problems:", *(f"- {problem}" for problem in machine.problems)]))
-    return "\n\n".join(parts)
-
-
-def _row(machine: Machine, device: DeviceInfo) -> tuple[object, ...]:
-    free = machine.memory[device.uuid]
-    capability = device.compute_capability
-    return (
-        f"cuda:{device.device_id}",
-        device.name,
-        device.uuid,
-        device.pci_bus_id,
-        None if capability is None else "{}.{}".format(*capability),
-        nbytes_text(free[0] if free else None),
-        nbytes_text(device.total_memory),
-        device.numa_node,
-        _ranges(device.cpu_affinity),
-    )
-
-
-def _reach(machine: Machine, one: DeviceInfo, other: DeviceInfo) -> str:
-    if one.uuid == other.uuid:
-        return "-"
-    if one.uuid not in machine.peers:
-        return "?"
-    return "yes" if other.uuid in machine.peers[one.uuid] else "no"
-
-
-def _ranges(numbers: frozenset[int] | None) -> str | None:
-    """Return ``"0-3,8"`` for 0, 1, 2, 3 and 8."""
-    if numbers is None:
-        return None
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def _as_json(machine: Machine) -> dict[str, Any]:
-    def fields(device: DeviceInfo) -> dict[str, Any]:
+    def fields(device: DeviceInfo) -> Found:
         cpus = device.cpu_affinity
         return device._asdict() | {"cpu_affinity": None if cpus is None else sorted(cpus)}
 
-    devices = []
-    for device in machine.devices:
-        memory = machine.memory[device.uuid]
-        devices.append(
+    return {
+        "devices": [
             {
                 **fields(device),
-                "free_memory": memory[0] if memory else None,
+                "free_memory": (machine.memory[device.uuid] or (None,))[0],
                 "peers": list(machine.peers.get(device.uuid, ())),
             }
-        )
-    return {
-        "devices": devices,
+            for device in machine.devices
+        ],
         "hidden": [fields(device) for device in machine.hidden],
         "cuda_visible_devices": machine.visible_devices,
         "cuda_device_order": machine.device_order,
@@ -184,47 +93,108 @@ def _as_json(machine: Machine) -> dict[str, Any]:
     }
 
 
+def _as_text(found: Found) -> str:
+    visible, order = found["cuda_visible_devices"], found["cuda_device_order"]
+    devices, version = found["devices"], found["cuda_version"]
+    parts = [
+        counted(len(devices), "simulated device" if found["simulated"] else "device")
+        + (f", CUDA {version}" if version else ", CUDA not available")
+        + f", CUDA_VISIBLE_DEVICES {'not set' if visible is None else repr(visible)}"
+        + ("" if order is None else f", CUDA_DEVICE_ORDER={order}")
+    ]
+    names = [f"cuda:{device['device_id']}" for device in devices]
+    if devices:
+        head = ("device", "name", "uuid", "PCI bus id", "compute", "free", "total", "NUMA", "CPUs")
+        parts.append(aligned(head, list(map(_row, names, devices))))
+    if len(devices) > 1:
+        parts.append("Peer access, from each row's device to each column's memory:")
+        rows = [
+            (name, *("-" if one is other else _reach(one, other) for other in devices))
+            for name, one in zip(names, devices, strict=True)
+        ]
+        parts.append(aligned(("", *names), rows))
+    if found["hidden"]:
+        parts.append("Hidden by CUDA_VISIBLE_DEVICES:")
+        shown = ("NVML index", "name", "uuid", "PCI bus id")
+        keys = ("nvml_index", "name", "uuid", "pci_bus_id")
+        parts.append(aligned(shown, [[device[key] for key in keys] for device in found["hidden"]]))
+    if found["problems"]:
+        parts.append("\n".join(["Problems:", *(f"- {problem}" for problem in found["problems"])]))
+    return "\n\n".join(parts)
+
+
+def _row(name: str, device: Found) -> tuple[object, ...]:
+    capability = device["compute_capability"]
+    return (
+        name,
+        *(device[key] for key in ("name", "uuid", "pci_bus_id")),
+        None if capability is None else "{}.{}".format(*capability),
+        nbytes_text(device["free_memory"]),
+        nbytes_text(device["total_memory"]),
+        device["numa_node"],
+        None if device["cpu_affinity"] is None else _ranges(device["cpu_affinity"]),
+    )
+
+
+def _reach(one: Found, other: Found) -> str:
+    return "yes" if other["uuid"] in one["peers"] else "no"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return ``"0-3,8"`` for 0, 1, 2, 3 and 8."""
+    groups = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in groups]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 # -- the machines of a cluster
 
 
-@dataclass(frozen=True)
-class WorkerView:
-    """One worker of a cluster."""
-
-    address: str
-    name: str
-    host: str
-    uses: tuple[str, ...] | None
-    machine: Machine | str
-
-
-def _views(client: Client) -> list[WorkerView]:
-    """Return all workers of a cluster, by host and name."""
+def _workers(client: Client) -> dict[str, Found]:
+    """Return all workers of a cluster by address, in the order of their hosts and names."""
     # `client.scheduler_info()` may lack the workers: dask refreshes what it returns without them.
     known: Mapping[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     answers = client.run(_of_worker, on_error="return")
-    found = []
-    for address, worker in known.items():
+    found = {}
+    order = sorted(known.items(), key=lambda one: (one[1]["host"], str(one[1]["name"])))
+    for address, worker in order:
         answer = answers.get(address, "it left")
-        machine, uses = answer if isinstance(answer, tuple) else (repr(answer), None)
-        found.append(WorkerView(address, str(worker["name"]), worker["host"], uses, machine))
-    return sorted(found, key=lambda view: (view.host, view.name))
+        machine, uses = answer if isinstance(answer, tuple) else (None, None)
+        found[address] = {
+            "name": str(worker["name"]),
+            "host": worker["host"],
+            "uses": uses,
+            "machine": machine,
+            "problem": None if isinstance(answer, tuple) else repr(answer),
+        }
+    return found
 
 
-def _of_worker(dask_worker: Worker) -> tuple[Machine, tuple[str, ...] | None]:
+def _of_worker(dask_worker: Worker) -> tuple[Found, list[str] | None]:
     plugin = dask_worker.plugins.get(DevicePlugin.name)
     devices = getattr(plugin, "worker_devices", None)
-    uses = None if devices is None else tuple(device.uuid for device in devices)
-    return inspect_machine(), uses
+    uses = None if devices is None else [device.uuid for device in devices]
+    return _found(inspect_machine()), uses
 
 
-def _uses_text(view: WorkerView) -> str:
-    head = f"worker {view.name} ({view.address})"
-    if isinstance(view.machine, str):
-        return f"{head} does not answer: {view.machine}"
-    if view.uses is None:
+def _of_cluster(workers: dict[str, Found]) -> str:
+    parts = []
+    for host, of_host in itertools.groupby(workers.items(), lambda item: item[1]["host"]):
+        here = list(of_host)
+        parts.append("\n".join([f"Host {host}", *(_uses(*item) for item in here)]))
+        # Processes of one host may see different devices: each view is shown once.
+        shown = [_as_text(worker["machine"]) for _, worker in here if worker["machine"]]
+        parts += dict.fromkeys(shown)
+    return "\n\n".join(parts) if parts else "the cluster has no workers"
+
+
+def _uses(address: str, worker: Found) -> str:
+    head = f"worker {worker['name']} ({address})"
+    if worker["machine"] is None:
+        return f"{head} does not answer: {worker['problem']}"
+    if worker["uses"] is None:
         return f"{head} does not run the plugin: client.register_plugin(DevicePlugin())"
-    if not view.uses:
+    if not worker["uses"]:
         return f"{head} has no devices"
-    names = {device.uuid: f"cuda:{device.device_id}" for device in view.machine.devices}
-    return f"{head} uses {', '.join(names.get(uuid, uuid) for uuid in view.uses)}"
+    names = {one["uuid"]: f"cuda:{one['device_id']}" for one in worker["machine"]["devices"]}
+    return f"{head} uses {', '.join(names.get(uuid, uuid) for uuid in worker['uses'])}"

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import logging
-import sys
-from collections.abc import Callable
-from traceback import walk_tb
-from types import FrameType, TracebackType
-
 import click
 import dask
 from distributed import Scheduler, Worker, WorkerPlugin
@@ -42,17 +35,6 @@ async def dask_setup(server: object) -> None:
         )
 
 
-# The end of the last line where `dask devctx worker` started the worker.
-_OF_COMMAND = "The worker does not start. `dask devctx info` shows what this machine has"
-_end = NOT_STARTED
-
-
-def say_remedies_of_command() -> None:
-    """Let the last line of this process have the remedies of ``dask devctx worker``."""
-    global _end
-    _end = _OF_COMMAND
-
-
 class _Failing(WorkerPlugin):  # type: ignore[misc]
     """Stands in for a plugin that could not be made."""
 
@@ -64,43 +46,6 @@ class _Failing(WorkerPlugin):  # type: ignore[misc]
     async def setup(self, worker: Worker) -> None:
         await registration.refuse(worker, self._error)
         raise self._error
-
-
-def _reason(error: BaseException | None) -> BaseException | None:
-    """Return the reason why a worker did not start for its devices, among an error's causes."""
-    while error is not None and NOT_STARTED not in getattr(error, "__notes__", ()):
-        error = error.__cause__
-    return error
-
-
-def _say_why_last(
-    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-    kind: type[BaseException],
-    error: BaseException,
-    traceback: TracebackType | None,
-) -> None:
-    """Show the exception that ends this process, then the reason why the worker did not start."""
-    reason = _reason(error)
-    frames = walk_tb(traceback)
-    if reason is None or not any(_is_command(frame) for frame, _ in frames):
-        show(kind, error, traceback)
-    if reason is not None:
-        text = str(reason).rstrip(".")
-        print(f"\ndask_devctx: {type(reason).__name__}: {text}. {_end}", file=sys.stderr)
-
-
-def _is_command(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    return name.startswith("distributed.cli.")
-
-
-def _without_tracebacks(record: logging.LogRecord) -> bool:
-    """Leave the reason to the last line: dask logs it with its traceback three times before."""
-    error = record.exc_info[1] if record.exc_info else None
-    if _reason(error) is None:
-        return True
-    record.exc_info = record.exc_text = None
-    return record.msg == "Worker plugin %s failed to setup"
 
 
 def _look_first() -> None:
@@ -118,9 +63,4 @@ def _look_first() -> None:
         raise click.ClickException(f"{error.format_message().rstrip('.')}. {NOT_STARTED}") from None
 
 
-# `dask worker` ends with "Worker failed to start." below hundreds of lines of tracebacks. The hook
-# is set on import, because the nanny's process imports this module and calls nothing in it.
-sys.excepthook = functools.partial(_say_why_last, sys.excepthook)
-for _name in ("distributed.nanny", "distributed.worker"):
-    logging.getLogger(_name).addFilter(_without_tracebacks)
 _look_first()

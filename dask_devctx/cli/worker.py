@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,8 +98,6 @@ class _Worker(click.Command):
 
 def _run(**given: Any) -> None:
     """Start the workers, as the command's options say, and wait for their end."""
-    # This process shows errors as the workers' do.
-    import_module("dask_devctx.cli.preload").say_remedies_of_command()
     own = {name: given.pop(name) for name in option_names()}
     ucx = {name: given.pop(name) for name in UCX}
     for name in _ACCEPTED:

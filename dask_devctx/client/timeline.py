@@ -51,55 +51,45 @@ class Timeline:
         copies = f"{self.copies} {'copy' if self.copies == 1 else 'copies'}"
         return f"<timeline {str(self.path)!r}: {tasks}, {copies}{lost}>"
 
-    # -- at once
-
     def __await__(self) -> Generator[Any, Any, Self]:
         return self.written().__await__()
 
     async def written(self) -> Self:
-        """Write all that the cluster remembers, and return this."""
+        """Write all that the cluster remembers, or that was read, and return this."""
         await self._read()
-        self._write()
+        content = trace(self._stretch)
+        about = content["otherData"]
+        self.tasks, self.copies, self.lost = about["tasks"], about["copies"], about["lost_rows"]
+        self.path.write_text(json.dumps(content), encoding="utf-8")
         return self
 
     # -- for a stretch of work
 
     def __enter__(self) -> Self:
-        self._client.sync(self._ask_for_history)
+        self._client.sync(self.__aenter__)
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._client.sync(self._finish)
+        self._client.sync(self.__aexit__)
 
     async def __aenter__(self) -> Self:
-        await self._ask_for_history()
+        await self._read()  # so that rows of earlier work are not in its way
+        self._stretch = Stretch()
+        self._reading = asyncio.ensure_future(self._read_often())
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._finish()
-
-    async def _ask_for_history(self) -> None:
-        await self._read()  # so that rows of earlier work are not in its way
-        self._stretch.rows.clear()
-        self._stretch.samples.clear()
-        self._stretch.lost = 0
-        self._reading = asyncio.ensure_future(self._read_often())
+        assert self._reading is not None
+        self._reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._reading
+        await self.written()
 
     async def _read_often(self) -> None:
         while True:
             await asyncio.sleep(_INTERVAL_S)
             with suppress(OSError):  # the end reads again, and raises
                 await self._read()
-
-    async def _finish(self) -> None:
-        assert self._reading is not None
-        self._reading.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._reading
-        await self._read()
-        self._write()
-
-    # -- the steps
 
     async def _read(self) -> None:
         """Read the rows since the last time."""
@@ -121,13 +111,6 @@ class Timeline:
         stretch.lost += reading.lost
         self._number = reading.next
         self._last_sample = max((one.time for _, one in samples), default=self._last_sample)
-
-    def _write(self) -> None:
-        content = trace(self._stretch)
-        about = content["otherData"]
-        self.tasks, self.copies, self.lost = about["tasks"], about["copies"], about["lost_rows"]
-        with open(self.path, "w", encoding="utf-8") as file:
-            json.dump(content, file)
 
 
 def timeline(client: Client, path: str | os.PathLike[str]) -> Timeline:

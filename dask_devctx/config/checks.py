@@ -43,43 +43,43 @@ def one_of(*choices: object) -> Check:
     return check
 
 
+def _amount(value: Any) -> float | None:
+    """Return a number, or the bytes that a text says; None for anything else."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value) if value.replace(".", "", 1).isdigit() else parse_bytes(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and value >= 0 else None
+
+
 def fraction(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    found = None if isinstance(value, str) else _amount(value)
+    if found is None or found > 1:
         raise refused(name, "a fraction of a device's memory between 0 and 1", value)
-    return float(value)
+    return float(found)
 
 
 def share_of_memory(name: str, value: Any) -> float:
-    found = value
-    if isinstance(value, str):
-        with suppress(ValueError):
-            found = parse_bytes(value)
-    if isinstance(found, (bool, str)) or not isinstance(found, (int, float)) or found < 0:
+    found = _amount(value)
+    if found is None:
         raise refused(name, "a fraction of a device's memory, or bytes such as '2 GiB'", value)
     return found
 
 
 def memory_limit(name: str, value: Any) -> float | str | None:
-    found = value
-    if isinstance(value, str):
-        if value in ("auto", "default"):  # the second is dask-cuda's word
-            return "auto"
-        with suppress(ValueError):
-            found = float(value) if value.replace(".", "", 1).isdigit() else parse_bytes(value)
-    if isinstance(found, (bool, str)) or not isinstance(found, (int, float, type(None))):
-        found = -1
-    if found is None or found == 0:
-        return None
-    if isinstance(value, str) and value[-1].isalpha() and 1 <= found < _LEAST_LIMIT_NBYTES:
+    if value is None or value in ("auto", "default"):  # the second is dask-cuda's word
+        return value and "auto"
+    found = _amount(value)
+    if isinstance(value, str) and value[-1:].isalpha() and 1 <= (found or 0) < _LEAST_LIMIT_NBYTES:
         return value  # with its unit, "30 B" is no mistake
-    if found < 0 or 1 < found < _LEAST_LIMIT_NBYTES or found != found:
+    if found is None or 1 < found < _LEAST_LIMIT_NBYTES:
         raise refused(
             name,
             "'auto', a fraction of a device's memory up to 1, bytes such as '12 GiB' "
             f"({_LEAST_LIMIT_NBYTES} or more), or 0 or None for no limit",
             value,
         )
-    return float(found) if found <= 1 else int(found)
+    return (float(found) if found <= 1 else int(found)) or None
 
 
 def memory_size(name: str, value: Any) -> float | str | None:
@@ -167,34 +167,13 @@ def list_of_devices(name: str, value: Any) -> tuple[object, ...]:
 
 
 def function(name: str, value: Any) -> object:
-    """Refuse what cannot be called with one argument, a list of candidates, and return one."""
-    if not callable(value):
-        raise _no_policy(name, value)
-    if value is min or value is max:
-        raise _no_policy(
-            name,
-            value,
-            "Candidates have no order of their own: write "
-            f"lambda candidates: {value.__name__}(candidates, key=lambda one: one.queued)",
+    if not callable(value) or inspect.iscoroutinefunction(value) or value in (min, max):
+        raise TypeError(
+            f"{name} must be a function of one argument, such as dask_devctx.start_soonest: it "
+            "gets the candidates, which have no order of their own, and returns one of them; got "
+            f"{value!r}"
         )
-    try:
-        signature = inspect.signature(value)
-    except ValueError:  # of a function in C that does not tell its arguments
-        return value
-    try:
-        signature.bind([])
-    except TypeError as error:
-        raise _no_policy(name, value, f"With one argument: {error}") from None
-    if inspect.iscoroutinefunction(value):
-        raise _no_policy(name, value, "Write def instead of async def")
     return value
-
-
-def _no_policy(name: str, value: Any, reason: str = "") -> TypeError:
-    return TypeError(
-        f"{name} must be a function of one argument, such as dask_devctx.start_soonest: it gets "
-        f"the candidates and returns one of them; got {value!r}{'. ' if reason else ''}{reason}"
-    )
 
 
 def refused(name: str, expected: str, value: object) -> ValueError:

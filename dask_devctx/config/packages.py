@@ -5,17 +5,11 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Final
 
+from dask_devctx.config.checks import RMM
+
 if TYPE_CHECKING:
     from dask_devctx.config.options import Options
 
-_RMM: Final = (
-    "rmm_pool_size",
-    "rmm_managed_memory",
-    "rmm_async",
-    "rmm_log_directory",
-    "rmm_track_allocations",
-    "rmm_allocator_external_lib_list",
-)
 _INSTALL: Final = {
     "rmm": "pip install rmm-cu13 (rmm-cu12 for CUDA 12), or conda install -c rapidsai rmm",
     "cupy": "pip install cupy-cuda13x (cupy-cuda12x for CUDA 12)",
@@ -29,7 +23,7 @@ _INSTALL: Final = {
 
 def rmm_options(options: Options) -> tuple[str, ...]:
     """Return the names of the options that ask for RMM."""
-    return tuple(name for name in _RMM if getattr(options, name))
+    return tuple(f"rmm_{name}" for name in RMM if getattr(options, f"rmm_{name}"))
 
 
 def rmm_keeps_memory(options: Options) -> bool:

@@ -115,21 +115,10 @@ async def _asynchronous(candidates: Any) -> Any:
     return candidates[0]
 
 
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [
-        (min, "no order of their own: write lambda candidates: min(candidates, key="),
-        (max, "no order of their own: write lambda candidates: max(candidates, key="),
-        (lambda: None, "With one argument: too many positional arguments"),
-        (lambda task, candidates: candidates[0], "missing a required argument: 'candidates'"),
-        (_asynchronous, "Write def instead of async def"),
-    ],
-)
-def test_a_policy_of_other_arguments_is_refused(policy: Any, said: str) -> None:
-    with pytest.raises(TypeError, match="policy must be a function of one argument") as raised:
+@pytest.mark.parametrize("policy", [min, 1, _asynchronous])
+def test_a_policy_that_is_no_function_of_candidates_is_refused(policy: Any) -> None:
+    with pytest.raises(TypeError, match="policy must be a function of one argument"):
         DevicePlugin(policy=policy)
-    assert said in str(raised.value)
-    assert f"got {policy!r}" in str(raised.value)
 
 
 def test_an_error_names_the_configuration_only_where_the_value_comes_from_it() -> None:

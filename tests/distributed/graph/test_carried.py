@@ -36,11 +36,6 @@ async def test_a_function_that_carries_its_device(client: Any) -> None:
         where, name = await client.submit(on_device(1)(slow_where), 7)
     assert where == 1
     assert name.startswith("devctx-cuda:3-")
-    for named in ({"devices": [3]}, {"devices": [1, 2]}, {"devices": 2}):
-        with dask.annotate(**named):
-            other = client.submit(on_device(1)(slow_where), 7, pure=False)
-        with pytest.raises(ValueError, match=r"on_device\(1\) name different devices"):
-            await other
     for same in ({"device": "cuda:1"}, {"device": "auto"}, {"devices": [1]}, {"device_share": 1}):
         with dask.annotate(**same):
             where, name = await client.submit(on_device(1)(slow_where), 7, pure=False)
