@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections import ChainMap, Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,10 +31,6 @@ class Slotted:
         self.a, self.b = a, b
 
 
-class SlottedChild(Slotted):
-    __slots__ = ("c", "d")
-
-
 @dataclasses.dataclass
 class Batch:
     data: Any
@@ -45,20 +41,6 @@ class Batch:
 class FrozenSlotted:
     data: Any
     label: Any = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class CopiesAreItself:
-    data: Any
-
-    def __copy__(self) -> CopiesAreItself:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> CopiesAreItself:
-        return self
-
-    def __replace__(self, /, **changes: Any) -> CopiesAreItself:
-        return self
 
 
 class FrozenDict(dict[Any, Any]):
@@ -89,15 +71,6 @@ class TaggedSet(set[Any]):
     def __init__(self, *members: Any) -> None:
         super().__init__(members)
         self.tag = "the first"
-
-
-class WithCache:
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-    @functools.cached_property
-    def again(self) -> list[Any]:
-        return [self.part]
 
 
 class ByReduce:
@@ -177,18 +150,6 @@ def with_meta(part: Any) -> WithMeta:
     return made
 
 
-def with_cache(part: Any) -> WithCache:
-    made = WithCache(part)
-    assert made.again == [part]
-    return made
-
-
-def slotted_child(part: Any) -> SlottedChild:
-    made = SlottedChild(part)
-    made.d = part
-    return made
-
-
 # How a value around some parts is made, by a name; the parts may be anything.
 def object_array(parts: Sequence[Any]) -> Any:
     made = np.empty(len(parts), dtype=object)
@@ -204,7 +165,6 @@ CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "ordered dict": lambda parts: OrderedDict((str(index), p) for index, p in enumerate(parts)),
     "default dict": lambda parts: defaultdict(list, enumerate(parts)),
     "counter": lambda parts: Counter(dict(enumerate(parts))),
-    "user dict": lambda parts: UserDict(enumerate(parts)),
     "chain map": lambda parts: ChainMap(*[{"one": part} for part in parts]),
     "queue": lambda parts: deque(parts, maxlen=len(parts) + 1),
     "named tuple": lambda parts: Point(parts[0], parts[-1]),
@@ -214,14 +174,11 @@ CONTAINERS: dict[str, Callable[[Sequence[Any]], Any]] = {
     "bound method": lambda parts: Thing(*parts).__init__,  # type: ignore[misc]
     "object": lambda parts: Thing(*parts),
     "slotted": lambda parts: Slotted(parts[0], parts[-1]),
-    "slotted child": lambda parts: slotted_child(parts[0]),
     "dataclass": lambda parts: Batch(parts[0], parts[-1]),
     "frozen and slotted": lambda parts: FrozenSlotted(parts[0], parts[-1]),
-    "copies are itself": lambda parts: CopiesAreItself(parts[0]),
     "frozen dict": lambda parts: FrozenDict(enumerate(parts)),
     "frozen list": FrozenList,
     "shape": lambda parts: Shape(*parts),
-    "cached property": lambda parts: with_cache(parts[0]),
     "by reduce": lambda parts: ByReduce(*parts),
     "by state": lambda parts: ByState(parts[0]),
     "incomparable": lambda parts: Unequal(parts[0]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -182,46 +181,3 @@ def test_a_thread_does_not_wait_for_its_own_capture(
     assert meanwhile is not None
     meanwhile.hold_back(Device(1))
     assert order.before(1) == {"made"}
-
-
-def test_a_capture_without_an_end_is_waited_for_in_vain(
-    machine: SimulatedMachine, x: SimulatedArray, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(events, "_LONGEST_CAPTURE_S", 0.01)
-    capture = Capture(machine, RELAXED, blocking=True)
-    made = stamp(x)
-    assert made is not None
-    assert not made.may_be_read()
-    time.sleep(0.02)
-    assert made.may_be_read()
-    with pytest.raises(DriverError, match="STREAM_CAPTURE_IMPLICIT"):
-        made.hold_back(Device(1))
-    assert capture.end() == CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-
-
-def test_many_threads(machine: SimulatedMachine) -> None:
-    """Three at a time: one captures, while the others make stamps, move values and read them."""
-    ends = []
-    over = threading.Event()
-
-    def capture() -> None:
-        for index in range(30):
-            one = Capture(machine, (THREAD_LOCAL, RELAXED)[index % 2], blocking=False)
-            time.sleep(0.001)
-            ends.append(one.end())
-        over.set()
-
-    def work(device: int) -> None:
-        with Device(0):
-            value = SimulatedArray.asarray([float(device)])
-        while not over.is_set():
-            moved = to_device(value, device, after=stamp(value))
-            assert moved.get() == device
-            assert to_device(moved, "cpu") == device
-
-    with ThreadPoolExecutor(3) as threads:
-        running = [threads.submit(work, 1), threads.submit(work, 0), threads.submit(capture)]
-        for one in running:
-            one.result(60)
-    assert ends == [0] * 30
-    release_held()

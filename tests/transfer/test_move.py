@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cuda.bindings import driver as cuda
 
 from dask_devctx import Device, driver
-from dask_devctx.errors import DeviceMemoryError, DeviceNotFoundError, DriverError
+from dask_devctx.errors import DeviceMemoryError, DriverError
 from dask_devctx.simulated_array import SimulatedArray
 from dask_devctx.transfer import (
-    Stamp,
     device_of,
-    hold,
     nbytes_by_device,
     release_held,
     stamp,
     to_device,
+    to_host,
 )
+from dask_devctx.transfer.location import memories
 from dask_devctx.transfer.peers import connect
 
 NOT_READY = cuda.CUresult.CUDA_ERROR_NOT_READY
@@ -79,36 +79,6 @@ def test_a_failed_copy_is_the_callers_error_and_leaves_nothing(machine, x):
     assert Device.current() is None
     machine.gpus[1].total_memory = 2**30
     assert device_of(to_device([x, x], 1)) is Device(1)
-
-
-def test_a_broken_context_is_told_and_holds_nothing(machine, x):
-    with Device(0):
-        value = SimulatedArray(3)
-    hold(Stamp.of_devices([Device(0)]), value)
-    machine.faults.poison(cuda.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
-    assert release_held() == 0
-    with pytest.raises(DriverError, match="ILLEGAL_ADDRESS"):
-        to_device(x, 1)
-    machine.faults.poison(None)
-
-
-def test_copy_gives_an_own_one_where_it_is(x):
-    own = to_device([x, x, "host"], 0, copy=True)
-    assert own[0] is own[1] is not x
-    with Device(0):
-        own[0][0] = 9.0
-    assert x.get()[0, 0] == 0
-
-
-@pytest.mark.parametrize("function", [device_of, to_device, nbytes_by_device])
-def test_a_function_with_a_registry_is_one_object_of_a_process(function):
-    assert pickle.loads(pickle.dumps(function)) is function
-
-
-def test_no_such_device(x):
-    with pytest.raises(DeviceNotFoundError):
-        to_device(x, 9)
-    assert to_device("host", 9) == "host"
 
 
 def test_the_end_of_an_event_calls_nothing(machine, x):
@@ -206,6 +176,80 @@ def test_the_bytes_of_a_users_type_are_its_own_or_those_of_its_parts(x):
     assert nbytes_by_device(Grid("on the host")) == {}
     device_of.register(Named, lambda value: "cuda:2")
     assert nbytes_by_device([Named()]) == {Device(2): 0}
+
+
+# -- to host memory
+
+
+def test_to_host_memory_and_back(x):
+    for host in ("cpu", SimpleNamespace(type="cpu", index=None)):  # the second as torch's is
+        copied = to_device(x, host)
+        assert type(copied) is np.ndarray
+        assert copied.tolist() == x.get().tolist()
+        assert copied.flags.f_contiguous
+        assert device_of(copied) is None
+    assert device_of(to_device(copied, 1)) is None  # no library is guessed: it stays on the host
+
+
+def test_containers_in_host_memory(x):
+    word, y = ["host"], to_device(x, 2)
+    value = {"x": x, "again": [x, y], "word": word}
+    copied = to_device(value, "cpu")
+    assert to_device(copied, "cpu") is copied
+    assert type(copied["x"]) is type(copied["again"][1]) is np.ndarray
+    assert copied["again"][0] is copied["x"]  # referenced twice, copied once
+    assert copied["word"] is word
+    assert value["x"] is x
+
+
+class OnHost(Grid):
+    """A type that says how it is copied to the host."""
+
+
+def test_users_types_in_host_memory(x):
+    device_of.register(OnHost, lambda grid: device_of(grid.cells))
+    to_host.register(OnHost, lambda grid: OnHost(to_device(grid.cells, "cpu")))
+    copied = to_device([OnHost(x), x], "cpu")
+    assert type(copied[0].cells) is np.ndarray
+    assert copied[0].cells is copied[1]  # one call's copies are made once
+    device_of.register(Named, lambda value: "cuda:2")
+    with pytest.raises(TypeError) as caught:
+        to_device([Named()], "cpu")
+    said = str(caught.value)
+    assert "lives on cuda:2, and nothing is known that copies one to the host" in said
+    remedies = "import to_host; to_host.register(", ".get()", ".cpu()", "jax.device_get"
+    assert [remedy for remedy in remedies if remedy not in said] == []
+
+
+# -- the allocations under a value
+
+
+def sizes(value):
+    found = memories(value)
+    assert all(one.base for one in found)
+    return sorted((one.device.device_id, one.nbytes) for one in found)
+
+
+def test_allocations(x):
+    views = [x, x[:1], x.T, x[::-1, 1], {"deep": (x[1:],)}]
+    for view in views:
+        assert memories(view) == memories(x)
+    assert sizes(views) == [(0, 48)]
+    with Device(0):
+        assert sizes([x, x.copy(), x + 1, to_device(x, 1)]) == [(0, 48)] * 3 + [(1, 48)]
+    for host in (1, "text", None, [], np.zeros(9), [{"a": np.zeros(3)}]):
+        assert memories(host) == set()
+
+
+def test_allocations_that_are_not_known(x):
+    device_of.register(Grid, lambda grid: device_of(grid.cells))
+    assert memories(Grid(x)) is None
+    assert memories([x, Grid(x)]) is None
+    rows = [(n, str(n)) for n in range(1000)]
+    value = {"x": x, "rows": [rows, [x[n % 2 :] for n in range(500)]]}
+    assert memories(value, 5000) == memories(x)
+    assert memories(value, 1000) is None  # the search has a bound
+    assert memories(x, 1) == memories(x)
 
 
 def test_plain_values_touch_neither_the_driver_nor_a_library():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import random
 import sys
-import threading
 from typing import Any
 
 import pytest
@@ -136,44 +134,6 @@ def test_blocks_outlive_the_pool(machine: SimulatedMachine) -> None:
     assert locked(machine) == (2, 2)
 
 
-def test_a_broken_device_has_no_locked_pages(machine: SimulatedMachine) -> None:
-    pool = pool_of(1)
-    block = pool.take(SLAB)
-    machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
-    pool.close()
-    del block
-    machine.faults.clear()
-
-
-def test_threads_take_and_give_at_the_same_time(machine: SimulatedMachine) -> None:
-    pool, failed = pool_of(4), []
-
-    def work(mark: int) -> None:
-        rng = random.Random(mark)
-        held: list[HostBlock] = []
-        for _ in range(150):
-            if held and rng.random() < 0.5:
-                block = held.pop(rng.randrange(len(held)))
-                if bytes(block.contents) != bytes([mark]) * block.nbytes:
-                    failed.append(mark)
-            else:
-                block = pool.take(rng.choice([1, 300, 70_000, SLAB // 2]))
-                block.contents[:] = bytes([mark]) * block.nbytes
-                held.append(block)
-            pool.grow_ahead()
-
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert pool.taken == 0
-    assert pool.nbytes == 4 * SLAB
-    pool.close()
-    assert locked(machine) == (4, 4)
-
-
 class _Ring:
     """Keeps a block in a cycle, so that only the garbage collector ends it."""
 
@@ -224,19 +184,3 @@ def test_the_garbage_collector_may_end_a_block_at_any_moment(machine: SimulatedM
     finally:
         gc.unfreeze()
         gc.enable()
-
-
-def test_pages_that_are_locked_while_the_pool_closes_are_given_back(
-    machine: SimulatedMachine,
-) -> None:
-    pool = pool_of(2)
-
-    def close(*args: object) -> bool:
-        pool.close()
-        return False
-
-    machine.faults.inject("cuMemHostRegister", None, when=close)
-    pool.grow_ahead()
-    assert pool.nbytes == 0
-    assert locked(machine) == (1, 1)
-    assert not pool.take(SLAB).is_page_locked

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from cuda.bindings.driver import CUresult, CUstreamCaptureMode
+from cuda.bindings.driver import CUresult
 
 from dask_devctx import Device, driver
 from dask_devctx.driver.relaxed import LEGACY_STREAM
@@ -94,20 +94,3 @@ def test_a_few_copies_keep_pythons_lock_where_no_stream_is_full(calls: Addressed
     assert _enqueued(calls, nbytes=lanes.FEW_NBYTES + 1) == []
     calls.busy.add(LEGACY_STREAM)
     assert _enqueued(calls) == []
-
-
-def test_a_stream_is_not_asked_while_it_would_spoil_a_graph(calls: AddressedDriver) -> None:
-    stream = calls.cuStreamCreate(0)[1]
-    calls.cuStreamBeginCapture(stream, CUstreamCaptureMode(2))
-    assert not Device(0)._backend.calls.work.has_room()
-    assert calls.asked == QUESTIONS[:1]
-    assert calls.cuStreamEndCapture(stream)[0] == 0
-
-
-@pytest.mark.parametrize("name", ["cuStreamIsCapturing", "cuStreamQuery"])
-def test_a_driver_that_cannot_be_asked_has_its_calls_through_the_bindings(
-    calls: AddressedDriver, name: str
-) -> None:
-    calls.leave_out(name)
-    assert _enqueued(calls) == []
-    assert calls.asked == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from dask_devctx.transfer.ipc.frames import Part
 from dask_devctx.transfer.ipc.parcel import Parcel, Parts, Reduce, pack, unpack
@@ -83,19 +82,3 @@ def test_host_arrays_are_not_copied_into_the_pickle() -> None:
     assert sum(buffer.nbytes for buffer in parcel.buffers) >= host.nbytes
     assert np.array_equal(found[0], host)
     assert np.array_equal(found[1], host[::2])
-
-
-def test_a_function_without_a_name_goes_beside_memory() -> None:
-    found, parcel = sent([lambda x: x + 1, View(Memory(7))])
-    assert found[0](1) == 2
-    assert len(parcel.parts) == 1
-
-
-class Refuses:
-    def __reduce__(self) -> Any:
-        raise ValueError("not me")
-
-
-def test_what_cannot_be_pickled_says_why() -> None:
-    with pytest.raises(ValueError, match="not me"):
-        pack([Refuses()], find)

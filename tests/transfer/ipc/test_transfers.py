@@ -83,21 +83,6 @@ def test_it_grows_when_it_is_needed_up_to_its_limit(
     assert used(machine) == 8 * MIB
 
 
-def test_a_device_without_memory_has_no_room(machine: SimulatedMachine, staging: Staging) -> None:
-    machine.gpus[1].total_memory = 5 * MIB
-    assert staging.take(4 * MIB) is not None
-    assert staging.take(4 * MIB) is None
-    assert staging.take(100) is None
-
-
-def test_what_cannot_be_exported_is_not_kept(machine: SimulatedMachine, staging: Staging) -> None:
-    machine.faults.inject("cuIpcGetMemHandle", CUresult.CUDA_ERROR_NOT_SUPPORTED)
-    with pytest.raises(DriverError, match="cuIpcGetMemHandle failed"):
-        staging.take(10)
-    assert (used(machine), staging.nbytes) == (0, 0)
-    assert staging.take(10) is not None
-
-
 def test_what_is_in_use_is_not_given_back(machine: SimulatedMachine, staging: Staging) -> None:
     first, second = staging.take(2 * MIB), staging.take(4 * MIB)
     assert first is not None
@@ -262,18 +247,3 @@ def test_values_are_read_from_a_buffer_that_is_opened_once(
     assert opened_and_closed(machine) == (1, 0)
     assert buffers.close("peer", [1])
     assert opened_and_closed(machine) == (1, 1)
-
-
-def test_memory_that_cannot_be_opened_is_tried_again(
-    machine: SimulatedMachine, handle: bytes
-) -> None:
-    buffers, place = OpenedBuffers(), Place(1, handle, 0, NBYTES)
-    machine.faults.inject("cuIpcOpenMemHandle", CUresult.CUDA_ERROR_INVALID_VALUE)
-    with Device(0) as device:
-        with pytest.raises(DriverError):
-            buffers.begin("peer", place, device)
-        assert not buffers.has("peer", 1, device)
-        buffers.end(buffers.begin("peer", place, device))
-        assert buffers.has("peer", 1, device)
-    assert buffers.close()
-    assert opened_and_closed(machine) == (2, 1)
