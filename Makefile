@@ -31,9 +31,9 @@ test-long: $(VENV)/ready
 soak: $(VENV)/ready
 	$(BIN)/python -m tests.soak $(SOAK_ARGS)
 
-# Random graphs, changes of the plugin under load, and faults of single driver calls.
+# Random graphs while the plugin changes, or a call of the driver fails: TRIALS of each.
 trials: $(VENV)/ready
-	$(BIN)/python -m tests.trials $(TRIALS_ARGS)
+	TRIALS=$(or $(TRIALS),200) $(BIN)/python -m pytest tests/failures/test_trials.py
 
 # A task that breaks its device after its Python has returned, 50 times: BLAME_ARGS="--help".
 blame: $(VENV)/ready

@@ -51,10 +51,6 @@ class AddressedDriver(SimulatedDriver):
             b"cuStreamQuery": _OfOne(self._query_stream),
         }
 
-    def leave_out(self, function: str) -> None:
-        """Tell the address of a function no more, as a driver that does not have it."""
-        del self._functions[function.encode()]
-
     def _get_current(self, handle: Any) -> int:
         status, context = self.cuCtxGetCurrent()
         handle[0] = int(context or 0)

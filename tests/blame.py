@@ -153,9 +153,7 @@ def pid() -> int:
 
 
 def failures(client: Client) -> int:
-    events = client.get_events("devctx")
-    assert isinstance(events, tuple)
-    return sum(event["action"] == "device-failed" for _, event in events)
+    return sum(event["action"] == "device-failed" for _, event in client.get_events("devctx"))
 
 
 def _is_wrong(future: Any, number: int) -> bool:
@@ -170,25 +168,19 @@ def play_round(client: Client, library: str, tasks: int, workers: int) -> tuple[
     """Run one round; return how often a device failed, and how many tasks were wrong."""
     good, bad = TASKS[library]
     client.wait_for_workers(workers, timeout=120)
-    before = set(client.run(pid).values())
-    failed = failures(client)
-    numbers = range(tasks)
-    at = tasks // 3
-    first = client.map(good, numbers[:at], pure=False)
+    before, failed = set(client.run(pid).values()), failures(client)
+    first = client.map(good, range(tasks // 3), pure=False)
     culprit = client.submit(bad, pure=False)
-    futures = first + client.map(good, numbers[at:], pure=False)
+    futures = first + client.map(good, range(tasks // 3, tasks), pure=False)
     wait(futures, timeout=300)
     until = time.monotonic() + 120
     while culprit.status != "error" and time.monotonic() < until:
         time.sleep(0.01)
     # Results that were lost with their worker are computed again, also while this waits.
-    wrong = sum(_is_wrong(future, n) for n, future in zip(numbers, futures, strict=True))
+    wrong = sum(_is_wrong(future, number) for number, future in enumerate(futures))
     error = culprit.exception() if culprit.status == "error" else None
-    found = (
-        isinstance(error, DeviceFailedError)
-        and len(error.suspects) == 1
-        and error.suspects[0].startswith(f"{culprit.key} on cuda:")
-    )
+    suspects = error.suspects if isinstance(error, DeviceFailedError) else ()
+    found = len(suspects) == 1 and suspects[0].startswith(f"{culprit.key} on cuda:")
     if not found:
         print(f"NOT FOUND: {culprit.status}: {error!r}", file=sys.stderr)
     client.wait_for_workers(workers, timeout=120)
@@ -203,35 +195,25 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--library", choices=[*TASKS], default="simulated")
     parser.add_argument("--times", type=int, default=50)
     parser.add_argument("--tasks", type=int, default=200)
-    parser.add_argument("--devices", type=int, default=4, help="how many are simulated")
-    parser.add_argument(
-        "--workers", type=int, default=1, help="1 for all devices, or one for each device"
-    )
-    parser.add_argument("--verbose", action="store_true", help="with the logs")
+    parser.add_argument("--workers", type=int, default=1, help="1 for all devices, or one for each")
     parser.add_argument("--json", action="store_true", help="only print what went wrong")
     arguments = parser.parse_args(given)
-    settings = {"distributed.admin.log-length": 10_000}
     if arguments.library == "simulated":
-        settings["devctx.simulated-devices"] = arguments.devices
-        os.environ[driver.SIMULATED_DEVICES_VARIABLE] = str(arguments.devices)
-    lost = wrong = not_found = 0
+        os.environ[driver.SIMULATED_DEVICES_VARIABLE] = "4"
     began = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as locks,  # others may use devices of the same names
-        dask.config.set({**settings, "devctx.lock-directory": locks}),
+        dask.config.set({"distributed.admin.log-length": 10_000, "devctx.lock-directory": locks}),
         LocalDeviceCluster(
-            n_workers=arguments.workers,
-            dashboard_address=":0",
-            silence_logs=False if arguments.verbose else logging.CRITICAL,
+            n_workers=arguments.workers, dashboard_address=":0", silence_logs=logging.CRITICAL
         ) as cluster,
         Client(cluster) as client,
     ):
-        for number in range(arguments.times):
-            seen = play_round(client, arguments.library, arguments.tasks, arguments.workers)
-            lost, wrong, not_found = lost + seen[0], wrong + seen[1], not_found + seen[2]
-            if arguments.verbose:
-                print(f"round {number}: {seen}", file=sys.stderr)
-    seconds = time.monotonic() - began
+        rounds = [
+            play_round(client, arguments.library, arguments.tasks, arguments.workers)
+            for _ in range(arguments.times)
+        ]
+    lost, wrong, not_found = map(sum, zip(*rounds, strict=True))
     if arguments.json:
         print(json.dumps({"rounds": arguments.times, "wrong": wrong, "not found": not_found}))
         return 0
@@ -239,7 +221,7 @@ def main(given: list[str] | None = None) -> int:
         f"{arguments.times} rounds of {arguments.tasks} good tasks and a bad one, "
         f"{arguments.library}, {arguments.workers} workers: the bad task erred alone as its only "
         f"suspect in {arguments.times - not_found}; {wrong} good tasks were wrong or erred; "
-        f"{lost} failures of devices; {seconds:.0f} s"
+        f"{lost} failures of devices; {time.monotonic() - began:.0f} s"
     )
     return int(bool(wrong or not_found))
 

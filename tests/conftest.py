@@ -92,6 +92,17 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
             device.primary_context.release()
 
 
+class Replacing:
+    """A driver, or NVML, of which some functions are others."""
+
+    def __init__(self, inner: object, **replaced: Callable[..., object]) -> None:
+        self._inner = inner
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+
 Child = Callable[..., subprocess.CompletedProcess[str]]
 
 _PRELUDE = """

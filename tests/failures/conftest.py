@@ -13,10 +13,13 @@ from collections.abc import Callable, Hashable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import dask
 import pytest
+from cuda.bindings.driver import CUresult
 from dask._task_spec import Task
+from distributed import Client
 
-from dask_devctx import Device, devices
+from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, devices, driver
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
@@ -66,6 +69,48 @@ def _open_files() -> list[str]:
             if name.startswith("socket:") or (name[0] == "/" and not name.startswith("/dev/")):
                 found.append(name)
     return found
+
+
+@pytest.fixture
+def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A client of a cluster in this process; a parameter has the plugin's options."""
+    plugin = DevicePlugin(**getattr(request, "param", {}))
+    with (
+        LocalDeviceCluster(processes=False, dashboard_address=":0", plugin=plugin) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def apart(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A client of a cluster whose worker is a process; a parameter has the plugin's options."""
+    plugin = DevicePlugin(**getattr(request, "param", {}))
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 2}),
+        LocalDeviceCluster(
+            n_workers=1, dashboard_address=":0", silence_logs=False, plugin=plugin
+        ) as cluster,
+        Client(cluster) as client,
+    ):
+        yield client
+
+
+def where_slowly(number: int, seconds: float = 0.02) -> tuple[int, int]:
+    time.sleep(seconds)
+    return number, os.getpid()
+
+
+def poison(after_s: float = 0) -> None:
+    """Break the simulated devices of this process."""
+    machine = driver.backend().machine
+    assert machine is not None
+    machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, after_s=after_s)
+
+
+def leave_a_bad_kernel_running(after_s: float) -> str:
+    poison(after_s)
+    return "looks good"
 
 
 Monitored = tuple[Monitor, list[Failure]]

@@ -1,4 +1,4 @@
-"""``make soak``, ``make trials`` and ``make blame``, at a small size."""
+"""``make soak`` and ``make blame``, at a small size."""
 
 from __future__ import annotations
 
@@ -28,11 +28,8 @@ def run(script: str, *arguments: str) -> str:
 
 @pytest.mark.long
 def test_soak() -> None:
-    shown = run(
-        "tests.soak",
-        *("--tasks", "100", "--batch", "50", "--seed", "199", "--hosts", "1", "--loopback"),
-        *("--guilty", "1", "--faults", "10", "--steady", "0"),
-    )
+    few = ("--tasks", "100", "--batch", "50", "--seed", "199", "--guilty", "1", "--faults", "10")
+    shown = run("tests.soak", *few)
     assert re.search(r"seed 199: 10\d tasks", shown)
     assert re.search(r"  guilty +\d found\n", shown)
     assert "every result right, nothing lost" in shown
@@ -41,21 +38,14 @@ def test_soak() -> None:
 @pytest.mark.long
 def test_an_interrupted_soak_prints_its_table() -> None:
     command = [sys.executable, "-m", "tests.soak", "--tasks", "1000000", "--batch", "20"]
-    command += ["--seed", "7", "--hosts", "1", "--loopback", "--every", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as soak:
         assert soak.stdout is not None
-        assert "a second" in soak.stdout.readline()
+        assert "the workers are there" in soak.stdout.readline()
         soak.send_signal(signal.SIGTERM)
         shown = soak.communicate(timeout=110)[0]
-    assert re.search(r"seed 7: \d+ tasks in", shown)
+    assert re.search(r"seed \d+: \d+ tasks in", shown)
     assert "every result right, nothing lost" in shown
     assert soak.returncode == 0
-
-
-@pytest.mark.long
-def test_trials() -> None:
-    shown = run("tests.trials", "--graphs", "3", "--changes", "4", "--faults", "6", "--claims", "1")
-    assert "every result right or a clear error, nothing hung" in shown
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(4, marks=pytest.mark.long)])

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-import pickle
+import asyncio
+import gc
+import logging
+import time
 from typing import Any
 
 import dask
+import numpy as np
+import psutil
 import pynvml
 import pytest
 from cuda.bindings.driver import CUresult
-from distributed import Client
+from distributed import Client, LocalCluster
 
 from dask_devctx import (
     Device,
     DeviceFailedError,
-    DeviceNotFoundError,
+    DevicePlugin,
     DriverError,
     DriverUnavailableError,
     LocalDeviceCluster,
+    SimulatedArray,
     devices,
     driver,
 )
-from dask_devctx.cuda.discovery import inventory
 from dask_devctx.driver import statuses
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.scheduler.messages import (
+    ANNOUNCE,
+    CLAIM,
+    HISTORY,
+    KEEP,
+    REFUSE,
+    SHARE,
+    WITHDRAW,
+)
+from dask_devctx.scheduler.suspects import FAILED
+from tests.conftest import Replacing
 
 
 def test_statuses_are_the_drivers() -> None:
@@ -49,17 +65,6 @@ def test_every_sticky_status_is_found_by_the_probe(code: int, machine: Simulated
 def test_a_fault_in_no_function_is_refused(machine: SimulatedMachine) -> None:
     with pytest.raises(ValueError, match="no 'cuMemAloc'; it has cuMemAlloc"):
         machine.faults.inject("cuMemAloc", 2)
-
-
-def test_a_gpu_that_is_lost_from_the_start_is_left_out(machine: SimulatedMachine) -> None:
-    lost = machine.gpus[1]
-    lost.lost = True
-    assert [device.uuid for device in devices()] == [
-        gpu.uuid for gpu in machine.gpus if gpu is not lost
-    ]
-    assert any("index 1" in problem for problem in inventory(driver.backend()).problems)
-    with pytest.raises(DeviceNotFoundError):
-        Device(lost.uuid).name  # noqa: B018
 
 
 def reset() -> None:
@@ -102,17 +107,6 @@ def test_a_gpu_that_falls_off_the_bus_ends_its_worker() -> None:
         assert client.submit(sum, [1, 2]).result(timeout=30) == 3
 
 
-@pytest.mark.parametrize(
-    "error", [pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED]
-)
-def test_without_nvml_the_driver_answers(machine: SimulatedMachine, error: int) -> None:
-    machine.nvml.error = error
-    found = devices()
-    assert [device.uuid for device in found] == [gpu.uuid for gpu in machine.gpus]
-    assert inventory(driver.backend()).source == "driver"
-    assert found[0].memory_info.total == machine.gpus[0].total_memory
-
-
 def test_nvml_that_dies_later_is_not_missed(machine: SimulatedMachine) -> None:
     first = devices()[0]
     assert first.memory_info.free == machine.gpus[0].total_memory
@@ -142,63 +136,111 @@ def test_a_gpu_that_another_process_has_for_itself(machine: SimulatedMachine, mo
     assert isinstance(error, DriverError)  # of this task alone: the process is healthy
 
 
-class _Lacking:
-    """A driver that is older than its bindings: they have names for what it does not have."""
-
-    def __init__(self, inner: Any, *missing: str) -> None:
-        self._inner = inner
-        self._missing = missing
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._inner, name)
-        if name not in self._missing:
-            return function
-
-        def missing(*args: Any) -> Any:
-            raise RuntimeError(f'Function "{name}" not found')
-
-        missing.__name__ = name
-        return missing
-
-
 def test_a_driver_older_than_the_bindings(machine: SimulatedMachine) -> None:
-    old = _Lacking(machine.driver, "cuDevicePrimaryCtxRetain")
+    """They have names for what it does not have."""
+
+    def cuDevicePrimaryCtxRetain(*args: Any) -> Any:
+        raise RuntimeError('Function "cuDevicePrimaryCtxRetain" not found')
+
+    old = Replacing(machine.driver, cuDevicePrimaryCtxRetain=cuDevicePrimaryCtxRetain)
     with driver.use(Backend(old, machine.nvml, machine)):
         with pytest.raises(DriverUnavailableError, match=r"CUDA 13\.0") as caught, Device(0):
             pass
         assert "cuda-bindings" in caught.value.remedy
 
 
-def test_no_driver_at_all(machine: SimulatedMachine) -> None:
-    machine.nvml.error = pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
-    none = _Lacking(machine.driver, "cuInit", "cuDriverGetVersion", "cuCtxGetCurrent")
-    with driver.use(Backend(none, machine.nvml, machine)):
-        with pytest.raises(DriverUnavailableError) as caught:
-            devices()
-        assert driver.SIMULATED_DEVICES_VARIABLE in caught.value.remedy
-        with pytest.raises(DriverUnavailableError):
-            Device(0)
+# -- a task that leaves a context current is seen and counted; a failed one leaves no arrays
 
 
-def test_the_parent_of_mig_instances_is_hidden_and_they_are_there(
-    machine: SimulatedMachine,
+def leave(which: int) -> None:
+    Device(which).set_current()
+
+
+async def leave_in_a_coroutine(which: int) -> int | None:
+    Device(which).set_current()
+    await asyncio.sleep(0)
+    return current()
+
+
+def current() -> int | None:
+    device = Device.current()
+    return None if device is None else device.device_id
+
+
+def test_it_is_counted_and_warned_of_once(client: Client, caplog: pytest.LogCaptureFixture) -> None:
+    (worker,) = client.cluster.workers.values()
+    with caplog.at_level(logging.WARNING, "dask_devctx"), dask.annotate(device=1):
+        futures = [client.submit(leave, 2, pure=False) for _ in range(5)]
+        client.gather(futures)
+        assert client.submit(current, pure=False).result() == 1
+    metrics = worker.metrics["devctx-failures"](worker)
+    assert metrics["left-behind"] == {"cuda:1": 5}
+    warned = [r for r in caplog.records if "did not restore" in r.getMessage()]
+    assert len(warned) == 1
+    assert any(future.key in warned[0].getMessage() for future in futures)
+    assert "(seen 1 time on this device)" in warned[0].getMessage()
+
+
+def test_a_coroutine_gets_its_own_device_back_at_each_resume(client: Client) -> None:
+    with dask.annotate(device=1):
+        assert client.submit(leave_in_a_coroutine, 2).result() == 1
+        assert client.submit(current, pure=False).result() == 1
+
+
+def fail(array: SimulatedArray) -> None:
+    twice = array * 2
+    raise ValueError(f"{len(twice)} values")
+
+
+def test_a_failed_tasks_arrays_are_free_before_garbage_is_collected(
+    client: Client, machine: SimulatedMachine
 ) -> None:
-    parent = machine.gpus[0]
-    parent.mig = tuple(f"MIG-00000000-0000-0000-0000-00000000000{n}" for n in range(2))
-    with pytest.raises(DeviceNotFoundError):
-        Device(parent.uuid).name  # noqa: B018
-    assert parent.uuid not in {device.uuid for device in devices()}
+    gc.collect()
+    gc.disable()
+    try:
+        made = client.submit(SimulatedArray.asarray, np.arange(1000))
+        failed = client.submit(fail, made)
+        with pytest.raises(ValueError, match="1000 values"):
+            failed.result()
+        del made, failed
+        until = time.monotonic() + 5
+        while (left := [gpu.used_memory for gpu in machine.gpus]) != [0, 0, 0, 0]:
+            assert time.monotonic() < until, left
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        DeviceFailedError("cuda:0", "GPU-1", "CUDA_ERROR_ASSERT", 710, ["a on cuda:0"], True, True),
-        DeviceFailedError("cuda:0", "GPU-1", "CUDA_ERROR_ASSERT", 710, [f"t{n}" for n in range(9)]),
-        DeviceFailedError("cuda:0", "GPU-1", "CUDA_ERROR_ASSERT", 710, ["a", "b"], watched=True),
-    ],
-)
-def test_the_error_pickles_with_its_fields(error: DeviceFailedError) -> None:
-    again = pickle.loads(pickle.dumps(error))
-    assert vars(again) == vars(error)
-    assert str(again) == str(error)
+# -- the plugin adds no port, and no way in but messages about devices, their memory and tasks
+
+
+def listening() -> set[tuple[str, int]]:
+    connections = psutil.Process().net_connections(kind="inet")
+    return {tuple(c.laddr) for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_no_port_is_added_and_the_servers_are_only_told_of_devices_and_memory() -> None:
+    with (
+        LocalCluster(n_workers=1, processes=False, dashboard_address=":0") as cluster,
+        Client(cluster) as client,
+    ):
+        (worker,) = cluster.workers.values()
+        servers = [worker, cluster.scheduler]
+        ports = listening()
+        before = [(set(s.handlers), set(s.stream_handlers)) for s in servers]
+        (on_worker, its_streams), (on_scheduler, streams) = before
+        told = (on_scheduler | {ANNOUNCE, REFUSE, WITHDRAW, FAILED, CLAIM, KEEP}, streams)
+        added = {f"devctx_ipc_{op}" for op in ("close", "hello")}
+        added |= {SHARE, HISTORY}
+        client.register_plugin(DevicePlugin())
+        assert client.submit(sum, [1, 2]).result() == 3
+        assert listening() == ports
+        assert [(set(s.handlers), set(s.stream_handlers)) for s in servers] == [
+            (on_worker | added, its_streams),
+            told,
+        ]
+        client.unregister_worker_plugin("devctx")
+        assert [(set(s.handlers), set(s.stream_handlers)) for s in servers] == [
+            before[0],
+            told,
+        ]

@@ -1,27 +1,28 @@
-"""Out of memory, in every library's words; room is made and the task is tried again."""
+"""Out of memory, in every library's words; room is made, and the task is tried again."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import dask
 import numpy as np
 import pytest
-from distributed import Client, secede, wait, worker_client
+from cuda.bindings.driver import CUresult
+from distributed import Client, Future, secede, wait, worker_client
 
 from dask_devctx import (
     Device,
     DeviceOutOfMemoryError,
-    DevicePlugin,
     LocalDeviceCluster,
+    SimulatedArray,
     driver,
     report,
 )
 from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import DeviceMemoryError, DriverError
-from dask_devctx.simulated_array import SimulatedArray
 
 GIB = 2**30
 
@@ -98,16 +99,6 @@ def test_requested_nbytes(machine: SimulatedMachine) -> None:
     assert requested_nbytes(caught.value) == 2**60
 
 
-@pytest.fixture
-def client(request: pytest.FixtureRequest) -> Iterator[Client]:
-    plugin = DevicePlugin(**getattr(request, "param", {}))
-    with (
-        LocalDeviceCluster(processes=False, dashboard_address=":0", plugin=plugin) as cluster,
-        Client(cluster) as client,
-    ):
-        yield client
-
-
 def allocate(nbytes: int) -> int:
     current = Device.current()
     assert current is not None
@@ -156,22 +147,6 @@ def test_a_device_that_the_user_named_is_kept(client: Client, machine: Simulated
     ((_pid, nbytes),) = error.holders
     assert nbytes == 16 * GIB - 2**20
     assert client.submit(allocate, 2**10).result() in range(4)  # the worker is well
-
-
-def test_room_is_made_on_the_device_first(client: Client, machine: SimulatedMachine) -> None:
-    occupy(machine, 2**20, 2**20, 2**20, 2**20)
-    (worker,) = client.cluster.workers.values()
-    dropped: list[Device] = []
-
-    def drop_replicas(device: Device) -> int:
-        dropped.append(device)
-        machine.gpus[device.device_id].used_memory -= 2**25
-        return 2**25
-
-    worker.plugins["devctx"].extension.monitor.retries.drop_replicas = drop_replicas
-    with dask.annotate(device=3):
-        assert client.submit(allocate, 2**21).result(timeout=20) == 3
-    assert {*dropped} == {Device(3)}
 
 
 @pytest.mark.parametrize("client", [{"oom_retries": 3}], indirect=True)
@@ -266,24 +241,6 @@ def test_a_task_that_seceded_is_in_its_pool_again_when_it_is_tried_again(client:
     assert runs == [2, 2]
 
 
-def allocate_while_others_release(nbytes: int) -> int:
-    runs.append(0)
-    try:
-        return allocate(nbytes)
-    finally:
-        if len(runs) == 2:
-            driver.backend().machine.gpus[0].used_memory = 0
-
-
-def test_memory_that_others_release_during_the_last_attempt(
-    client: Client, machine: SimulatedMachine
-) -> None:
-    occupy(machine, 2**20, 0, 0, 0)
-    with dask.annotate(device=0):
-        assert client.submit(allocate_while_others_release, 2**30).result(timeout=20) == 0
-    assert len(runs) == 3
-
-
 @pytest.mark.parametrize("client", [{"device_memory_limit": 0.5}], indirect=True)
 def test_what_no_device_has_frees_nothing(client: Client) -> None:
     with dask.annotate(device=0):
@@ -295,3 +252,128 @@ def test_what_no_device_has_frees_nothing(client: Client) -> None:
     assert "ran 2 times" in str(error)
     row = report(client).devices[0]
     assert (row.memory_held, row.memory_spilled, row.spills) == (2**20, 0, 0)
+
+
+# -- what breaks while a task's inputs are brought to its device is the task's, as what it does is
+
+
+NBYTES = 2**20
+
+
+# Without room for copies none is made ahead of its task, where nobody would see it fail.
+none_ahead = pytest.mark.usefixtures("no_copies_ahead")
+
+
+@pytest.fixture
+def no_copies_ahead() -> Iterator[None]:
+    with dask.config.set({"devctx.replica-limit": 0.0}):
+        yield
+
+
+def make() -> SimulatedArray:
+    return SimulatedArray.asarray(np.ones(NBYTES, np.uint8))
+
+
+def made_on(client: Client, device: int) -> Future:
+    with dask.annotate(device=device):
+        x = client.submit(make, pure=False)
+    x.result(timeout=20)
+    return x
+
+
+def total(array: SimulatedArray) -> tuple[int, int]:
+    return array.device.device_id, int(array.sum())
+
+
+async def total_later(array: SimulatedArray) -> tuple[int, int]:
+    return total(array)
+
+
+def allocate_beside(array: SimulatedArray, nbytes: int) -> tuple[int, int]:
+    SimulatedArray(nbytes, np.uint8)
+    return total(array)
+
+
+def out_of_memory(client: Client) -> dict[str, int]:
+    (worker,) = client.cluster.workers.values()
+    counted: dict[str, int] = worker.metrics["devctx-failures"](worker)["out-of-memory"]
+    return counted
+
+
+def fail_copies(machine: SimulatedMachine, times: int) -> None:
+    machine.faults.inject(
+        "cuMemAlloc",
+        CUresult.CUDA_ERROR_OUT_OF_MEMORY,
+        times=times,
+        when=lambda nbytes: nbytes == NBYTES,
+    )
+
+
+@none_ahead
+@pytest.mark.parametrize("task", [total, total_later])
+def test_a_copy_that_finds_no_memory_is_tried_again(
+    client: Client, machine: SimulatedMachine, task: Any
+) -> None:
+    x = made_on(client, 0)
+    fail_copies(machine, 2)  # the copy itself is made a second time at once
+    with dask.annotate(device=1):
+        assert client.submit(task, x).result(timeout=20) == (1, NBYTES)
+    assert out_of_memory(client) == {"cuda:1": 1}
+
+
+@none_ahead
+@pytest.mark.parametrize("task", [total, total_later])
+def test_a_copy_that_never_finds_memory_fails_its_task(
+    client: Client, machine: SimulatedMachine, task: Any
+) -> None:
+    x = made_on(client, 0)
+    fail_copies(machine, 100)
+    with dask.annotate(device=1):
+        error = client.submit(task, x).exception(timeout=20)
+    assert isinstance(error, DeviceOutOfMemoryError)
+    assert (error.device, error.attempts) == ("cuda:1", 2)
+
+
+def test_inputs_are_brought_to_the_device_that_is_tried_next(
+    client: Client, machine: SimulatedMachine
+) -> None:
+    for gpu, free in zip(machine.gpus, (2, 2, 64, 2), strict=True):
+        gpu.used_memory = gpu.total_memory - free * NBYTES
+    x = made_on(client, 0)
+    assert client.submit(allocate_beside, x, 4 * NBYTES).result(timeout=20) == (2, NBYTES)
+    assert out_of_memory(client) == {"cuda:0": 1}
+
+
+def test_room_is_made_when_what_reads_the_copies_is_done(
+    client: Client, machine: SimulatedMachine
+) -> None:
+    """A task's kernels still read its input when it runs out of memory."""
+    machine.gpus[1].used_memory = machine.gpus[1].total_memory - 2 * NBYTES
+    x, y = made_on(client, 0), made_on(client, 0)
+    with dask.annotate(device=1):
+        assert client.submit(total, x).result(timeout=20) == (1, NBYTES)
+        machine.faults.inject("cuEventQuery", CUresult.CUDA_ERROR_NOT_READY, times=50)
+        assert client.submit(allocate_beside, y, NBYTES).result(timeout=20) == (1, NBYTES)
+    assert out_of_memory(client) == {"cuda:1": 1}
+
+
+@none_ahead
+def test_a_device_that_fails_in_a_copy_is_noticed(
+    client: Client, machine: SimulatedMachine
+) -> None:
+    def poison(nbytes: int) -> bool:
+        if nbytes == NBYTES:
+            machine.faults.poison(CUresult.CUDA_ERROR_ILLEGAL_ADDRESS)
+        return False
+
+    x = made_on(client, 0)
+    machine.faults.inject("cuMemAlloc", CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, when=poison)
+    (worker,) = client.cluster.workers.values()
+    monitor = worker.plugins["devctx"].extension.monitor
+    with dask.annotate(device=1):
+        copied = client.submit(total, x)
+        while monitor.blame.failure is None:
+            time.sleep(0.01)
+    failure = monitor.blame.failure
+    assert {*failure.suspects} <= {copied.key, x.key}
+    assert "ILLEGAL_ADDRESS" in str(failure.error)

@@ -61,54 +61,36 @@ _STEPS = [
 ]
 
 
-@pytest.mark.parametrize("killed", _ENDS)
+@pytest.mark.parametrize("hit", _ENDS)
 @pytest.mark.parametrize(("where", "function"), _STEPS)
-def test_a_worker_is_killed_in_the_middle(where: int, function: str, killed: int) -> None:
+@pytest.mark.parametrize("how", ["is killed", "has a device that fails"])
+def test_a_worker_in_the_middle(where: int, function: str, hit: int, how: str) -> None:
     with peers.cluster(3) as (client, workers):
         pids = client.run(_pid)
         # Both know each other, and a larger buffer is to come.
         assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
-        made = client.submit(
-            _four_mb, 2.0, workers=workers[:1], allow_other_workers=True, pure=False
-        )
+        there = {"allow_other_workers": True, "pure": False}
+        made = client.submit(_four_mb, 2.0, workers=workers[:1], **there)
         wait(made, timeout=30)
         client.run(peers.pause, function, 2.0, workers=[workers[where]])
-        use = client.submit(
-            _total, made, workers=workers[1:2], allow_other_workers=True, pure=False
-        )
-        peers.kill_when_paused(client, workers[where], pids[workers[killed]])
+        use = client.submit(_total, made, workers=workers[1:2], **there)
+        if how == "is killed":
+            peers.kill_when_paused(client, workers[where], pids[workers[hit]])
+        else:
+            peers.when_paused(client, workers[where])
+            client.run(peers.poison, workers=[workers[hit]], on_error="ignore")
         assert use.result(timeout=60) == 1_000_000.0
-        _all_is_well(client, workers[1 - killed], workers[2])
-
-
-@pytest.mark.parametrize("failed", _ENDS)
-@pytest.mark.parametrize(("where", "function"), _STEPS)
-def test_a_device_fails_in_the_middle(where: int, function: str, failed: int) -> None:
-    with peers.cluster(3) as (client, workers):
-        assert peers.send(client, peers.array, peers.last, workers) == (1.0, True)
-        made = client.submit(
-            _four_mb, 2.0, workers=workers[:1], allow_other_workers=True, pure=False
-        )
-        wait(made, timeout=30)
-        client.run(peers.pause, function, 1.0, workers=[workers[where]])
-        use = client.submit(
-            _total, made, workers=workers[1:2], allow_other_workers=True, pure=False
-        )
-        peers.when_paused(client, workers[where])
-        client.run(peers.poison, workers=[workers[failed]], on_error="ignore")
-        assert use.result(timeout=60) == 1_000_000.0
-        _all_is_well(client, workers[1 - failed], workers[2])
+        _all_is_well(client, workers[1 - hit], workers[2])
 
 
 def test_a_device_fails_while_a_value_arrives_through_the_host() -> None:
     """Nobody's fault: the task that needs the value runs on another worker."""
     with peers.configured(ipc=False), peers.cluster(2) as (client, workers):
-        made = client.submit(
-            _four_mb, 2.0, workers=workers[:1], allow_other_workers=True, pure=False
-        )
+        there = {"allow_other_workers": True, "pure": False}
+        made = client.submit(_four_mb, 2.0, workers=workers[:1], **there)
         wait(made, timeout=30)
         client.run(peers.fail_for_good, "cuMemAlloc", 700, workers=workers[1:])
-        use = client.submit(_total, made, workers=workers[1:], allow_other_workers=True, pure=False)
+        use = client.submit(_total, made, workers=workers[1:], **there)
         assert use.result(timeout=60) == 1_000_000.0
         assert workers[0] in client.run(_pid, on_error="ignore")
         assert workers[1] not in client.run(_pid, on_error="ignore")

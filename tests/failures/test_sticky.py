@@ -8,15 +8,24 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import dask
 import pytest
-from cuda.bindings.driver import CUresult
-from distributed import Client, Nanny, Scheduler, Status, Worker, wait
+from distributed import (
+    Client,
+    Future,
+    Nanny,
+    Scheduler,
+    Status,
+    Worker,
+    get_worker,
+    secede,
+    wait,
+)
 
 from dask_devctx import (
     Device,
@@ -25,40 +34,25 @@ from dask_devctx import (
     DevicePlugin,
     LocalDeviceCluster,
     devices,
-    driver,
     report,
 )
 from dask_devctx.cuda.scope import open_scopes
-from dask_devctx.simulated_array import SimulatedArray
-
-ILLEGAL_ADDRESS = CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-
-
-def faults() -> Any:
-    machine = driver.backend().machine
-    assert machine is not None
-    return machine.faults
-
-
-def where_slowly(number: int, seconds: float = 0.02) -> tuple[int, int]:
-    time.sleep(seconds)
-    return number, os.getpid()
+from tests.failures.conftest import (
+    leave_a_bad_kernel_running,
+    poison,
+    where_slowly,
+)
 
 
 def write_to_an_illegal_address(*inputs: Any) -> None:
     """As a library does it that waits for its kernel: its own exception, and a sticky error."""
-    faults().poison(ILLEGAL_ADDRESS)
+    poison()
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-def leave_a_bad_kernel_running(after_s: float) -> str:
-    faults().poison(ILLEGAL_ADDRESS, after_s=after_s)
-    return "looks good"
 
 
 def break_soon() -> None:
     time.sleep(0.5)
-    faults().poison(ILLEGAL_ADDRESS)
+    poison()
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -69,35 +63,17 @@ def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     return run
 
 
-@pytest.fixture
-def cluster(request: pytest.FixtureRequest) -> Iterator[LocalDeviceCluster]:
-    options = getattr(request, "param", {})
-    with LocalDeviceCluster(
-        n_workers=1,
-        dashboard_address=":0",
-        silence_logs=False,
-        plugin=DevicePlugin(**options),
-    ) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def client(cluster: LocalDeviceCluster) -> Iterator[Client]:
-    with Client(cluster) as client:
-        yield client
-
-
 def worker_pid(client: Client) -> int:
     (pid,) = client.run(os.getpid).values()
     return int(pid)
 
 
-def test_the_task_is_blamed_the_others_complete_and_the_worker_comes_back(client: Client) -> None:
-    before = worker_pid(client)
-    done = client.map(where_slowly, range(20))
+def test_the_task_is_blamed_the_others_complete_and_the_worker_comes_back(apart: Client) -> None:
+    before = worker_pid(apart)
+    done = apart.map(where_slowly, range(20))
     wait(done)
-    bad = client.submit(write_to_an_illegal_address)
-    others = client.map(where_slowly, range(20, 60))
+    bad = apart.submit(write_to_an_illegal_address)
+    others = apart.map(where_slowly, range(20, 60))
 
     with pytest.raises(DeviceFailedError) as caught:
         bad.result(timeout=30)
@@ -110,53 +86,26 @@ def test_the_task_is_blamed_the_others_complete_and_the_worker_comes_back(client
     assert isinstance(error.__cause__, RuntimeError)
     assert "illegal memory access" in str(error.__cause__)
 
-    results = client.gather(done + others)
+    results = apart.gather(done + others)
     assert [number for number, _ in results] == list(range(60))
     # What the failed process held was made again: nothing of it was handed on.
     assert before not in {pid for _, pid in results}
-    assert worker_pid(client) != before
+    assert worker_pid(apart) != before
 
 
-@pytest.mark.parametrize("cluster", [{"devices": [0], "synchronize": True}], indirect=True)
+@pytest.mark.parametrize("apart", [{"devices": [0], "synchronize": True}], indirect=True)
 def test_a_kernel_that_fails_later_is_blamed_exactly_when_devices_are_waited_for(
-    client: Client,
+    apart: Client,
 ) -> None:
-    first = client.map(where_slowly, range(5))
+    first = apart.map(where_slowly, range(5))
     wait(first)
-    bad = client.submit(leave_a_bad_kernel_running, 0.3)
-    after = client.map(where_slowly, range(5, 10))
+    bad = apart.submit(leave_a_bad_kernel_running, 0.3)
+    after = apart.map(where_slowly, range(5, 10))
     with pytest.raises(DeviceFailedError) as caught:
         bad.result(timeout=30)
     assert caught.value.suspects == (f"{bad.key} on cuda:0",)
     assert caught.value.synchronized
-    assert [number for number, _ in client.gather(first + after)] == list(range(10))
-
-
-def test_tasks_that_are_long_done_are_no_suspects(client: Client) -> None:
-    wait(client.map(where_slowly, range(8)))  # the last of each device, too
-    time.sleep(3)
-    with pytest.raises(DeviceFailedError) as caught:
-        client.submit(write_to_an_illegal_address, key="bad").result(timeout=30)
-    (suspect,) = caught.value.suspects
-    assert suspect.startswith("bad on ")
-
-
-def test_what_was_in_the_failed_process_is_computed_again_for_its_dependents(
-    client: Client,
-) -> None:
-    source = client.submit(where_slowly, 1)
-    wait(source)
-    bad = client.submit(write_to_an_illegal_address, source)
-    dependent = client.submit(lambda value: value, source)
-    assert isinstance(bad.exception(timeout=30), DeviceFailedError)
-    assert dependent.result(timeout=30)[0] == 1
-    assert source.result(timeout=30)[1] == worker_pid(client)
-
-
-def test_a_task_that_always_kills_ends_as_an_error(client: Client) -> None:
-    bad = client.submit(write_to_an_illegal_address, retries=2)
-    assert isinstance(bad.exception(timeout=60), DeviceFailedError)
-    assert client.submit(where_slowly, 1).result(timeout=30)[0] == 1
+    assert [number for number, _ in apart.gather(first + after)] == list(range(10))
 
 
 class Model:
@@ -183,31 +132,31 @@ class Model:
 
 
 @pytest.mark.parametrize("method", ["breaks", "breaks_later"])
-def test_an_actor_whose_method_breaks_the_device_is_named(client: Client, method: str) -> None:
-    before = worker_pid(client)
-    done = client.map(where_slowly, range(10))
+def test_an_actor_whose_method_breaks_the_device_is_named(apart: Client, method: str) -> None:
+    before = worker_pid(apart)
+    done = apart.map(where_slowly, range(10))
     wait(done)
     with dask.annotate(device=1):
-        future = client.submit(Model, actor=True)
+        future = apart.submit(Model, actor=True)
     actor = future.result(timeout=30)
     assert actor.well().result(timeout=30) == 1
     with pytest.raises(DeviceFailedError) as caught:
         getattr(actor, method)().result(timeout=30)
     assert caught.value.suspects[0] == f"{future.key} on cuda:1"
-    assert [number for number, _ in client.gather(done)] == list(range(10))
-    assert worker_pid(client) != before
+    assert [number for number, _ in apart.gather(done)] == list(range(10))
+    assert worker_pid(apart) != before
 
 
 def test_a_method_beside_a_task_that_breaks_the_device_is_not_run_again(
-    client: Client, tmp_path: Path
+    apart: Client, tmp_path: Path
 ) -> None:
     with dask.annotate(device=1):
-        actor = client.submit(Model, actor=True).result(timeout=30)
+        actor = apart.submit(Model, actor=True).result(timeout=30)
     under_way = actor.count(str(tmp_path), 1.0)
     while not list(tmp_path.iterdir()):
         time.sleep(0.01)
     with dask.annotate(device=0):
-        bad = client.submit(write_to_an_illegal_address)
+        bad = apart.submit(write_to_an_illegal_address)
     with pytest.raises(DeviceFailedError) as caught:
         under_way.result(timeout=30)
     assert {suspect.partition(" on ")[0] for suspect in caught.value.suspects} == {
@@ -221,62 +170,52 @@ def test_a_method_beside_a_task_that_breaks_the_device_is_not_run_again(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_who_reads_a_property_that_breaks_the_device_is_told(client: Client) -> None:
+def test_who_reads_a_property_that_breaks_the_device_is_told(apart: Client) -> None:
     with dask.annotate(device=1):
-        future = client.submit(Model, actor=True)
+        future = apart.submit(Model, actor=True)
     actor = future.result(timeout=30)
     with pytest.raises(DeviceFailedError) as caught:
         actor.breaks_when_read  # noqa: B018
     assert caught.value.suspects == (f"{future.key} on cuda:1",)
 
 
-def test_who_breaks_the_device_with_client_run_is_told(client: Client) -> None:
-    before = worker_pid(client)
+def test_who_breaks_the_device_with_client_run_is_told(apart: Client) -> None:
+    before = worker_pid(apart)
     with dask.annotate(device=1):
-        done = client.submit(where_slowly, 1)
+        done = apart.submit(where_slowly, 1)
         wait(done)
     time.sleep(1.5)  # its work is known to be done
     with pytest.raises(DeviceFailedError) as caught:
-        client.run(write_to_an_illegal_address)
+        apart.run(write_to_an_illegal_address)
     (suspect,) = caught.value.suspects
     assert suspect.startswith("a function of client.run")
     assert done.result(timeout=30)[0] == 1
-    assert worker_pid(client) != before
+    assert worker_pid(apart) != before
 
 
-def test_the_traceback_is_that_of_the_task(client: Client) -> None:
-    bad = client.submit(write_to_an_illegal_address)
+def test_the_traceback_is_that_of_the_task(apart: Client) -> None:
+    bad = apart.submit(write_to_an_illegal_address)
     assert isinstance(bad.exception(timeout=30), DeviceFailedError)
     names = [frame.name for frame in traceback.extract_tb(bad.traceback())]
     assert names[0] == "write_to_an_illegal_address"
     with dask.annotate(device=99):
-        refused = client.submit(where_slowly, 1)
+        refused = apart.submit(where_slowly, 1)
     assert isinstance(refused.exception(timeout=30), DeviceNotFoundError)
     assert not traceback.extract_tb(refused.traceback()), "no code of the task is part of it"
 
 
-def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(client: Client) -> None:
-    before = worker_pid(client)
-    running = client.map(where_slowly, range(12), seconds=0.5)
+def test_a_worker_that_is_killed_in_the_middle_of_a_task_comes_back(apart: Client) -> None:
+    before = worker_pid(apart)
+    running = apart.map(where_slowly, range(12), seconds=0.5)
     time.sleep(0.3)
     os.kill(before, signal.SIGKILL)
-    assert [number for number, _ in client.gather(running)] == list(range(12))
-    assert worker_pid(client) != before
-    assert client.submit(lambda: len(open_scopes())).result() == 1
-    (lost,) = report(client).lost
+    assert [number for number, _ in apart.gather(running)] == list(range(12))
+    assert worker_pid(apart) != before
+    assert apart.submit(lambda: len(open_scopes())).result() == 1
+    (lost,) = report(apart).lost
     assert {*lost.uuids} == {device.uuid for device in devices()}
     assert lost.tasks + lost.results == 12
-    assert f"worker {lost.worker} with cuda:0, cuda:1, cuda:2, cuda:3; " in str(report(client))
-
-
-def test_restart_while_tasks_run(client: Client) -> None:
-    before = worker_pid(client)
-    abandoned = client.map(where_slowly, range(12), seconds=0.5)
-    time.sleep(0.2)
-    client.restart(timeout=30)
-    assert {future.status for future in abandoned} == {"cancelled"}
-    assert worker_pid(client) != before
-    assert client.submit(lambda: Device.current().device_id).result() in range(4)
+    assert f"worker {lost.worker} with cuda:0, cuda:1, cuda:2, cuda:3; " in str(report(apart))
 
 
 @asynccontextmanager
@@ -360,35 +299,6 @@ async def test_the_scheduler_goes_while_tasks_run() -> None:
         assert not process.is_alive()
 
 
-def kill_the_worker_in_a_copy(flag: str) -> int:
-    """End the process with scopes of two devices open and memory allocated on both, once."""
-    with Device(0):
-        source = SimulatedArray.asarray([1, 2, 3])
-        target = Device(1)
-        with target:
-            copy = source.copy_to(target)
-            if not os.path.exists(flag):
-                open(flag, "x").close()
-                os.kill(os.getpid(), signal.SIGKILL)
-            return int(copy.sum())
-
-
-def open_scopes_and_memory() -> tuple[int, int]:
-    machine = driver.backend().machine
-    assert machine is not None
-    return len(open_scopes()), sum(gpu.used_memory for gpu in machine.gpus)
-
-
-def test_a_worker_that_is_killed_in_the_middle_of_a_copy_comes_back(
-    client: Client, tmp_path: Path
-) -> None:
-    future = client.submit(kill_the_worker_in_a_copy, str(tmp_path / "killed"))
-    assert future.result(timeout=60) == 6
-    assert (tmp_path / "killed").exists()
-    ((scopes, used),) = client.run(open_scopes_and_memory).values()
-    assert (scopes, used) == (0, 0)
-
-
 def test_the_cluster_closes_while_tasks_run() -> None:
     with (
         LocalDeviceCluster(n_workers=1, dashboard_address=":0") as cluster,
@@ -399,3 +309,192 @@ def test_the_cluster_closes_while_tasks_run() -> None:
         time.sleep(0.3)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+# -- a task that breaks its device after it returned errs in its second run. No other task errs
+
+
+async def leave_a_bad_kernel_running_in_a_coroutine(after_s: float) -> str:
+    await asyncio.sleep(0.01)
+    poison(after_s)
+    return "looks good"
+
+
+def leave_a_bad_kernel_running_and_stay(after_s: float, flag: str) -> str:
+    """The second time, go on in Python for longer than anybody waits for it."""
+    poison(after_s)
+    if os.path.exists(flag):
+        time.sleep(60)
+    Path(flag).touch()
+    return "looks good"
+
+
+def count_and_leave_a_bad_kernel(directory: str, after_s: float) -> str:
+    (Path(directory) / str(time.monotonic_ns())).touch()
+    return leave_a_bad_kernel_running(after_s)
+
+
+def count_slowly(directory: str, name: str, seconds: float) -> None:
+    """Leave a file; it must not be there yet."""
+    (Path(directory) / name).touch(exist_ok=False)
+    time.sleep(seconds)
+
+
+def secede_and_break(mine: str, others: str, breaks: bool = True) -> None:
+    """Break the device while both run."""
+    secede()
+    Path(mine).touch()
+    while not os.path.exists(others):
+        time.sleep(0.01)
+    time.sleep(0.3)
+    Path(mine).unlink()
+    if breaks:
+        poison(0)
+    time.sleep(0.3)
+
+
+each_kind = pytest.mark.parametrize(
+    "leave", [leave_a_bad_kernel_running, leave_a_bad_kernel_running_in_a_coroutine]
+)
+
+
+def error_in_the_end(future: Future, timeout: float = 60) -> DeviceFailedError:
+    """Return the error of a future that may count as finished for a while yet."""
+    deadline = time.monotonic() + timeout
+    while future.status != "error":
+        assert time.monotonic() < deadline, f"{future} did not err"
+        time.sleep(0.02)
+    error = future.exception()
+    assert isinstance(error, DeviceFailedError)
+    return error
+
+
+def check_found(bad: Future, *, ended: bool = True) -> None:
+    error = error_in_the_end(bad)
+    (suspect,) = error.suspects
+    assert suspect.startswith(f"{bad.key} on cuda:")
+    assert error.watched
+    assert "It was watched" in str(error)
+    if ended:
+        assert f"This task calls {bad.key.rpartition('-')[0]}" in error.__notes__[0]
+
+
+@each_kind
+def test_the_task_errs_whose_kernel_broke_after_it_returned_and_no_other(
+    apart: Client, leave: Callable[..., Any]
+) -> None:
+    with dask.annotate(device=0):
+        bad = apart.submit(leave, 0.15)
+    others = apart.map(where_slowly, range(100), seconds=0.005)
+    check_found(bad)
+    assert [number for number, _ in apart.gather(others)] == [*range(100)]
+
+
+@pytest.mark.long
+def test_a_task_that_does_not_end_is_reported_all_the_same(apart: Client, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    with dask.annotate(device=0):
+        bad = apart.submit(leave_a_bad_kernel_running_and_stay, 0.2, str(ran))
+    with dask.annotate(device=1):
+        others = apart.map(where_slowly, range(40))
+    check_found(bad, ended=False)
+    assert [number for number, _ in apart.gather(others)] == [*range(40)]
+
+
+@pytest.mark.long
+def test_with_retries_it_is_run_so_often_and_nobody_else_errs(
+    apart: Client, tmp_path: Path
+) -> None:
+    with dask.annotate(device=0, retries=1):
+        bad = apart.submit(count_and_leave_a_bad_kernel, str(tmp_path), 0.1)
+    others = apart.map(where_slowly, range(60))
+    check_found(bad)
+    assert len(list(tmp_path.iterdir())) == 3  # once unwatched, then watched, then its retry
+    assert [number for number, _ in apart.gather(others)] == [*range(60)]
+
+
+def test_one_whose_result_nobody_needs_is_named_in_the_log_and_not_run_again(
+    apart: Client, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = apart.submit(count_and_leave_a_bad_kernel, str(tmp_path), 0.3)
+    key = bad.key
+    bad.result(timeout=30)
+    del bad
+    others = apart.map(where_slowly, range(60))
+    assert [number for number, _ in apart.gather(others)] == [*range(60)]
+    assert len(list(tmp_path.iterdir())) == 1
+    (log,) = [text for text in caplog.messages if "as nobody needs their results: " in text]
+    assert key in log.rpartition("nobody needs their results: ")[2]
+    assert "none" not in log
+
+
+def test_a_task_that_must_not_run_twice_errs_and_names_all_suspects(
+    apart: Client, tmp_path: Path
+) -> None:
+    with dask.annotate(device=1, rerun=False):
+        done = apart.submit(count_slowly, str(tmp_path), "done", 0.0)
+        wait(done, timeout=30)
+        running = apart.submit(count_slowly, str(tmp_path), "running", 1.5)
+    with dask.annotate(device=0):
+        bad = apart.submit(leave_a_bad_kernel_running, 0.5)
+    for future in (running, done):
+        error = error_in_the_end(future)
+        assert {suspect.partition(" on ")[0] for suspect in error.suspects} == {
+            running.key,
+            bad.key,
+        }
+        assert "rerun=False" in str(error)
+    check_found(bad)
+
+
+def send_messages_each(seconds: float) -> None:
+    get_worker().batched_stream.interval = seconds
+
+
+def test_a_task_that_must_not_run_twice_may_end_just_before_its_worker_leaves(
+    apart: Client, tmp_path: Path
+) -> None:
+    """The scheduler hears of its end after it hears of the failure."""
+    assert apart.submit(send_messages_each, 1.5).result(timeout=30) is None
+    with dask.annotate(device=1, priority=1):
+        apart.submit(str, 1).result(timeout=30)  # the next message goes much later
+        with dask.annotate(rerun=False):
+            done = apart.submit(count_slowly, str(tmp_path), "done", 0.1)
+    with dask.annotate(device=1):
+        bad = apart.submit(leave_a_bad_kernel_running, 0.1)
+    error = error_in_the_end(done)
+    assert "its result was lost, and it says rerun=False" in str(error)
+    assert error_in_the_end(bad).suspects[0].startswith(bad.key)
+    found = report(apart)
+    assert [one.uuid for one in found.failures] == [Device(1).uuid] * len(found.failures)
+    assert found.failures[-1].suspects == error_in_the_end(bad).suspects
+    said = "".join(str(found).split())  # the lines are wrapped
+    assert f"CUDA_ERROR_ILLEGAL_ADDRESS;suspects:{bad.key}oncuda:1" in said
+
+
+def test_rerun_takes_true_and_false_only(apart: Client) -> None:
+    with dask.annotate(rerun="no"), pytest.raises(TypeError, match="'rerun' is True or False"):
+        apart.submit(str, 1).result(timeout=30)
+    with dask.annotate(rerun=True):
+        assert apart.submit(str, 2).result(timeout=30) == "2"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("apart", [{"devices": [0, 1]}], indirect=True)
+def test_tasks_that_cannot_be_told_apart_err_after_their_last_run(
+    apart: Client, tmp_path: Path
+) -> None:
+    """Both secede, so that nobody waits for them, and both run whenever the device fails."""
+    flags = [str(tmp_path / name) for name in ("first", "second")]
+    with dask.annotate(device=0):
+        bad = apart.submit(secede_and_break, *flags)
+    with dask.annotate(device=1):
+        beside = apart.submit(secede_and_break, *reversed(flags), False)
+    for future in (bad, beside):
+        error = error_in_the_end(future, 100)
+        assert {suspect.partition(" on ")[0] for suspect in error.suspects} == {
+            bad.key,
+            beside.key,
+        }
+        assert "a device failed in each of its 3 runs" in str(error)
+    assert apart.submit(str, 1).result(timeout=30) == "1"
