@@ -19,11 +19,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # Tests that need something beside them: helpers, documents, examples, headers, a process.
 SOME_TESTS = (
-    "tests/test_docs_context.py",
     "tests/test_errors.py",
     "tests/driver",
     "tests/distributed/test_config.py",
-    "tests/failures/test_left_behind.py",
+    "tests/failures/test_modes.py",
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import codeop
+import builtins
 import importlib
 import inspect
 import json
@@ -18,9 +18,11 @@ from pathlib import Path
 import click
 import pytest
 import yaml
+from cuda.bindings.driver import CUresult
 from distributed.cli import dask_scheduler, dask_worker
 
 import dask_devctx
+from dask_devctx import Context, Device, PrimaryContext, SimulatedArray
 from dask_devctx.cli import devctx
 
 ROOT = Path(__file__).parent.parent
@@ -122,17 +124,6 @@ def test_a_block_that_does_not_run_has_a_reason(page):
     assert PAGES[page].count("<!-- run:") == len(re.findall("^<!-- run:$", PAGES[page], re.M))
 
 
-def test_get_started_can_be_pasted_at_the_prompt():
-    """A prompt ends a block at an empty line, and refuses a statement at once after a block."""
-    for text in blocks("docs/get-started.md", "python"):
-        entered: list[str] = []
-        for line in [*text.splitlines(), ""]:
-            entered.append(line)
-            if codeop.compile_command("\n".join(entered)) is not None:
-                entered.clear()
-        assert entered == []
-
-
 @pytest.mark.timeout(300)
 def test_code_runs(tmp_path):
     """All blocks run. Each page has names of its own; one process saves the imports."""
@@ -230,31 +221,81 @@ def test_every_path_in_a_page_exists():
     } == set()
 
 
-def test_links_of_the_readme_lead_somewhere():
-    targets = re.findall(r"\]\((?!https?:)([^)#]+)", PAGES["README.md"])
-    assert len(targets) >= 5
-    assert [target for target in targets if not (ROOT / target).exists()] == []
-
-
 def test_versions_agree():
     version = PROJECT["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_a_container_starts_the_command_of_the_page_and_has_the_extension():
-    text = (ROOT / "docs" / "several-hosts.md").read_text()
-    (manifest,) = re.findall(r"```yaml\n(apiVersion:.*?)```", text, re.S)
-    (container,) = yaml.safe_load(manifest)["spec"]["worker"]["spec"]["containers"]
-    assert container["command"][:2] == ["dask", "worker"]  # in place of the image's entry point
-    assert "args" not in container
-    (image,) = re.findall(r"```dockerfile\n(.*?)```", text, re.S)
-    builds, runs = image.split("\n\n")
-    assert "pip wheel" in builds
-    assert "slim" not in builds  # it has no compiler
-    assert "/src" not in runs
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
-    for number in ("12", "13"):
-        assert f"cupy-cuda{number}x" in str(extras[f"gpu-cuda{number}"])
+# -- the pages on contexts, which name tests, and the recipe that handles errors
+
+ROWS = [line for line in PAGES["docs/scopes.md"].splitlines() if line.startswith("| ")]
+NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGES["docs/scopes.md"])))
+# The class behind each name in the texts.
+KINDS = {
+    "Device": Device,
+    "device": Device,
+    "Context": Context,
+    "context": Context,
+    "own": Context,
+    "primary_context": PrimaryContext,
+}
+# Of other libraries, the language, and the drivers.
+THEIRS = re.compile(
+    r"cupy|torch|cuda\.core|numba|jax|rustacuda|oxicuda|CUDA|cuda|CUresult|enum\.|asyncio|"
+    r"ContextHandle|NULL|None|NaN"
+)
+
+
+def test_points_of_others_name_their_tests():
+    assert len([row for row in ROWS if re.search(r"`tests/[\w/]+\.py::\w+` \|$", row)]) >= 70
+
+
+@pytest.mark.parametrize(("path", "name"), NAMED)
+def test_a_named_test_is_there(path, name):
+    body = ast.parse((ROOT / path).read_text()).body
+    assert name in [getattr(node, "name", "") for node in body]
+
+
+@pytest.mark.parametrize("page", ["scopes", "context", "recipes"])
+def test_every_public_name_exists(page):
+    text = PAGES[f"docs/{page}.md"]
+    lines = []
+    for line in re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines():
+        cells = line.split(" | ")  # the first one is another library's
+        lines.append(cells[1] if len(cells) == 3 and line.startswith("| ") else line)
+    code = re.findall(r"`([^`\n]+)`", "\n".join(lines)) + blocks(f"docs/{page}.md", "python")
+    attributes, names = set(), set()
+    for piece in code:
+        if re.search(r"tests/|https?:", piece):
+            continue
+        own = re.sub(r"\b(?:cupy|torch|cuda\.core)\.[\w.]+", "", piece)
+        attributes |= set(re.findall(r"\b(\w+)(?:\([^()]*\))?\.(\w+)", own))
+        if re.fullmatch(r"[A-Z]\w+", piece) and not THEIRS.match(piece):
+            names.add(piece)
+    ours = {(first, last) for first, last in attributes if first in KINDS}
+    assert len(ours) >= 10
+    assert {(first, last) for first, last in ours if not hasattr(KINDS[first], last)} == set()
+    assert names
+    assert names - {*dir(dask_devctx), *dir(builtins)} == set()
+
+
+def test_the_recipe_handles_errors(machine):
+    (text,) = re.findall(
+        r"^## Transfer and wait, with errors handled\n.*?```python\n(.*?)```",
+        PAGES["docs/recipes.md"],
+        re.MULTILINE | re.DOTALL,
+    )
+    names = {}
+    exec(compile(text, "recipes.md", "exec"), names)
+    with Device(0):
+        data = SimulatedArray.asarray([1.0, 2.0])
+    machine.gpus[1].used_memory = machine.gpus[1].total_memory
+    assert names["total"](data, [Device(1), Device(2)]) == 6.0
+    with pytest.raises(MemoryError, match="no device has room"):
+        names["total"](data, [Device(1)])
+    machine.gpus[1].used_memory = 0
+    machine.faults.inject("cuCtxSynchronize", CUresult.CUDA_ERROR_LAUNCH_FAILED)
+    with pytest.raises(RuntimeError, match="work on cuda:1 failed: CUDA_ERROR_LAUNCH_FAILED"):
+        names["total"](data, [Device(1)])
+    assert Device.current() is None

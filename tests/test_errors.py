@@ -13,269 +13,141 @@ import pytest
 import dask_devctx
 from dask_devctx import errors
 
-CASES = [
-    (errors.DevctxError("why"), {}, "why"),
-    (
-        errors.DriverError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory"),
+CASES = {
+    errors.DevctxError("why"): "why",
+    errors.DriverError(
+        "cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory"
+    ): "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
+    errors.DeviceMemoryError(
+        "cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "", 300_000_000
+    ): "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2) (286.1 MiB asked for)",
+    errors.DeviceMismatchError(
+        "an array", "cuda:1", "cuda:0"
+    ): "an array lives on cuda:1 and cannot be used on cuda:0. Copy it there with "
+    "to_device(value, 'cuda:0'), or use it on its own device, inside 'with Device('cuda:1'):'",
+    errors.ValueNotMovableError(
+        "Handle", "cuda:1", "it has a __del__"
+    ): "a Handle that holds arrays of another device cannot be taken to cuda:1: it has a __del__. "
+    "Register functions that do it, with device_of.register(Handle) and "
+    "to_device.register(Handle), or run the task on the device where it lives",
+    errors.LockDirectoryError(
+        "/locks", "is a link"
+    ): "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "
+    "directory with the configuration devctx.lock-directory",
+    errors.NotEnoughDevicesError(
+        3, ["cuda:0", "cuda:1"]
+    ): "the task asks for 3 devices at once, and no worker that it may run on has so many: this "
+    "one has 2 (cuda:0, cuda:1). The devices of a task belong to one worker. Start one worker "
+    "for all devices of a machine with LocalDeviceCluster(n_workers=1), or workers that have "
+    "enough with devices_per_worker=3",
+    errors.NotEnoughDevicesError(
+        2, ["cuda:0"], ["cuda:0", "cuda:1"], 4
+    ): "the task asks for 2 devices at once (cuda:0, cuda:1), and no worker that it may run on "
+    "has all of them: this one has 1 (cuda:0). The devices of a task belong to one worker. "
+    "Start one worker for all devices of a machine with LocalDeviceCluster(n_workers=1)",
+    errors.NotEnoughDevicesError(
+        9, ["cuda:0"], on_machine=4
+    ): "the task asks for 9 devices at once, and no worker that it may run on has so many: this "
+    "one has 1 (cuda:0), and its machine has 4. Ask for at most 4, or for all devices of a "
+    'worker with devices="all"',
+    errors.UnsupportedDaskError(
+        "distributed.worker.X", "2030.1.0", "2030.1.1", "0.1.0"
+    ): "dask-devctx 0.1.0 uses distributed.worker.X, which is not in dask 2030.1.0 and "
+    "distributed 2030.1.1. Nothing was changed. Install a newer dask-devctx, or a dask and "
+    "distributed that this one was tested with: 2025.4.0 to 2026.8.0",
+    errors.DevicesInUseError(
+        2, ["cuda:1"], {"cuda:0": "pid 1"}
+    ): "this worker wants 2 devices for itself, and cuda:0 is held by pid 1. Free: cuda:1. For "
+    "these, write devices=[1], lower n_workers or devices_per_worker, or leave them out. Or "
+    "close the cluster that holds devices and is not needed, such as that of a notebook's "
+    "earlier cell (cluster.close(), or client.shutdown()), or use the same devices: shared=True",
+    errors.DevicesInUseError(
+        3,
+        ["cuda:3 (GPU-d)"],
         {
-            "function": "cuMemAlloc",
-            "status": "CUDA_ERROR_OUT_OF_MEMORY",
-            "code": 2,
-            "description": "out of memory",
+            "cuda:0 (GPU-a)": "pid 7 on vm, worker 0 of tcp://1.2.3.4:5",
+            "cuda:1 (GPU-b)": "pid 8 on vm, worker one of tcp://1.2.3.4:5",
+            "cuda:2 (GPU-c)": "pid 9 on vm, worker 2 of tcp://5.6:7, which ended",
         },
-        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
-    ),
-    (
-        errors.DriverError("cuInit", "CUDA_ERROR_UNKNOWN", 999),
-        {"description": ""},
-        "cuInit failed with CUDA_ERROR_UNKNOWN (999)",
-    ),
-    (
-        errors.DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "out of memory"),
-        {"function": "cuMemAlloc", "code": 2},
-        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2): out of memory",
-    ),
-    (
-        errors.DeviceMemoryError("cuMemAlloc", "CUDA_ERROR_OUT_OF_MEMORY", 2, "", 300_000_000),
-        {"nbytes": 300_000_000},
-        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY (2) (286.1 MiB asked for)",
-    ),
-    (
-        errors.DeviceMismatchError("an array", "cuda:1", "cuda:0"),
-        {"value": "an array", "device": "cuda:1", "current": "cuda:0"},
-        "an array lives on cuda:1 and cannot be used on cuda:0. Copy it there with "
-        "to_device(value, 'cuda:0'), or use it on its own device, inside 'with Device('cuda:1'):'",
-    ),
-    (
-        errors.ValueNotMovableError("Handle", "cuda:1", "it has a __del__"),
-        {"kind": "Handle", "device": "cuda:1", "reason": "it has a __del__"},
-        "a Handle that holds arrays of another device cannot be taken to cuda:1: it has a __del__. "
-        "Register functions that do it, with device_of.register(Handle) and "
-        "to_device.register(Handle), or run the task on the device where it lives",
-    ),
-    (
-        errors.LockDirectoryError("/locks", "is a link"),
-        {"path": "/locks", "reason": "is a link"},
-        "devices cannot be shared out: /locks is a link. Remove or repair it, or name another "
-        "directory with the configuration devctx.lock-directory",
-    ),
-    (
-        errors.NotEnoughDevicesError(3, ["cuda:0", "cuda:1"]),
-        {"wanted": 3, "devices": ("cuda:0", "cuda:1")},
-        "the task asks for 3 devices at once, and no worker that it may run on has so many: this "
-        "one has 2 (cuda:0, cuda:1). The devices of a task belong to one worker. Start one worker "
-        "for all devices of a machine with LocalDeviceCluster(n_workers=1), or workers that have "
-        "enough with devices_per_worker=3",
-    ),
-    (
-        errors.NotEnoughDevicesError(2, ["cuda:0"], ["cuda:0", "cuda:1"], 4),
-        {"named": ("cuda:0", "cuda:1"), "on_machine": 4},
-        "the task asks for 2 devices at once (cuda:0, cuda:1), and no worker that it may run on "
-        "has all of them: this one has 1 (cuda:0). The devices of a task belong to one worker. "
-        "Start one worker for all devices of a machine with LocalDeviceCluster(n_workers=1)",
-    ),
-    (
-        errors.NotEnoughDevicesError(9, ["cuda:0"], on_machine=4),
-        {"named": (), "on_machine": 4},
-        "the task asks for 9 devices at once, and no worker that it may run on has so many: this "
-        "one has 1 (cuda:0), and its machine has 4. Ask for at most 4, or for all devices of a "
-        'worker with devices="all"',
-    ),
-    (
-        errors.UnsupportedDaskError("distributed.worker.X", "2030.1.0", "2030.1.1", "0.1.0"),
-        {
-            "name": "distributed.worker.X",
-            "dask": "2030.1.0",
-            "distributed": "2030.1.1",
-            "dask_devctx": "0.1.0",
-        },
-        "dask-devctx 0.1.0 uses distributed.worker.X, which is not in dask 2030.1.0 and "
-        "distributed 2030.1.1. Nothing was changed. Install a newer dask-devctx, or a dask and "
-        "distributed that this one was tested with: 2025.4.0 to 2026.8.0",
-    ),
-    (
-        errors.DevicesInUseError(2, ["cuda:1"], {"cuda:0": "pid 1"}),
-        {"wanted": 2, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}, "by_cluster": False},
-        "this worker wants 2 devices for itself, and cuda:0 is held by pid 1. Free: cuda:1. For "
-        "these, write devices=[1], lower n_workers or devices_per_worker, or leave them out. Or "
-        "close the cluster that holds devices and is not needed, such as that of a notebook's "
-        "earlier cell (cluster.close(), or client.shutdown()), or use the same devices: "
-        "shared=True",
-    ),
-    (
-        errors.DevicesInUseError(
-            3,
-            ["cuda:3 (GPU-d)"],
-            {
-                "cuda:0 (GPU-a)": "pid 7 on vm, worker 0 of tcp://1.2.3.4:5",
-                "cuda:1 (GPU-b)": "pid 8 on vm, worker one of tcp://1.2.3.4:5",
-                "cuda:2 (GPU-c)": "pid 9 on vm, worker 2 of tcp://5.6:7, which ended",
-            },
-            by_cluster=True,
-        ),
-        {"wanted": 3, "free": ("cuda:3 (GPU-d)",), "by_cluster": True},
-        "this cluster wants 3 devices for itself, and cuda:0, cuda:1 are held by workers 0, one of "
-        "tcp://1.2.3.4:5 (pids 7, 8 on vm); cuda:2 is held by pid 9 on vm, worker 2 of "
-        "tcp://5.6:7, which ended. Free: cuda:3. For these, write devices=[3], lower n_workers or "
-        "devices_per_worker, or leave them out. Or close the cluster that holds devices and is not "
-        "needed, such as that of a notebook's earlier cell (cluster.close(), or "
-        "client.shutdown()), or use the same devices: shared=True",
-    ),
-    (
-        errors.DevicesInUseError(2, ["cuda:1"], {}),
-        {"wanted": 2, "free": ("cuda:1",), "holders": {}, "by_cluster": False},
-        "this worker wants 2 devices for itself and there is 1. Lower devices_per_worker",
-    ),
-    (
-        errors.DevicesInUseError(3, ["cuda:1"], {"cuda:0": "pid 1"}),
-        {"wanted": 3, "free": ("cuda:1",), "holders": {"cuda:0": "pid 1"}, "by_cluster": False},
-        "this worker wants 3 devices for itself and there are 2. Lower devices_per_worker",
-    ),
-    (
-        errors.WorkerSetupError("3", "ImportError: no libcudart"),
-        {"worker": "3", "reason": "ImportError: no libcudart"},
-        "the worker 3 cannot use its devices, and leaves the cluster: ImportError: no libcudart. "
-        "The worker's log has the traceback",
-    ),
-    (
-        errors.DeviceFailedError(
-            "cuda:1", "GPU-b", "CUDA_ERROR_ILLEGAL_ADDRESS", 700, ["x on cuda:1"], True
-        ),
-        {
-            "device": "cuda:1",
-            "uuid": "GPU-b",
-            "status": "CUDA_ERROR_ILLEGAL_ADDRESS",
-            "code": 700,
-            "suspects": ("x on cuda:1",),
-            "synchronized": True,
-            "lost": False,
-            "watched": False,
-        },
-        "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
-        "process any more: the worker ends, and dask computes its results again. x on cuda:1 "
-        "caused it. Nothing else has run since the device was last seen healthy. Run its function "
-        "under compute-sanitizer, which names the line of the kernel",
-    ),
-    (
-        errors.DeviceFailedError(
-            "cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0"], watched=True
-        ),
-        {"suspects": ("x on cuda:0",), "synchronized": False, "watched": True},
-        "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
-        "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it. "
-        "It was watched: no other task ran in the process, and the worker waited for its devices "
-        "before and after it. Run its function under compute-sanitizer, which names the line of "
-        "the kernel",
-    ),
-    (
-        errors.DeviceFailedError(
-            "cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0", "y on cuda:1"]
-        ),
-        {"suspects": ("x on cuda:0", "y on cuda:1"), "not_again": ""},
-        "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
-        "any more: the worker ends, and dask computes its results again. Any of these may have "
-        "caused it: x on cuda:0; y on cuda:1. All that are still needed run again, each alone and "
-        "watched; then the one that breaks the device errs",
-    ),
-    (
-        errors.DeviceFailedError(
-            "cuda:1",
-            "GPU-b",
-            "CUDA_ERROR_ASSERT",
-            710,
-            ["x on cuda:0", "y on cuda:1"],
-            not_again="it says rerun=False",
-        ),
-        {"not_again": "it says rerun=False"},
-        "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
-        "any more: the worker ends, and dask computes its results again. Any of these may have "
-        "caused it: x on cuda:0; y on cuda:1. It is not run again: it says rerun=False",
-    ),
-    (
-        errors.DeviceOutOfMemoryError(
-            "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None), (9, 0)], 2**30, 2
-        ),
-        {
-            "requested_nbytes": 2**31,
-            "free_nbytes": 2**30,
-            "total_nbytes": 2**34,
-            "holders": ((7, 2**33), (8, None), (9, 0)),
-            "replicas_nbytes": 2**30,
-            "attempts": 2,
-        },
-        "cuda:1 (GPU-b) has not enough memory; the task ran 2 times (2.0 GiB asked for; "
-        "1.0 GiB of 16.0 GiB are free after the task gave its memory back; held by process 7 "
-        "8.0 GiB, process 8 an unknown amount; 1.0 GiB of copies were dropped). Make the task's "
-        "parts smaller, or keep fewer results there",
-    ),
-    (
-        errors.DeviceOutOfMemoryError("cuda:1", "GPU-b", None, 2**34 - 2**28, 2**34),
-        {"attempts": 1},
-        "cuda:1 (GPU-b) has not enough memory; the task ran once (15.8 GiB of 16.0 GiB are "
-        "free after the task gave its memory back). Make the task's parts smaller, run fewer "
-        "tasks there at a time (tasks_per_device, if it is above 1), or keep fewer results there",
-    ),
-    (
-        errors.DeviceOutOfMemoryError("cuda:1", "GPU-b"),
-        {"free_nbytes": None},
-        "cuda:1 (GPU-b) has not enough memory; the task ran once. Make the task's parts "
-        "smaller, run fewer tasks there at a time (tasks_per_device, if it is above 1), or keep "
-        "fewer results there",
-    ),
-    (
-        errors.DeviceOutOfMemoryError("cuda:1", "GPU-b", 300_000_000, 2**26, 2**26),
-        {"requested_nbytes": 300_000_000},
-        "cuda:1 (GPU-b) has not enough memory; the task ran once (286.1 MiB asked for; "
-        "64.0 MiB of 64.0 MiB are free after the task gave its memory back). The task asks for "
-        "more than the device has: make the task's parts smaller",
-    ),
-    (
-        errors.DriverUnavailableError("there is no driver", "Install it"),
-        {"reason": "there is no driver", "remedy": "Install it"},
-        "there is no driver. Install it",
-    ),
-    (
-        errors.DeviceNotFoundError(7, ["cuda:0 (GPU-a)"], "0", "Ordinals go from 0 to 0"),
-        {
-            "requested": 7,
-            "available": ("cuda:0 (GPU-a)",),
-            "visible_devices": "0",
-            "hint": "Ordinals go from 0 to 0",
-        },
-        "no device 7. Ordinals go from 0 to 0. Available: cuda:0 (GPU-a); "
-        "CUDA_VISIBLE_DEVICES is '0'",
-    ),
-    (
-        errors.DeviceNotFoundError("cuda:7"),
-        {"available": (), "visible_devices": None, "hint": ""},
-        "no device 'cuda:7'. Available: none; CUDA_VISIBLE_DEVICES is not set",
-    ),
-    (
-        errors.VisibleDevicesError("1,0", "it does not fit"),
-        {"value": "1,0", "reason": "it does not fit"},
-        "CUDA_VISIBLE_DEVICES is '1,0': it does not fit",
-    ),
-    (
-        errors.VisibleDevicesError(None, "it does not fit"),
-        {"value": None},
-        "CUDA_VISIBLE_DEVICES is not set: it does not fit",
-    ),
-    (
-        errors.DeviceScopeError("cuda:1", "was left too late"),
-        {"scope": "cuda:1", "reason": "was left too late"},
-        "the scope of cuda:1 was left too late",
-    ),
-]
+        by_cluster=True,
+    ): "this cluster wants 3 devices for itself, and cuda:0, cuda:1 are held by workers 0, one of "
+    "tcp://1.2.3.4:5 (pids 7, 8 on vm); cuda:2 is held by pid 9 on vm, worker 2 of "
+    "tcp://5.6:7, which ended. Free: cuda:3. For these, write devices=[3], lower n_workers or "
+    "devices_per_worker, or leave them out. Or close the cluster that holds devices and is not "
+    "needed, such as that of a notebook's earlier cell (cluster.close(), or "
+    "client.shutdown()), or use the same devices: shared=True",
+    errors.DevicesInUseError(
+        2, ["cuda:1"], {}
+    ): "this worker wants 2 devices for itself and there is 1. Lower devices_per_worker",
+    errors.WorkerSetupError(
+        "3", "ImportError: no libcudart"
+    ): "the worker 3 cannot use its devices, and leaves the cluster: ImportError: no libcudart. "
+    "The worker's log has the traceback",
+    errors.DeviceFailedError(
+        "cuda:1", "GPU-b", "CUDA_ERROR_ILLEGAL_ADDRESS", 700, ["x on cuda:1"], True
+    ): "cuda:1 (GPU-b) failed with CUDA_ERROR_ILLEGAL_ADDRESS (700). No GPU can be used in this "
+    "process any more: the worker ends, and dask computes its results again. x on cuda:1 "
+    "caused it. Nothing else has run since the device was last seen healthy. Run its function "
+    "under compute-sanitizer, which names the line of the kernel",
+    errors.DeviceFailedError(
+        "cuda:1", "GPU-b", "CUDA_ERROR_ASSERT", 710, ["x on cuda:0"], watched=True
+    ): "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
+    "any more: the worker ends, and dask computes its results again. x on cuda:0 caused it. It "
+    "was watched: no other task ran in the process, and the worker waited for its devices "
+    "before and after it. Run its function under compute-sanitizer, which names the line of "
+    "the kernel",
+    errors.DeviceFailedError(
+        "cuda:1",
+        "GPU-b",
+        "CUDA_ERROR_ASSERT",
+        710,
+        ["x on cuda:0", "y on cuda:1"],
+        not_again="it says rerun=False",
+    ): "cuda:1 (GPU-b) failed with CUDA_ERROR_ASSERT (710). No GPU can be used in this process "
+    "any more: the worker ends, and dask computes its results again. Any of these may have "
+    "caused it: x on cuda:0; y on cuda:1. It is not run again: it says rerun=False",
+    errors.DeviceOutOfMemoryError(
+        "cuda:1", "GPU-b", 2**31, 2**30, 2**34, [(7, 2**33), (8, None), (9, 0)], 2**30, 2
+    ): "cuda:1 (GPU-b) has not enough memory; the task ran 2 times (2.0 GiB asked for; 1.0 GiB of "
+    "16.0 GiB are free after the task gave its memory back; held by process 7 8.0 GiB, process "
+    "8 an unknown amount; 1.0 GiB of copies were dropped). Make the task's parts smaller, or "
+    "keep fewer results there",
+    errors.DeviceOutOfMemoryError(
+        "cuda:1", "GPU-b", None, 2**34 - 2**28, 2**34
+    ): "cuda:1 (GPU-b) has not enough memory; the task ran once (15.8 GiB of 16.0 GiB are free "
+    "after the task gave its memory back). Make the task's parts smaller, run fewer tasks "
+    "there at a time (tasks_per_device, if it is above 1), or keep fewer results there",
+    errors.DeviceOutOfMemoryError(
+        "cuda:1", "GPU-b", 300_000_000, 2**26, 2**26
+    ): "cuda:1 (GPU-b) has not enough memory; the task ran once (286.1 MiB asked for; 64.0 MiB of "
+    "64.0 MiB are free after the task gave its memory back). The task asks for more than the "
+    "device has: make the task's parts smaller",
+    errors.DriverUnavailableError(
+        "there is no driver", "Install it"
+    ): "there is no driver. Install it",
+    errors.DeviceNotFoundError(
+        7, ["cuda:0 (GPU-a)"], "0", "Ordinals go from 0 to 0"
+    ): "no device 7. Ordinals go from 0 to 0. Available: cuda:0 (GPU-a); CUDA_VISIBLE_DEVICES is "
+    "'0'",
+    errors.DeviceNotFoundError(
+        "cuda:7"
+    ): "no device 'cuda:7'. Available: none; CUDA_VISIBLE_DEVICES is not set",
+    errors.VisibleDevicesError(
+        "1,0", "it does not fit"
+    ): "CUDA_VISIBLE_DEVICES is '1,0': it does not fit",
+    errors.DeviceScopeError("cuda:1", "was left too late"): "the scope of cuda:1 was left too late",
+}
 
 
 def same(error):
     return type(error), str(error), error.args, vars(error)
 
 
-@pytest.mark.parametrize(("error", "fields", "message"), CASES, ids=lambda case: repr(case)[:30])
-def test_fields_message_and_pickle(error, fields, message):
+@pytest.mark.parametrize(("error", "message"), CASES.items(), ids=lambda case: repr(case)[:30])
+def test_fields_message_and_pickle(error, message):
     assert str(error) == message
-    assert {name: getattr(error, name) for name in fields} == fields
+    named = type(error)._fields
+    assert tuple(getattr(error, name) for name in named) == (error.args if named else ())
     error.add_note("on the way")
     importlib.import_module("distributed")  # has its own way of pickling exceptions
     for there in (pickle.dumps, cloudpickle.dumps):
@@ -289,26 +161,17 @@ def test_every_class_is_tested():
         for _, cls in inspect.getmembers(errors, inspect.isclass)
         if issubclass(cls, errors.DevctxError)
     }
-    assert classes == {type(error) for error, _, _ in CASES}
+    assert classes == {type(error) for error in CASES}
     assert all(cls.__doc__ for cls in classes)
     assert all(getattr(dask_devctx, cls.__name__) is cls for cls in classes)
 
 
-class Local:
-    """Of a class that the other process does not have."""
-
-    def __repr__(self):
-        return "<Local>"
-
-
-class Number(int):
-    pass
-
-
 def test_what_was_given_is_kept_as_text_where_it_cannot_travel():
+    class Local:
+        def __repr__(self):
+            return "<Local>"
+
     assert errors.DeviceNotFoundError(Local()).requested == "<Local>"
-    assert errors.DeviceNotFoundError(Number(7)).requested == "7"
-    assert errors.DeviceScopeError(Local(), "").scope == "<Local>"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +181,6 @@ def test_what_was_given_is_kept_as_text_where_it_cannot_travel():
         (("cuInit", "CUDA_ERROR_UNKNOWN", 999, "", "more"), {}),
         (("cuInit", "CUDA_ERROR_UNKNOWN", 999), {"reason": "no field"}),
     ],
-    ids=["one too few", "one too many", "unknown"],
 )
 def test_an_error_takes_its_fields_and_nothing_else(args, named):
     with pytest.raises(TypeError, match="DriverError takes function, status, code, description"):

@@ -11,11 +11,9 @@ import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from dask_devctx.client.report import Report, ReportedDevice, ReportedTask
 from tests.distributed.traces import assert_equal, checked, slices
 
 ROOT = Path(__file__).parent.parent
@@ -129,14 +127,6 @@ def test_an_example_says_what_is_missing() -> None:
         assert done.returncode == 0, done.stderr
 
 
-def test_regions_that_differ_are_noticed() -> None:
-    program = (
-        "import sys; sys.path.insert(0, 'examples'); import segment_images; "
-        "print(segment_images.same([[1.0, 2.0, 3.0, 4.0]], 'cell'))"
-    )
-    assert python("-c", program).stdout == "False\n"
-
-
 def test_all_examples_by_one_command(tmp_path: Path) -> None:
     """It goes on after one that fails: here, a device that no worker has."""
     names = ("hyperparameters", "scope_only")
@@ -148,68 +138,3 @@ def test_all_examples_by_one_command(tmp_path: Path) -> None:
     assert {"cuda:0", "cuda:1"} <= set(right)
     assert "DeviceNotFoundError" in done.stderr
     assert "there are batch_inference, dataframes" in python("-m", "examples", "bogus").stderr
-
-
-# -- the pictures
-
-
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The axes of the pictures that a test draws."""
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    found: list[Any] = []
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, dpi: found.append(self))
-    return found
-
-
-def lanes_of(figure: Any) -> dict[str, set[str]]:
-    """Return the lanes of a picture from the top, each with the labels of its bars."""
-    (axis,) = figure.axes
-    names = [label.get_text() for label in axis.get_yticklabels()]
-    shown: dict[str, set[str]] = {name: set() for name in names[::-1]}
-    for bars in axis.containers:
-        for bar in bars:
-            if bar.get_width():
-                shown[names[round(bar.get_y() + bar.get_height() / 2)]].add(bars.get_label())
-    return shown
-
-
-def test_a_picture_shows_a_task_on_each_of_its_devices(drawn: list[Any], tmp_path: Path) -> None:
-    from pictures import lanes
-
-    steps = ("orders", "shuffle-transfer", "shuffle-p2p", "upload", "sums", "largest")
-    ran = [
-        ReportedTask(n, prefix, f"GPU-{n % 4}", n % 4, 1.0 + n, 2.0 + n, "memory", worker="w",
-                     device_ids=(n % 4,))
-        for n, prefix in enumerate(steps)
-    ]  # fmt: skip
-    both = ReportedTask("b", "sums", "GPU-2", 2, 9, 10, "memory", worker="w", device_ids=(2, 3))
-    on_none = ReportedTask("c", "orders", None, None, 9, 10, "memory", worker="w")
-    found = [ReportedDevice(n, f"GPU-{n}", None, worker="w") for n in (3, 0, 2, 1)]
-    lanes(Report([*ran, both], found, without_device=[on_none]), tmp_path / "x.png", steps)
-    (figure,) = drawn
-    assert lanes_of(figure) == {
-        "cuda:0": {"orders", "sums"},
-        "cuda:1": {"shuffle-transfer", "largest"},
-        "cuda:2": {"shuffle-p2p", "sums"},
-        "cuda:3": {"upload", "sums"},
-        "no device": {"orders"},
-    }
-    figure.draw_without_rendering()
-    legend = figure.axes[0].get_legend().get_window_extent()
-    inside = figure.bbox
-    assert inside.x0 <= legend.x0 < legend.x1 <= inside.x1
-    assert inside.y0 <= legend.y0 < legend.y1 <= inside.y1
-
-
-def test_a_picture_orders_the_devices(drawn: list[Any], tmp_path: Path) -> None:
-    from larger_than_memory import MIB, draw
-
-    sizes = {"device_memory_limit": 8 * MIB, "memory_held": MIB, "memory_spilled": MIB}
-    found = [ReportedDevice(n, f"GPU-{n}", None, **sizes) for n in (3, 0, 2, 1)]
-    draw(Report((), found), tmp_path / "x.png")
-    (figure,) = drawn
-    assert list(lanes_of(figure)) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]

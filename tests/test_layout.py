@@ -97,23 +97,6 @@ def test_the_scheduler_loads_no_cuda() -> None:
     assert "cuda" not in imported(*modules_of("scheduler"))
 
 
-@pytest.mark.parametrize(
-    "contract",
-    [
-        "imports point one way",
-        "driver, cuda and errors need no dask",
-        "transfer needs no distributed",
-        "the scheduler uses no CUDA",
-        "the client does not reach into a worker",
-    ],
-)
-def test_what_make_lint_checks(contract: str) -> None:
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    contracts = {one["name"]: one for one in config["tool"]["importlinter"]["contracts"]}
-    assert contracts[contract]["type"] in {"layers", "forbidden"}
-    assert "lint-imports" in (ROOT / "Makefile").read_text()
-
-
 def test_every_room_is_in_the_layers() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (layers,) = (

@@ -8,33 +8,21 @@ import types
 
 import pynvml
 import pytest
-from cuda.bindings.driver import CUcontext, CUresult
 
 from dask_devctx import Context, Device, devices, driver
 from dask_devctx.cuda import discovery
 from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.errors import (
-    DriverError,
     DriverUnavailableError,
     VisibleDevicesError,
 )
+from tests.conftest import Replacing
 
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
-
-
-class Nvml:
-    """A simulated NVML of which some functions answer otherwise."""
-
-    def __init__(self, nvml, **replaced):
-        self._nvml = nvml
-        vars(self).update(replaced)
-
-    def __getattr__(self, name):
-        return getattr(self._nvml, name)
 
 
 def refuse(code):
@@ -45,7 +33,7 @@ def refuse(code):
 
 
 def use_nvml(machine, **replaced):
-    return driver.use(Backend(machine.driver, Nvml(machine.nvml, **replaced), machine))
+    return driver.use(Backend(machine.driver, Replacing(machine.nvml, **replaced), machine))
 
 
 def found(machine):
@@ -103,16 +91,6 @@ def test_another_library_started_cuda_first(machine, monkeypatch):
         hidden.set_current()
 
 
-def test_current_device_that_the_environment_hides(machine, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    machine.driver.cuInit(0)
-    machine.driver.cuCtxSetCurrent(machine.driver.cuDevicePrimaryCtxRetain(0)[1])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(VisibleDevicesError, match="which the variable hides"):
-        Device.current()
-    machine.driver.cuCtxSetCurrent(CUcontext(0))
-
-
 # -- several kinds of GPU
 
 
@@ -123,25 +101,14 @@ def mixed(machine):
     return machine
 
 
-class FastestFirst:
-    """A driver that puts the machine's last two devices first, as CUDA would with faster ones."""
-
-    def __init__(self, driver):
-        self._driver = driver
-
-    def __getattr__(self, name):
-        return getattr(self._driver, name)
-
-    def cuInit(self, flags):
-        result = self._driver.cuInit(flags)
-        self._driver._visible.sort(key=lambda shown: shown[0].compute_capability, reverse=True)
+def test_the_driver_orders_several_kinds(mixed):
+    def cuInit(flags):
+        """Put the machine's last two devices first, as CUDA does with faster ones."""
+        result = mixed.driver.cuInit(flags)
+        mixed.driver._visible.sort(key=lambda shown: shown[0].compute_capability, reverse=True)
         return result
 
-    cuInit.__name__ = "cuInit"
-
-
-def test_the_driver_orders_several_kinds(mixed):
-    with driver.use(Backend(FastestFirst(mixed.driver), mixed.nvml, mixed)):
+    with driver.use(Backend(Replacing(mixed.driver, cuInit=cuInit), mixed.nvml, mixed)):
         assert found(mixed) == [2, 3, 0, 1]
         assert [device.info.nvml_index for device in devices()] == [2, 3, 0, 1]
         assert Device(0).name == "Simulated GPU"
@@ -182,7 +149,7 @@ def test_no_driver_library():
 
     machine = SimulatedMachine(1)
     nothing = types.SimpleNamespace(cuInit=missing, cuCtxGetCurrent=missing)
-    nvml = Nvml(machine.nvml, nvmlInit=refuse(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
+    nvml = Replacing(machine.nvml, nvmlInit=refuse(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND))
     with driver.use(Backend(nothing, nvml)):
         with pytest.raises(DriverUnavailableError, match=r"there is no CUDA driver: libcuda\.so"):
             Device(0)
@@ -213,12 +180,6 @@ def test_without_the_bindings(module, simulated, child):
         assert "Install both for this Python" in line
 
 
-def test_nvml_shows_no_gpu(machine):
-    with use_nvml(machine, nvmlDeviceGetCount=lambda: 0):
-        inventory = discovery.inventory(driver.backend())
-        assert (inventory.source, len(inventory.devices)) == ("driver", 4)
-
-
 def test_what_nvml_leaves_open_is_none(machine):
     no = refuse(pynvml.NVML_ERROR_NOT_SUPPORTED)
     with use_nvml(
@@ -247,42 +208,6 @@ def test_what_nvml_leaves_open_is_none(machine):
         assert machine.gpus[1].primary is None
 
 
-def test_affinity_without_a_cpu_is_unknown(machine):
-    with use_nvml(machine, nvmlDeviceGetCpuAffinity=lambda handle, words: [0] * words):
-        assert Device(0).info.cpu_affinity is None
-
-
-def test_gpu_that_is_lost_later(machine):
-    device = Device(1)
-    driver.backend().driver()
-    machine.gpus[1].lost = True
-    with pytest.raises(DriverError, match="CUDA_ERROR_DEVICE_UNAVAILABLE"), device:
-        pytest.fail("it is gone")
-    with pytest.raises(DriverError, match="CUDA_ERROR_DEVICE_UNAVAILABLE"):
-        device.memory_info  # noqa: B018
-    assert Device(0).memory_info.total == 16 * 2**30
-
-
-def test_gpu_that_only_the_driver_knows(machine):
-    def uuid(handle):
-        if handle is machine.gpus[1]:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return handle.uuid
-
-    with use_nvml(machine, nvmlDeviceGetUUID=uuid):
-        assert found(machine) == [0, 1, 2, 3]
-        assert [device.info.nvml_index for device in devices()] == [0, None, 2, 3]
-
-
-def test_lost_gpu_and_no_driver(machine):
-    machine.gpus[1].lost = True
-    machine.faults.inject("cuInit", CUresult.CUDA_ERROR_UNKNOWN)
-    assert found(machine) == [0, 2, 3]
-    assert "the CUDA driver cannot say what it shows" in "".join(
-        discovery.inventory(driver.backend()).problems
-    )
-
-
 # -- MIG
 
 M0, M1 = (f"MIG-{n}0000000-0000-0000-0000-000000000000" for n in "12")
@@ -299,6 +224,3 @@ def test_mig_instance(machine, monkeypatch):
     with device:
         assert Device.current() is device
     device.primary_context.release()
-
-
-# -- where the simulated machine is

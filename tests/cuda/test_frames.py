@@ -70,26 +70,3 @@ def test_a_generator_that_waits_goes_on() -> None:
     assert isinstance(error, ValueError)
     clear_frames(error)
     assert next(going) == "still has its array"
-
-
-async def publish_later(errors: list[Exception]) -> str:
-    try:
-        raise ValueError("published")
-    except ValueError as error:
-        errors.append(error)
-    await _Once()
-    return "goes on"
-
-
-class _Once:
-    def __await__(self) -> Generator[None]:
-        yield
-
-
-def test_a_coroutine_that_waits_goes_on() -> None:
-    errors: list[Exception] = []
-    going = publish_later(errors)
-    going.send(None)
-    clear_frames(errors[0])
-    with pytest.raises(StopIteration, match="goes on"):
-        going.send(None)

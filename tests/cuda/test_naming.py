@@ -7,8 +7,6 @@ import pickle
 import numpy as np
 import pytest
 from cuda.bindings.driver import CUdevice
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dask_devctx import Device
 from dask_devctx.cuda import naming
@@ -196,21 +194,3 @@ def test_not_there(which, hint):
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     # distributed sends an error's context along: the object itself must not be in it
     assert error.__context__ is None or pickle.dumps(error.__context__.args)
-
-
-@given(st.text(max_size=12))
-def test_any_text_is_found_or_told(text):
-    try:
-        found = find(text)
-    except DeviceNotFoundError as error:
-        found = error
-    assert found in (None, 0, 1, 2) or found.requested == text
-
-
-@given(st.integers())
-def test_any_number_is_found_or_told(number):
-    if number in range(3):
-        assert find(number) == number
-    else:
-        with pytest.raises(DeviceNotFoundError):
-            find(number)

@@ -62,49 +62,6 @@ class _Tell:
         return getattr(self._inner, name)
 
 
-def test_two_drivers_in_one_process_keep_their_own_addresses(machine: SimulatedMachine) -> None:
-    other, plain = SimulatedMachine(2), SimulatedMachine(2)
-    mine = Device(1)
-    with driver.use(addressed(other)):
-        theirs = Device(1)
-    with driver.use(plain.backend()):
-        third = Device(1)
-    with mine, theirs, third, mine:
-        assert open_scopes() == (mine, theirs, third, mine)
-        for backend in (mine._backend, theirs._backend, third._backend):
-            assert backend.current_context() != 0
-    for backend in (mine._backend, theirs._backend, third._backend):
-        assert backend.current_context() == 0
-
-
-def test_a_set_that_fails_after_it_was_done_is_undone(machine: SimulatedMachine) -> None:
-    outer, device = Device(0), Device(1)
-    with device:
-        pass
-    with outer:
-
-        def done_all_the_same(context: object) -> bool:
-            machine.driver._thread.stack[-1] = machine.driver._known(device._handle)
-            return True
-
-        machine.faults.inject("cuCtxSetCurrent", ILLEGAL, when=done_all_the_same)
-        with pytest.raises(DriverError):
-            device.__enter__()
-        assert open_scopes() == (outer,)
-        assert Device.current() is outer
-
-
-def test_a_failing_get_leaves_the_thread_as_it_was(machine: SimulatedMachine) -> None:
-    device = Device(1)
-    with device:
-        pass
-    machine.faults.inject("cuCtxGetCurrent", ILLEGAL)
-    with pytest.raises(DriverError) as caught, device:
-        pass
-    assert (caught.value.function, caught.value.code) == ("cuCtxGetCurrent", int(ILLEGAL))
-    assert open_scopes() == ()
-
-
 def test_short_functions_are_called_by_their_address() -> None:
     seen = []
 
@@ -219,29 +176,6 @@ def test_the_stack_behaves_as_the_list_that_it_stands_in_for() -> None:
     assert [len(found) for found in done] == [36, 0]
 
 
-def test_an_entry_that_cannot_be_judged_is_refused() -> None:
-    class Neither:
-        def __bool__(self) -> bool:
-            raise ZeroDivisionError
-
-    done: list[int] = []
-
-    def use() -> None:
-        mine = stack()
-        mine.append(("scope", 1, 0))
-        with pytest.raises(ZeroDivisionError):
-            mine.append(("scope", 1, Neither()))  # type: ignore[arg-type]
-        with pytest.raises(ZeroDivisionError):
-            mine[0] = ("other", 1, Neither())  # type: ignore[assignment]
-        assert mine.pop() == ("scope", 1, 0)
-        done.append(len(mine))
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert done == [0]
-
-
 def test_the_handles_that_last_are_a_set() -> None:
     handles = native.Native(1, 1)  # never called
     assert 0 in handles
@@ -301,15 +235,6 @@ def test_scopes_hold_on_to_nothing(machine: SimulatedMachine) -> None:
     assert gone() is None
 
 
-def test_a_scope_in_a_cycle_is_collected(machine: SimulatedMachine) -> None:
-    probe = Probe(Device(1))
-    probe.extra = probe
-    gone = weakref.ref(probe)
-    del probe
-    gc.collect()
-    assert gone() is None
-
-
 def test_a_threads_stack_dies_with_the_thread(machine: SimulatedMachine) -> None:
     device = Device(1)
     references: list[weakref.ref[Probe]] = []
@@ -323,75 +248,6 @@ def test_a_threads_stack_dies_with_the_thread(machine: SimulatedMachine) -> None
     thread.start()
     thread.join()
     assert references[0]() is None
-
-
-_LETS_GO = """
-from dask_devctx import Context, Device, driver
-from dask_devctx.driver.simulated import SimulatedMachine
-from tests.addressed import addressed
-
-with driver.use(addressed(SimulatedMachine(2))) as backend:
-    own, device = Context(0), Device(1)
-    own.set_current()
-    with device:
-        pass
-    ask = backend.calls.context_id
-
-    def let_go(handle):
-        backend.native = None  # nobody but the scope has it now,
-        backend.lasting = {0}
-        device._backend = backend  # and the scope has not
-        return ask(handle)
-
-    backend.calls.context_id = let_go
-    with device:
-        assert Device.current() is device
-    assert own.is_current
-    backend.calls.context_id = ask
-    own.close()
-print("well")
-"""
-
-
-def test_addresses_that_are_let_go_of_while_a_scope_is_entered() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _LETS_GO],
-        env=os.environ | {"PYTHONMALLOC": "debug"},  # what is freed is overwritten
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr
-
-
-# -- the module
-
-_TWICE = """
-import importlib.util, sys
-import dask_devctx.driver._scope as first
-
-spec = importlib.util.spec_from_file_location("dask_devctx.driver._scope", first.__file__)
-try:
-    second = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(second)
-except ImportError as error:
-    print(error)
-from dask_devctx import Device
-with Device(1):
-    print(len(first.stack()))
-"""
-
-
-def test_is_loaded_once_in_a_process() -> None:
-    """Its state is static: a second module would share the state, with types of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", _TWICE], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.splitlines() == [
-        "dask_devctx.driver._scope can be loaded once in a process",
-        "1",
-    ], done.stderr
 
 
 # -- the same contract without it

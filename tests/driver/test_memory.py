@@ -1,4 +1,4 @@
-"""Contents of device memory, and streams, on both drivers."""
+"""Contents of device memory, streams and events, on both drivers."""
 
 # ruff: noqa: F821 - the functions run elsewhere, where the fixture `child` defines these names
 
@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from cuda.bindings.driver import CUstreamCaptureMode
 
 from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
-from dask_devctx.errors import DriverError
+from dask_devctx.errors import DeviceMemoryError, DriverError
 
 SOME = bytes(range(256)) * 16
 
@@ -48,32 +49,23 @@ def test_a_copy_within_a_device(calls, pointer, stream, which):
     assert calls.work.copy_to_host(pointer + len(SOME) + 8, len(SOME)) == SOME
 
 
-def test_a_copy_to_another_device_needs_neither_its_context_nor_peer_access(calls, pointer, stream):
-    calls.set_current(calls.contexts[1])
+@pytest.mark.parametrize("which", ["another device", "its context", "a context of this device"])
+def test_a_copy_between_contexts_needs_no_peer_access(calls, pointer, stream, which):
+    if which == "a context of this device":
+        target = calls.create(0, 0)
+    else:
+        target = calls.contexts[1]
+        calls.set_current(target)
     there = calls.work.allocate(len(SOME))
     calls.set_current(calls.contexts[0])
-    calls.work.copy(there, pointer, len(SOME), stream)
+    if which == "its context":
+        calls.work.copy_peer(there, target, pointer, calls.contexts[0], len(SOME), stream)
+    else:
+        calls.work.copy(there, pointer, len(SOME), stream)
     calls.work.stream_synchronize(stream)
     assert calls.work.copy_to_host(there, len(SOME)) == SOME
-
-
-def test_a_copy_between_contexts(calls, pointer, stream):
-    calls.set_current(calls.contexts[1])
-    there = calls.work.allocate(len(SOME))
-    calls.set_current(calls.contexts[0])
-    calls.work.copy_peer(there, calls.contexts[1], pointer, calls.contexts[0], len(SOME), stream)
-    calls.work.stream_synchronize(stream)
-    assert calls.work.copy_to_host(there, len(SOME)) == SOME
-
-
-def test_a_copy_between_contexts_of_one_device(calls, pointer):
-    own = calls.create(0, 0)
-    there = calls.work.allocate(len(SOME))
-    calls.work.copy(there, pointer, len(SOME), 0)
-    calls.synchronize()
-    assert calls.work.copy_to_host(there, len(SOME)) == SOME
-    calls.destroy(own)
-    calls.set_current(calls.contexts[0])
+    if which == "a context of this device":
+        calls.destroy(target)
 
 
 def test_memory_of_a_destroyed_context_is_none(calls):
@@ -147,24 +139,6 @@ def test_the_default_stream_is_not_destroyed(calls):
         calls.work.stream_destroy(0)
 
 
-def test_an_event_of_a_stream_of_its_own(calls, stream):
-    event = calls.work.event_create()
-    calls.work.event_record(event, stream)
-    calls.work.stream_wait(LEGACY_STREAM, event)
-    calls.work.stream_synchronize(stream)
-    assert calls.work.event_done(event)
-    calls.work.event_destroy(event)
-
-
-def test_an_event_is_recorded_on_a_stream_of_its_context_only(calls, stream):
-    calls.set_current(calls.contexts[1])
-    event = calls.work.event_create()
-    with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_HANDLE"):
-        calls.work.event_record(event, stream)
-    calls.work.stream_wait(stream, event)  # it may wait for any context's event
-    calls.set_current(calls.contexts[0])
-
-
 def test_a_copy_past_the_end_is_an_invalid_value():
     """Only on simulated devices: a real one may have other memory there, or a whole page."""
     calls = Calls(SimulatedMachine(1).driver)
@@ -196,3 +170,68 @@ def test_contents_that_nobody_writes_take_no_host_memory():
 def test_a_handle_has_64_bytes(calls, wrong):
     with pytest.raises(ValueError, match=f"a handle has 64 bytes, got {len(wrong)}"):
         calls.work.ipc_open(wrong)
+
+
+def test_memory_that_runs_out_has_its_own_error(calls):
+    with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
+        calls.work.allocate(2**50)
+    calls.work.free(calls.work.allocate(8))
+
+
+# -- events
+
+
+@pytest.mark.parametrize("which", [0, LEGACY_STREAM, PER_THREAD_STREAM, "own"])
+def test_an_event_of_an_idle_stream_is_done(calls, stream, which):
+    which = stream if which == "own" else which
+    event = calls.work.event_create()
+    assert calls.work.event_done(event)  # also before it is recorded
+    calls.work.event_record(event, which)
+    calls.work.stream_wait(LEGACY_STREAM, event)
+    calls.synchronize()
+    assert calls.work.event_done(event)
+    calls.work.event_destroy(event)
+
+
+def test_the_time_between_two_events(calls, pointer):
+    begin, end, untimed = (calls.work.event_create(timed=timed) for timed in (True, True, False))
+    for wrong in (end, untimed):  # not recorded
+        with pytest.raises(DriverError, match="INVALID_HANDLE"):
+            calls.work.event_seconds(begin, wrong)
+    calls.work.event_record(begin, LEGACY_STREAM)
+    calls.work.copy(pointer + len(SOME), pointer, len(SOME), LEGACY_STREAM)
+    for event in (end, untimed):
+        calls.work.event_record(event, LEGACY_STREAM)
+    calls.synchronize()
+    assert 0 <= calls.work.event_seconds(begin, end) < 10
+    with pytest.raises(DriverError, match="INVALID_HANDLE"):
+        calls.work.event_seconds(begin, untimed)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_whether_a_stream_is_captured(calls, blocking):
+    driver = calls.driver
+    stream = driver.cuStreamCreate(0 if blocking else 1)[1]
+    every = 0, LEGACY_STREAM, PER_THREAD_STREAM, int(stream)
+    assert [calls.work.is_capturing(one) for one in every] == [False] * 4
+    driver.cuStreamBeginCapture(stream, CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+    assert [calls.work.is_capturing(one) for one in every] == [blocking, blocking, False, True]
+    assert driver.cuStreamEndCapture(stream)[0] == 0  # no question spoilt it
+    calls.set_current(0)
+    with pytest.raises(DriverError, match=r"cuStreamIsCapturing failed .*INVALID_CONTEXT"):
+        calls.work.is_capturing(LEGACY_STREAM)
+
+
+def test_an_event_is_recorded_in_its_own_context_only(calls, stream):
+    event = calls.work.event_create()
+    with pytest.raises(DriverError, match="INVALID_HANDLE"):
+        calls.work.event_record_context(event, calls.contexts[1])
+    calls.set_current(calls.contexts[1])
+    theirs = calls.work.event_create()
+    for one, where in ((event, LEGACY_STREAM), (theirs, stream)):
+        with pytest.raises(DriverError, match="INVALID_HANDLE"):
+            calls.work.event_record(one, where)
+    calls.work.stream_wait(stream, theirs)  # it may wait for any context's event
+    calls.work.stream_wait(LEGACY_STREAM, event)
+    calls.synchronize()
+    calls.set_current(calls.contexts[0])
