@@ -114,6 +114,28 @@ def long_running(dask_worker: Worker) -> bool:
     return bool(dask_worker.state.long_running)
 
 
+def test_a_value_that_was_released_comes_back_under_a_key_that_has_another_value() -> None:
+    """A task that was cancelled while it waited for the value still runs with it."""
+    with threads(2 * MIB, 2) as client:
+        with dask.annotate(device=0):
+            first = client.submit(full, 1, key="k")
+        wait(first)
+        worker = worker_of(client)
+        memory_of(client).spill_all(Device(0))
+        poll_for(lambda: worker.data.peek("k").is_away, timeout=10)
+        kept = worker.data.peek("k")
+        first.release()
+        poll_for(lambda: "k" not in worker.data, timeout=10)
+        with dask.annotate(device=1):
+            second = client.submit(full, 2, key="k")
+        wait(second)
+        memory = memory_of(client)
+        assert int(memory.pin(kept, None).get().sum()) == 16384
+        memory.unpin([kept])
+        with dask.annotate(device=0):
+            assert client.submit(total, second, pure=False).result() == 2 * 16384
+
+
 @pytest.mark.parametrize("leaves", [True, False], ids=["leaves", "comes back"])
 def test_a_plugin_is_replaced_while_a_value_moves(leaves: bool) -> None:
     """The value was counted in the books of the plugin before."""

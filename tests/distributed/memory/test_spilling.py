@@ -15,7 +15,7 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, Worker, wait
+from distributed import Client, Worker, futures_of, wait
 
 from dask_devctx import Device, DevicePlugin, LocalDeviceCluster, SimulatedArray, driver, report
 from dask_devctx.driver.simulated import SimulatedMachine
@@ -79,36 +79,6 @@ def read(array: Any) -> Any:
 N, CHUNK = 1024, 64  # 8 MiB in chunks of 32 KiB
 
 
-def check_jobs(client: Client, *, shuffles: bool = True) -> da.Array:
-    expected = on_the_host(N, CHUNK)
-    x = array(N, CHUNK).persist()
-    wait(x)
-    assert read(x.sum().compute()) == expected.sum()
-    assert (
-        read((x + x.T).sum(axis=0).compute()).tolist()
-        == (expected + expected.T).sum(axis=0).tolist()
-    )
-    if not shuffles:
-        return x
-    rows_ = x.rechunk((N, CHUNK // 4))
-    assert read((rows_ * 3).max(axis=1).compute()).tolist() == (expected * 3).max(axis=1).tolist()
-    order = np.random.default_rng(0).permutation(N)
-    shuffled = da.take(x, order, axis=0)
-    assert read(shuffled[: 2 * CHUNK, :CHUNK].compute()).tolist() == (
-        expected[order][: 2 * CHUNK, :CHUNK].tolist()
-    )
-    return x
-
-
-@pytest.mark.long
-def test_an_array_of_four_times_the_memory() -> None:
-    with threads() as client:
-        x = check_jobs(client)
-        found = counts(client)
-        assert found["spills"] > 0 < found["unspills"]
-        assert found["memory_spilled"] + found["memory_held"] >= x.nbytes
-
-
 def test_through_the_disk(tmp_path: Any) -> None:
     with (
         dask.config.set({"distributed.worker.memory.spill": False}),
@@ -145,6 +115,29 @@ def test_the_limit_holds() -> None:
 
 def full(n: int) -> SimulatedArray:
     return SimulatedArray.asarray(np.full(16384, n))
+
+
+# -- nobody sees the stand-in
+
+
+def test_every_reader_gets_the_value() -> None:
+    with threads() as client:
+        x = array(N, CHUNK).persist()
+        wait(x)
+        keys = [str(key) for key in client.run(lambda dask_worker: list(dask_worker.data))]
+        assert keys
+        kinds = client.run(
+            lambda dask_worker: {
+                *(type(value).__name__ for value in dask_worker.data.values()),
+                *(type(dask_worker.data[key]).__name__ for key in list(dask_worker.data)),
+            }
+        )
+        assert set().union(*kinds.values()) == {"SimulatedArray"}
+        with dask.annotate(device="none"):
+            names = client.map(lambda one: type(one).__name__, list(futures_of(x)), pure=False)
+        assert set(client.gather(names)) == {"SimulatedArray"}
+        kinds_here = {type(one.result()).__name__ for one in futures_of(x)}
+        assert kinds_here == {"SimulatedArray"}
 
 
 # -- values that share memory
