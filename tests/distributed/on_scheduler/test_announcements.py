@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import Any
 
 import dask
 import pytest
 from distributed import Client, Scheduler, Worker, rpc
-from distributed.utils_test import captured_logger
+from distributed.utils_test import async_poll_for, captured_logger
 
 from dask_devctx import Device, DeviceNotFoundError, DevicePlugin
 from dask_devctx.scheduler import routing
@@ -123,8 +122,7 @@ async def test_a_scheduler_that_was_not_reached_is_told_again(
     with captured_logger("dask_devctx") as log:
         await client.register_plugin(DevicePlugin())
         assert failed
-        while routing.DeviceRouting.name not in scheduler.plugins:
-            await asyncio.sleep(0.05)
+        await async_poll_for(lambda: routing.DeviceRouting.name in scheduler.plugins, timeout=10)
     assert "Tasks that name a device" not in log.getvalue()
     with dask.annotate(device=Device(2).uuid):
         assert await client.submit(uuid_here) == Device(2).uuid

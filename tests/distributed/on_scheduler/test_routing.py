@@ -13,6 +13,7 @@ from typing import Any
 import dask
 import pytest
 from distributed import Client, Event, LocalCluster, Worker, get_worker
+from distributed.utils_test import poll_for
 
 from dask_devctx import (
     DevctxError,
@@ -32,13 +33,6 @@ def worker_and_device() -> tuple[str, int]:
     device = Device.current()
     assert device is not None
     return get_worker().address, device.device_id
-
-
-def until(client: Client, *, finished: Any, timeout_s: float = 10) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not finished():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -102,7 +96,7 @@ def test_a_task_whose_device_was_lost_waits(comes_back: bool) -> None:
         lose(cluster, holder(cluster, 3))
         start = time.monotonic()
         future = run_on(client, 3)
-        until(client, finished=lambda: cluster.scheduler.unrunnable)
+        poll_for(lambda: cluster.scheduler.unrunnable, timeout=10)
         if comes_back:
             client.sync(join, cluster)
             assert future.result(timeout=20) == Device(3).uuid
@@ -127,7 +121,7 @@ def test_a_task_whose_worker_was_scaled_away_fails_at_once(how: str) -> None:
             cluster.scale(1)
         else:
             client.sync(leaving.close)
-        until(client, finished=lambda: len(cluster.scheduler.workers) == 1)
+        poll_for(lambda: len(cluster.scheduler.workers) == 1, timeout=10)
         future = run_on(client, 3)
         go.set()
         for one in (future, later):

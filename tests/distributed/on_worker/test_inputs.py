@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import dask
@@ -112,11 +113,9 @@ async def test_inputs_move_while_the_task_waits(client: Client, worker: Worker) 
         await x
     with dask.annotate(device=1):
         busy = client.submit(time.sleep, 1.0, pure=False)
-        while worker.state.executing_count == 0:
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: worker.state.executing_count != 0, timeout=10)
         waiting = client.submit(where, x, pure=False)
-        while not traffic(worker):
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: traffic(worker), timeout=10)
         assert not busy.done()
         assert not waiting.done()
         assert await waiting == (1,)
@@ -144,11 +143,7 @@ def pass_gate(name: str) -> bool:
     return _gates[name].wait(10)
 
 
-async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+until = partial(async_poll_for, timeout=20)
 
 
 @one_worker()

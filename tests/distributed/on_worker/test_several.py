@@ -17,6 +17,7 @@ import dask
 import numpy as np
 import pytest
 from distributed import Worker, get_worker, secede
+from distributed.utils_test import async_poll_for
 
 from dask_devctx import (
     DevctxError,
@@ -459,8 +460,7 @@ async def test_the_plugins_end_lets_those_that_wait_run(client: Any, worker: Any
         first = client.submit(hold, key="first")
         second = client.submit(mine, key="second")
         admission = worker.plugins["devctx"].extension.admission
-        while not admission.waiting_for(Device(0)):
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: admission.waiting_for(Device(0)), timeout=10)
         await client.unregister_worker_plugin("devctx")
         Seen.go_on.set()
         assert await first == await second == (0, 1, 2, 3)
@@ -482,8 +482,7 @@ async def test_an_actor_that_is_made_after_the_plugins_end_holds_no_one_back(
     with dask.annotate(devices="all"):
         made = client.submit(Slow, actor=True)
         waiting = client.submit(mine, key="waits")
-        while not admission.waiting_for(Device(0)):
-            await asyncio.sleep(0.01)
+        await async_poll_for(lambda: admission.waiting_for(Device(0)), timeout=10)
     if again:
         await client.register_plugin(DevicePlugin())
     else:
@@ -512,8 +511,8 @@ async def test_a_worker_closes_while_claims_wait(
     await client.register_plugin(DevicePlugin())
     with dask.annotate(devices="all", **theirs):
         futures = [client.submit(hold, key="first"), client.submit(mine, key="second")]
-    while not worker.plugins["devctx"].extension.admission.waiting_for(Device(0)):
-        await asyncio.sleep(0.01)
+    admission = worker.plugins["devctx"].extension.admission
+    await async_poll_for(lambda: admission.waiting_for(Device(0)), timeout=10)
     asyncio.get_running_loop().call_later(0.2, Seen.go_on.set)
     start = time.monotonic()
     await asyncio.wait_for(worker.close(executor_wait=not theirs), 10)
