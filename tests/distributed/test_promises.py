@@ -25,7 +25,6 @@ from tests.distributed.devices import on_cluster
 
 def promise(*nthreads: int, config: dict[str, Any] | None = None, **how: Any) -> Any:
     """A test on a cluster, by default of two workers, that have the plugin."""
-
     settings = {**(config or {}), "distributed.worker.preload": ["dask_devctx"]}
     return on_cluster(*nthreads or (2, 2), config=settings, **how)
 

@@ -37,7 +37,6 @@ transformers, geometric = Lazy("transformers"), Lazy("torch_geometric.data")
 
 def numbers(value: Any) -> Any:
     """Return what a value is and has, after some work on the current device, which is its own."""
-
     if isinstance(value, dict):
         return {str(key): numbers(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
@@ -404,7 +403,6 @@ def _numba(order: str = "C") -> Any:
 
 
 def _jax() -> Any:
-
     ordinal = Device.current().device_id  # type: ignore[union-attr]
     (found,) = [one for one in jax.local_devices() if one.local_hardware_id == ordinal]
     return jax.device_put(jax.numpy.arange(24.0).reshape(4, 6), found)
@@ -453,12 +451,10 @@ def use(name: str, value: Any) -> Any:
 
 def use_at_home(name: str, value: Any) -> Any:
     """Return what the use gives on the device where the value is."""
-
     with next(iter(nbytes_by_device(value)), Device(0)):
         return use(name, value)
 
 
 def where(value: Any) -> list[int]:
     """Return the ordinals of the devices that a value is on."""
-
     return sorted(device.device_id for device in nbytes_by_device(value))

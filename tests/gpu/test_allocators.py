@@ -39,7 +39,6 @@ def installed() -> list[str]:
 
 
 def allocate(libraries: list[str]) -> dict[str, Any]:
-
     device = Device.current()
     assert device is not None
     seen: dict[str, Any] = {"device": device.device_id, "pid": os.getpid()}
@@ -98,7 +97,6 @@ def total(array: Any) -> list[int]:
 
 def through_rmm() -> dict[str, Any]:
     """A pool for each worker and device, before the first task and after a restart."""
-
     seen: dict[str, Any] = {"libraries": installed()}
     with (
         LocalDeviceCluster(
@@ -140,7 +138,6 @@ def current_resource() -> str:
 
 def each_resource() -> dict[str, Any]:
     """Each kind of resource on both devices of one worker, and the earlier ones afterwards."""
-
     kinds: dict[str, dict[str, Any]] = {
         "managed": {"rmm_managed_memory": True},
         "async": {"rmm_async": True, "rmm_release_threshold": "1 GiB"},
@@ -163,7 +160,6 @@ def each_resource() -> dict[str, Any]:
 
 def cupy_async() -> dict[str, Any]:
     """CuPy's asynchronous pools in a worker of the second GPU, and the usual one afterwards."""
-
     seen: dict[str, Any] = {}
     with (
         LocalDeviceCluster(

@@ -76,7 +76,6 @@ def allocate(library: str, nbytes: int) -> int:
 
 
 def start(stack: ExitStack) -> Any:
-
     cluster = stack.enter_context(LocalDeviceCluster(n_workers=1, dashboard_address=":0"))
     return stack.enter_context(Client(cluster))
 
@@ -94,7 +93,6 @@ def describe(error: BaseException | None) -> dict[str, Any]:
 
 
 def failing() -> dict[str, Any]:
-
     with ExitStack() as stack:
         client = start(stack)
         first = client.map(square_sum, range(20))
@@ -118,7 +116,6 @@ def failing() -> dict[str, Any]:
 
 
 def one_tebibyte(library: str) -> dict[str, Any]:
-
     with ExitStack() as stack:
         client = start(stack)
         (before,) = client.run(os.getpid).values()

@@ -31,7 +31,6 @@ BREAKS = 20
 
 class Pair:
     def __init__(self) -> None:
-
         dask.config.set({"distributed.comm.timeouts.connect": "5s"})
         one = {"devices": [0], "shared": True}
         self.cluster = LocalDeviceCluster(
@@ -75,7 +74,6 @@ class Pair:
                 time.sleep(0.2)
 
     def ways(self) -> dict[str, int]:
-
         found: dict[str, int] = {}
         for row in report(self.client).transfers:
             found[row.transport] = found.get(row.transport, 0) + row.copies
@@ -83,7 +81,6 @@ class Pair:
 
     def reasons(self) -> list[str]:
         """Return the reasons why values went through the host."""
-
         return [
             row.reason or "unknown"
             for row in report(self.client).transfers
@@ -150,12 +147,10 @@ def least(x: Any) -> float:
 
 
 def leave_out(name: str) -> None:
-
     setattr(Lane, name, lambda self, *args: None)
 
 
 def order(left_out: str) -> Any:
-
     pair = Pair()
     pair.meet()
     before = pair.ways()
@@ -185,7 +180,6 @@ def illegal() -> None:
 
 
 def broken(how: str) -> Any:
-
     pair = Pair()
     wrong = killed_others = 0
     for n in range(BREAKS):

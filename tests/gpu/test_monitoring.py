@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(320)]
 
 
 def observe(n_workers: int) -> dict[str, Any]:
-
     import cupy
     import pynvml
 

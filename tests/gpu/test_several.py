@@ -166,7 +166,6 @@ def test_work_of_several_gpus_beside_that_of_one(name: str, count: int) -> None:
 
 @pytest.mark.gpu(count=2)
 def test_the_driver_ranks_links() -> None:
-
     with driver.use(backends.real()):
         rank = link_rank(Device(0), Device(1))
     print(json.dumps({"rank": rank}))

@@ -60,7 +60,6 @@ KINDS: dict[str, Callable[[], Any]] = {
 
 
 def active(dask_worker: Any) -> list[int]:
-
     gc.collect()
     return [d.device_id for d in devices() if Device(d).primary_context.is_active]
 
@@ -74,7 +73,6 @@ def read(array: Any) -> Any:
 
 
 def send_everything() -> dict[str, Any]:
-
     seen: dict[str, Any] = {}
     for name, make_it in KINDS.items():
         if importlib.util.find_spec(re.match(r"\w+", name)[0]) is None:  # type: ignore[index]
