@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, Final
 
 from dask._task_spec import DataNode, GraphNode, Task
@@ -16,16 +17,13 @@ from dask_devctx.dask_internals.replacing import replaced
 
 logger = logging.getLogger(__name__)
 
-# A node of dask's graph: a task, a value, or a container of further nodes.
-Node: Final[Any] = GraphNode
 FAILED: Final = ExecuteFailureEvent
-
-
-def node_parts(node: Any) -> tuple[Any, ...]:
-    """Return the function, values and nodes that a node holds; nothing for any other object."""
-    if isinstance(node, Task):
-        return (node.func, *node.args, *node.kwargs.values())
-    return (node.value,) if isinstance(node, DataNode) else ()
+# By type: a function that returns what a node holds.
+NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
+    Task: attrgetter("func", "args", "kwargs"),
+    DataNode: lambda node: (node.value,),
+    GraphNode: lambda node: (),
+}
 
 
 class TaskStandIn:

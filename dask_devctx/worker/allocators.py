@@ -27,8 +27,6 @@ _NO_LIMIT_NBYTES = 2**64 - 1
 
 # The libraries of this process that allocate through RMM for good.
 _lasting: set[str] = set()
-# CuPy's allocator before this process's workers set one, and then those of the workers.
-_of_workers: list[Callable[[int], Any]] = []
 
 
 @contextmanager
@@ -135,22 +133,14 @@ def _through_rmm(library: str) -> AbstractContextManager[None]:
 @contextmanager
 def _cupy_allocator(allocator: Callable[[int], Any]) -> Iterator[None]:
     """While it is open, CuPy uses an allocator; one that other code sets meanwhile stays."""
-    # CuPy has one allocator for a process. Its workers may end in any order: the allocator of the
-    # worker that came last among those that are there is used, and in the end the earlier one.
     cuda = import_module("cupy").cuda
-    if not _of_workers:
-        _of_workers.append(cuda.get_allocator())
-    _of_workers.append(allocator)
+    before = cuda.get_allocator()
     cuda.set_allocator(allocator)
     try:
         yield
     finally:
-        # The last of those that are equal; all of them are the same function.
-        del _of_workers[len(_of_workers) - 1 - _of_workers[::-1].index(allocator)]
         if cuda.get_allocator() == allocator:
-            cuda.set_allocator(_of_workers[-1])
-        if len(_of_workers) == 1:
-            _of_workers.clear()
+            cuda.set_allocator(before)
 
 
 @contextmanager

@@ -5,10 +5,7 @@ They are sent as tuples, and arrive as lists: ``read`` makes them what they were
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple, Self
-
-# Processes with another number refuse each other. It changes with any message here.
-PROTOCOL: Final = 3
+from typing import Any, NamedTuple, Self
 
 
 class Place(NamedTuple):
@@ -23,30 +20,6 @@ class Place(NamedTuple):
     def read(cls, given: Any) -> Self:
         number, handle, offset, nbytes = given
         return cls(number, bytes(handle), offset, nbytes)
-
-
-class Hello(NamedTuple):
-    """The question whether another worker shows its memory: who asks, in which process and host."""
-
-    protocol: int
-    address: str
-    process: str
-    host: str
-
-
-class Shown(NamedTuple):
-    """The answer: the name of the worker's memory, and a place with known content to try it on."""
-
-    memory: str
-    place: Place
-    content: bytes
-
-
-class Refused(NamedTuple):
-    """The other answer: the reason, and whether it passes."""
-
-    reason: str
-    passes: bool
 
 
 class Described(NamedTuple):

@@ -68,6 +68,7 @@ class Staging:
         self.limit = max(limit, _LEAST)
         self.used_at = time.monotonic()
         self.nbytes = 0  # of all allocated buffers, the retired ones included
+        self.refused = ""  # why the device cannot export memory
         self._work = device._backend.calls.work
         self._buffers: list[Buffer] = []
         self._lock = threading.Lock()
@@ -144,8 +145,9 @@ class Staging:
                 raise
             try:
                 handle = self._work.ipc_export(pointer)
-            except BaseException:
+            except BaseException as error:
                 self._work.free(pointer)
+                self.refused = f"its device cannot show its memory: {error}"
                 raise
         with self._lock:
             self.nbytes += wanted

@@ -22,11 +22,10 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.dask_internals.worker import larger_messages, metric, told_who_leaves
 from dask_devctx.errors import DriverError
-from dask_devctx.transfer.ipc.messages import Hello
 from dask_devctx.transfer.ipc.sending import Staging
-from dask_devctx.worker.peers import pairs, receive
+from dask_devctx.worker.peers import receive
 from dask_devctx.worker.peers.connections import Connections, Message
-from dask_devctx.worker.peers.local import FAMILY, MEMORY, Local
+from dask_devctx.worker.peers.local import Local
 from dask_devctx.worker.peers.pairs import Pairs
 from dask_devctx.worker.peers.receive import Receiver
 from dask_devctx.worker.peers.send import Prepared, Sender, on_devices
@@ -86,7 +85,7 @@ class PeerTransfers:
         with ExitStack() as steps:
             self._connections = Connections(
                 worker,
-                self._settle,
+                lambda address: self._pairs.says(address) if self._uses_ipc else "",
                 Receiver(local, self._pairs).complete,
                 self._prepare,
                 has_failed,
@@ -97,8 +96,7 @@ class PeerTransfers:
                 for device in devices:
                     limit = _limit(device, staging, limits.get(device))
                     local.stagings[device] = Staging(device, limit)
-                answers = {pairs.HELLO: self._hello, CLOSE: self._close_buffers}
-                steps.enter_context(answering(worker, answers))
+                steps.enter_context(answering(worker, {CLOSE: self._close_buffers}))
                 steps.enter_context(told_who_leaves(worker, self._worker_left))
                 most = min(staging.limit for staging in local.stagings.values()) // _AT_A_TIME
                 steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, most)))
@@ -115,7 +113,6 @@ class PeerTransfers:
         self._steps.close()
 
     def _end(self) -> None:
-        self._pairs.close()
         self._local.opened.close()
         # A worker that closes frees no staging memory: it goes with its process.
         if self._local.worker.status is Status.closing:
@@ -132,27 +129,18 @@ class PeerTransfers:
         finally:
             self._local.executor.shutdown(wait=False)
 
-    async def _hello(self, said: Any, **_: object) -> Any:
-        return await self._pairs.hello(Hello(*said))
-
     async def _close_buffers(self, said: Any, **_: object) -> bool:
         """Close buffers of another worker, which names its memory and their numbers."""
         return bool(await self._local.run(self._local.opened.close, *said))
 
-    # -- the callbacks of the connections
-
-    async def _settle(self, address: str) -> str:
-        return await self._pairs.settle(address) if self._uses_ipc else ""
-
     async def _prepare(self, who: str, said: str, msg: Message) -> Prepared | None:
-        """Stage the values for another worker, which says that it can read them or why not."""
-        local, places, reason = self._local, {}, said or "it does not say that it can read them"
+        """Stage the values for another worker, which says who it is or why it cannot read them."""
+        local, places = self._local, {}
+        reason = self._pairs.why_not(said) if self._uses_ipc else "the option ipc is False"
         if who and local.devices:
-            if who in self._pairs.peers:
-                self._pairs.hide(self._pairs.peers[who])
-            by_ipc = self._uses_ipc and said == local.name
-            places = on_devices(msg["data"], local.devices, local.store(), staged=by_ipc)
-            if by_ipc and places:
+            places = on_devices(msg["data"], local.devices, local.store(), staged=not reason)
+            if places and not reason:
+                self._pairs.readers.add(who)
                 prepared = await self._sender.prepare(who, msg, places)
                 if not isinstance(prepared, str):
                     return prepared
@@ -162,11 +150,6 @@ class PeerTransfers:
         if (store := local.store()) is not None:
             for made in await store.readable(msg["data"]):
                 made.hold_back_readers()
-        if self._uses_ipc and said != local.name and said.startswith(MEMORY):
-            reason = "it knows this worker's memory by an earlier name"
-            msg = {**msg, FAMILY: ()}
-        elif not self._uses_ipc:
-            reason = "the option ipc is False"
         self.traffic.sent_by_dask(places, who, reason)
         return msg, lambda read: None
 
@@ -240,7 +223,8 @@ class PeerTransfers:
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                 # dask tries for longer than this to connect to a process that is gone.
                 pool.reuse(address, await pool.connect(address, timeout=_CONNECT_TIMEOUT_S))
-                said = await self._local.call(address, CLOSE, (self._local.name, numbers))
+                close = getattr(self._local.worker.rpc(address), CLOSE)
+                said = await close(said=(self._local.name, numbers))
         except OSError as error:
             if isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError):
                 return False

@@ -33,6 +33,11 @@ logger = logging.getLogger(__name__)
 Message = dict[str, Any]
 Ended = Callable[[bool], None]
 
+
+class ReadThroughHostError(CommClosedError):  # type: ignore[misc]
+    """Values cannot be read from staging memory, and are to be asked for again."""
+
+
 # Between the address of the worker that asks and what it says, in a field that dask only logs:
 # each request says for itself whether its answer can be read.
 SAYS: Final = "#"
@@ -47,7 +52,7 @@ class Connections:
     # both sides wait without end. Here, such a connection is closed.
 
     worker: Worker
-    settle: Callable[[str], Awaitable[str]]  # what to say to a worker that is asked for data
+    says: Callable[[str], str]  # what to say to a worker that is asked for data
     complete: Callable[[str, Message], Awaitable[None]]  # a worker's answer, before dask sees it
     # Given who asks, what it says and an answer: other values to send, and a function to call with
     # whether they were read.
@@ -121,7 +126,7 @@ class _Asking:
         of = self.connections
         if not of.is_open or not isinstance(msg, dict) or msg.get("op") != "get_data":
             return await self._write(msg, *args, **kwargs)
-        request, said = msg, await of.settle(self._address)
+        request, said = msg, of.says(self._address)
         if (said or of.takes_host_forms()) and msg.get("who"):
             msg = {**msg, "who": f"{msg['who']}{SAYS}{said}"}
         of.under_way += 1
@@ -159,16 +164,22 @@ class _Asking:
             # If a pickle is too short, dask takes its end for the end of the connection.
             too_short = self._comm.closed() and isinstance(error.__context__, EOFError)
             is_lost = not too_short and (isinstance(error, CommClosedError) or self._comm.closed())
+            ask_again = isinstance(error, ReadThroughHostError) and not self._comm.closed()
             self._comm.abort()  # the rest of the answer is not read
-            if is_lost or not isinstance(error, Exception):
+            if (is_lost and not ask_again) or not isinstance(error, Exception):
                 raise
             failure: Any = error.__context__ if too_short else error
+        if ask_again:
+            clear_frames(failure)
+            self._answered = True
+            data = await data_of(of.worker, address, list(request["keys"]), request.get("who"))
+            return {"status": "OK", "data": data}
         logger.warning("an answer from %s could not be read", address, exc_info=failure)
         if UNREAD.get() is None:  # no task asked
             raise failure
         self._answered = True
         keys = list(request["keys"])
-        data: dict[Hashable, Any] = {}
+        data = {}
         if len(keys) == 1:
             could_not_be_read(keys[0], failure, address, device_failed=of.has_failed())
         else:

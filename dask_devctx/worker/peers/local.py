@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 # The name of staged values among distributed's serializers, and of a message's entry about them.
 FAMILY: Final = "devctx-ipc"
-# The beginning of the name of a worker's staging memory; a reason not to read it begins otherwise.
-MEMORY: Final = "ipc:"
 # Values up to this size change no thread, if their copies take only microseconds.
 QUICK_NBYTES: Final = 2**20
 QUICK_S: Final = 300e-6
@@ -113,16 +111,12 @@ class Local:
 
     def __post_init__(self) -> None:
         self.traffic = Traffic("ucx" if is_ucx(self.worker.address) else "host")
-        self.name = f"{MEMORY}{uuid.uuid4().hex}"  # of its staging memory
+        self.name = uuid.uuid4().hex  # of its staging memory
         self.executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="devctx-ipc")
 
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function on a thread that may wait."""
         return await asyncio.get_running_loop().run_in_executor(self.executor, function, *args)
-
-    async def call(self, address: str, op: str, message: tuple[Any, ...]) -> Any:
-        """Return the answer of another worker to a message."""
-        return await getattr(self.worker.rpc(address), op)(said=message)
 
     def failed(self, device: Device, error: Exception) -> bool:
         """Return whether an error means that a device, or CUDA here, has failed; then say so."""

@@ -10,11 +10,11 @@ from distributed.comm import CommClosedError
 from distributed.protocol.serialize import register_serialization_family
 
 from dask_devctx.cuda.out_of_memory import allocated, is_out_of_memory
-from dask_devctx.errors import DevctxError
+from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.ipc.messages import Header
 from dask_devctx.transfer.ipc.parcel import unpack
 from dask_devctx.transfer.ipc.receiving import Receiving
-from dask_devctx.worker.peers.connections import could_not_be_read
+from dask_devctx.worker.peers.connections import ReadThroughHostError, could_not_be_read
 from dask_devctx.worker.peers.local import FAMILY, QUICK_NBYTES, QUICK_S, Local
 from dask_devctx.worker.peers.pairs import Pairs
 
@@ -50,24 +50,16 @@ class Receiver:
     async def complete(self, address: str, msg: dict[str, Any]) -> None:
         """Put the values of another worker's answer together.
 
-        If they cannot be read, raise `CommClosedError`: dask asks again, or asks another worker.
+        Raise `ReadThroughHostError` if they are to be asked for again, and `CommClosedError` if a
+        device failed: dask asks again, or asks another worker.
         """
-        about = msg.pop(FAMILY, None)
         data: dict[Hashable, Any] = msg["data"]
         arriving = {key: value for key, value in data.items() if isinstance(value, Arriving)}
-        if arriving:
-            await self._complete(address, Header.read(about), data, arriving)
-        elif about is not None:  # its memory has another name now
-            self._pairs.forget(address)
-
-    async def _complete(
-        self,
-        address: str,
-        header: Header,
-        data: dict[Hashable, Any],
-        arriving: dict[Hashable, Arriving],
-    ) -> None:
+        if not arriving:
+            return
         begun, local = time.perf_counter(), self._local
+        header = Header.read(msg.pop(FAMILY))
+        await self._pairs.reads(address, header.memory)
         devices = {device.uuid: device for device in local.devices}
         device = devices.get(header.source, local.devices[0])
         receiving = Receiving(header, device, local.opened)
@@ -89,15 +81,17 @@ class Receiver:
         try:
             await self._receive(receiving, unpacked)
         except Exception as error:
-            if is_out_of_memory(error) or not isinstance(error, DevctxError | OSError):
+            opening = isinstance(error, DriverError) and error.function == "cuIpcOpenMemHandle"
+            no_memory = is_out_of_memory(error)
+            if not opening and (no_memory or not isinstance(error, DevctxError | OSError)):
                 unread = dict.fromkeys(arriving, error)
-            else:
-                # A later attempt would fail too, but for one that a device's end or the sender's
-                # ended.
-                if not local.failed(device, error) and not isinstance(error, OSError):
-                    await self._pairs.refuse(address, f"its memory cannot be read: {error}")
+            elif local.failed(device, error) or isinstance(error, OSError):
                 text = f"values from {address} could not be read: {error}"
                 raise CommClosedError(text) from error
+            else:
+                reason = f"its memory cannot be {'opened' if opening else 'read'}: {error}"
+                await self._pairs.refuse(address, reason, passes=no_memory)
+                raise ReadThroughHostError from error
         finally:
             if room is not None:
                 room.give_room(device, receiving.nbytes)

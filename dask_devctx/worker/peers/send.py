@@ -14,6 +14,7 @@ from distributed.comm import CommClosedError
 from distributed.protocol.serialize import Serialize, Serialized
 
 from dask_devctx.cuda.device import Device
+from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.transfer import Stamp, nbytes_by_device
 from dask_devctx.transfer.ipc.messages import Header
@@ -59,8 +60,15 @@ class Sender:
             device = next(iter(next(iter(places.values()))))
             if self._local.failed(device, error):
                 raise CommClosedError(f"the device failed: {error}") from error
-            logger.warning("values go to %s through the host this time", who, exc_info=True)
-            return f"their copies failed: {error!r}"
+            staging = self._local.stagings[device]
+            refused = staging.refused
+            if not refused:
+                logger.warning("values go to %s through the host this time", who, exc_info=True)
+            elif is_out_of_memory(error):  # it passes
+                staging.refused = ""
+            else:
+                logger.warning("values go to other workers through the host: %s", refused)
+            return refused or f"their copies failed: {error!r}"
         if isinstance(staged, str):
             return staged
         sending, parcels = staged
@@ -75,8 +83,8 @@ class Sender:
             total.update(each)
         device = max(total, key=total.__getitem__)
         staging = self._local.stagings.get(device)
-        if staging is None:
-            return _NO_ROOM
+        if staging is None or staging.refused:
+            return _NO_ROOM if staging is None else staging.refused
         values = {key: data[key].data for key in places}
         stamps = self._work_of(values, places)
         parcels: Parcels = {}

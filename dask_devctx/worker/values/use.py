@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
-from dask_devctx.dask_internals.tasks import Node, node_parts
+from dask_devctx.dask_internals.tasks import NODE_PARTS
 from dask_devctx.errors import DevctxError
 from dask_devctx.transfer import Stamp, nbytes_by_device, walk
 from dask_devctx.transfer.move import Move
@@ -233,7 +233,7 @@ def may_hold_arrays(task: Any) -> bool:
         found = find(type(each))
         if found is walk.LEAF:
             return True
-        if found is None or (found is not node_parts and walk.is_plain(each)):
+        if found is None:
             continue
         try:
             parts = found(each)
@@ -241,10 +241,13 @@ def may_hold_arrays(task: Any) -> bool:
             return True
         if len(todo) + len(parts) > _AT_MOST:  # large values, and values that hold themselves
             return True
-        todo += [part for part in parts if find(type(part)) is not None]
+        for part in parts:  # faster than a call for a list
+            if find(type(part)) is not None:
+                todo.append(part)
     return False
 
 
 def register_nodes() -> None:
     """Register dask's nodes, so that arrays in them are found."""
-    register_copy(Node, node_parts)
+    for kind, parts in NODE_PARTS.items():
+        register_copy(kind, parts)

@@ -1,6 +1,6 @@
 """Values are right and memory goes back where a plugin, a worker or room is gone mid-transfer.
 
-A worker of another version is refused.
+Workers that cannot read each other's memory know why.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import pytest
 from distributed import Worker, wait
 
 from dask_devctx import DevicePlugin, SimulatedArray, driver
-from dask_devctx.transfer.ipc.messages import PROTOCOL
-from dask_devctx.worker.peers.pairs import HELLO
 from tests.distributed import peers
 from tests.distributed.devices import on_cluster
 
@@ -162,16 +160,28 @@ def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> No
 # -- versions
 
 
-async def ask(op: str, message: Any, dask_worker: Worker) -> Any:
-    return await dask_worker.handlers[op](said=message)
+def why_not(said: str, dask_worker: Worker) -> tuple[str, str]:
+    """What a worker says of itself, and why one that says something cannot read its memory."""
+    pairs = dask_worker.plugins["devctx"].extension.peers._pairs
+    return pairs.says("tcp://127.0.0.1:1"), pairs.why_not(said)
 
 
-def test_a_worker_of_another_version_is_refused() -> None:
-    old = (PROTOCOL - 1, "tcp://127.0.0.1:1", "p", "h")
-    with peers.cluster() as (client, workers):
-        answer = client.run(ask, HELLO, old, workers=workers[:1])[workers[0]]
-        assert answer == ("it has another version of dask-devctx", False)
-        assert peers.nothing_staged(client)
+def test_workers_that_cannot_read_memory_are_told_apart() -> None:
+    with peers.cluster(2) as (client, workers):
+        found = client.run(why_not, "")
+        (said, nothing), (other, _) = found[workers[0]], found[workers[1]]
+        assert nothing == "it does not say that it can read them"
+        version, host, process = other.split(" ")
+        for changed, reason in (
+            (other, ""),
+            (said, "it is in the same process"),
+            (f"{version} elsewhere {process}", "it is on another machine, or in another container"),
+            (f"{version}0 {host} {process}", "it has another version of dask-devctx"),
+            ("ipc:5a0c", "it has another version of dask-devctx"),
+            ("its memory cannot be opened", "its memory cannot be opened"),
+        ):
+            answer = client.run(why_not, changed, workers=workers[:1])[workers[0]]
+            assert answer == (said, reason)
 
 
 # -- values that cannot be read
