@@ -13,8 +13,15 @@ from distributed import Status, Worker, WorkerPlugin
 
 from dask_devctx import config
 from dask_devctx.config.checks import key_of
-from dask_devctx.config.options import OPTION_NAMES, SETTINGS, Options, remembered_tasks
-from dask_devctx.config.signatures import documents_options, refuse_unknown, takes_options
+from dask_devctx.config.options import (
+    OPTION_NAMES,
+    SETTINGS,
+    Options,
+    documents_options,
+    refuse_unknown,
+    remembered_tasks,
+    takes_options,
+)
 from dask_devctx.cuda.device import Device, html_table
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.worker import no_more_heartbeats

@@ -11,7 +11,7 @@ from distributed import Client, Worker
 
 from dask_devctx.cli.connection import connected, finds_scheduler
 from dask_devctx.client.tables import aligned
-from dask_devctx.errors.base import nbytes_text
+from dask_devctx.errors.base import counted, nbytes_text
 from dask_devctx.plugin import DevicePlugin
 
 _BYTES = ("memory_limit", "device_memory_limit", "rmm_pool_size", "rmm_maximum_pool_size")
@@ -49,7 +49,7 @@ def _as_text(found: dict[str, Any]) -> str:
     scheduler, workers = found["scheduler"], found["workers"]
     parts = [
         f"scheduler {scheduler['address']}, worker_ttl {scheduler['worker_ttl']} s, "
-        f"{len(workers)} worker{'' if len(workers) == 1 else 's'}"
+        + counted(len(workers), "worker")
     ]
     head = ("worker", "address", "threads", "host memory", "devices")
     rows = [
@@ -73,27 +73,21 @@ def _as_text(found: dict[str, Any]) -> str:
     if devices:
         head = ("worker", "device", "memory limit", "RMM pool", "its maximum")
         parts.append(aligned(head, devices))
-    for owners, options in _by_options(workers):
-        set_ones = [(name, _shown(one)) for name, one in options.items() if one is not None]
-        parts.append(f"Options of {owners}:\n\n" + aligned(("option", "value"), set_ones))
+    tables: dict[str, list[str]] = {}  # the names of the workers with the same options
+    for one in workers.values():
+        if one["devctx"]:
+            given = one["devctx"]["options"].items()
+            table = [(name, _shown(value)) for name, value in given if value is not None]
+            tables.setdefault(aligned(("option", "value"), table), []).append(str(one["name"]))
+    for table_text, names in tables.items():
+        owners = "all workers" if len(tables) == 1 else f"worker {', '.join(names)}"
+        parts.append(f"Options of {owners}:\n\n{table_text}")
     return "\n\n".join(parts)
 
 
 def _row(device: dict[str, Any]) -> tuple[object, ...]:
     limits = (device[name] for name in _BYTES[1:])
     return device["device"], *(None if nbytes is None else nbytes_text(nbytes) for nbytes in limits)
-
-
-def _by_options(workers: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the options that workers have in common, with the names of these workers."""
-    found: dict[str, tuple[list[str], dict[str, Any]]] = {}
-    for one in workers.values():
-        if one["devctx"]:
-            options = one["devctx"]["options"]
-            found.setdefault(repr(options), ([], options))[0].append(str(one["name"]))
-    if len(found) == 1:
-        return [("all workers", options) for _, options in found.values()]
-    return [(f"worker {', '.join(names)}", options) for names, options in found.values()]
 
 
 def _shown(value: object) -> str:
@@ -108,19 +102,15 @@ def cluster_configuration(client: Client) -> Any:
 async def _collected(client: Client) -> dict[str, Any]:
     workers = await client.run(_of_worker)
     address = client.scheduler.address
+    ttl: Any = await client.run_on_scheduler(lambda dask_scheduler: dask_scheduler.worker_ttl)
     return {
         "scheduler": {
             "address": address,
             "protocol": address.partition("://")[0],
-            "worker_ttl": await client.run_on_scheduler(_worker_ttl),
+            "worker_ttl": ttl,
         },
         "workers": dict(sorted(workers.items(), key=lambda item: str(item[1]["name"]))),
     }
-
-
-def _worker_ttl(dask_scheduler: Any) -> float | None:
-    found: float | None = dask_scheduler.worker_ttl
-    return found
 
 
 def _of_worker(dask_worker: Worker) -> dict[str, Any]:

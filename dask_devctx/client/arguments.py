@@ -15,9 +15,8 @@ import dask
 from dask.utils import get_named_args
 from distributed import Nanny, Worker
 
-from dask_devctx.config.options import OPTION_NAMES, RMM_NAMES, fold_rmm
+from dask_devctx.config.options import OPTION_NAMES, RMM_NAMES, fold_rmm, refuse_unknown
 from dask_devctx.config.packages import is_ucx, require_ucx
-from dask_devctx.config.signatures import refuse_unknown
 from dask_devctx.cuda.device import Device
 
 logger = logging.getLogger(__name__)

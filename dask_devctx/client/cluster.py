@@ -22,9 +22,8 @@ from dask_devctx.client.arguments import SETTINGS_OF_DASK_CUDA, has_nannies, wit
 from dask_devctx.client.layout import lay_out, look_ahead
 from dask_devctx.config.checks import key_of
 from dask_devctx.config.host_memory import fair_memory
-from dask_devctx.config.options import OPTION_NAMES, Options
+from dask_devctx.config.options import OPTION_NAMES, Options, documents_options, takes_options
 from dask_devctx.config.packages import require_packages
-from dask_devctx.config.signatures import documents_options, takes_options
 from dask_devctx.cuda.device import devices, html_table
 from dask_devctx.dask_internals.cluster import WatchedCluster
 from dask_devctx.dask_internals.scheduler import add_plugin, add_worker_plugin
