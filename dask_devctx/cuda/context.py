@@ -169,7 +169,7 @@ class Context(AnyContext, metaclass=ABCMeta):
         if owner is not None:
             return owner
         device = Device._of_current_context(backend)
-        if device.primary_context.has_handle(handle):
+        if device.primary_context._has_handle(handle):
             return device.primary_context
         borrowed = Context.__new__(Context)
         borrowed._backend, borrowed._device = backend, device
@@ -260,17 +260,13 @@ class Context(AnyContext, metaclass=ABCMeta):
         except DevctxError:  # a driver that does not answer any more has not destroyed it
             return True
 
-    @property
-    def is_current(self) -> bool:
-        """Whether it is current on this thread."""
-        if not self._handle or self._backend.current_context() != self._handle:
-            return False
-        return self._calls.context_id(self._handle) == self._identity
+    def _has_handle(self, handle: int) -> bool:
+        return handle == self._handle and self._calls.context_id(handle) == self._identity
 
     @property
     def is_primary(self) -> bool:
         """Whether it is its device's primary context."""
-        return bool(self._handle) and self._device.primary_context.has_handle(self._handle)
+        return bool(self._handle) and self._device.primary_context._has_handle(self._handle)
 
 
 Context.register(PrimaryContext)

@@ -78,6 +78,11 @@ class AnyContext(RunningScope):
     @property
     def is_current(self) -> bool:
         """Whether it is current on this thread."""
+        current = self._backend.current_context()
+        return bool(current) and self._has_handle(current)
+
+    def _has_handle(self, handle: int) -> bool:
+        """Return whether the handle means this context; creates nothing."""
         raise NotImplementedError
 
     @property
@@ -242,14 +247,7 @@ class PrimaryContext(AnyContext):
         """The driver's handle, a ``CUcontext``; reading it retains the context."""
         return self._bind()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether it is current on this thread."""
-        current = self._backend.current_context()
-        return bool(current) and self.has_handle(current)
-
-    def has_handle(self, handle: int) -> bool:
-        """Return whether this context has the given handle; creates nothing."""
+    def _has_handle(self, handle: int) -> bool:
         if self._device._handle:
             return self._device._handle == handle
         ordinal = self._device._ordinal()

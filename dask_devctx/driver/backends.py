@@ -56,6 +56,8 @@ class Backend:
         self.inventories: dict[tuple[str | None, str | None], Any] = {}
         # The ranks of the links, by the pair of devices.
         self.link_ranks: dict[frozenset[Any], int] = {}
+        # Whether two contexts reach each other's memory, by the pair of their numbers.
+        self.peers: dict[frozenset[int | None], bool] = {}
         # The contexts that this process owns, by their numbers: a driver uses handles again.
         self.owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # The environment's values when this process initialised CUDA. CUDA reads them once.

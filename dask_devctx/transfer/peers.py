@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from typing import Any
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.backends import Backend
 from dask_devctx.driver.process_lock import ProcessLock
 from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DeviceMemoryError, DriverError
@@ -17,8 +15,6 @@ from dask_devctx.transfer.traffic import timed
 
 logger = logging.getLogger(__name__)
 
-_pairs: weakref.WeakKeyDictionary[Backend, dict[frozenset[int | None], bool]]
-_pairs = weakref.WeakKeyDictionary()
 _lock = ProcessLock()  # a ``__del__`` may copy, too
 
 
@@ -28,7 +24,7 @@ def connect(device: Device, peer: Device) -> bool:
     # A primary context that was released comes back with its old handle but without its peers.
     pair = frozenset(calls.context_id(each.primary_context.handle) for each in (device, peer))
     with _lock:
-        known = _pairs.setdefault(device._backend, {})
+        known = device._backend.peers
         found = known.get(pair)
         if found is None:
             try:
