@@ -47,6 +47,7 @@ class AddressedDriver(SimulatedDriver):
             b"cuCtxRecordEvent": _OfTwo(self._record),
             b"cuMemcpyAsync": self._enqueues("cuMemcpyAsync", 4),
             b"cuEventRecord": self._enqueues("cuEventRecord", 2),
+            b"cuMemcpy3DAsync": _OfTwo(self._enqueue_box),
             b"cuStreamIsCapturing": _OfTwo(self._is_capturing),
             b"cuStreamQuery": _OfOne(self._query_stream),
         }
@@ -87,6 +88,10 @@ class AddressedDriver(SimulatedDriver):
             return int(getattr(self, name)(*[number or 0 for number in numbers[:count]])[0])
 
         return _OfFour(call)
+
+    def _enqueue_box(self, box: int | None, stream: int | None) -> int:
+        self.enqueued.append("cuMemcpy3DAsync")
+        return int(self.cuMemcpy3DAsync(types.CUDA_MEMCPY3D(box), stream or 0)[0])
 
     def _is_capturing(self, stream: int | None, answer: int | None) -> int:
         self.asked.append(("cuStreamIsCapturing", stream or 0))

@@ -50,7 +50,7 @@ def ran(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
         *(
             pytest.param(*long, set(), marks=pytest.mark.long)
             for long in (
-                (["page", "jobs", "tasks", "startup", "transfer"], None),
+                (["page", "jobs", "tasks", "startup", "transfer", "rechunk"], None),
                 (["memory"], "host memory and back"),
             )
         ),

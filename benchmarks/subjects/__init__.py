@@ -17,6 +17,7 @@ _MODULES = {
     "startup": "startup",
     "transfer": "transfer",
     "jobs": "jobs",
+    "rechunk": "rechunk",
     "memory": "memory",
 }
 NAMES = tuple(_MODULES)

@@ -155,7 +155,7 @@ OPERATIONS: dict[str, tuple[Random, Callable[..., Any]]] = {
     "col_sum": (_two, lambda x, y: x + y),
     "col_mask": (_two, lambda x, y: x[y > 0.5]),
     "col_gather": (_with_indices, lambda x, where: x[where]),
-    # dask's other way to rechunk goes through host memory
+    # the subject `rechunk` has dask's other way
     "rechunk": (_one, lambda x: x.rechunk((x.chunksize[1], x.shape[1]), method="tasks")),
     "map_overlap": (_one, _overlapped),
     "row_statistics": (_one, _row_statistics),

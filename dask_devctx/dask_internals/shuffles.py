@@ -1,54 +1,160 @@
-"""dask's P2P rechunk: the arrays that a task gives to it, and those that a task gets from it."""
+"""dask's P2P rechunk: runs of it in which a worker keeps blocks on their devices."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cached_property
+from itertools import product
+from typing import Any, Final, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
-from distributed.shuffle._rechunk import ArrayRechunkRun
+from distributed import Status, Worker
+from distributed.protocol import to_serialize
+from distributed.shuffle import _rechunk
+from distributed.shuffle._exceptions import P2PConsistencyError
+from distributed.utils_comm import retry
 
-Change = Callable[[Any], Any]
+from dask_devctx.dask_internals.connections import data_of
+from dask_devctx.dask_internals.worker import wrapped_handler
 
-_lock = threading.Lock()
-_n_open = 0
+Index = tuple[int, ...]
+_PIECES: Final = "devctx-pieces"  # begins the key of pieces that a worker asks another for
+
+
+class Held(NamedTuple):
+    """A block that a worker keeps: the worker's address, and the block's library, type, shape."""
+
+    address: str
+    library: str
+    dtype: Any
+    shape: tuple[int, ...]
+
+
+class Keeper(Protocol):
+    """Keeps the blocks of a worker for its runs."""
+
+    def keep(self, run: DeviceRechunk, index: Index, block: Any) -> Held | None:
+        """Keep a block in the run, and tell about it; None for a block in host memory."""
+
+    def output(self, run: DeviceRechunk, index: Index, held: Sequence[Held]) -> Any:
+        """Return a block of the output, from the blocks that it is made of, in their order."""
+
+    def pieces(self, run: DeviceRechunk, index: Index, which: bytes) -> Any:
+        """Return this worker's pieces of a block of the output as one value; on any thread.
+
+        ``which`` has a bit for each block that the output is made of.
+        """
+
+
+class DeviceRechunk(_rechunk.ArrayRechunkRun):  # type: ignore[misc]
+    """dask's run of a rechunk on one worker.
+
+    dask's messages only tell all workers which blocks there are. A task that makes a block of the
+    output asks the workers for their pieces of it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.blocks: dict[Index, Any] = {}  # what this worker keeps
+        self.held: dict[Index, Held] = {}  # by all workers
+        _runs[self.local_address, self.id, self.run_id] = self
+
+    @cached_property
+    def _axes(self) -> Any:
+        from dask.array.rechunk import old_to_new  # which needs NumPy
+
+        return old_to_new(self.old, self.new)
+
+    def parts(self, index: Index) -> list[list[tuple[int, slice]]]:
+        """Return, by axis, the blocks that make a block of the output, and a slice of each."""
+        return [axis[at] for axis, at in zip(self._axes, index, strict=True)]
+
+    def sources(self, index: Index) -> list[Index]:
+        """Return the blocks that make a block of the output."""
+        return [*product(*([block for block, _ in axis] for axis in self.parts(index)))]
+
+    def _shard_partition(self, data: Any, partition_id: Index) -> Any:
+        keeper = _keepers.get(self.local_address)
+        held = None if keeper is None else keeper.keep(self, partition_id, data)
+        if held is None:
+            return super()._shard_partition(data, partition_id)
+        # dask's messages have numbers and bytes.
+        return dict.fromkeys(self.partitions_of, (partition_id, pickle.dumps(held)))
+
+    async def _receive(self, data: list[tuple[Index, Any]]) -> None:
+        self.raise_if_closed()
+        self.held |= {at: pickle.loads(said) for at, said in data if isinstance(said, bytes)}
+        await super()._receive([one for one in data if not isinstance(one[1], bytes)])
+
+    def _get_output_partition(self, partition_id: Index, key: Any, **kwargs: Any) -> Any:
+        keeper = _keepers.get(self.local_address)
+        found = [self.held.get(block) for block in self.sources(partition_id)]
+        held = [one for one in found if one is not None]
+        if not held or keeper is None:
+            return super()._get_output_partition(partition_id, key, **kwargs)
+        if len({(one and one[1:3]) for one in found}) > 1:
+            raise TypeError(
+                "dask's P2P rechunk cannot join arrays on devices with arrays of another library "
+                "or type, or in host memory: " + ", ".join({str(one and one[1:3]) for one in found})
+            )
+        return keeper.output(self, partition_id, held)
+
+    async def fetched(self, worker: Worker, address: str, index: Index, which: bytes) -> Any:
+        """Return another worker's pieces of a block of the output."""
+        key = (_PIECES, self.id, self.run_id, index, which)
+
+        async def ask() -> Mapping[Hashable, Any]:
+            self.raise_if_closed()
+            return await data_of(worker, address, [key], worker.address)
+
+        delays = self.RETRY_DELAY_MIN, self.RETRY_DELAY_MAX
+        found = await retry(ask, self.RETRY_COUNT, *delays)
+        if key not in found:
+            raise P2PConsistencyError(f"{address} keeps no blocks for {self} any more")
+        return found[key]
+
+    async def close(self) -> None:
+        self.blocks = {}
+        await super().close()
+        self.blocks = {}  # of a task that came meanwhile
+
+
+_runs: WeakValueDictionary[tuple[str, str, int], DeviceRechunk] = WeakValueDictionary()
+_keepers: dict[str, Keeper] = {}
 
 
 @contextmanager
-def rechunked_arrays(given: Change, returned: Change) -> Iterator[None]:
-    """While it is open, P2P rechunks in this process change each array on its way in and out.
+def rechunking(worker: Worker, keeper: Keeper) -> Iterator[None]:
+    """While it is open, a worker's P2P rechunks keep blocks on devices there."""
+    address = worker.address
 
-    The workers of a process share this: the functions of the first one are used.
-    """
-    global _n_open
-    with _lock:
-        _n_open += 1
-        if _n_open == 1:
-            _change(given, returned)
+    def wrap(get_data: Callable[..., Any]) -> Callable[..., Any]:
+        async def answer(comm: Any, keys: Any, who: Any = None, serializers: Any = None) -> Any:
+            key = next(iter(keys)) if len(keys) == 1 else None
+            if not isinstance(key, tuple) or key[:1] != (_PIECES,):
+                return await get_data(comm, keys=keys, who=who, serializers=serializers)
+            _, shuffle, number, index, which = key
+            data = {}
+            if (run := _runs.get((address, shuffle, number))) is not None and not run.closed:
+                found = await run.offload(keeper.pieces, run, index, which)
+                data[key] = to_serialize(found)
+                del found
+            await comm.write({"status": "OK", "data": data}, serializers=serializers)
+            if (said := await comm.read(deserializers=serializers)) != "OK":
+                raise ValueError(f"{who} said {said!r} in place of OK")
+            return Status.dont_reply
+
+        return answer
+
+    _keepers[address] = keeper
+    _rechunk.ArrayRechunkRun = DeviceRechunk
     try:
-        yield
+        with wrapped_handler(worker, "get_data", wrap):
+            yield
     finally:
-        with _lock:
-            _n_open -= 1
-            if _n_open == 0:
-                del ArrayRechunkRun.add_partition, ArrayRechunkRun.get_output_partition
-
-
-def _change(given: Change, returned: Change) -> None:
-    add, get = ArrayRechunkRun.add_partition, ArrayRechunkRun.get_output_partition
-
-    def add_partition(self: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        return add(self, given(data), *args, **kwargs)
-
-    def get_output_partition(self: Any, partition_id: Any, *args: Any, **kwargs: Any) -> Any:
-        # dask may give each array once only, and a task without memory for it is tried again.
-        ready = vars(self).setdefault("_devctx_ready", {})
-        if partition_id not in ready:
-            ready[partition_id] = get(self, partition_id, *args, **kwargs)
-        found = returned(ready[partition_id])
-        del ready[partition_id]
-        return found
-
-    ArrayRechunkRun.add_partition = add_partition
-    ArrayRechunkRun.get_output_partition = get_output_partition
+        if _keepers.get(address) is keeper:
+            del _keepers[address]
+        if not _keepers:
+            _rechunk.ArrayRechunkRun = DeviceRechunk.__base__

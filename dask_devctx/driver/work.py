@@ -15,6 +15,7 @@ from dask_devctx.driver.relaxed import LEGACY_STREAM, Look, RelaxedCapture
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 IPC_HANDLE_NBYTES = 64
+BOX_NBYTES = 200  # the size of a `CUDA_MEMCPY3D`
 # `CUevent_flags`: the event measures no time, which makes it faster.
 _DISABLE_TIMING = 2
 
@@ -234,6 +235,16 @@ class WorkCalls:
             nbytes,
             self.types.CUstream(stream),
         )
+
+    def copy_boxes(self, boxes: int, count: int, stream: int, *, at_once: bool = False) -> None:
+        """Enqueue copies of rows at a pitch, each told by a ``CUDA_MEMCPY3D`` from an address on.
+
+        The driver reads them before this returns.
+        """
+        for box in range(boxes, boxes + count * BOX_NBYTES, BOX_NBYTES):
+            if not (at_once and self._called("cuMemcpy3DAsync", 3020, box, stream)):
+                given = self.types.CUDA_MEMCPY3D(box)  # no copy
+                self._value(self.driver.cuMemcpy3DAsync, given, self.types.CUstream(stream))
 
     def copy_to_host(self, pointer: int, nbytes: int) -> bytes:
         """Return the bytes at a device address; waits for no earlier work."""

@@ -18,11 +18,12 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
 from dask_devctx.dask_internals import check_worker
 from dask_devctx.dask_internals.serialization import unpickled_later
+from dask_devctx.dask_internals.shuffles import rechunking
 from dask_devctx.dask_internals.worker import has_automatic_limit, limited_memory, metric, own_logs
 from dask_devctx.errors.base import counted
 from dask_devctx.worker.actors import DeviceActors
 from dask_devctx.worker.allocators import allocating
-from dask_devctx.worker.comms import landing, rechunks, serialization
+from dask_devctx.worker.comms import landing, serialization
 from dask_devctx.worker.failures.attribution import Failure
 from dask_devctx.worker.failures.monitor import Monitor
 from dask_devctx.worker.failures.shutdown import begin_the_end
@@ -38,6 +39,7 @@ from dask_devctx.worker.placement.admission import Admission
 from dask_devctx.worker.placement.handback import handing_back
 from dask_devctx.worker.placement.placement import Placement
 from dask_devctx.worker.placement.policy import start_soonest
+from dask_devctx.worker.rechunks import Rechunks
 from dask_devctx.worker.runs import Runs
 from dask_devctx.worker.threads.cpu_threads import threads_without_a_device
 from dask_devctx.worker.threads.executors import device_threads
@@ -110,7 +112,8 @@ class DeviceExtension:
                 steps.enter_context(metric(worker, Copies.metric, copies.metrics))
             serialization.register()
             steps.enter_context(unpickled_later(worker, is_out_of_memory))
-            steps.enter_context(rechunks.through_host_memory())
+            rechunks = Rechunks(worker, used, lambda: self.store, self.copies)
+            steps.enter_context(rechunking(worker, rechunks))
             self.peers = steps.enter_context(
                 _opened(
                     PeerTransfers,

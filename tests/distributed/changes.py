@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from distributed import Worker
-from distributed.shuffle._rechunk import ArrayRechunkRun
+from distributed.shuffle import _rechunk
 from distributed.threadpoolexecutor import ThreadPoolExecutor
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx import driver
 
-_PROCESS_WIDE = (ThreadPoolExecutor, ArrayRechunkRun)
+_PROCESS_WIDE = (ThreadPoolExecutor, _rechunk)
 
 
 def changes_of(worker: Worker) -> Callable[[], dict[str, tuple[Any, Any]]]:

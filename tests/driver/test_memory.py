@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import signal
 import sys
+from array import array
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from cuda.bindings.driver import CUstreamCaptureMode
 from dask_devctx.driver.calls import Calls
 from dask_devctx.driver.relaxed import LEGACY_STREAM, PER_THREAD_STREAM
 from dask_devctx.driver.simulated import SimulatedMachine
+from dask_devctx.driver.work import BOX_NBYTES
 from dask_devctx.errors import DeviceMemoryError, DriverError
 
 SOME = bytes(range(256)) * 16
@@ -47,6 +50,42 @@ def test_a_copy_within_a_device(calls, pointer, stream, which):
     calls.work.copy(pointer + len(SOME) + 8, pointer, len(SOME), which)
     calls.work.stream_synchronize(which)
     assert calls.work.copy_to_host(pointer + len(SOME) + 8, len(SOME)) == SOME
+
+
+def box(source, target, pitches, rows, shape, kind=2):
+    """A `CUDA_MEMCPY3D`: from device memory, or from host memory with the kind 1."""
+    found = array("Q", bytes(BOX_NBYTES))
+    found[4], found[6 if kind == 2 else 5], found[9], found[10] = kind, source, pitches[0], rows
+    found[15], found[17], found[20], found[21] = 2, target, pitches[1], shape[1]
+    found[22], found[23], found[24] = shape
+    return found
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("kind", [2, 1], ids=["device", "host"])
+def test_copies_of_rows_at_a_pitch(calls, pointer, stream, kind, at_once):
+    """Two planes of three rows of five bytes, and a single row."""
+    host = ctypes.create_string_buffer(SOME, len(SOME))
+    source = pointer if kind == 2 else ctypes.addressof(host)
+    target, zeros = pointer + 2 * len(SOME), bytes(64)
+    calls.work.copy_from_host(target, zeros)
+    boxes = box(source + 7, target, (16, 6), 4, (5, 3, 2), kind)
+    boxes += box(source, target + 50, (4, 4), 1, (4, 1, 1), kind)
+    calls.work.copy_boxes(boxes.buffer_info()[0], 2, stream, at_once=at_once)
+    calls.work.stream_synchronize(stream)
+    expected = bytearray(zeros)
+    for plane in range(2):
+        for row in range(3):
+            at, of = (plane * 3 + row) * 6, 7 + (plane * 4 + row) * 16
+            expected[at : at + 5] = SOME[of : of + 5]
+    expected[50:54] = SOME[:4]
+    assert calls.work.copy_to_host(target, len(zeros)) == bytes(expected)
+
+
+def test_a_pitch_less_than_a_row_is_refused(calls, pointer, stream):
+    boxes = box(pointer, pointer + 2 * len(SOME), (4, 8), 2, (8, 2, 1))
+    with pytest.raises(DriverError, match="INVALID_VALUE"):
+        calls.work.copy_boxes(boxes.buffer_info()[0], 1, stream)
 
 
 @pytest.mark.parametrize("which", ["another device", "its context", "a context of this device"])

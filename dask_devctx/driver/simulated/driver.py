@@ -82,6 +82,38 @@ class SimulatedDriver(SimulatedStreams):
             self._alive(self._known(each))
         return self._given(stream, lambda: self._copy(target, source, nbytes))
 
+    @function(0, works=True)
+    def cuMemcpy3DAsync(self, copy: Any, stream: Any) -> tuple[Any, ...]:
+        return self._given(stream, lambda: self._copy_box(copy))
+
+    def _copy_box(self, copy: Any) -> bool:
+        """Copy rows of bytes, each at its pitch, and planes of such rows."""
+        width, height, depth = copy.WidthInBytes, copy.Height, copy.Depth
+        if not (width and height and depth):
+            return True
+        ends = []
+        for end in ("dst", "src"):
+            pitch, rows = getattr(copy, f"{end}Pitch"), getattr(copy, f"{end}Height")
+            offsets = [getattr(copy, f"{end}{name}") for name in ("XInBytes", "Y", "Z")]
+            if any(offsets) or pitch < width or (rows < height and depth > 1):
+                return False  # offsets are not simulated
+            extent = ((depth - 1) * rows + height - 1) * pitch + width
+            kind, address = getattr(copy, f"{end}MemoryType"), int(getattr(copy, f"{end}Device"))
+            if kind == types.CUmemorytype.CU_MEMORYTYPE_HOST:
+                address = int(getattr(copy, f"{end}Host"))
+            else:
+                block = self._memory.find(address, extent)
+                if block is None or kind != types.CUmemorytype.CU_MEMORYTYPE_DEVICE:
+                    return False
+                address = block.host_address(address)
+            ends.append((address, pitch, rows))
+        (to, to_pitch, to_rows), (of, of_pitch, of_rows) = ends
+        for plane in range(depth):
+            for row in range(height):
+                target = to + (plane * to_rows + row) * to_pitch
+                ctypes.memmove(target, of + (plane * of_rows + row) * of_pitch, width)
+        return True
+
     def _copy(self, target: Any, source: Any, nbytes: int) -> bool:
         return not nbytes or self._memory.copy(int(target), int(source), nbytes)
 

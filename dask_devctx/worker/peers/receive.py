@@ -79,7 +79,7 @@ class Receiver:
             room.give_room(device, receiving.nbytes)
             await local.run(room.make_room, device, receiving.nbytes)
         try:
-            await self._receive(receiving, unpacked)
+            await self._arrive(receiving, unpacked)
         except Exception as error:
             opening = isinstance(error, DriverError) and error.function == "cuIpcOpenMemHandle"
             no_memory = is_out_of_memory(error)
@@ -103,7 +103,7 @@ class Receiver:
             ends = header.source, device.uuid
             local.traffic.count(*ends, "ipc", receiving.nbytes, took, copies=len(arriving))
 
-    async def _receive(self, receiving: Receiving, unpacked: Callable[[], None]) -> None:
+    async def _arrive(self, receiving: Receiving, unpacked: Callable[[], None]) -> None:
         run = self._local.run
 
         def allocate() -> None:

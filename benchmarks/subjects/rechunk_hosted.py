@@ -1,0 +1,102 @@
+"""Rechunks on a cluster; every outcome is checked."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks import clusters
+
+
+@contextlib.contextmanager
+def ours(*args: Any) -> Iterator[Rechunks]:
+    with clusters.ours(*args) as cluster:
+        yield Rechunks(cluster)
+
+
+@contextlib.contextmanager
+def dask_cuda(*args: Any) -> Iterator[Rechunks]:
+    with clusters.dask_cuda(*args) as cluster:
+        yield Rechunks(cluster)
+
+
+class Rechunks:
+    """Rechunks on one cluster."""
+
+    def __init__(self, cluster: clusters.Cluster) -> None:
+        self._cluster = cluster
+
+    def turn(self, side: int, n: int, method: str) -> float:
+        """Return the seconds that a fresh array takes from columns to rows.
+
+        Raises
+        ------
+        Exception
+            A task failed; this is its exception.
+        ValueError
+            The outcome is wrong.
+        """
+        import dask.array as da
+
+        client, library = self._cluster.client, self._cluster.library
+        meta = clusters.zeros(library, (0, 0), "float64")
+        columns = da.map_blocks(
+            numbered,
+            library,
+            time.time(),
+            side,
+            chunks=((side,), (side // n,) * n),
+            dtype="float64",
+            meta=meta,
+        )
+        columns = self._done(columns)
+        client.run(clusters.sync_all, library)
+        started = time.perf_counter()
+        rows = self._done(columns.rechunk((side // n, side), method=method))
+        client.run(clusters.sync_all, library)
+        took = time.perf_counter() - started
+        del columns
+        wrong = rows.map_blocks(differs, side, dtype=bool, chunks=(1, 1), meta=meta)
+        if any(client.gather(client.compute(list(wrong.to_delayed().ravel())))):
+            raise ValueError("the rechunked array is wrong")
+        return took
+
+    def _done(self, x: Any) -> Any:
+        from distributed import futures_of, wait
+
+        done = self._cluster.client.persist(x)
+        futures = futures_of(done)
+        wait(futures)
+        for future in futures:
+            if future.status != "finished":
+                future.result()
+        return done
+
+
+# -- on the workers
+
+
+def numbered(library: str, token: float, side: int, block_info: Any = None) -> Any:
+    """Return a block of an array of which each element tells its place."""
+    rows, columns = block_info[None]["array-location"]
+    return _expected(clusters.zeros(library, (1, 1), "float64"), rows, columns, side)
+
+
+def differs(block: Any, side: int, block_info: Any = None) -> Any:
+    rows, columns = block_info[0]["array-location"]
+    return bool((block != _expected(block[:1, :1], rows, columns, side)).any())
+
+
+def _expected(one: Any, rows: Any, columns: Any, side: int) -> Any:
+    import numpy
+
+    def count(begin: int, end: int) -> Any:
+        if type(one).__name__ == "SimulatedArray":
+            return type(one).asarray(numpy.arange(begin, end, dtype="float64"))
+        import cupy
+
+        return cupy.arange(begin, end, dtype="float64")
+
+    return count(*rows)[:, None] * side + count(*columns)[None, :]

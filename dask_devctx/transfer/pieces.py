@@ -1,0 +1,263 @@
+"""Pieces of arrays on devices: cut out of their blocks and put in their place in another block.
+
+All pieces of a block are computed at a time, with NumPy. The driver copies their rows at a pitch,
+whatever library the arrays are of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from dask_devctx.cuda.device import Device
+from dask_devctx.driver.work import BOX_NBYTES
+from dask_devctx.transfer.ipc.lanes import Lane
+
+# The fields of a `CUDA_MEMCPY3D`, each of 8 bytes here, and CUDA's kinds of memory.
+_FIELDS: Final = {
+    "source_kind": 4,
+    "source_host": 5,
+    "source": 6,
+    "source_pitch": 9,
+    "source_rows": 10,
+    "target_kind": 15,
+    "target": 17,
+    "target_pitch": 20,
+    "target_rows": 21,
+    "width": 22,
+    "height": 23,
+    "depth": 24,
+}
+_ENDS: Final = ("source", "source_host", "target", "width")
+# Longer rows are copied one by one: the driver takes no pitch of more than 2 GiB.
+_LONGEST: Final = 2**30
+_ON_HOST: Final = 1
+_ON_DEVICE: Final = 2
+
+# -- the libraries
+
+
+class Library(NamedTuple):
+    """The functions for a library's arrays; the last two are called on the array's device."""
+
+    name: str
+    pointer: Callable[[Any], int]
+    dense: Callable[[Any], Any]  # in C order
+    empty: Callable[[tuple[int, ...], Any, Device], Any]  # of shape and type; bytes for None
+
+
+def of_type(kind: type) -> Library | None:
+    """Return the functions for a type of arrays, if it is one of a known library."""
+    name = kind.__module__.partition(".")[0], kind.__name__
+    return named(_NAMES[name]) if name in _NAMES else None
+
+
+def named(library: str) -> Library:
+    """Return the functions of a library, which is imported."""
+    if library not in _known:
+        _known[library] = _MAKERS[library]()
+    return _known[library]
+
+
+def _cupy() -> Library:
+    import cupy
+
+    return Library(
+        "cupy",
+        lambda array: int(array.data.ptr),
+        cupy.ascontiguousarray,
+        lambda shape, dtype, device: cupy.empty(shape, cupy.uint8 if dtype is None else dtype),
+    )
+
+
+def _torch() -> Library:
+    import torch
+
+    return Library(
+        "torch",
+        lambda tensor: int(tensor.data_ptr()),
+        lambda tensor: tensor.detach().resolve_conj().resolve_neg().contiguous(),
+        lambda shape, dtype, device: torch.empty(
+            shape,
+            dtype=torch.uint8 if dtype is None else dtype,
+            device=torch.device("cuda", device.device_id),
+        ),
+    )
+
+
+def _numba() -> Library:
+    from numba import cuda
+
+    def empty(shape: tuple[int, ...], dtype: Any, device: Device) -> Any:
+        with cuda.gpus[device.device_id]:  # Numba keeps its own record of it
+            return cuda.device_array(shape, np.uint8 if dtype is None else dtype)
+
+    def dense(array: Any) -> Any:
+        if array.flags["C_CONTIGUOUS"]:
+            return array
+        ordinal = array.gpu_data.context.device.id
+        with cuda.gpus[ordinal]:
+            made = cuda.device_array(array.shape, array.dtype)
+            made[(slice(None),) * array.ndim] = array
+        return made
+
+    return Library(
+        "numba",
+        lambda array: int(array.__cuda_array_interface__["data"][0] or 0),
+        dense,
+        empty,
+    )
+
+
+_MAKERS: Final = {"cupy": _cupy, "torch": _torch, "numba": _numba}
+_NAMES: Final = {
+    ("cupy", "ndarray"): "cupy",
+    ("torch", "Tensor"): "torch",
+    ("numba", "DeviceNDArray"): "numba",
+    ("numba_cuda", "DeviceNDArray"): "numba",
+}
+_known: dict[str, Library] = {}
+
+
+def register(name: tuple[str, str], library: Library) -> None:
+    """Register the functions of a type, by its first module and its own name."""
+    _NAMES[name], _known[library.name] = library.name, library
+
+
+# -- the pieces
+
+
+class Axis(NamedTuple):
+    """A block along an axis: the blocks that it is made of, and its part of each."""
+
+    size: Any  # the length of each
+    begin: Any  # of the part in it
+    length: Any  # of the part
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Some pieces: for each its shape, and where it lies in its source and in its target."""
+
+    shape: Any
+    source: Any  # bytes from the source's first
+    source_strides: Any
+    target: Any
+    target_strides: Any
+    itemsize: int
+
+    @classmethod
+    def between(cls, axes: Sequence[Axis], itemsize: int) -> Pieces:
+        """Return the pieces that make a block, in C order of the blocks that they come from."""
+        n = [len(axis.size) for axis in axes]
+
+        def spread(of: Sequence[Any]) -> Any:
+            grids = np.meshgrid(*of, indexing="ij") if of else []
+            found = [grid.ravel() for grid in grids]
+            return np.stack(found, 1) if found else np.zeros((1, 0), np.int64)
+
+        shape = spread([axis.length for axis in axes])
+        at = spread([np.cumsum(axis.length) - axis.length for axis in axes])
+        begin = spread([axis.begin for axis in axes])
+        strides = _strides(spread([axis.size for axis in axes]), itemsize)
+        whole = np.array([[int(axis.length.sum()) for axis in axes]], np.int64).reshape(1, len(n))
+        target_strides = np.broadcast_to(_strides(whole, itemsize), shape.shape)
+        source, target = (begin * strides).sum(1), (at * target_strides).sum(1)
+        return cls(shape, source, strides, target, target_strides, itemsize)
+
+    def __len__(self) -> int:
+        return len(self.shape)
+
+    def __getitem__(self, which: Any) -> Pieces:
+        source, target = self.source[which], self.target[which]
+        strides = self.source_strides[which], self.target_strides[which]
+        return Pieces(self.shape[which], source, strides[0], target, strides[1], self.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._sizes().sum())
+
+    def _sizes(self) -> Any:
+        return self.shape.prod(1) * self.itemsize
+
+    def packed(self) -> tuple[Pieces, Pieces]:
+        """Return the ways of the pieces into one run of bytes, and out of it."""
+        sizes, strides = self._sizes(), _strides(self.shape, self.itemsize)
+        at = sizes.cumsum() - sizes
+        shape, itemsize = self.shape, self.itemsize
+        return (
+            Pieces(shape, self.source, self.source_strides, at, strides, itemsize),
+            Pieces(shape, at, strides, self.target, self.target_strides, itemsize),
+        )
+
+    def copy(self, lane: Lane, sources: Any, target: int, on_host: Any = False) -> None:
+        """Enqueue the copies, from the addresses of the sources to that of the target."""
+        some = self._sizes() > 0
+        if not some.any():
+            return
+        sources, on_host = (np.broadcast_to(each, some.shape)[some] for each in (sources, on_host))
+        boxes = self[some]._boxes(np.asarray(sources, np.int64), target, on_host)
+        if len(long := boxes[boxes[:, _FIELDS["width"]] > _LONGEST]):
+            for box in long:
+                of, host, to, nbytes = (int(box[_FIELDS[name]]) for name in _ENDS)
+                (lane.copy_in if host else lane.copy)(to, host or of, nbytes)
+            boxes = boxes[boxes[:, _FIELDS["width"]] <= _LONGEST]
+        lane.copy_boxes(boxes.ctypes.data, len(boxes), from_host=bool(on_host.any()))
+
+    def _boxes(self, sources: Any, target: int, on_host: Any) -> Any:
+        """Return the driver's description of each copy: rows of bytes, in one or more planes."""
+        of, to = sources + self.source, target + self.target
+        one = np.ones((len(of), 1), np.int64)
+        # The innermost axis is that of the bytes.
+        dims = np.concatenate([self.shape, one * self.itemsize], 1).T
+        strides = [
+            np.concatenate([each, one], 1).T for each in (self.source_strides, self.target_strides)
+        ]
+        kept = [(dims[-1], strides[0][-1], strides[1][-1])]
+        for axis in zip(dims[-2::-1], strides[0][-2::-1], strides[1][-2::-1], strict=True):
+            kept += _joined(axis, kept.pop())
+        (width, _, _), *rest = kept
+        # Each step along an outer axis is a piece of its own, and each row that is very long.
+        while len(rest) > (0 if (width > _LONGEST).any() else 2):
+            n, step, other = rest.pop()
+            index = np.repeat(np.arange(len(n)), n)
+            number = np.arange(len(index)) - np.repeat(n.cumsum() - n, n)
+            of, to = of[index] + number * step[index], to[index] + number * other[index]
+            width, on_host = width[index], on_host[index]
+            rest = [tuple(each[index] for each in axis) for axis in rest]
+        flat = np.ones_like(width), width, width
+        height, *pitches = rest[0] if rest else flat
+        depth, *planes = rest[1] if len(rest) > 1 else flat
+        low = height == 1  # one row in each plane: the planes are the rows
+        height, depth = np.where(low, depth, height), np.where(low, 1, depth)
+        boxes = np.zeros((len(of), BOX_NBYTES // 8), np.uint64)
+        fields = {name: boxes[:, at] for name, at in _FIELDS.items()}
+        for name, pitch, plane in zip(("source", "target"), pitches, planes, strict=True):
+            pitch = np.where(low, plane, pitch)
+            pitch = np.where(height == 1, width, pitch)
+            fields[f"{name}_pitch"][:] = pitch
+            fields[f"{name}_rows"][:] = np.where(depth == 1, height, plane // pitch)
+        fields["width"][:], fields["height"][:], fields["depth"][:] = width, height, depth
+        fields["source_kind"][:] = np.where(on_host, _ON_HOST, _ON_DEVICE)
+        fields["source"][:] = np.where(on_host, 0, of)
+        fields["source_host"][:] = np.where(on_host, of, 0)
+        fields["target_kind"][:], fields["target"][:] = _ON_DEVICE, to
+        return boxes
+
+
+def _joined(outer: tuple[Any, ...], inner: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Return two neighbouring axes as one where that is right for all pieces, the inner first."""
+    (n, *steps), (m, *insides) = outer, inner
+    ends = zip(steps, insides, strict=True)
+    if all(((n == 1) | (step == inside * m)).all() for step, inside in ends):
+        return [(n * m, *insides)]
+    return [inner, outer]
+
+
+def _strides(shape: Any, itemsize: int) -> Any:
+    """Return the strides of dense arrays in C order, in bytes."""
+    ones = np.full((len(shape), 1), itemsize, np.int64)
+    return np.concatenate([ones, shape[:, :0:-1]], 1).cumprod(1)[:, ::-1][:, : shape.shape[1]]
