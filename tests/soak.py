@@ -181,9 +181,9 @@ def dask_setup(worker: Any) -> None:
     loop = worker.loop.asyncio_loop
 
     def soon(status: CUresult) -> None:
-        suspects = worker.plugins["devctx"].extension.monitor.suspects.named()
+        suspects = worker.plugins["devctx"].extension.monitor.calls.suspects()
         illegal = status is CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-        if illegal and len({one.key for one in suspects}) == 1:
+        if illegal and len({key for key, _ in suspects}) == 1:
             loop.call_later(0.01, soon, status)  # nobody can tell that this one did not do it
         else:
             faults().poison(status)

@@ -21,7 +21,6 @@ LINES = 340
 LONGER = {
     "cuda/device.py": 440,
     "simulated_array.py": 480,
-    "worker/failures/guard.py": 345,
     "worker/placement/admission.py": 390,
     "worker/run.py": 355,
 }

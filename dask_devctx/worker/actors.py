@@ -311,7 +311,7 @@ def _called(
     monitor: Monitor, key: Hashable, devices: tuple[Device, ...], body: Callable[[], Any]
 ) -> Any:
     """Return what a call of an actor's method or property returns, on the actor's devices."""
-    return guard.run(_guard(monitor, key, devices, inside=True).steps(), monitor, body)
+    return guard.run(_guard(monitor, key, devices, inside=True).steps(), body)
 
 
 def _brought(arguments: Arguments, devices: tuple[Device, ...]) -> Arguments:

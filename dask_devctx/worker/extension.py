@@ -105,7 +105,7 @@ class DeviceExtension:
             register_nodes()
             if options.move_inputs:
                 copies = self.copies = steps.enter_context(_opened(Copies, options.replica_limit))
-                copies.holds_back = self.monitor.quarantine.is_alone_on
+                copies.holds_back = self.monitor.calls.is_alone_on
                 copies.counts.on_copy = self.history.copied_between
                 self.history.refresh = copies.counts.measure
                 self.record.memory["copies"] = copies.nbytes

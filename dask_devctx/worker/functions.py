@@ -42,11 +42,11 @@ def functions_of_clients(
         async def run_monitored(comm: Any, *args: Any, **kwargs: Any) -> Any:
             key = f"a function of client.run ({next(_numbers)})"
             used = [device for device in devices if device._handle]
-            monitor.began_aside(key, used, _ONCE)
+            call = monitor.began_aside(key, used, _ONCE)
             try:
                 answer = await run(comm, *args, **kwargs)
             finally:
-                error = monitor.ended_aside(key, used)
+                error = monitor.ended_aside(call)
             return answer if error is None else error_message(error)
 
         return run_monitored

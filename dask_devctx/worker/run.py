@@ -68,7 +68,7 @@ class DeviceRun(TaskStandIn, Claim):
     is_plain = True  # it takes one slot, and none on other threads than the device's
     slots = 1.0  # of each device, for the choice of the next task's device
     asked_for = False  # whether the user named the device
-    watched = 0  # the number of its isolated run; 0 for any other
+    isolated = 0  # the number of its isolated run; 0 for any other
     once = ""  # why it does not run again after a device failed; "" if it may
     makes_actor = False
     # Whether it has to wait for its slot. If not, it has begun for dask, and runs although it may
@@ -79,6 +79,7 @@ class DeviceRun(TaskStandIn, Claim):
     inputs_s = memory_s = 0.0
     thread: int | None = None
     made: Value | None = None
+    guarded: Guard | None = None
 
     def __init__(
         self,
@@ -126,7 +127,7 @@ class DeviceRun(TaskStandIn, Claim):
             steps = self._begin(inside=True)
             if self.nbytes:
                 self._reserve()
-            result = guard.run(steps, self.runs.monitor, functools.partial(self._call, data))
+            result = guard.run(steps, functools.partial(self._call, data))
         except BaseException as error:
             if isinstance(error, DeviceFailedError | DeviceOutOfMemoryError):
                 self._name_place(error)
@@ -186,16 +187,17 @@ class DeviceRun(TaskStandIn, Claim):
         if self.void or (self.queued and self.ts.state == "cancelled"):
             raise Reschedule  # dask ignores this, unless the task was requested again just now
         self.began_at, self.thread = perf_counter(), get_ident()
-        return Guard(
+        self.guarded = Guard(
             self.runs.monitor,
             self.key,
             self.devices,
             inside=inside,
             movable=not self.asked_for,
-            watched=self.watched,
+            isolated=self.isolated,
             once=self.once,
             is_cancelled=self.is_cancelled,
-        ).steps()
+        )
+        return self.guarded.steps()
 
     def _call(self, data: Any) -> Any:
         use, nvtx = self._use(data), self.runs.nvtx

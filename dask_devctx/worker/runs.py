@@ -106,7 +106,7 @@ class Runs:
         annotations = ts.annotations
         wanted = ANY_DEVICE
         try:
-            watched, once = _conditions(annotations) if annotations else (0, "")
+            isolated, once = _conditions(annotations) if annotations else (0, "")
             wanted = requested_device(annotations, ts.key, self._unannotated, ts.run_spec)
             if wanted is HOST_ONLY:
                 if self._failure is not None:
@@ -121,7 +121,7 @@ class Runs:
                 return Refused(ts.run_spec, Reschedule())
             self.record.refused(ts, failure)
             return Refused(ts.run_spec, failure)
-        run.watched, run.once = watched, once
+        run.isolated, run.once = isolated, once
         theirs = bool(annotations) and "executor" in annotations  # the user's own threads
         if not (theirs or run.is_coro):
             send_next_task_to(self.pools[run.devices[0]], run)
@@ -213,7 +213,8 @@ class Runs:
 
     def seceded(self, run: DeviceRun) -> None:
         """Note that a run seceded from its thread: it may wait for other tasks; on any thread."""
-        self.monitor.seceded(run.key)
+        if run.guarded is not None:
+            self.monitor.calls.seceded(run.guarded)
         self._worker.loop.add_callback(self._leave, run)
 
     def _leave(self, run: DeviceRun, seconds: float = 0.0) -> None:

@@ -141,5 +141,5 @@ def as_task(
     runs: Any = SimpleNamespace(monitor=monitor, store=None, nvtx=None)
     state = SimpleNamespace(key=key, run_spec=Task(key, fn, *args), prefix="it", state="executing")
     run = DeviceRun(runs, state, (Device(device),), WHOLE, 0, ())
-    run.watched = watched
+    run.isolated = watched
     return functools.partial(run, {})

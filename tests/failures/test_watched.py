@@ -30,6 +30,7 @@ from dask_devctx import (
 from dask_devctx.annotations.runs import WATCHED
 from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.worker.actors import DeviceMethod
+from dask_devctx.worker.failures.calls import Call
 from dask_devctx.worker.failures.monitor import Monitor
 from tests.failures.conftest import (
     Monitored,
@@ -145,7 +146,7 @@ def test_a_call_on_several_devices_is_a_suspect_on_each(monitored: Monitored) ->
     monitor, _ = monitored
 
     def suspects() -> set[str]:
-        return {f"{one.key} on {one.device}" for one in monitor.suspects.named()}
+        return {f"{key} on {device}" for key, device in monitor.calls.suspects()}
 
     method = DeviceMethod(monitor, "it", (Device(1), Device(2)), suspects, moves=False, made=[])
     assert method() == {"it on cuda:1", "it on cuda:2"}
@@ -186,7 +187,7 @@ def test_a_watched_task_that_is_well_is_waited_for_and_returns(
     assert asyncio.run(run_watched(monitor, ("two", 0), 0, double_later, 2)) == 4
     assert machine.faults.calls["cuCtxSynchronize"] == 4
     assert not failures
-    assert not monitor.quarantine.taken
+    assert not monitor.calls.turns
 
 
 def test_tasks_that_begin_wait_for_a_watched_one_and_run_again_if_it_breaks_the_device(
@@ -234,19 +235,6 @@ def test_a_watched_task_waits_for_the_running_ones(monitored: Monitored) -> None
         assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
         began.clear(), ended.clear()
         pool.submit(asyncio.run, run(monitor, "running", 0, stay_in_a_coroutine))
-        assert began.wait(10)
-        assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
-
-
-def test_a_task_that_seceded_just_before_its_end_is_waited_for_in_its_next_run(
-    monitored: Monitored,
-) -> None:
-    monitor, _ = monitored
-    began, ended = threading.Event(), threading.Event()
-    run(monitor, "again", 0, str)
-    monitor.seceded("again")  # the worker learns it on its event loop
-    with ThreadPoolExecutor(2) as pool:
-        pool.submit(run, monitor, "again", 0, partial(stay, began, ended))
         assert began.wait(10)
         assert pool.submit(run_watched, monitor, "watched", 1, ended.is_set).result(10)
 
@@ -366,7 +354,7 @@ async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_tur
 ) -> None:
     _go_on.clear()
     await client.register_plugin(DevicePlugin())
-    quarantine = worker.plugins["devctx"].extension.monitor.quarantine
+    calls = worker.plugins["devctx"].extension.monitor.calls
     try:
         with dask.annotate(device=0):
             long = client.submit(wait_to_go_on)
@@ -374,7 +362,7 @@ async def test_nobody_waits_for_a_watched_task_that_was_cancelled_before_its_tur
             await asyncio.sleep(0.01)
         with dask.annotate(device=1, **{WATCHED: [1, 3]}):
             cancelled = client.submit(function, 2, key="cancelled")
-        while not quarantine.taken:
+        while not calls.turns:
             await asyncio.sleep(0.01)
         await cancelled.cancel()
         with dask.annotate(device=2):
@@ -390,8 +378,8 @@ async def test_a_worker_closes_at_once_although_a_coroutine_waits_for_a_watched_
     client: Any, scheduler: Any, worker: Any
 ) -> None:
     await client.register_plugin(DevicePlugin())
-    quarantine = worker.plugins["devctx"].extension.monitor.quarantine
-    assert not list(quarantine.turn("watched", 1, lambda: None))
+    calls = worker.plugins["devctx"].extension.monitor.calls
+    assert not list(calls.turn(Call("watched", (Device(0),)), 1, lambda: None))
     waiting = [client.submit(double_later, 1)]
     while worker.state.executing_count == 0:
         await asyncio.sleep(0.01)

@@ -14,8 +14,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DeviceFailedError, DriverError
 from dask_devctx.scheduler.suspects import ACTION, FAILED, TOPIC
-from dask_devctx.worker.failures.quarantine import Quarantine
-from dask_devctx.worker.failures.suspects import Suspect, Suspects
+from dask_devctx.worker.failures.calls import Call, Calls
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +48,13 @@ class Blame:
 
     def __init__(
         self,
+        calls: Calls,
         synchronize: bool,
         on_failure: Callable[[Failure], None],
         marks: Callable[[], bool] = lambda: True,
     ) -> None:
         self.failure: Failure | None = None
-        self.once: dict[Hashable, str] = {}  # why some running calls do not run again, by key
-        self.suspects = Suspects()
-        self.quarantine = Quarantine(self.suspects)
+        self._calls = calls
         self._synchronize = synchronize
         self._on_failure = on_failure
         # Whether the scheduler marks suspects, so that they are watched when they run again. If
@@ -64,50 +62,44 @@ class Blame:
         self._marks = marks
         self._lock = threading.Lock()
 
-    def refuse_after_failure(self) -> None:
-        """Raise if this process's devices failed, so that no task begins or ends well here."""
-        if self.failure is not None:
-            raise Reschedule
-
     def error_of(self, key: Hashable) -> DeviceFailedError | None:
         """Return the error of a task that errs with the failure; None for any other task."""
         return None if self.failure is None else self.failure.errors.get(key)
 
     def noticed(
-        self, key: Hashable, device: Device, found: DriverError, *, began: bool = True
+        self, call: Call, device: Device, found: DriverError, *, began: bool = True
     ) -> DeviceFailedError | Reschedule:
-        """Return the exception for a task that noticed a failure."""
-        failure = self._note(Suspect(key, device), found, began)
-        return failure.errors.get(key) or Reschedule()
+        """Return the exception for a call that noticed a failure."""
+        failure = self._note(call, device, found, began)
+        return failure.errors.get(call.key) or Reschedule()
 
     def noticed_between(self, device: Device, found: DriverError) -> None:
-        """Note a failure that no task noticed, such as one during a transfer."""
-        self._note(Suspect(None, device), found, False)
+        """Note a failure that no call noticed, such as one during a transfer."""
+        self._note(None, device, found, False)
 
-    def _note(self, who: Suspect, found: DriverError, began: bool) -> Failure:
+    def _note(self, who: Call | None, device: Device, found: DriverError, began: bool) -> Failure:
         with self._lock:
             if self.failure is None:
-                failure = self._decided(who, found, began)
+                failure = self._decided(who, device, found, began)
                 self._on_failure(failure)  # first, so that tasks are marked before they run again
                 self.failure = failure
             return self.failure
 
-    def _decided(self, who: Suspect, found: DriverError, began: bool) -> Failure:
-        device = who.device
+    def _decided(
+        self, who: Call | None, device: Device, found: DriverError, began: bool
+    ) -> Failure:
         lost = discovery.is_lost(device._backend, device.info)
         # Only a device's own tasks notice that it is gone.
         only = None if found.code in statuses.STICKY else device
-        first = [who] if began else []
-        running = tuple(dict.fromkeys([*first, *self.suspects.running(only)]))
-        suspects = tuple(dict.fromkeys([*first, *self.suspects.named(only)]))
+        first = [who] if who is not None and began else []
+        running = [*first, *self._calls.running_on(only)]
         hardware = lost or found.code in statuses.HARDWARE
-        if hardware:
-            suspects = ()
-
         # A task may have several devices, and is a suspect on each of them.
         places: dict[Hashable, list[str]] = {}
-        for one in suspects:
-            places.setdefault(one.key, []).append(str(one.device))
+        if not hardware:
+            noticed = [(one.key, device) for one in first]
+            for key, on in dict.fromkeys([*noticed, *self._calls.suspects(only)]):
+                places.setdefault(key, []).append(str(on))
         named = [f"{key} on {' and '.join(sorted(on))}" for key, on in places.items()]
         keys = tuple(places)
         sole = keys[0] if len(keys) == 1 else None
@@ -121,19 +113,21 @@ class Blame:
                 named,
                 self._synchronize,
                 lost,
-                sole is not None and self.quarantine.is_watched(sole),
+                sole is not None and self._calls.is_isolated(sole),
                 not_again,
             )
 
         marks = self._marks()
-        errors = {one.key: error(self.once[one.key]) for one in running if one.key in self.once}
+        errors = {one.key: error(one.once) for one in running if one.once}
         if any(one.key == sole for one in running):
             errors.setdefault(sole, error())
-        if not (marks or hardware) and who.key is not None and (began or not {*keys} - {who.key}):
-            errors.setdefault(who.key, error(_UNMARKED))
-        beside = dict.fromkeys(one.key for one in (who, *running) if one.key not in keys)
+        own = None if who is None else who.key
+        if not (marks or hardware) and own is not None and (began or not {*keys} - {own}):
+            errors.setdefault(own, error(_UNMARKED))
+        beside = dict.fromkeys([own, *(one.key for one in running)])
         beside.pop(None, None)
-        return Failure(error(), errors, keys, tuple(beside), marks)
+        bystanders = tuple(key for key in beside if key not in keys)
+        return Failure(error(), errors, keys, bystanders, marks)
 
 
 _UNMARKED = "the scheduler lacks dask-devctx, so that no task can be watched in its next run"

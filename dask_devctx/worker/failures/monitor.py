@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final
 
@@ -9,11 +10,12 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
-from dask_devctx.errors import DeviceFailedError, DriverError
+from dask_devctx.errors import DevctxError, DeviceFailedError, DriverError
 from dask_devctx.worker.failures.attribution import Blame, Failure
-from dask_devctx.worker.failures.health import Checkup
+from dask_devctx.worker.failures.calls import Call, Calls, Work
 from dask_devctx.worker.failures.oom_retries import Retries
-from dask_devctx.worker.failures.suspects import Suspect
+
+logger = logging.getLogger(__name__)
 
 _LOOK_INTERVAL_MS = 1000
 
@@ -38,74 +40,86 @@ class Monitor:
         self.synchronize = synchronize
         self._devices = tuple(devices)
         self.retries = Retries(devices, oom_retries)
-        self.blame = Blame(synchronize, on_failure, marks)
-        self.suspects = self.blame.suspects
-        self.quarantine = self.blame.quarantine
-        self.checkup = Checkup(self.suspects, self.blame.noticed_between)
-        self._looking = PeriodicCallback(self.checkup.between, _LOOK_INTERVAL_MS)
+        self.calls = Calls()
+        self.blame = Blame(self.calls, synchronize, on_failure, marks)
+        self._looking = PeriodicCallback(self._look_at_used, _LOOK_INTERVAL_MS)
         self._looking.start()
 
     def metrics(self, worker: object) -> dict[str, dict[str, int]]:
         """Return how often a context was left behind and memory ran out, by device."""
+        left, out_of_memory = self._counts()
         return {
-            "left-behind": {str(device): n for device, n in self.checkup.left_behind.items()},
-            "out-of-memory": {str(device): n for device, n in self.retries.counted.items()},
+            "left-behind": {str(device): n for device, n in left.items()},
+            "out-of-memory": {str(device): n for device, n in out_of_memory.items()},
         }
 
     def failures(self) -> dict[str, dict[str, int]]:
         """Return the same by the devices' UUIDs."""
-        counted = {
-            "context-left-behind": self.checkup.left_behind,
-            "out-of-memory": self.retries.counted,
-        }
+        kinds = "context-left-behind", "out-of-memory"
         return {
-            kind: {device.uuid: n for device, n in by_device.items()}
-            for kind, by_device in counted.items()
+            kind: {device.uuid: n for device, n in counts.items()}
+            for kind, counts in zip(kinds, self._counts(), strict=True)
         }
+
+    def _counts(self) -> tuple[dict[Device, int], dict[Device, int]]:
+        left = {one.device: one.left_behind for one in self.calls.works() if one.left_behind}
+        return left, dict(self.retries.counted)
+
+    def _look_at_used(self) -> None:
+        for work in self.calls.works():
+            if work.left or (work.device._handle and self.calls.running_on(work.device)):
+                self._look(work)
 
     def has_failed(self) -> bool:
         """Look at the devices in use; return whether one has failed, so that the worker ends."""
         for device in self._devices:
             if device._handle and self.blame.failure is None:
-                self.checkup.look(device)
+                self._look(self.calls.work(device))
         return self.blame.failure is not None
 
-    def seceded(self, key: Hashable) -> None:
-        """Note that a task seceded from its thread: it may be waiting for other tasks."""
-        self.suspects.seceded(key)
-        self.quarantine.seceded(key)
+    def _look(self, work: Work) -> None:
+        try:
+            with work.device:
+                work.look(mark=True)
+        except DriverError as error:
+            if statuses.failed(error.code):
+                self.blame.noticed_between(work.device, error)
+        except DevctxError as error:
+            logger.debug("the progress of %s is unknown: %s", work.device, error)
 
-    def drain(self, key: Hashable, device: Device) -> None:
+    def drain(self, call: Call) -> None:
         """Wait for the work of other tasks on all devices: a later failure is not theirs."""
-        for one in dict.fromkeys((device, *self.suspects.left())):
-            try:
-                self.checkup.drain(one)
-            except DriverError as found:
-                if statuses.failed(found.code):  # the task itself meets any other error
-                    raise self.blame.noticed(key, one, found, began=False) from found
-
-    def began_aside(self, key: Hashable, devices: Sequence[Device], once: str) -> None:
-        """Count a call that is no task and may use several devices."""
-        self.blame.once[key] = once
-        for device in devices:
-            self.suspects.started(Suspect(key, device), aside=True)
-
-    def ended_aside(self, key: Hashable, devices: Sequence[Device]) -> DeviceFailedError | None:
-        """Check the devices after such a call; return the error for its caller."""
-        for device in devices:
-            self.suspects.ended(Suspect(key, device))
-        for device in devices:
+        left = (work.device for work in self.calls.works() if work.left)
+        for device in dict.fromkeys((call.devices[0], *left)):
             try:
                 with device:
-                    self.checkup.after(key, device, wait=False)
+                    self.calls.work(device).wait()
+            except DriverError as found:
+                if statuses.failed(found.code):  # the task itself meets any other error
+                    raise self.blame.noticed(call, device, found, began=False) from found
+
+    def began_aside(self, key: Hashable, devices: Sequence[Device], once: str) -> Call:
+        """Count a call that is no task and may use several devices."""
+        call = Call(key, tuple(devices), once=once, aside=True)
+        self.calls.running.add(call)
+        return call
+
+    def ended_aside(self, call: Call) -> DeviceFailedError | None:
+        """Check the devices after such a call; return the error for its caller."""
+        self.calls.running.discard(call)
+        works = [self.calls.work(device) for device in call.devices]
+        for work in works:
+            work.ended(call.key)
+        for work in works:
+            try:
+                with work.device:
+                    work.check(call.key, wait=False)
             except DriverError as found:
                 if statuses.failed(found.code):
-                    self.blame.noticed(key, device, found)
-        self.blame.once.pop(key, None)
-        return self.blame.error_of(key)
+                    self.blame.noticed(call, work.device, found)
+        return self.blame.error_of(call.key)
 
     def close(self) -> None:
         """Release the monitor's resources; running calls are monitored to their end."""
         self._looking.stop()
-        self.suspects.close()
-        self.quarantine.close()
+        self.calls.close()
