@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from distributed import Worker
 from distributed.protocol import to_serialize
@@ -22,11 +22,8 @@ from dask_devctx.transfer import Stamp, nbytes_by_device, stamp, to_device
 from dask_devctx.worker.failures import guard
 from dask_devctx.worker.failures.guard import Guard
 from dask_devctx.worker.failures.monitor import Monitor
-from dask_devctx.worker.placement.admission import WHOLE, Admission, Claim
+from dask_devctx.worker.placement.admission import Admission, Claim
 from dask_devctx.worker.tracebacks import begins_with_the_task
-
-if TYPE_CHECKING:
-    from dask_devctx.worker.placement.placement import Placement
 
 _POLL_S: Final = 0.01
 # The time that an error may take to reach the caller of a method.
@@ -61,7 +58,6 @@ class DeviceActors(dict[Hashable, Any]):
         self,
         worker: Worker,
         monitor: Monitor,
-        placement: Placement,
         admission: Admission,
         *,
         move_inputs: bool,
@@ -69,7 +65,6 @@ class DeviceActors(dict[Hashable, Any]):
         super().__init__(internals.actors_of(worker))
         self._worker = worker
         self._monitor = monitor
-        self._placement = placement
         self._admission = admission
         self._moves = move_inputs
         self._called: Hashable = None
@@ -117,22 +112,15 @@ class DeviceActors(dict[Hashable, Any]):
             present._keep(ts, claim)
 
     def _keep(self, ts: Any, claim: Claim) -> None:
-        if {*self._placement.devices}.issuperset(claim.devices):
+        if self._admission.states.keys() >= {*claim.devices}:
             self._claims[ts.key] = claim
             self._admission.keep(claim)
-            self._placement.keep(ts.key, claim.devices, claim.share / WHOLE)
             self.on_change()
-
-    @property
-    def has_any(self) -> bool:
-        """Whether an actor keeps devices."""
-        return bool(self._claims)
 
     def pop(self, key: Hashable, *default: Any) -> Any:
         claim = self._claims.pop(key, None)
         if claim is not None:
             self._admission.release(claim)
-            self._placement.drop(key)
             self.on_change()
         return super().pop(key, *default)
 

@@ -78,13 +78,12 @@ class DeviceExtension:
             try:
                 history = remembered_tasks()
                 interval_s = switch_interval()
-                self.placement = self._devices(steps, options)
+                used = self._devices(steps, options)
             except Exception as error:
-                self.failure = error
-                self.placement = Placement((), options.tasks_per_device)
-            used = self.placement.devices
+                self.failure, used = error, ()
             tasks_per_device = options.tasks_per_device
             self.admission = Admission(used, tasks_per_device, self.limits)
+            self.placement = Placement(self.admission, options.policy or start_soonest)
             unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
             self.record = Record(worker, used, tasks_per_device, self.history, history)
@@ -179,7 +178,6 @@ class DeviceExtension:
                 DeviceActors(
                     worker,
                     self.monitor,
-                    self.placement,
                     self.admission,
                     move_inputs=options.move_inputs,
                 )
@@ -197,7 +195,7 @@ class DeviceExtension:
         """Restore the worker; running tasks run to their end."""
         self._steps.close()
 
-    def _devices(self, steps: ExitStack, options: Options) -> Placement:
+    def _devices(self, steps: ExitStack, options: Options) -> tuple[Device, ...]:
         """Use all devices of the worker, or none of them."""
         devices = self._share.devices
         with ExitStack() as taking:
@@ -205,14 +203,11 @@ class DeviceExtension:
             self.limits = {  # without a limit, tasks may reserve all memory of a device
                 one: limit_nbytes(one, limit) or limit_nbytes(one, 1.0) or 0 for one in devices
             }
-            placement = Placement(
-                devices, options.tasks_per_device, options.policy or start_soonest, self.limits
-            )
             taking.enter_context(landing.landing_on(self._worker, devices))
             import_early(options.pre_import or ())
             taking.enter_context(allocating(self._worker, devices, options))
             steps.push(taking.pop_all())
-        return placement
+        return devices
 
     def warn_of_few_threads(self) -> None:
         """Warn if dask gives the worker too few tasks to keep its devices busy."""

@@ -66,7 +66,6 @@ class DeviceRun(TaskStandIn, Claim):
     """
 
     is_plain = True  # it takes one slot, and none on other threads than the device's
-    slots = 1.0  # of each device, for the choice of the next task's device
     asked_for = False  # whether the user named the device
     isolated = 0  # the number of its isolated run; 0 for any other
     once = ""  # why it does not run again after a device failed; "" if it may

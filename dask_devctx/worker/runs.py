@@ -168,7 +168,7 @@ class Runs:
             self.living.live_on(ts, devices)
             run.makes_actor = run.for_life = not run.is_plain
         # Nothing fails from here on: what is counted now is counted until its end.
-        has_queue = placement.add(devices, run.prefix, run.slots)
+        has_queue = placement.add(run)
         self.record.began(ts, devices)
         self.now[key] = run
         run.queued = has_queue or not run.is_plain
@@ -221,7 +221,7 @@ class Runs:
         """Count a run no longer on its devices."""
         if not run.left_devices:
             run.left_devices = True
-            self.placement.remove(run.devices, run.prefix, run.slots)
+            self.placement.remove(run)
             self.record.left(run.devices, seconds)
 
 

@@ -39,6 +39,10 @@ class Claim:
     waits = False
     void = False  # its task was cancelled while it waited, and must not run
     for_life = False  # an actor's: kept until it is released explicitly
+    # For the choice of the next task's device: the slots of each device, and the seconds of these.
+    prefix = ""
+    slots = 1.0
+    expected_s = 0.0
     # The call for the first device's threads when it is granted; or a function to call then.
     call: Any = None
     granted: Callable[[], object] | None = None
@@ -67,7 +71,7 @@ class Claim:
 _Entry = tuple[tuple[Any, ...], int, Claim]
 
 
-class DeviceQueue:
+class DeviceState:
     """One device: what is free there, the claims that wait, and the calls that may start."""
 
     def __init__(self, admission: Admission, device: Device, nbytes: float) -> None:
@@ -84,6 +88,12 @@ class DeviceQueue:
         self.grow: Callable[[int], object] = lambda threads: None
         self.is_ended = False
         self.changed = threading.Condition(admission.lock)
+        # Kept by the placement: the tasks that run or wait, when they will be done, the turn of the
+        # last one, and the free bytes of the device's memory.
+        self.tasks = 0
+        self.busy_s = 0.0
+        self.last_turn = 0
+        self.free_memory: int | None = None
 
     # -- as the queue of a thread pool
 
@@ -139,14 +149,15 @@ class Admission:
         self,
         devices: Sequence[Device],
         tasks_per_device: int,
-        limits: Mapping[Device, float] | None = None,
+        limits: Mapping[Device, int] | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.tasks_per_device = tasks_per_device
         self.slot = WHOLE // tasks_per_device
-        limits = limits or {}
-        self.queues = {
-            device: DeviceQueue(self, device, limits.get(device, math.inf)) for device in devices
+        self.limits = limits or {}  # the bytes that tasks may reserve
+        self.states = {
+            device: DeviceState(self, device, self.limits.get(device, math.inf))
+            for device in devices
         }
         self._count = 0
         self._several = 0  # the waiting claims of several devices
@@ -160,13 +171,13 @@ class Admission:
             claim.held = claim.void = False
             entry = claim.priority, self._count, claim
             for device in claim.devices:
-                heappush(self.queues[device].waiting, entry)
+                heappush(self.states[device].waiting, entry)
             if len(claim.devices) > 1:
                 self._several += 1
             if self._several:
                 self._look(claim)
             else:
-                self._look_at(self.queues[claim.devices[0]])
+                self._look_at(self.states[claim.devices[0]])
 
     def withdraw(self, claim: Claim) -> None:
         """Take a claim that waits out of the line; its task must not run."""
@@ -186,7 +197,7 @@ class Admission:
             if claim in self._actors:
                 self._actors.remove(claim)
             for device in claim.devices:
-                one = self.queues[device]
+                one = self.states[device]
                 one.holding.remove(claim)
                 one.free += claim.share
                 one.free_nbytes += claim.nbytes
@@ -195,7 +206,7 @@ class Admission:
             if self._several or len(claim.devices) > 1:
                 self._look(claim)
             else:
-                self._look_at(self.queues[claim.devices[0]])
+                self._look_at(self.states[claim.devices[0]])
 
     def keep(self, claim: Claim) -> None:
         """Let a claim hold its devices until it is released, without a wait: an actor's."""
@@ -216,13 +227,18 @@ class Admission:
     def free_of_actors(self, device: Device) -> tuple[int, float]:
         """Return the share and the bytes of a device that actors leave."""
         with self.lock:
-            one = self.queues[device]
+            one = self.states[device]
             share, nbytes = one.free, one.free_nbytes
             for claim in one.holding:
                 if not claim.for_life:
                     share += claim.share
                     nbytes += claim.nbytes
             return share, nbytes
+
+    @property
+    def has_actors(self) -> bool:
+        """Whether actors keep parts of devices."""
+        return bool(self._actors)
 
     def kept_devices(self) -> set[Device]:
         """Return the devices of which actors keep a part."""
@@ -232,13 +248,13 @@ class Admission:
     def blocked(self) -> list[Claim]:
         """Return the claims that can never start while the actors of today live."""
         with self.lock:
-            waiting = {id(c): c for q in self.queues.values() for _, _, c in sorted(q.waiting)}
+            waiting = {id(c): c for q in self.states.values() for _, _, c in sorted(q.waiting)}
             return [one for one in waiting.values() if one.waits and not self._may(one)]
 
     def may_move(self, claim: Claim) -> bool:
         """Return whether other devices of the worker can run a task that names none."""
         with self.lock:
-            fit = sum(self._leaves_room(device, claim) for device in self.queues)
+            fit = sum(self._leaves_room(device, claim) for device in self.states)
         return claim.any_device and fit >= len(claim.devices)
 
     # -- what reports ask
@@ -247,18 +263,18 @@ class Admission:
     def idle(self) -> bool:
         """Whether no claim waits or holds anything."""
         with self.lock:
-            return not any(q.holding or _count_of(q) for q in self.queues.values())
+            return not any(q.holding or _count_of(q) for q in self.states.values())
 
     def waiting_for(self, device: Device) -> int:
         """Return how many tasks wait for a device."""
         with self.lock:
-            return _count_of(self.queues[device]) if device in self.queues else 0
+            return _count_of(self.states[device]) if device in self.states else 0
 
     def waits_for_actors(self) -> str:
         """Return which actors hold devices that tasks wait for, and the remedy; "" without any."""
         found = []
         with self.lock:
-            for device, one in self.queues.items():
+            for device, one in self.states.items():
                 keys = [repr(claim.key) for claim in one.holding if claim.for_life]
                 if keys and (count := self.waiting_for(device)):
                     found.append(
@@ -272,13 +288,13 @@ class Admission:
     def _look(self, claim: Claim) -> None:
         """Grant the claims whose turn it is, after a claim came or went."""
         if self._several:
-            for one in self.queues.values():
+            for one in self.states.values():
                 self._look_at(one)
         else:
             for device in claim.devices:
-                self._look_at(self.queues[device])
+                self._look_at(self.states[device])
 
-    def _look_at(self, one: DeviceQueue) -> None:
+    def _look_at(self, one: DeviceState) -> None:
         waiting = one.waiting
         while waiting:
             claim = waiting[0][2]
@@ -292,21 +308,15 @@ class Admission:
                 claim = first
             elif claim.share > one.free or claim.nbytes > one.free_nbytes:
                 return
-            elif claim.granted is None:  # the usual one, without a further call
-                heappop(waiting)
-                one.free -= claim.share
-                one.free_nbytes -= claim.nbytes
-                one.holding.append(claim)
-                claim.held, claim.waits = True, False
-                one.ready.append(claim.call)
-                one.changed.notify()
-                if len(one.ready) + len(one.running) > one.threads:
-                    self._grow(one)
-                continue
-            self._take(claim)
+            claim.held = True  # as `_take`, which would be another call for each task
+            for device in claim.devices:
+                state = self.states[device]
+                state.holding.append(claim)
+                state.free -= claim.share
+                state.free_nbytes -= claim.nbytes
             self._end_wait(claim)
 
-    def _first(self, one: DeviceQueue) -> Claim | None:
+    def _first(self, one: DeviceState) -> Claim | None:
         """Return the most urgent claim of a device that is first on all of its devices."""
         top = self._top(one)
         if top is None or self._is_first(top):
@@ -315,9 +325,9 @@ class Admission:
 
     def _is_first(self, entry: _Entry) -> bool:
         devices = entry[2].devices
-        return len(devices) == 1 or all(self._top(self.queues[one]) is entry for one in devices)
+        return len(devices) == 1 or all(self._top(self.states[one]) is entry for one in devices)
 
-    def _top(self, one: DeviceQueue) -> _Entry | None:
+    def _top(self, one: DeviceState) -> _Entry | None:
         waiting = one.waiting
         while waiting and not waiting[0][2].waits:
             heappop(waiting)
@@ -325,7 +335,7 @@ class Admission:
             return waiting[0]
         return next(self._line(one), None)
 
-    def _line(self, one: DeviceQueue) -> Iterator[_Entry]:
+    def _line(self, one: DeviceState) -> Iterator[_Entry]:
         """Yield the claims that wait for a device, and not for an actor, in their order."""
         return (entry for entry in sorted(one.waiting) if entry[2].waits and self._may(entry[2]))
 
@@ -340,13 +350,13 @@ class Admission:
         return claim.share <= share and claim.nbytes <= nbytes
 
     def _fits(self, claim: Claim) -> bool:
-        free = [self.queues[device] for device in claim.devices]
+        free = [self.states[device] for device in claim.devices]
         return all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in free)
 
     def _take(self, claim: Claim) -> None:
         claim.held = True
         for device in claim.devices:
-            one = self.queues[device]
+            one = self.states[device]
             one.holding.append(claim)
             one.free -= claim.share
             one.free_nbytes -= claim.nbytes
@@ -358,15 +368,15 @@ class Admission:
         if claim.granted is not None:
             claim.granted()
             return
-        first = self.queues[claim.devices[0]]
+        first = self.states[claim.devices[0]]
         first.ready.append(claim.call)
         first.changed.notify()
         if len(first.ready) + len(first.running) > first.threads:
             self._grow(first)
 
-    def _grow(self, one: DeviceQueue) -> None:
+    def _grow(self, one: DeviceState) -> None:
         one.grow(len(one.ready) + sum(claim.held for claim in one.running.values()))
 
 
-def _count_of(one: DeviceQueue) -> int:
+def _count_of(one: DeviceState) -> int:
     return sum(claim.waits for _, _, claim in one.waiting)

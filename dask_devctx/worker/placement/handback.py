@@ -35,11 +35,8 @@ _Left = dict[str, tuple[float, int | None]]
 class Handback:
     """Hands tasks that can never start while an actor lives back to the scheduler."""
 
-    def __init__(
-        self, worker: Worker, actors: DeviceActors, admission: Admission, unannotated: Unannotated
-    ) -> None:
+    def __init__(self, worker: Worker, admission: Admission, unannotated: Unannotated) -> None:
         self._worker = worker
-        self._actors = actors
         self._admission = admission
         self._unannotated = unannotated
         self._told: _Left = {}  # what the scheduler knows
@@ -47,7 +44,7 @@ class Handback:
 
     def look(self) -> None:
         """Tell the scheduler what actors keep, if it does not know, or if tasks wait for them."""
-        if not (self._actors.has_any or self._told) or self._asks:
+        if not (self._admission.has_actors or self._told) or self._asks:
             return
         for claim in self._admission.blocked():
             if self._admission.may_move(claim):
@@ -93,7 +90,7 @@ def handing_back(
     worker: Worker, actors: DeviceActors, admission: Admission, unannotated: Unannotated
 ) -> Iterator[None]:
     """While it is open, tasks that would wait for the end of an actor go to other workers."""
-    handback = Handback(worker, actors, admission, unannotated)
+    handback = Handback(worker, admission, unannotated)
     looking = PeriodicCallback(handback.look, _LOOK_INTERVAL_S * 1000)
     looking.start()
     actors.on_change = handback.look

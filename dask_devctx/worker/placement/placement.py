@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Final, Protocol
 
@@ -19,12 +18,12 @@ from dask_devctx.errors import (
     NotEnoughDevicesError,
 )
 from dask_devctx.errors.base import nbytes_text
+from dask_devctx.worker.placement.admission import Admission, Claim, share_units
 from dask_devctx.worker.placement.policy import (
-    FULL_NBYTES,
     RELUCTANCE_S,
     Candidate,
-    Choice,
     Policy,
+    choose,
     choose_group,
     start_soonest,
 )
@@ -33,13 +32,9 @@ from dask_devctx.worker.placement.policy import (
 _NEW_DURATION_WEIGHT: Final = 0.5
 # How long a reading of the devices' free memory is used: each takes microseconds.
 _MEMORY_AGE_S: Final = 0.5
-# Shares are sums of fractions: so much of a device may be missing.
-_ROUNDING: Final = 1e-6
 # The least duration that is expected of a task whose prefix was never measured. It is so long that
 # no task waits for it only to avoid a copy of its inputs.
 _UNKNOWN_S: Final = 10 * RELUCTANCE_S
-# The busy time of a slot that an actor keeps: tasks go there only if they must.
-_KEPT_S: Final = 1e6
 
 
 class Located(Protocol):
@@ -54,46 +49,21 @@ class Located(Protocol):
         """The devices that have a copy of it."""
 
 
-class _Load:
-    """The tasks of one device, and the slots that they take."""
-
-    __slots__ = ("counts", "device", "free_nbytes", "kept", "last_turn", "tasks")
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.tasks = 0
-        self.counts: Counter[str] = Counter()  # by prefix; slots, which may be parts of one
-        self.kept: dict[Hashable, float] = {}  # by actor
-        self.last_turn = 0
-        self.free_nbytes: int | None = None
-
-    @property
-    def kept_slots(self) -> float:
-        return sum(self.kept.values())
-
-
 class Placement:
     """Chooses a device of a worker for each task, and counts the tasks on each; on its event loop.
 
-    The slot of a task that says nothing is 1 of ``tasks_per_device``. A device without an entry in
-    ``limits`` has no limit of bytes that tasks may reserve.
+    The slot of a task that says nothing is 1 of ``tasks_per_device``.
     """
 
-    def __init__(
-        self,
-        devices: Sequence[Device],
-        tasks_per_device: int,
-        policy: Policy = start_soonest,
-        limits: Mapping[Device, int] | None = None,
-    ) -> None:
-        self.devices = tuple(devices)
-        self._limits = limits or {}
-        self._tasks_per_device = tasks_per_device
+    def __init__(self, admission: Admission, policy: Policy = start_soonest) -> None:
+        self.devices = tuple(admission.states)
+        self._admission = admission
+        self._states = admission.states
+        self._limits = admission.limits
+        self._tasks_per_device = admission.tasks_per_device
         self._policy = policy
-        self._choose = Choice(policy)
-        self._loads = {device: _Load(device) for device in devices}
         # The only device, if there is one and the policy has no choice.
-        alone = policy is start_soonest and len(devices) == 1
+        alone = policy is start_soonest and len(self.devices) == 1
         self.only = self.devices if alone else None
         self._named: dict[tuple[type, object], Device] = {}
         self._durations_s: dict[str, float] = {}
@@ -106,7 +76,10 @@ class Placement:
     ) -> tuple[Device, ...]:
         """Return the devices that a task runs on; ``inputs`` are read only if there is a choice."""
         if request is ANY_DEVICE:
-            return (next_device or self._any_device(inputs),)
+            slot = 1 / self._tasks_per_device
+            return (
+                next_device or choose(self._policy, self._candidates(inputs, self.devices, slot)),
+            )
         if request.names:
             group = self._named_group(request.names)
         else:
@@ -115,34 +88,24 @@ class Placement:
             self._check_limits(request, group)
         return group
 
-    def add(self, devices: Sequence[Device], prefix: str, slots: float = 1) -> bool:
+    def add(self, claim: Claim) -> bool:
         """Count a task on its devices, until :meth:`remove`; return whether it waits for others."""
         self._turn += 1
-        for device in devices:
-            load = self._loads[device]
-            load.last_turn = self._turn
-            load.tasks += 1
-            load.counts[prefix] += slots  # type: ignore[assignment]
-        return self._loads[devices[0]].tasks > self._tasks_per_device
+        duration_s = self._durations_s.get(claim.prefix) or max(self._typical_s, _UNKNOWN_S)
+        claim.expected_s = claim.slots * duration_s
+        for device in claim.devices:
+            state = self._states[device]
+            state.last_turn = self._turn
+            state.tasks += 1
+            state.busy_s += claim.expected_s
+        return self._states[claim.devices[0]].tasks > self._tasks_per_device
 
-    def remove(self, devices: Sequence[Device], prefix: str, slots: float = 1) -> None:
+    def remove(self, claim: Claim) -> None:
         """Stop counting a task."""
-        for device in devices:
-            load = self._loads[device]
-            load.tasks -= 1
-            load.counts[prefix] -= slots  # type: ignore[assignment]
-            if load.counts[prefix] <= _ROUNDING:
-                del load.counts[prefix]
-
-    def keep(self, key: Hashable, devices: Sequence[Device], share: float) -> None:
-        """Count an actor that keeps a part of some devices."""
-        for device in devices:
-            self._loads[device].kept[key] = share * self._tasks_per_device
-
-    def drop(self, key: Hashable) -> None:
-        """Stop counting an actor."""
-        for load in self._loads.values():
-            load.kept.pop(key, None)
+        for device in claim.devices:
+            state = self._states[device]
+            state.tasks -= 1
+            state.busy_s = state.busy_s - claim.expected_s if state.tasks else 0.0
 
     def record_duration(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
@@ -165,40 +128,8 @@ class Placement:
 
     # -- any device
 
-    def _any_device(self, inputs: Sequence[Located]) -> Device:
-        if self._policy is start_soonest:
-            if self.only is not None:
-                return self.only[0]
-            if not inputs and (load := self._soonest()):
-                return load.device
-        return self._choose(self._candidates(inputs, self.devices, 1 / self._tasks_per_device))
-
-    def _soonest(self) -> _Load | None:
-        """Return what ``start_soonest`` chooses for a task without inputs, in a third of its time.
-
-        None if an actor keeps a part of a device: the policy is to be asked then.
-        """
-        self._read_memory()
-        best, least = None, (True, float("inf"), 0, 0)
-        for load in self._loads.values():
-            if load.kept:
-                return None
-            full = load.free_nbytes is not None and load.free_nbytes < FULL_NBYTES
-            cost = full, self._busy_s(load) if load.tasks else 0.0, load.tasks, load.last_turn
-            if cost < least:
-                best, least = load, cost
-        return best
-
-    def _busy_s(self, load: _Load) -> float:
-        """Return how long a device needs for its tasks, as far as durations are known."""
-        known, unknown_s = self._durations_s, max(self._typical_s, _UNKNOWN_S)
-        busy_s = load.kept_slots * _KEPT_S if load.kept else 0.0
-        for prefix, slots in load.counts.items():
-            busy_s += slots * known.get(prefix, unknown_s)
-        return busy_s
-
     def _candidates(
-        self, inputs: Iterable[Located], devices: Sequence[Device], share: float, number: int = 1
+        self, inputs: Sequence[Located], devices: Sequence[Device], share: float, number: int = 1
     ) -> list[Candidate]:
         """Return the state of the devices that a task could get a part of.
 
@@ -208,34 +139,36 @@ class Placement:
         self._read_memory()
         moves, move_nbytes = self._moves(inputs)
         at_once = self._tasks_per_device
-        most_kept = at_once * (1 - share + _ROUNDING)
-        loads = [self._loads[device] for device in devices]
-        unkept = [load for load in loads if load.kept_slots <= most_kept]
+        states = [self._states[device] for device in devices]
+        if self._admission.has_actors:
+            least = share_units(share)
+            unkept = [s for s in states if self._admission.free_of_actors(s.device)[0] >= least]
+            states = unkept if len(unkept) >= number else states
         return [
             Candidate(
-                device=load.device,
-                queued=load.tasks,
-                busy_s=self._busy_s(load) / at_once,
-                move_nbytes=move_nbytes[load.device],
-                since=self._turn - load.last_turn,
-                free_nbytes=load.free_nbytes,
-                moves=moves[load.device],
-                waits=load.tasks >= at_once,
+                device=state.device,
+                queued=state.tasks,
+                busy_s=state.busy_s / at_once,
+                move_nbytes=move_nbytes[state.device],
+                since=self._turn - state.last_turn,
+                free_nbytes=state.free_memory,
+                moves=moves[state.device],
+                waits=state.tasks >= at_once,
             )
-            for load in (unkept if len(unkept) >= number else loads)
+            for state in states
         ]
 
     def _read_memory(self) -> None:
         now = monotonic()
         if now - self._memory_read_at > _MEMORY_AGE_S:
             self._memory_read_at = now
-            for load in self._loads.values():
-                found = discovery.memory_info(driver.backend(), load.device.info)
-                load.free_nbytes = None if found is None else found[0]
+            for state in self._states.values():
+                found = discovery.memory_info(driver.backend(), state.device.info)
+                state.free_memory = None if found is None else found[0]
 
     def _moves(self, inputs: Iterable[Located]) -> tuple[dict[Device, int], dict[Device, int]]:
         """Return how many of the inputs each device lacks, and their bytes."""
-        moves, nbytes = dict.fromkeys(self._loads, 0), dict.fromkeys(self._loads, 0)
+        moves, nbytes = dict.fromkeys(self._states, 0), dict.fromkeys(self._states, 0)
         for one in inputs:
             parts = one.nbytes
             if not parts:
@@ -264,7 +197,7 @@ class Placement:
         share = min(self.share_of(request, one) for one in usable)
         candidates = self._candidates(inputs, usable, share, request.number)
         if request.number == 1:
-            return (self._choose(candidates),)
+            return (choose(self._policy, candidates),)
         located = [(one.nbytes, frozenset(one.copies)) for one in inputs]
         return choose_group(candidates, request.number, located, link_rank)
 
@@ -284,7 +217,7 @@ class Placement:
             return (self._asked_for(names[0]),)
         group = tuple(map(_device, names))
         refuse_twice(group)
-        if not self._loads.keys() >= set(group):  # other workers may have the rest
+        if not self._states.keys() >= set(group):  # other workers may have the rest
             raise self._not_enough(len(group), group)
         return group
 
@@ -300,7 +233,7 @@ class Placement:
             if device is not None:
                 return device
         device = _device(wanted)
-        if device not in self._loads:
+        if device not in self._states:
             raise DeviceNotFoundError(
                 wanted,
                 [str(mine.info) for mine in self.devices],

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dask_devctx.cuda.device import Device
-
-# A child of dask's own: a worker shows it.
-logger = logging.getLogger("distributed.worker.dask_devctx")
 
 # The speed of a link between two GPUs, in bytes per second. PCIe 5 with 16 lanes is assumed; NVLink
 # is faster.
@@ -143,32 +139,20 @@ def choose_group(
     return first, *(device for device in best if device is not first)
 
 
-class Choice:
-    """Returns the device that a policy chooses; names the policy in its errors."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._name = getattr(policy, "__qualname__", repr(policy))
-        self._has_failed = False
-
-    def __call__(self, candidates: Sequence[Candidate]) -> Device:
-        try:
-            chosen = self._policy(candidates)
-        except Exception as error:
-            name = self._name
-            where = _place(error)
-            error.add_note(f"It comes from the placement policy {name}, policy=..., {where}")
-            if not self._has_failed:
-                self._has_failed = True
-                logger.exception("The placement policy %s failed, and so does the task", name)
-            raise
-        given = {candidate.device for candidate in candidates}
-        if not isinstance(chosen, Candidate) or chosen.device not in given:
-            raise TypeError(
-                f"the placement policy {self._name} must return one of the candidates that it is "
-                f"given, and not its device or another value; got {chosen!r}"
-            )
-        return chosen.device
+def choose(policy: Policy, candidates: Sequence[Candidate]) -> Device:
+    """Return the device that a policy chooses; its errors name the policy."""
+    name = getattr(policy, "__qualname__", repr(policy))
+    try:
+        chosen = policy(candidates)
+    except Exception as error:
+        error.add_note(f"It comes from the placement policy {name}, policy=..., {_place(error)}")
+        raise
+    if not isinstance(chosen, Candidate) or chosen not in candidates:
+        raise TypeError(
+            f"the placement policy {name} must return one of the candidates that it is given, and "
+            f"not its device or another value; got {chosen!r}"
+        )
+    return chosen.device
 
 
 def _place(error: Exception) -> str:

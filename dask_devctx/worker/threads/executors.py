@@ -27,7 +27,7 @@ from dask_devctx.dask_internals.threads import (
     rescheduled,
     sending_tasks_on,
 )
-from dask_devctx.worker.placement.admission import Admission, Claim, DeviceQueue
+from dask_devctx.worker.placement.admission import Admission, Claim, DeviceState
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class DeviceThreadPoolExecutor(TaskThreadPoolExecutor):
     """
 
     def __init__(
-        self, name: str, threads: int, queue: DeviceQueue, cpus: frozenset[int] | None = None
+        self, name: str, threads: int, queue: DeviceState, cpus: frozenset[int] | None = None
     ) -> None:
         super().__init__(name, threads, queue)
         self._queue = queue
@@ -109,7 +109,7 @@ def device_threads(
         device: DeviceThreadPoolExecutor(
             f"devctx-{device}", threads, queue, near_cpus(device.info.cpu_affinity)
         )
-        for device, queue in admission.queues.items()
+        for device, queue in admission.states.items()
     }
 
     def end(name: str, pool: DeviceThreadPoolExecutor) -> None:
@@ -241,8 +241,12 @@ class _LoopCall(_Call):
         failed = error_in(result)
         if failed is not None:  # dask's frames make a cycle, which would keep the task's arrays
             clear_frames(failed)
-        pool._queue.over()  # first: a task that waits for this slot starts before the loop wakes
+        # First: a task that waits for this slot starts before the loop wakes.
+        claim, state = self.claim, pool._queue
+        state.running.pop(threading.get_ident(), None)
+        if claim is not None:
+            if claim.held and not claim.for_life:
+                state.admission.release(claim)
+            claim.call = None  # it has the task's inputs
         pool._outcomes.put(self.future, result, error)
-        if self.claim is not None:
-            self.claim.call = None  # it has the task's inputs
         del self, result, error, failed  # the error's frames know this one

@@ -102,7 +102,7 @@ def pool_of(
 ) -> DeviceThreadPoolExecutor:
     device = devices()[0]
     admission = Admission([device], threads)
-    return DeviceThreadPoolExecutor(name, threads, admission.queues[device], cpus)
+    return DeviceThreadPoolExecutor(name, threads, admission.states[device], cpus)
 
 
 def claim(pool: DeviceThreadPoolExecutor, *priority: int) -> Claim:
