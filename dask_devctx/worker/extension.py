@@ -86,7 +86,7 @@ class DeviceExtension:
             self.placement = Placement(self.admission, options.policy or start_soonest)
             unannotated: Unannotated = "leave" if self.failure else options.unannotated
             self.history = steps.enter_context(remembering(worker, used, history))
-            self.record = Record(worker, used, tasks_per_device, self.history, history)
+            self.record = Record(worker, self.admission, self.history, history)
             steps.enter_context(self.record.in_heartbeats())
             self.monitor = steps.enter_context(
                 _opened(
@@ -173,7 +173,6 @@ class DeviceExtension:
             self.pools = self.runs.pools = steps.enter_context(
                 device_threads(worker, self.admission, tasks_per_device)
             )
-            self.record.waiting = self.admission.waiting_for
             self.runs.living = self._actors = steps.enter_context(
                 DeviceActors(
                     worker,

@@ -82,6 +82,7 @@ class Runs:
         self._unannotated = unannotated
         self._failure = failure  # why the worker does not have the devices
         self._slot = admission.slot
+        self._uuids = {device: device.uuid for device in admission.states}
         self.now: dict[Hashable, DeviceRun] = {}  # the present run of each task on devices
 
     @contextmanager
@@ -169,7 +170,8 @@ class Runs:
             run.makes_actor = run.for_life = not run.is_plain
         # Nothing fails from here on: what is counted now is counted until its end.
         has_queue = placement.add(run)
-        self.record.began(ts, devices)
+        # The scheduler gets it; readers of dask's own task stream see it.
+        ts.metadata[DEVICE] = self._uuids[devices[0]]
         self.now[key] = run
         run.queued = has_queue or not run.is_plain
         if inputs and has_queue and store is not None and store.copies is not None:
@@ -196,7 +198,8 @@ class Runs:
             else:
                 self.admission.release(run)
         if not run.left_devices:
-            self._leave(run, seconds or 0.0)
+            run.left_devices = True
+            self.placement.remove(run, seconds or 0.0)
             if seconds is not None:
                 self.placement.record_duration(run.prefix, seconds)
         if store is not None:
@@ -217,12 +220,10 @@ class Runs:
             self.monitor.calls.seceded(run.guarded)
         self._worker.loop.add_callback(self._leave, run)
 
-    def _leave(self, run: DeviceRun, seconds: float = 0.0) -> None:
-        """Count a run no longer on its devices."""
+    def _leave(self, run: DeviceRun) -> None:
         if not run.left_devices:
             run.left_devices = True
             self.placement.remove(run)
-            self.record.left(run.devices, seconds)
 
 
 def _conditions(annotations: Mapping[str, Any]) -> tuple[int, str]:

@@ -17,9 +17,10 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DevctxError
-from dask_devctx.scheduler.counts import DEVICE, METRIC
+from dask_devctx.scheduler.counts import METRIC
 from dask_devctx.scheduler.rows import DeviceCounts, Sample, TaskRun, memory_field
 from dask_devctx.worker.metrics.history import History
+from dask_devctx.worker.placement.admission import Admission, DeviceState
 
 # How long NVML's answer about other processes is used: it takes longer than the others.
 _PROCESSES_AGE_S: Final = 5.0
@@ -37,40 +38,46 @@ _SAMPLED: Final = tuple(name for name in Sample.__slots__ if name not in ("uuid"
 class _Tally:
     """One device's counts, and what they are made from."""
 
-    def __init__(self, device: Device, before: _Tally | None) -> None:
-        self._device = device
-        self.under_way = 0
-        self.since = 0.0  # the moment since which it has tasks
+    def __init__(self, state: DeviceState, before: _Tally | None) -> None:
+        self._state = state
         self.asked_at = float("-inf")  # when NVML was asked for the memory of other processes
-        if before is None:
-            self.counts = asdict(DeviceCounts(device.device_id, device.uuid, device.name))
-        else:  # a plugin that took another one's place: no task is under way
-            self.counts = dict(before.counts)
-            self.counts["occupied_s"] += before.busy_now_s(monotonic())
+        device = state.device
+        # A plugin may take another one's place, and goes on with its counts.
+        self.counts: dict[str, Any] = (
+            asdict(DeviceCounts(device.device_id, device.uuid, device.name))
+            if before is None
+            else before.counts | before.seconds()
+        )
 
-    def busy_now_s(self, now: float) -> float:
-        """Return the seconds since which it has tasks; 0 if it has none."""
-        return now - self.since if self.under_way else 0.0
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of tasks that ended, and those with one task or more."""
+        state, counts = self._state, self.counts
+        now_s = monotonic() - state.since if state.tasks else 0.0
+        return {
+            "busy_s": counts["busy_s"] + state.used_s,
+            "occupied_s": counts["occupied_s"] + state.occupied_s + now_s,
+        }
 
     def row(self, waiting: int, out_of_memory: int, memory: Mapping[str, Any]) -> dict[str, Any]:
         """Return the counts as they are now."""
         backend, now, counts = driver.backend(), monotonic(), self.counts
-        device = self._device.info
+        device = self._state.device.info
         if now - self.asked_at > _PROCESSES_AGE_S:
             self.asked_at = now
             counts["memory_others"] = discovery.memory_of_others(backend, device)
         free, total = discovery.memory_info(backend, device) or (None, None)
         utilization, bandwidth = discovery.utilization(backend, device) or (None, None)
-        queued = min(waiting, self.under_way)
-        row = counts | {
+        queued = min(waiting, self._state.tasks)
+        row = {
+            **counts,
+            **self.seconds(),
             "queued": queued,
-            "running": self.under_way - queued,
+            "running": self._state.tasks - queued,
             "memory_free": free,
             "memory_total": total,
             "utilization": utilization,
             "bandwidth": bandwidth,
             "out_of_memory": out_of_memory,
-            "occupied_s": counts["occupied_s"] + self.busy_now_s(now),
         }
         for name, value in memory.items():
             row[name if name in row else memory_field(name)] = value
@@ -89,8 +96,7 @@ class Record:
     def __init__(
         self,
         worker: Worker,
-        devices: Sequence[Device],
-        tasks_per_device: int,
+        admission: Admission,
         history: History,
         remembered: int,
     ) -> None:
@@ -100,25 +106,15 @@ class Record:
         # Functions of a device that return counts: `"held"` is the field `memory_held`.
         self.memory: dict[str, Callable[[Device], int | None]] = {}
         self.retried: Mapping[Device, int] = {}  # how often memory ran out
-        # Returns how many tasks wait for a slot on a device.
-        self.waiting: Callable[[Device], int] = lambda device: 0
+        self._admission = admission
         self._worker = worker
         self._history = history
         before = _tallies.get(worker, {})
-        self._tallies = {device: _Tally(device, before.get(device)) for device in devices}
+        states = admission.states
+        self._tallies = {device: _Tally(states[device], before.get(device)) for device in states}
         _tallies[worker] = self._tallies
-        self._ids = {device: (device.uuid, device.device_id) for device in devices}
+        self._ids = {device: (device.uuid, device.device_id) for device in states}
         self._latest: list[dict[str, Any]] = []
-
-    def began(self, ts: Any, devices: Sequence[Device]) -> None:
-        """Count a task that is about to run on its devices, until :meth:`left`."""
-        for device in devices:
-            tally = self._tallies[device]
-            if not tally.under_way:
-                tally.since = monotonic()
-            tally.under_way += 1
-        # The scheduler gets it; readers of dask's own task stream see it.
-        ts.metadata[DEVICE] = self._ids[devices[0]][0]
 
     def refused(self, ts: Any, error: Exception) -> None:
         """Note a task that got no device and fails with this error."""
@@ -126,15 +122,6 @@ class Record:
         reason = ". ".join([f"{type(error).__name__}: {error}", *notes])
         self.refusals.append((ts.key, ts.prefix, reason))
         self._history.happened("refused", key=ts.key, text=reason)
-
-    def left(self, devices: Sequence[Device], seconds: float = 0.0) -> None:
-        """Count a task no longer on its devices, on which it ran for so long."""
-        for device in devices:
-            tally = self._tallies[device]
-            tally.counts["busy_s"] += seconds
-            tally.under_way -= 1
-            if not tally.under_way:
-                tally.counts["occupied_s"] += monotonic() - tally.since
 
     def ended(
         self,
@@ -186,7 +173,7 @@ class Record:
         """Return a row for each device: the fields of ``DeviceCounts``, as plain data."""
         return [
             tally.row(
-                self.waiting(device),
+                self._admission.waiting_for(device),
                 self.retried.get(device, 0),
                 {name: function(device) for name, function in self.memory.items()},
             )

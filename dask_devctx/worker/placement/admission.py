@@ -88,12 +88,14 @@ class DeviceState:
         self.grow: Callable[[int], object] = lambda threads: None
         self.is_ended = False
         self.changed = threading.Condition(admission.lock)
-        # Kept by the placement: the tasks that run or wait, when they will be done, the turn of the
-        # last one, and the free bytes of the device's memory.
-        self.tasks = 0
-        self.busy_s = 0.0
-        self.last_turn = 0
-        self.free_memory: int | None = None
+        # Kept by the placement, on the event loop.
+        self.tasks = 0  # that run or wait
+        self.busy_s = 0.0  # the seconds that are expected of them
+        self.last_turn = 0  # when it got the last one
+        self.free_memory: int | None = None  # in bytes
+        self.since = 0.0  # the moment since which it has tasks
+        self.occupied_s = 0.0  # with tasks, before that
+        self.used_s = 0.0  # the sum of the seconds of tasks that ended
 
     # -- as the queue of a thread pool
 

@@ -96,16 +96,22 @@ class Placement:
         for device in claim.devices:
             state = self._states[device]
             state.last_turn = self._turn
+            if not state.tasks:
+                state.since = monotonic()
             state.tasks += 1
             state.busy_s += claim.expected_s
         return self._states[claim.devices[0]].tasks > self._tasks_per_device
 
-    def remove(self, claim: Claim) -> None:
-        """Stop counting a task."""
+    def remove(self, claim: Claim, seconds: float = 0.0) -> None:
+        """Stop counting a task, which ran for so long."""
         for device in claim.devices:
             state = self._states[device]
             state.tasks -= 1
-            state.busy_s = state.busy_s - claim.expected_s if state.tasks else 0.0
+            state.busy_s -= claim.expected_s
+            state.used_s += seconds
+            if not state.tasks:
+                state.busy_s = 0.0
+                state.occupied_s += monotonic() - state.since
 
     def record_duration(self, prefix: str, seconds: float) -> None:
         """Learn how long a task of this prefix ran."""
