@@ -141,7 +141,7 @@ class Guard(Call):
                     if self._isolated:
                         _raise((yield partial(monitor.drain, self)))
                     if alone:
-                        _raise((yield partial(retries.prepare_last, key, device)))
+                        _raise((yield partial(retries.clear, device)))
                     if not self._begin():
                         continue
                     outcome = raised = yield CALL

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from distributed import Reschedule
@@ -23,21 +22,8 @@ logger = logging.getLogger(__name__)
 # another worker is never done here, so the oldest tasks are forgotten beyond this number.
 _REMEMBERED_RETRIES = 10_000
 
-# After its last attempt, a task is tried again so often if more memory is free than before it:
-# others released memory late.
-_MORE = 3
-
 # The limit of a device in bytes, None without one, and the bytes that could not leave, by reason.
 Stock = tuple[int | None, Mapping[str, int]]
-
-
-@dataclass(slots=True)
-class _Tried:
-    """A task's attempts so far."""
-
-    attempts: int = 0
-    fits: bool = True  # whether the device has as many bytes as the task asked for last
-    free_nbytes: int | None = None  # before the last attempt, in which it is alone on its device
 
 
 class Retries:
@@ -45,7 +31,9 @@ class Retries:
 
     def __init__(self, devices: Sequence[Device], most: int) -> None:
         self.counted: Counter[Device] = Counter()
-        self.tried: OrderedDict[Hashable, _Tried] = OrderedDict()
+        # How often each task ran out of memory, and whether the device has as many bytes as it
+        # asked for last: if not, nothing that is freed helps it.
+        self.tried: OrderedDict[Hashable, tuple[int, bool]] = OrderedDict()
         # Frees the copies of other devices' values on a device; returns their bytes.
         self.drop_replicas: Callable[[Device], int] = lambda device: 0
         # Frees all that is not in use on a device that a task has for itself.
@@ -57,7 +45,6 @@ class Retries:
         self._most = most
         self._lock = threading.Lock()
         self._next_device: OrderedDict[Hashable, Device] = OrderedDict()
-        # The tasks that asked for more than their device has: nothing that is freed helps them.
 
     def redirect(self, key: Hashable) -> Device | None:
         """Return, once, the device for a task's next attempt; None for any device."""
@@ -68,22 +55,8 @@ class Retries:
 
     def is_last(self, key: Hashable) -> bool:
         """Return whether a task ran out of memory as often as it may: it runs alone once more."""
-        tried = self.tried.get(key)
-        return tried is not None and tried.fits and 0 < self._most <= tried.attempts
-
-    def prepare_last(self, key: Hashable, device: Device) -> None:
-        """Free a device for a task that has it for itself now."""
-        tried = self.tried.get(key)
-        self.clear(device)
-        if tried is not None:
-            tried.free_nbytes, _ = _memory_info(device)
-
-    def _has_more(self, device: Device, tried: _Tried) -> bool:
-        """Return whether more memory is free than before a task's last attempt."""
-        free, _ = _memory_info(device)
-        before = tried.free_nbytes
-        most = self._most + _MORE
-        return None not in (free, before) and free > before and tried.attempts <= most  # type: ignore[operator]
+        attempts, is_fit = self.tried.get(key, (0, False))
+        return is_fit and 0 < self._most <= attempts
 
     def make_room(
         self, key: Hashable, movable: bool, device: Device, error: Exception
@@ -100,16 +73,15 @@ class Retries:
         requested = requested_nbytes(error)
         with self._lock:
             self.counted[device] += 1
-            tried = self.tried[key] = self.tried.pop(key, _Tried())
+            attempts, is_fit = self.tried.pop(key, (0, True))[0] + 1, fits(requested, device)
+            self.tried[key] = attempts, is_fit
             _forget_the_oldest(self.tried)
-            tried.attempts += 1
-            tried.fits = fits(requested, device)
-        replicas = self.free(device) if tried.fits else 0
-        if tried.attempts > self._most and not self._has_more(device, tried):
+        replicas = self.free(device) if is_fit else 0
+        if attempts > self._most:
             self.forget(key)
-            return self._failure(device, error, requested, replicas, tried.attempts)
+            return self._failure(device, error, requested, replicas, attempts)
         self.on_retry(key, device, error)
-        best = self._most_free(device) if movable and tried.attempts <= self._most else device
+        best = self._most_free(device) if movable else device
         logger.info("%r ran out of memory on %s; trying it again on %s", key, device, best)
         if best is device:
             return None
