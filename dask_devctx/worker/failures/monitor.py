@@ -101,7 +101,8 @@ class Monitor:
     def began_aside(self, key: Hashable, devices: Sequence[Device], once: str) -> Call:
         """Count a call that is no task and may use several devices."""
         call = Call(key, tuple(devices), once=once, aside=True)
-        self.calls.running.add(call)
+        if devices:
+            self.calls.running.add(call)
         return call
 
     def ended_aside(self, call: Call) -> DeviceFailedError | None:

@@ -91,7 +91,8 @@ class Placement:
     def add(self, claim: Claim) -> bool:
         """Count a task on its devices, until :meth:`remove`; return whether it waits for others."""
         self._turn += 1
-        duration_s = self._durations_s.get(claim.prefix) or max(self._typical_s, _UNKNOWN_S)
+        unknown_s = max(self._typical_s, _UNKNOWN_S)
+        duration_s = self._durations_s.get(claim.prefix, unknown_s)
         claim.expected_s = claim.slots * duration_s
         for device in claim.devices:
             state = self._states[device]

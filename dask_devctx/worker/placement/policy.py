@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from dask.utils import funcname
+
 from dask_devctx.cuda.device import Device
 
 # The speed of a link between two GPUs, in bytes per second. PCIe 5 with 16 lanes is assumed; NVLink
@@ -141,16 +143,16 @@ def choose_group(
 
 def choose(policy: Policy, candidates: Sequence[Candidate]) -> Device:
     """Return the device that a policy chooses; its errors name the policy."""
-    name = getattr(policy, "__qualname__", repr(policy))
     try:
         chosen = policy(candidates)
     except Exception as error:
-        error.add_note(f"It comes from the placement policy {name}, policy=..., {_place(error)}")
+        name, place = funcname(policy), _place(error)
+        error.add_note(f"It comes from the placement policy {name}, policy=..., {place}")
         raise
     if not isinstance(chosen, Candidate) or chosen not in candidates:
         raise TypeError(
-            f"the placement policy {name} must return one of the candidates that it is given, and "
-            f"not its device or another value; got {chosen!r}"
+            f"the placement policy {funcname(policy)} must return one of the candidates that it is "
+            f"given, and not its device or another value; got {chosen!r}"
         )
     return chosen.device
 
