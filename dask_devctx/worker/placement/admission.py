@@ -10,7 +10,7 @@ import math
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from heapq import heappop, heappush
 from typing import Any, Final
 
@@ -176,10 +176,7 @@ class Admission:
                 heappush(self.states[device].waiting, entry)
             if len(claim.devices) > 1:
                 self._several += 1
-            if self._several:
-                self._look(claim)
-            else:
-                self._look_at(self.states[claim.devices[0]])
+            self._look(claim)
 
     def withdraw(self, claim: Claim) -> None:
         """Take a claim that waits out of the line; its task must not run."""
@@ -205,10 +202,7 @@ class Admission:
                 one.free_nbytes += claim.nbytes
             if claim.nbytes:
                 claim.released()
-            if self._several or len(claim.devices) > 1:
-                self._look(claim)
-            else:
-                self._look_at(self.states[claim.devices[0]])
+            self._look(claim)
 
     def keep(self, claim: Claim) -> None:
         """Let a claim hold its devices until it is released, without a wait: an actor's."""
@@ -289,57 +283,48 @@ class Admission:
 
     def _look(self, claim: Claim) -> None:
         """Grant the claims whose turn it is, after a claim came or went."""
-        if self._several:
-            for one in self.states.values():
-                self._look_at(one)
-        else:
-            for device in claim.devices:
-                self._look_at(self.states[device])
+        if self._several or self._actors:
+            self._look_at_all()
+            return
+        for device in claim.devices:
+            one = self.states[device]
+            waiting = one.waiting
+            while waiting:
+                first = waiting[0][2]
+                if not first.waits:
+                    heappop(waiting)
+                elif first.share <= one.free and first.nbytes <= one.free_nbytes:
+                    heappop(waiting)
+                    first.held = True  # as `_take`: each that waits here has this device only
+                    one.holding.append(first)
+                    one.free -= first.share
+                    one.free_nbytes -= first.nbytes
+                    self._end_wait(first)
+                else:
+                    break
 
-    def _look_at(self, one: DeviceState) -> None:
-        waiting = one.waiting
-        while waiting:
-            claim = waiting[0][2]
-            if not claim.waits:
-                heappop(waiting)
+    def _look_at_all(self) -> None:
+        """Grant claims in their order; one that has to wait is waited for on all of its devices.
+
+        A claim that is behind another one on some of its devices is not waited for on the others.
+        """
+        entries = {}
+        for one in self.states.values():
+            while one.waiting and not one.waiting[0][2].waits:
+                heappop(one.waiting)
+            entries.update((entry[1], entry) for entry in one.waiting)
+        waited_for: set[Device] = set()
+        for _, _, claim in sorted(entries.values()):
+            if len(waited_for) == len(self.states):
+                break
+            if not (claim.waits and waited_for.isdisjoint(claim.devices) and self._may(claim)):
                 continue
-            if self._several or self._actors:
-                first = self._first(one)
-                if first is None or not self._fits(first):
-                    return
-                claim = first
-            elif claim.share > one.free or claim.nbytes > one.free_nbytes:
-                return
-            claim.held = True  # as `_take`, which would be another call for each task
-            for device in claim.devices:
-                state = self.states[device]
-                state.holding.append(claim)
-                state.free -= claim.share
-                state.free_nbytes -= claim.nbytes
-            self._end_wait(claim)
-
-    def _first(self, one: DeviceState) -> Claim | None:
-        """Return the most urgent claim of a device that is first on all of its devices."""
-        top = self._top(one)
-        if top is None or self._is_first(top):
-            return None if top is None else top[2]
-        return next((entry[2] for entry in self._line(one) if self._is_first(entry)), None)
-
-    def _is_first(self, entry: _Entry) -> bool:
-        devices = entry[2].devices
-        return len(devices) == 1 or all(self._top(self.states[one]) is entry for one in devices)
-
-    def _top(self, one: DeviceState) -> _Entry | None:
-        waiting = one.waiting
-        while waiting and not waiting[0][2].waits:
-            heappop(waiting)
-        if waiting and self._may(waiting[0][2]):
-            return waiting[0]
-        return next(self._line(one), None)
-
-    def _line(self, one: DeviceState) -> Iterator[_Entry]:
-        """Yield the claims that wait for a device, and not for an actor, in their order."""
-        return (entry for entry in sorted(one.waiting) if entry[2].waits and self._may(entry[2]))
+            free = [self.states[device] for device in claim.devices]
+            if all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in free):
+                self._take(claim)
+                self._end_wait(claim)
+            else:
+                waited_for.update(claim.devices)
 
     def _may(self, claim: Claim) -> bool:
         """Return whether a claim can start while the actors of today live."""
@@ -350,10 +335,6 @@ class Admission:
     def _leaves_room(self, device: Device, claim: Claim) -> bool:
         share, nbytes = self.free_of_actors(device)
         return claim.share <= share and claim.nbytes <= nbytes
-
-    def _fits(self, claim: Claim) -> bool:
-        free = [self.states[device] for device in claim.devices]
-        return all(claim.share <= one.free and claim.nbytes <= one.free_nbytes for one in free)
 
     def _take(self, claim: Claim) -> None:
         claim.held = True
