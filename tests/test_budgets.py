@@ -189,7 +189,7 @@ async def test_calls(client: Any, scheduler: Any, worker: Any) -> None:
             ):
                 counted = await calls_for_each_task(client, function, given)
                 best = least.setdefault(kind, counted)
-                best.update({side: min(best[side], calls) for side, calls in counted.items()})
+                best.update({s: min(best.get(s, n), n) for s, n in counted.items()})
     finally:
         count_on_this_thread(False)
         await client.submit(count_on_this_thread, False, pure=False)

@@ -199,7 +199,11 @@ class DeviceRun(TaskStandIn, Claim):
         return self.guarded.steps()
 
     def _call(self, data: Any) -> Any:
-        use, nvtx = self._use(data), self.runs.nvtx
+        runs, nvtx = self.runs, self.runs.nvtx
+        if self.is_again:
+            self.memory_s = perf_counter() - self.began_at  # for the attempt before
+        self.is_again = True
+        use = Use(runs.store, self.task, self.key, self.prefix, data, self.devices)
         if use.away or use.wanted:
             use.wait()
         before = note_devices(self.known)
@@ -215,7 +219,10 @@ class DeviceRun(TaskStandIn, Claim):
         return result
 
     async def _call_coroutine(self, data: Any) -> Any:
-        use = self._use(data)
+        if self.is_again:
+            self.memory_s = perf_counter() - self.began_at
+        self.is_again = True
+        use = Use(self.runs.store, self.task, self.key, self.prefix, data, self.devices)
         await use.wait_elsewhere()
         before = note_devices(self.known)
         try:
@@ -228,13 +235,6 @@ class DeviceRun(TaskStandIn, Claim):
             self.inputs_s = use.brought_s
             self.memory_s += use.waited_s
         return result
-
-    def _use(self, data: Any) -> Use:
-        runs = self.runs
-        if self.is_again:
-            self.memory_s = perf_counter() - self.began_at  # for the attempt before
-        self.is_again = True
-        return Use(runs.store, self.task, self.key, self.prefix, data, self.devices)
 
     def _reserve(self) -> None:
         """Spill values of others, until the bytes that it reserves are free on its devices."""

@@ -74,18 +74,9 @@ class Calls:
         self.running: set[Call] = set()
         self.turns: set[Call] = set()
         self._patience_s = patience_s
-        self._works: dict[Device, Work] = {}
+        self.works = _Works(self)
         self._taking = threading.Lock()
         self._closed = False
-
-    def work(self, device: Device) -> Work:
-        """Return the unfinished work of a device."""
-        found = self._works.get(device)
-        return found or self._works.setdefault(device, Work(device, self))
-
-    def works(self) -> tuple[Work, ...]:
-        """Return the devices' work, as far as there was any."""
-        return tuple(self._works.values())
 
     def running_on(self, device: Device | None) -> list[Call]:
         """Return the running calls, of one device or of all."""
@@ -94,9 +85,15 @@ class Calls:
     def suspects(self, device: Device | None = None) -> list[Suspect]:
         """Return all suspects, of one device or of all: running tasks first, then latest first."""
         running = [(one.key, on) for one in tuple(self.running) for on in one.devices]
-        left = [(key, work.device) for work in self.works() for key in reversed(tuple(work.left))]
+        left = [
+            (key, work.device) for work in self.all_work() for key in reversed(tuple(work.left))
+        ]
         every = dict.fromkeys([*running, *left])
         return [one for one in every if device is None or one[1] is device]
+
+    def all_work(self) -> tuple[Work, ...]:
+        """Return the unfinished work of all devices that were used."""
+        return tuple(self.works.values())
 
     # -- calls that run alone
 
@@ -151,7 +148,7 @@ class Calls:
     def close(self) -> None:
         """End all waits, and destroy the driver's events."""
         self._closed = True
-        for work in self.works():
+        for work in self.all_work():
             work.close()
 
 
@@ -272,3 +269,14 @@ class Work:
         if event:
             with contextlib.suppress(DevctxError):
                 self.device._backend.calls.work.event_destroy(event)
+
+
+class _Works(dict[Device, Work]):
+    """The unfinished work by device."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __missing__(self, device: Device) -> Work:
+        return self.setdefault(device, Work(device, self._calls))

@@ -107,7 +107,7 @@ class Guard(Call):
         self.devices = devices
         self._monitor = monitor
         self._device = devices[0]
-        self._work = monitor.calls.work(devices[0])
+        self._work = monitor.calls.works[devices[0]]
         self._once = once  # why it does not run again after a device failed; "" if it may
         self._inside = inside  # whether the device stays current around the call
         self._movable = movable  # whether it may be tried on another device
@@ -228,7 +228,7 @@ class Guard(Call):
         self._work.ended(self.key)
         others = self.devices[1:]
         for device in others:
-            monitor.calls.work(device).ended(self.key)
+            monitor.calls.works[device].ended(self.key)
         try:
             if error is None or isinstance(error, Exception):
                 for device in others:
@@ -266,7 +266,7 @@ class Guard(Call):
         try:
             with device:
                 wait = self._waits and self._inside and error is None
-                monitor.calls.work(device).check(self.key, wait=wait)
+                monitor.calls.works[device].check(self.key, wait=wait)
         except DriverError as found:
             if found.code in statuses.STICKY:
                 return  # all devices report it: the call finds it on its first device

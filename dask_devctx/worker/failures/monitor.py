@@ -62,11 +62,11 @@ class Monitor:
         }
 
     def _counts(self) -> tuple[dict[Device, int], dict[Device, int]]:
-        left = {one.device: one.left_behind for one in self.calls.works() if one.left_behind}
+        left = {one.device: one.left_behind for one in self.calls.all_work() if one.left_behind}
         return left, dict(self.retries.counted)
 
     def _look_at_used(self) -> None:
-        for work in self.calls.works():
+        for work in self.calls.all_work():
             if work.left or (work.device._handle and self.calls.running_on(work.device)):
                 self._look(work)
 
@@ -74,7 +74,7 @@ class Monitor:
         """Look at the devices in use; return whether one has failed, so that the worker ends."""
         for device in self._devices:
             if device._handle and self.blame.failure is None:
-                self._look(self.calls.work(device))
+                self._look(self.calls.works[device])
         return self.blame.failure is not None
 
     def _look(self, work: Work) -> None:
@@ -89,11 +89,11 @@ class Monitor:
 
     def drain(self, call: Call) -> None:
         """Wait for the work of other tasks on all devices: a later failure is not theirs."""
-        left = (work.device for work in self.calls.works() if work.left)
+        left = (work.device for work in self.calls.all_work() if work.left)
         for device in dict.fromkeys((call.devices[0], *left)):
             try:
                 with device:
-                    self.calls.work(device).wait()
+                    self.calls.works[device].wait()
             except DriverError as found:
                 if statuses.failed(found.code):  # the task itself meets any other error
                     raise self.blame.noticed(call, device, found, began=False) from found
@@ -108,7 +108,7 @@ class Monitor:
     def ended_aside(self, call: Call) -> DeviceFailedError | None:
         """Check the devices after such a call; return the error for its caller."""
         self.calls.running.discard(call)
-        works = [self.calls.work(device) for device in call.devices]
+        works = [self.calls.works[device] for device in call.devices]
         for work in works:
             work.ended(call.key)
         for work in works:
