@@ -141,7 +141,10 @@ class DeviceActors(dict[Hashable, Any]):
         devices = self._devices_of(key)
         if not devices:
             return actor
-        return _OnDevices(actor, devices, key, self._monitor, self._moves, made)
+        method = functools.partial(
+            DeviceMethod, self._monitor, key, devices, moves=self._moves, made=made
+        )
+        return _OnDevices(actor, devices, method)
 
     def _devices_of(self, key: Hashable) -> tuple[Device, ...]:
         ts = self._worker.state.tasks.get(key)
@@ -211,28 +214,16 @@ class _OnDevices:
     """An actor whose methods run on its devices."""
 
     def __init__(
-        self,
-        actor: Any,
-        devices: tuple[Device, ...],
-        key: Hashable,
-        monitor: Monitor,
-        moves: bool,
-        made: list[Stamp],
+        self, actor: Any, devices: tuple[Device, ...], method: Callable[..., DeviceMethod]
     ) -> None:
         self._actor = actor
-        self._made = made
         self._devices = devices
-        self._key = key
-        self._monitor = monitor
-        self._moves = moves
+        self._method = method
 
     def __getattr__(self, name: str) -> Any:
         with Together(self._devices):
             attribute = getattr(self._actor, name)
-        if not callable(attribute):
-            return attribute
-        call = self._monitor, self._key, self._devices, attribute, self._moves
-        return DeviceMethod(*call, self._made)
+        return self._method(attribute) if callable(attribute) else attribute
 
 
 class DeviceMethod(DeviceFunction[..., Any]):
