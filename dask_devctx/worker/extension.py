@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from distributed import Worker
 
@@ -52,6 +53,9 @@ from dask_devctx.worker.values.use import register_nodes
 # A child of dask's own: it is a line of the worker's log as dask's own are.
 _of_worker = logging.getLogger("distributed.worker.dask_devctx")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class DeviceExtension:
     """While it is open, the tasks of one worker run on its devices.
@@ -85,14 +89,13 @@ class DeviceExtension:
             self.record = Record(worker, self.admission, self.history, history)
             steps.enter_context(self.record.in_heartbeats())
             self.monitor = steps.enter_context(
-                closing(
-                    Monitor(
-                        used,
-                        synchronize=options.synchronize,
-                        oom_retries=options.oom_retries,
-                        on_failure=self._on_failure,
-                        marks=partial(has_routing, worker),
-                    )
+                _opened(
+                    Monitor,
+                    used,
+                    synchronize=options.synchronize,
+                    oom_retries=options.oom_retries,
+                    on_failure=self._on_failure,
+                    marks=partial(has_routing, worker),
                 )
             )
             steps.enter_context(metric(worker, Monitor.metric, self.monitor.metrics))
@@ -100,7 +103,7 @@ class DeviceExtension:
             self.monitor.retries.on_retry = self.history.tried_again
             register_nodes()
             if options.move_inputs:
-                copies = self.copies = steps.enter_context(closing(Copies(options.replica_limit)))
+                copies = self.copies = steps.enter_context(_opened(Copies, options.replica_limit))
                 copies.holds_back = self.monitor.calls.is_alone_on
                 copies.counts.on_copy = self.history.copied_between
                 self.history.refresh = copies.counts.measure
@@ -111,18 +114,17 @@ class DeviceExtension:
             rechunks = Rechunks(worker, used, lambda: self.store, self.copies)
             steps.enter_context(rechunking(worker, rechunks))
             self.peers = steps.enter_context(
-                closing(
-                    PeerTransfers(
-                        worker,
-                        used,
-                        lambda: self.store,
-                        staging=options.ipc_staging,
-                        limits=self.limits,
-                        use=options.ipc,
-                        make_room=self._make_room,
-                        on_failure=self.monitor.blame.noticed_between,
-                        has_failed=self.monitor.has_failed,
-                    )
+                _opened(
+                    PeerTransfers,
+                    worker,
+                    used,
+                    lambda: self.store,
+                    staging=options.ipc_staging,
+                    limits=self.limits,
+                    use=options.ipc,
+                    make_room=self._make_room,
+                    on_failure=self.monitor.blame.noticed_between,
+                    has_failed=self.monitor.has_failed,
                 )
             )
             self.peers.traffic.on_copy = self.history.copied
@@ -250,3 +252,10 @@ class DeviceExtension:
     def _on_failure(self, failure: Failure) -> None:
         """End the worker; called on the thread of the task that noticed the failure."""
         begin_the_end(self._worker, failure, self._actors.answered)
+
+
+@contextmanager
+def _opened(kind: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    """Make an object, and close it at the end."""
+    with closing(kind(*args, **kwargs)) as made:  # type: ignore[type-var]
+        yield made

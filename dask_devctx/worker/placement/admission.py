@@ -308,7 +308,7 @@ class Admission:
 
         A claim that is behind another one on some of its devices is not waited for on the others.
         """
-        entries = {}
+        entries: dict[int, _Entry] = {}
         for one in self.states.values():
             while one.waiting and not one.waiting[0][2].waits:
                 heappop(one.waiting)
