@@ -83,14 +83,9 @@ class PeerTransfers:
         self._pairs = Pairs(local)
         self._sender = Sender(local)
         with ExitStack() as steps:
-            self._connections = Connections(
-                worker,
-                lambda address: self._pairs.says(address) if self._uses_ipc else "",
-                Receiver(local, self._pairs).complete,
-                self._prepare,
-                has_failed,
-                lambda: (values := store()) is not None and bool(values.spill.accounts),
-            )
+            known = self._pairs if self._uses_ipc else None
+            complete = Receiver(local, self._pairs).complete
+            self._connections = Connections(local, known, complete, self._prepare)
             steps.callback(self._end)
             if self._uses_ipc:
                 for device in devices:

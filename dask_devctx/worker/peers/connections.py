@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from distributed import Worker
 from distributed.comm import CommClosedError
 from distributed.core import clean_exception
 
@@ -27,6 +26,8 @@ from dask_devctx.dask_internals.connections import (
 )
 from dask_devctx.dask_internals.worker import wrapped_handler
 from dask_devctx.errors import DriverError
+from dask_devctx.worker.peers.local import Local
+from dask_devctx.worker.peers.pairs import Pairs
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +52,17 @@ class Connections:
     # side still waits for the confirmation: it takes the next request for this confirmation, and
     # both sides wait without end. Here, such a connection is closed.
 
-    worker: Worker
-    says: Callable[[str], str]  # what to say to a worker that is asked for data
+    local: Local
+    pairs: Pairs | None  # None if dask sends all values
     complete: Callable[[str, Message], Awaitable[None]]  # a worker's answer, before dask sees it
     # Given who asks, what it says and an answer: other values to send, and a function to call with
     # whether they were read.
     prepare: Callable[[str, str, Message], Awaitable[tuple[Message, Ended] | None]]
-    has_failed: Callable[[], bool]  # whether a device of the worker has failed
-    takes_host_forms: Callable[[], bool]  # whether values for devices may arrive in host memory
     under_way: int = 0  # requests without an answer; they are completed after the end, too
 
     def __post_init__(self) -> None:
         self.is_open = True
+        self.worker = self.local.worker
         with ExitStack() as steps:
             steps.enter_context(tasks_fail_with_unread_inputs(self.worker))
             steps.enter_context(wrapped_connect(self.worker, self._around_connect))
@@ -126,8 +126,10 @@ class _Asking:
         of = self.connections
         if not of.is_open or not isinstance(msg, dict) or msg.get("op") != "get_data":
             return await self._write(msg, *args, **kwargs)
-        request, said = msg, of.says(self._address)
-        if (said or of.takes_host_forms()) and msg.get("who"):
+        request, store = msg, of.local.store()
+        said = "" if of.pairs is None else of.pairs.says(self._address)
+        # Values for devices may arrive in host memory where they have limits.
+        if (said or (store is not None and store.spill.accounts)) and msg.get("who"):
             msg = {**msg, "who": f"{msg['who']}{SAYS}{said}"}
         of.under_way += 1
         try:
@@ -181,7 +183,7 @@ class _Asking:
         keys = list(request["keys"])
         data = {}
         if len(keys) == 1:
-            could_not_be_read(keys[0], failure, address, device_failed=of.has_failed())
+            could_not_be_read(keys[0], failure, address, device_failed=of.local.has_failed())
         else:
             for key in keys:  # each by itself, to find those that cannot be read
                 data.update(await data_of(of.worker, address, [key], request.get("who")))
