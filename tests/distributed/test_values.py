@@ -136,7 +136,7 @@ def see(value: Any) -> tuple[Any, set[int]]:
 # Of those that plain dask can send from worker to worker.
 _SENT = [
     *("list", "tuple", "dict", "named tuple", "namespace", "partial", "object", "slotted"),
-    *("dataclass", "frozen and slotted", "copies are itself", "by reduce", "by state"),
+    *("dataclass", "frozen and slotted", "by reduce", "by state"),
 ]
 
 
