@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from tornado.websocket import websocket_connect
 from benchmarks.subjects.scale_hosted import METRICS, StandInComm
 from dask_devctx.scheduler.counts import METRIC
 from dask_devctx.scheduler.history import HISTORY, DeviceHistory
-from dask_devctx.scheduler.messages import ANNOUNCE
+from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL
 from dask_devctx.scheduler.routing import DeviceRouting
 from dask_devctx.scheduler.rows import DeviceCounts
 from dask_devctx.worker.metrics.history import History
@@ -160,9 +161,10 @@ class _StandIn:
 
     async def start(self, scheduler: Any) -> None:
         await self._server.listen("tcp://127.0.0.1:0")
-        seen = [{"device_id": n, "uuid": uuid} for n, uuid in enumerate(self.uuids)]
+        seen = [(uuid, None) for uuid in self.uuids]
+        announcement = {"seen": seen, "used": self.uuids, "limits": {}, "memory_limit": None}
         await scheduler.stand_in(
-            address=self._server.address, announcement={"seen": seen, "used": self.uuids}
+            address=self._server.address, announcement={**announcement, "protocol": PROTOCOL}
         )
 
     def work(self, since: float, now: float) -> None:
@@ -191,19 +193,15 @@ class _StandIn:
         now, rows = time.time(), []
         for n, uuid in enumerate(self.uuids):
             wave = (self._done // 100 + n) % 10 / 10
-            memory = {"free": int((90 - 30 * wave) * 2**30), "total": 140 << 30, "limit": 112 << 30}
+            memory = {"free": int((90 - 30 * wave) * 2**30), "total": 140 << 30}
             memory |= {"held": int((20 + 30 * wave) * 2**30), "copies": 5 << 30, "spilled": 1 << 30}
             row = DeviceCounts(
                 n, uuid, "stand-in", 3, 1, done=self._done, busy_s=now % 1e5, occupied_s=now % 1e5,
-                utilization=wave, bandwidth=wave / 2,
+                utilization=wave, bandwidth=wave / 2, device_memory_limit=112 << 30,
                 **{f"memory_{kind}": nbytes for kind, nbytes in memory.items()},
             )  # fmt: skip
-            found = {name: getattr(row, name) for name in row.__slots__}
-            rows.append(found)
-            self._history.samples.append(
-                (uuid, now, 1, 3, now % 1e5, memory["free"], memory["total"], memory["limit"],
-                 memory["held"], memory["copies"], memory["spilled"], 0, wave, wave / 2)
-            )  # fmt: skip
+            rows.append(asdict(row))
+            self._history.samples.append((*astuple(row), now))
         traffic = [
             {"source": self.uuids[n - 1], "destination": uuid, "transport": "peer", "saved": 0,
              "nbytes": self._done << 20, "copies": self._done // _COPY, "seconds": now % 1e5}

@@ -15,7 +15,7 @@ from distributed import Scheduler, SchedulerPlugin
 from distributed.comm import CommClosedError
 from distributed.metrics import time as now
 
-from dask_devctx.scheduler.messages import ANNOUNCE
+from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL
 from dask_devctx.scheduler.routing import DeviceRouting
 
 N_DEVICES = 8
@@ -294,11 +294,10 @@ def _address(number: int) -> str:
 def announcement(number: int) -> dict[str, Any]:
     """Return the announcement of a worker with eight devices."""
     uuids = _uuids(number)
-    seen = [
-        {"device_id": n, "uuid": uuid, "pci_bus_id": f"0000:{n:02x}:00.0"}
-        for n, uuid in enumerate(uuids)
-    ]
-    return {"seen": seen, "used": uuids}
+    seen = [(uuid, f"0000:{n:02x}:00.0") for n, uuid in enumerate(uuids)]
+    return {
+        "protocol": PROTOCOL, "seen": seen, "used": uuids, "limits": {}, "memory_limit": None
+    }  # fmt: skip
 
 
 def _uuids(number: int) -> list[str]:

@@ -174,8 +174,8 @@ async def _moment(client: Client) -> Moment:
         for row in worker["metrics"].get(METRIC, ()):
             one = DeviceCounts(**known(DeviceCounts, row))
             counts.append((address, names[address], one))
-        for ends, numbers in transfers(worker["metrics"]):
-            moved[ends] += int(numbers[0])
+        for transfer in transfers(worker["metrics"]):
+            moved[transfer.ends] += transfer.nbytes
     devices = by_device(counts)
     for uuid in before.keys() & devices.keys():
         done, failed = before[uuid]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, field, replace
+from dataclasses import InitVar, astuple, dataclass, field
 from typing import Any, Literal
 
 from distributed import Client, Scheduler, Worker
@@ -13,7 +13,15 @@ from distributed.deploy import Cluster
 from dask_devctx.client import rendering
 from dask_devctx.client.live import refuse_unusable
 from dask_devctx.plugin import DevicePlugin
-from dask_devctx.scheduler.rows import DeviceCounts, RefusedTask, TaskRun, Transfer, known
+from dask_devctx.scheduler.counts import PastDevice
+from dask_devctx.scheduler.rows import (
+    DeviceCounts,
+    RefusedTask,
+    TaskRun,
+    Transfer,
+    added,
+    known,
+)
 
 By = Literal["device", "prefix"]
 
@@ -255,9 +263,7 @@ async def _report(client: Client, by: By) -> Report:
         for w, one in found
         for row in one["transfers"]
     ]
-    for ends, (nbytes, copies, saved, seconds, *measured) in moved.items():
-        counts = int(nbytes), int(copies), int(saved), seconds, None, int(measured[0]), measured[1]
-        transfers.append(ReportedTransfer(*(*ends, *counts)))
+    transfers += [ReportedTransfer(*astuple(one)) for one in moved.values()]
     return Report(
         [task for task in tasks if task.uuid is not None],
         _with_past(devices, past),
@@ -283,19 +289,17 @@ def _task(run: Sequence[Any], worker: str, more: Sequence[int]) -> ReportedTask:
     return ReportedTask(**found, worker=worker, device_ids=device_ids)
 
 
-def _with_past(devices: Sequence[ReportedDevice], past: Mapping[str, Any]) -> list[ReportedDevice]:
+def _with_past(
+    devices: Sequence[ReportedDevice], past: Mapping[str, PastDevice]
+) -> list[ReportedDevice]:
     """Return the devices, each with the counts of workers that left."""
-    rows, missing = [], dict(past)
-    for device in devices:
-        if (before := missing.pop(device.uuid, None)) is not None:
-            counts = asdict(before.counts).items()
-            device = replace(device, **{name: n + getattr(device, name) for name, n in counts})
-        rows.append(device)
-    for uuid, before in missing.items():
-        who: Any = {"worker": before.worker, "worker_name": before.worker, "present": False}
-        counted = asdict(before.counts)
-        rows.append(ReportedDevice(before.device_id, uuid, before.name, **counted, **who))
-    return rows
+    missing = dict(past)
+    rows = list(devices)
+    for n, device in enumerate(rows):
+        if before := missing.pop(device.uuid, None):
+            rows[n] = added(device, before.counts)
+    gone = (ReportedDevice(*(*astuple(row), w, w, False)) for w, row in missing.values())
+    return [*rows, *gone]
 
 
 def _of_scheduler(dask_scheduler: Scheduler) -> Any:

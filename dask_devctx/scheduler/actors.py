@@ -51,7 +51,7 @@ class ActorDevices:
 
     def told(self, address: str, kept: KeptByActors) -> list[Any]:
         """Note what actors leave on a worker; return those of its tasks that others may run."""
-        if kept.left:
+        if kept.left and address in self._cluster.workers:
             self._kept[address] = kept
         else:
             self._kept.pop(address, None)

@@ -14,10 +14,9 @@ from dask_devctx.cuda.naming import Inventory, Name
 _CURRENT = Name("current")
 # The lengths of a whole UUID, without and with "GPU-". Others may be a prefix.
 _WHOLE_UUID = (36, 40)
-# A worker that starts may announce its devices before it joins. This many such announcements are
-# kept, for this long.
+# A worker that starts may announce its devices before it joins; so many such announcements are
+# kept.
 _EARLY_LIMIT = 1000
-_EARLY_S = 300.0
 # So many devices are named in the error of a task for another device.
 _SHOWN = 32
 # The devices of so many workers that left for good are remembered, for the errors of tasks.
@@ -119,18 +118,17 @@ class Cluster:
     leaving: set[str] = field(default_factory=set)
     using: set[str] = field(default_factory=set)
     _by_name: dict[Name, set[str]] = field(default_factory=dict)
-    _early: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
+    _early: dict[str, WorkerDevices] = field(default_factory=dict)
 
     def join(self, address: str, now: float) -> list[WorkerDevices]:
         """Add a worker that joins; return its devices if it has announced them before."""
         self.workers.add(address)
         self.leaving.discard(address)
         self.left.pop(address, None)
-        self._expire_early(now)
         if address not in self._early:
             self.unheard[address] = now
             return []
-        return self._set(address, self._early.pop(address)[0])
+        return self._set(address, self._early.pop(address))
 
     def leave(self, address: str, now: float, *, may_return: bool = True) -> list[WorkerDevices]:
         """Remove a worker that leaves; return its devices."""
@@ -147,14 +145,14 @@ class Cluster:
                     del self.gone[next(iter(self.gone))]
         return changed
 
-    def announce(self, address: str, devices: WorkerDevices, now: float) -> list[WorkerDevices]:
+    def announce(self, address: str, devices: WorkerDevices) -> list[WorkerDevices]:
         """Note the devices of a worker; return those of one that has joined, before and now."""
         if address in self.workers:
             self.unheard.pop(address, None)
             return self._set(address, devices)
-        self._early.pop(address, None)
-        self._early[address] = devices, now
-        self._expire_early(now)
+        self._early[address] = devices
+        if len(self._early) > _EARLY_LIMIT:
+            del self._early[next(iter(self._early))]
         return []
 
     def withdraw(self, address: str) -> list[WorkerDevices]:
@@ -210,9 +208,3 @@ class Cluster:
         for address in left:
             del self.left[address]
         return bool(unheard or left)
-
-    def _expire_early(self, now: float) -> None:
-        for address, (_, since) in list(self._early.items()):  # the oldest come first
-            if since > now - _EARLY_S and len(self._early) <= _EARLY_LIMIT:
-                break
-            del self._early[address]

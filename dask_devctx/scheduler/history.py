@@ -30,14 +30,8 @@ from distributed.metrics import time
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.dask_internals.scheduler import ask
-from dask_devctx.scheduler.messages import (
-    ANSWER_LIMIT,
-    HISTORY,
-    MalformedError,
-    read_history,
-)
-from dask_devctx.scheduler.rows import Copy, Incident, Row, Sample, TaskRun
-from dask_devctx.scheduler.suspects import ACTION, TOPIC
+from dask_devctx.scheduler.messages import ACTION, ANSWER_LIMIT, HISTORY, Failure
+from dask_devctx.scheduler.rows import KINDS, Copy, Incident, Row, Sample, TaskRun
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +67,11 @@ class KnownDevice(NamedTuple):
 
 @dataclass
 class KnownWorker:
-    """A worker whose history was collected; it is asked no more once an answer was malformed."""
+    """A worker whose history was collected."""
 
     name: str
     host: str
     present: bool = True
-    is_refused: bool = False
     epoch: str | None = None
     since: dict[str, int] = field(default_factory=dict)
 
@@ -174,16 +167,10 @@ class DeviceHistory:
         for address in first - named:
             del self.workers[address]
 
-    def event(self, topic: str, event: Any) -> None:
-        """Keep the event of a device that failed: its worker ends before it is asked."""
-        if topic != TOPIC or not isinstance(event, Mapping) or event.get("action") != ACTION:
-            return
-        uuid = event.get("device")
-        text = str(event.get("error", ""))[:_TEXT]
-        row = Incident(ACTION, time(), uuid if isinstance(uuid, str) else None, text=text)
-        worker = str(event.get("worker"))
+    def failed(self, worker: str, failure: Failure) -> None:
+        """Keep the failure of a worker's devices: the worker ends before it is asked."""
         self._known(worker)
-        self._keep(worker, row)
+        self._keep(worker, Incident(ACTION, time(), failure.device, text=failure.error[:_TEXT]))
         self._prune()
 
     # -- collecting
@@ -196,8 +183,7 @@ class DeviceHistory:
 
     def _look_now(self) -> None:
         for address in self._addresses():
-            there = address not in self._asking and address in self._scheduler.workers
-            if there and not self._known(address).is_refused:
+            if address not in self._asking and address in self._scheduler.workers:
                 self._asking[address] = task = asyncio.ensure_future(self._ask(address))
                 task.add_done_callback(partial(self._asked, address))
 
@@ -220,29 +206,22 @@ class DeviceHistory:
                     self._scheduler, address, HISTORY, epoch=known.epoch, since=known.since
                 )
                 more = self._take(address, known, await asyncio.wait_for(asking, _TIMEOUT_S))
-            except MalformedError as error:
-                logger.warning("The history of %s was refused: %s", address, error)
-                known.is_refused = True
-                return
             except Exception as error:  # it is leaving, or very busy
                 logger.debug("no history from %s: %r", address, error)
                 return
 
-    def _take(self, address: str, known: KnownWorker, answer: object) -> bool:
+    def _take(self, address: str, known: KnownWorker, answer: Mapping[str, Any]) -> bool:
         """Keep the rows of an answer; return whether the worker has more of them."""
-        said, kept = read_history(answer)
-        known.epoch, known.since = said.epoch, said.next
-        for uuid, device_id, name in said.devices:
+        known.epoch, known.since = answer["epoch"], answer["next"]
+        for uuid, device_id, name in answer["devices"]:
             self.devices[address, uuid] = KnownDevice(device_id, name)
-        more = False
-        for rows in kept.values():
-            more = more or len(rows) == ANSWER_LIMIT
+        for kind, rows in answer["rows"].items():
             for row in rows:
-                self._keep(address, row)
-        if lost := sum(said.lost.values()) - said.lost["samples"]:
+                self._keep(address, KINDS[kind](*row))
+        if lost := sum(answer["lost"].values()) - answer["lost"]["samples"]:
             text = f"{lost} rows were dropped before they were collected"
             self._keep(address, Incident("lost", time(), text=text, count=lost))
-        return more
+        return any(len(rows) == ANSWER_LIMIT for rows in answer["rows"].values())
 
     def _keep(self, address: str, row: Row) -> None:
         if isinstance(row, Sample):

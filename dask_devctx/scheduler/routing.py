@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial, update_wrapper
 from typing import Any
 
 from distributed import Scheduler, SchedulerPlugin
@@ -21,36 +22,41 @@ from dask_devctx.annotations import (
 )
 from dask_devctx.annotations.names import about_no_plugin, mistaken
 from dask_devctx.annotations.runs import GONE, PRESENT
+from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
+from dask_devctx.errors import DevicesInUseError, LockDirectoryError, WorkerSetupError
 from dask_devctx.scheduler.actors import ActorDevices
 from dask_devctx.scheduler.cluster import Cluster, WorkerDevices
 from dask_devctx.scheduler.counts import Counts
 from dask_devctx.scheduler.dashboard import DevicePages
 from dask_devctx.scheduler.history import DeviceHistory
 from dask_devctx.scheduler.messages import (
+    ACTION,
     ANNOUNCE,
     CLAIM,
+    FAILED,
     KEEP,
+    PROTOCOL,
     REFUSE,
     SHARE,
+    TOPIC,
     WITHDRAW,
-    Claim,
+    Failure,
     KeptByActors,
-    MalformedError,
-    Sender,
-    read,
-    read_devices,
-    read_refusal,
 )
 from dask_devctx.scheduler.restrictions import Restrictions
 from dask_devctx.scheduler.sharing import Sharing
-from dask_devctx.scheduler.suspects import FAILED, TOPIC, SuspectTasks
+from dask_devctx.scheduler.suspects import SuspectTasks
 
 logger = logging.getLogger(__name__)
 
-Message = Mapping[str, Any]
-
+# The errors with which a worker leaves that could not take its devices.
+_REFUSALS: Mapping[str, Callable[..., Exception]] = {
+    kind.__name__: kind for kind in (DevicesInUseError, LockDirectoryError, WorkerSetupError)
+}
+# The entries of an event that tells of a failure.
+_IS_FAILURE = {"action": ACTION, "protocol": PROTOCOL}
 # How long the scheduler waits for a worker that gives up devices.
 _ANSWER_S = 10.0
 
@@ -116,13 +122,16 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._suspects = SuspectTasks(scheduler)
         self.failures = self._suspects.latest
         self._sharing = Sharing(self._share, scheduler.workers, self._grace_s)
+        acts: dict[str, Callable[..., Any]] = {
+            ANNOUNCE: self._announced,
+            WITHDRAW: self._withdrawn,
+            REFUSE: self._refused,
+            FAILED: self._device_failed,
+            KEEP: self._keeps,
+            CLAIM: self._sharing.claim,
+        }
         self._handlers = {
-            ANNOUNCE: _answers(ANNOUNCE, self._announced),
-            WITHDRAW: _answers(WITHDRAW, self._withdrawn),
-            REFUSE: _answers(REFUSE, self._refused),
-            FAILED: _answers(FAILED, lambda one: self._suspects.failed(self._address(one), one)),
-            KEEP: _answers(KEEP, self._keeps),
-            CLAIM: self._claimed,
+            op: update_wrapper(partial(self._answer, op, act), act) for op, act in acts.items()
         }
         internals.answer(scheduler, self._handlers)
         tasks = list(scheduler.tasks.values())
@@ -206,15 +215,45 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         leaving = internals.leaves_for_good(topic, msg)
         if leaving in self._cluster.workers:
             self._cluster.leaving.add(leaving)
-        self._suspects.read_event(topic, msg)
-        self.history.event(topic, msg)
+        if topic == TOPIC and isinstance(msg, Mapping) and _IS_FAILURE.items() <= msg.items():
+            failure = Failure(*map(msg.__getitem__, Failure._fields))
+            self.history.failed(msg["worker"], failure)  # dask adds the worker
+            self._suspects.failed(msg["worker"], failure)
 
     # -- messages of workers
 
-    def _announced(self, message: Message) -> None:
-        address = self._address(message)
-        devices, memory_limit = read_devices(message)
-        changed = self._cluster.announce(address, devices, time())
+    def _answer(
+        self, op: str, act: Callable[..., Any], /, address: str, protocol: int = 1, **content: Any
+    ) -> Any:
+        """Answer a worker's message; refuse one of another protocol with a log line."""
+        if protocol != PROTOCOL:
+            text = (
+                f"{address} has another version of dask-devctx, with protocol {protocol} in place "
+                f"of {PROTOCOL}. Install the same version on the scheduler and on all workers"
+            )
+            logger.warning("A message %s was refused: %s", op, text)
+            return f"refused: {text}"
+        if address not in self._cluster.workers:
+            address = internals.resolved(self.scheduler, address)
+        said = act(address, **content)
+        return "OK" if said is None else said
+
+    def _announced(
+        self,
+        address: str,
+        seen: Sequence[tuple[str, str | None]],
+        used: Sequence[str],
+        limits: Mapping[str, int],
+        memory_limit: int | None,
+    ) -> None:
+        devices = WorkerDevices(
+            Inventory(
+                tuple(DeviceInfo(n, uuid, pci_bus_id=pci) for n, (uuid, pci) in enumerate(seen))
+            ),
+            frozenset(used),
+            limits,
+        )
+        changed = self._cluster.announce(address, devices)
         if address in self._cluster.workers:
             self._pages.open()
             self.counts.announced(address, devices.used)
@@ -222,8 +261,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
                 internals.set_memory_limit(self.scheduler, address, memory_limit)
             self._review(changed)
 
-    def _withdrawn(self, message: Message) -> None:
-        address = self._member(message)
+    def _withdrawn(self, address: str) -> None:
         self._sharing.left(address, may_return=False)
         self.counts.forget(address)
         changed = self._cluster.withdraw(address)
@@ -233,47 +271,25 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
         self._review(changed)
         self._actors.forget(address)
 
-    def _refused(self, message: Message) -> None:
-        address, error = self._member(message), read_refusal(message)
+    def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> None:
+        """Note why a worker leaves; the error is made here, and nothing is unpickled."""
         self._sharing.left(address, may_return=False)
-        self.refused[self.scheduler.workers[address].name] = error
+        self.refused[self.scheduler.workers[address].name] = _REFUSALS[kind](*arguments)
         self._cluster.unheard.pop(address, None)
         self._review()
 
-    def _keeps(self, message: Message) -> dict[str, Any]:
-        """Note the devices that actors keep on a worker; answer which of its tasks others run."""
-        kept = read(KeptByActors, message)
-        return {"elsewhere": self._actors.told(self._member(message), kept)}
+    def _device_failed(self, address: str, **failure: Any) -> None:
+        self._suspects.failed(address, Failure(**failure))
 
-    async def _claimed(self, **message: Any) -> dict[str, Any] | str:
-        """Return the devices of a worker that shares a machine's devices with others."""
-        said = _answers(CLAIM, lambda one: (self._address(one), read(Claim, one)))(**message)
-        if isinstance(said, str):
-            return said
-        address, claim = said
-        return await self._sharing.claim(address, claim.process, claim.candidates)
+    def _keeps(self, address: str, kept: Sequence[Any]) -> dict[str, Any]:
+        """Note the devices that actors keep on a worker; answer which of its tasks others run."""
+        return {"elsewhere": self._actors.told(address, KeptByActors(*kept))}
 
     async def _share(self, address: str, uuids: Sequence[str], version: int) -> None:
         told: Awaitable[object] = internals.ask(
             self.scheduler, address, SHARE, uuids=list(uuids), version=version
         )
         await asyncio.wait_for(told, _ANSWER_S)
-
-    def _address(self, message: Message) -> str:
-        """Return the address of the worker that sends a message, as the scheduler writes it."""
-        address: str = read(Sender, message).address
-        if address in self._cluster.workers:
-            return address
-        try:
-            return internals.resolved(self.scheduler, address)
-        except Exception as error:  # each transport has its own
-            raise MalformedError(f"'address' is no address: {address!r:.80} ({error})") from None
-
-    def _member(self, message: Message) -> str:
-        address = self._address(message)
-        if address not in self._cluster.workers:
-            raise MalformedError(f"no worker of this cluster has the address {address!r:.80}")
-        return address
 
     # -- tasks
 
@@ -319,17 +335,3 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             event = {"action": "annotation-mistaken", "message": text}
             self.scheduler.log_event(TOPIC, event)
             internals.warn_clients(self.scheduler, text)
-
-
-def _answers(op: str, act: Callable[[Message], Any]) -> Callable[..., Any]:
-    """Return a handler for dask, which refuses a malformed message with a log line."""
-
-    def handle(**message: Any) -> Any:
-        try:
-            said = act(message)
-        except MalformedError as error:
-            logger.warning("A message %s was refused: %s", op, error)
-            return f"refused: {error}"
-        return "OK" if said is None else said
-
-    return handle

@@ -7,9 +7,9 @@ epoch by the scheduler's clock.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,59 +107,6 @@ class Incident:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """The state of a device at one time.
-
-    Parameters
-    ----------
-    uuid
-        The device's UUID.
-    time
-        The time.
-    running, queued
-        The tasks that run there, and that wait for a slot there.
-    occupied_s
-        The seconds, since the worker has the device, in which it had at least one task.
-    memory_free, memory_total
-        Bytes of the whole device; None if NVML does not know them.
-    device_memory_limit
-        The bytes that dask's values may take there; None without a limit.
-    memory_held
-        The bytes of dask's results there; None if they are not counted.
-    memory_copies
-        The bytes of copies of other devices' values.
-    memory_spilled
-        The bytes of the device's values that were moved to the host.
-    memory_others
-        The bytes of other processes; None if NVML does not know them.
-    utilization
-        The share of the last moment, by NVML, in which the device computed; from 0 to 1, or None.
-    bandwidth
-        The share of the last moment, by NVML, in which the device's memory was read or written.
-    memory_staging
-        The bytes of staging memory for other workers; None if they are not counted.
-    """
-
-    uuid: str
-    time: float
-    running: int = 0
-    queued: int = 0
-    occupied_s: float = 0.0
-    memory_free: int | None = None
-    memory_total: int | None = None
-    device_memory_limit: int | None = None
-    memory_held: int | None = None
-    memory_copies: int | None = None
-    memory_spilled: int | None = None
-    memory_others: int | None = None
-    utilization: float | None = None
-    bandwidth: float | None = None
-    memory_staging: int | None = None
-
-    memory_limit = property(attrgetter("device_memory_limit"))  # its old name
-
-
-@dataclass(frozen=True, slots=True)
 class RefusedTask:
     """One task that failed before it had a device, for example because no worker has the device.
 
@@ -199,10 +146,22 @@ class DeviceCounts:
         them only wait for others.
     memory_free, memory_total
         Bytes of the whole device; None if NVML does not know them.
-    occupied_s, device_memory_limit, memory_held, memory_copies, memory_spilled, memory_others
-        As in :class:`Sample`.
-    utilization, bandwidth
-        As in :class:`Sample`.
+    occupied_s
+        The seconds, since the worker has the device, in which it had at least one task.
+    device_memory_limit
+        The bytes that dask's values may take there; None without a limit.
+    memory_held
+        The bytes of dask's results there; None if they are not counted.
+    memory_copies
+        The bytes of copies of other devices' values.
+    memory_spilled
+        The bytes of the device's values that were moved to the host.
+    memory_others
+        The bytes of other processes; None if NVML does not know them.
+    utilization
+        The share of the last moment, by NVML, in which the device computed; from 0 to 1, or None.
+    bandwidth
+        The share of the last moment, by NVML, in which the device's memory was read or written.
     slot_s, inputs_s, memory_s
         The sums over the tasks that ended; as in :class:`TaskRun`.
     out_of_memory
@@ -212,15 +171,21 @@ class DeviceCounts:
     unspills, unspilled_nbytes
         How many values came back from the host to the device, and their bytes.
     memory_staging
-        As in :class:`Sample`.
+        The bytes of staging memory for other workers; None if they are not counted.
     spills_for_retries
         How many of the ``spills`` made room for a task, or for an arriving value, that found no
         memory.
     """
 
-    device_id: int
-    uuid: str
-    name: str | None
+    # The counts that are added over the workers that had a device.
+    SUMS: ClassVar = (
+        *("done", "failed", "busy_s", "occupied_s", "slot_s", "inputs_s", "memory_s"),
+        "out_of_memory",
+    )
+
+    device_id: int = -1
+    uuid: str = ""
+    name: str | None = None
     queued: int = 0
     running: int = 0
     done: int = 0
@@ -253,6 +218,13 @@ class DeviceCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample(DeviceCounts):
+    """The counts of a device at a time."""
+
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """The values that went from one device to another, by one transport.
 
@@ -276,13 +248,15 @@ class Transfer:
         devices time copies of 1 MiB and more.
     """
 
-    source: str
-    destination: str
-    transport: str
-    nbytes: int
-    copies: int
-    saved: int
-    seconds: float
+    SUMS: ClassVar = ("nbytes", "copies", "saved", "seconds", "measured_nbytes", "measured_s")
+
+    source: str = ""
+    destination: str = ""
+    transport: str = "peer"
+    nbytes: int = 0
+    copies: int = 0
+    saved: int = 0
+    seconds: float = 0.0
     reason: str | None = None
     measured_nbytes: int = 0
     measured_s: float = 0.0
@@ -290,13 +264,29 @@ class Transfer:
     way = property(attrgetter("transport"))  # its old name
 
     @property
+    def ends(self) -> tuple[str, str, str]:
+        """The source, the destination and the transport."""
+        return self.source, self.destination, self.transport
+
+    @property
     def rate(self) -> float | None:
         """The bytes in a second of the transfers whose time is known; None if there are none."""
         return self.measured_nbytes / self.measured_s if self.measured_s > 0 else None
 
 
+Counted = TypeVar("Counted", bound="DeviceCounts | Transfer")
+
+
+def added(one: Counted, other: DeviceCounts | Transfer) -> Counted:
+    """Return a row with the sums of its own counts and another row's."""
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in one.SUMS})
+
+
 def known(kind: type, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a worker's row that are fields of its kind; newer ones are left out."""
+    """Return the values of a worker's row that are fields of its kind, which have defaults.
+
+    Workers may have another version.
+    """
     return {one.name: row[one.name] for one in fields(kind) if one.name in row}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from time import time
 from typing import Any, Final
 
@@ -20,15 +20,9 @@ from dask_devctx.annotations.runs import (
 )
 from dask_devctx.dask_internals.scheduler import annotate, only_copies, without_annotation
 from dask_devctx.errors.base import listed
-from dask_devctx.scheduler.messages import MalformedError, read_failure
+from dask_devctx.scheduler.messages import Failure
 
 logger = logging.getLogger(__name__)
-
-# The event in which a worker names these tasks, and the message with the same content; see
-# :mod:`dask_devctx.worker.failures.attribution`.
-TOPIC: Final = "devctx"
-ACTION: Final = "device-failed"
-FAILED: Final = "devctx_device_failed"
 
 _ONCE: Final = f"it says {RERUN}=False"
 _LOST: Final = f"its result was lost, and {_ONCE}"
@@ -59,22 +53,10 @@ class SuspectTasks:
         self.failed_workers: dict[str, tuple[Any, ...]] = {}
         self.refused: set[Hashable] = set()
 
-    def read_event(self, topic: str, event: Any) -> None:
-        """Mark the tasks that the event of a failure names; refuse a malformed event."""
-        if topic != TOPIC or not isinstance(event, Mapping) or event.get("action") != ACTION:
-            return
-        try:
-            self.failed(event.get("worker"), event)  # dask adds the worker
-        except MalformedError as error:
-            logger.warning("An event %s was refused: %s", ACTION, error)
-
-    def failed(self, worker: object, message: Mapping[str, Any]) -> None:
-        """Mark the tasks that a failed worker names, once; raise :class:`MalformedError`."""
-        if not isinstance(worker, str) or worker not in self._scheduler.workers:
-            raise MalformedError("it comes from no worker of this cluster")
-        failure = read_failure(message)
-        if worker in self.failed_workers:  # the event and the message say the same
-            return
+    def failed(self, worker: str, failure: Failure) -> None:
+        """Mark the tasks that a failed worker names, once."""
+        if worker in self.failed_workers or worker not in self._scheduler.workers:
+            return  # the event and the message say the same
         self.failed_workers[worker] = tuple(failure.fields)
         self.latest.append((worker, time(), self.failed_workers[worker]))
         again, once, gone = [], [], []

@@ -30,7 +30,7 @@ from dask_devctx import (
     driver,
 )
 from dask_devctx.driver.backends import Backend
-from dask_devctx.scheduler.suspects import TOPIC
+from dask_devctx.scheduler.messages import TOPIC
 from dask_devctx.worker import extension
 from dask_devctx.worker.leases.lease import acquire
 from dask_devctx.worker.run import DeviceRun as DeviceTask

@@ -33,13 +33,13 @@ from dask_devctx.driver.simulated import SimulatedMachine
 from dask_devctx.scheduler.messages import (
     ANNOUNCE,
     CLAIM,
+    FAILED,
     HISTORY,
     KEEP,
     REFUSE,
     SHARE,
     WITHDRAW,
 )
-from dask_devctx.scheduler.suspects import FAILED
 from tests.conftest import Replacing
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 from bokeh.models import FactorRange, LabelSet
@@ -26,14 +26,15 @@ from dask_devctx.scheduler.dashboard.figures import (
 )
 from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.history import DeviceHistory
+from dask_devctx.scheduler.rows import Transfer, added
 
 _NONE: Final = "Transfers: none so far"
 # A larger matrix has cells with less text, or without text.
 _TWO_LINES: Final = 4
 _ONE_LINE: Final = 10
 
-# The numbers of :attr:`~dask_devctx.scheduler.counts.Counts.transfers`, by the shown ends.
-Totals = dict[tuple[str, str, str], list[float]]
+# The sums of transfers by source, destination and transport, as lanes name the ends.
+Totals = dict[tuple[str, str, str], Transfer]
 
 
 class TransferMatrix:
@@ -86,16 +87,17 @@ class TransferMatrix:
         few = len(ends) <= _ONE_LINE
         self.root.xaxis.major_label_orientation = "horizontal" if few else "vertical"
         self._rows.replace(_cells(totals, ends))
-        nbytes, copies = (sum(total[n] for total in totals.values()) for n in (0, 1))
+        nbytes = sum(total.nbytes for total in totals.values())
+        copies = sum(total.copies for total in totals.values())
         self.root.title.text = (
-            f"Transfers: {format_bytes(int(nbytes))} in {int(copies)} values" if totals else _NONE
+            f"Transfers: {format_bytes(nbytes)} in {copies} values" if totals else _NONE
         )
 
 
 def transfers(scheduler: Scheduler, lanes: Lanes) -> Totals:
     """Return the sums of all workers by source, target and transport, as lanes name the ends."""
     history = DeviceHistory.of(scheduler)
-    totals: Totals = defaultdict(lambda: [0.0] * 6)
+    totals: Totals = {}
     if history is None:
         return {}
     names = {uuid: lanes.label(host, uuid) for host, uuid in lanes.positions if uuid is not None}
@@ -107,39 +109,33 @@ def transfers(scheduler: Scheduler, lanes: Lanes) -> Totals:
         alone = len(uuids) == 1 and uuids[0] in names
         names[address] = names[uuids[0]] if alone else f"host memory of {known.name}"
 
-    def add(ends: tuple[str, str, str], counts: list[float]) -> None:
-        source, target, transport = ends
+    rows = [row for ws in scheduler.workers.values() for row in moved(ws.metrics)]
+    for plugin in scheduler.plugins.values():  # those of workers that left
+        rows += getattr(getattr(plugin, "counts", None), "transfers", {}).values()
+    for row in rows:
+        source, target, transport = row.ends
         ends = names.get(source, source), names.get(target, target), transport
-        totals[ends] = [a + b for a, b in zip(totals[ends], counts, strict=True)]
-
-    for plugin in scheduler.plugins.values():
-        past: Mapping[Any, Any] = getattr(getattr(plugin, "counts", None), "transfers", {})
-        for ends, counts in past.items():  # of workers that left
-            add(ends, counts)
-    for ws in scheduler.workers.values():
-        for ends, counts in moved(ws.metrics):
-            add(ends, counts)
-    return dict(totals)
+        totals[ends] = added(row, totals[ends]) if ends in totals else row
+    return totals
 
 
 def _cells(totals: Totals, ends: list[str]) -> Iterator[dict[str, Any]]:
     transports: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for source, target, transport in sorted(totals):
         transports[source, target].append(transport)
-    most = max((total[0] for total in totals.values()), default=0)
+    most = max((total.nbytes for total in totals.values()), default=0)
     at = {end: n + 0.5 for n, end in enumerate(ends)}
     for (source, target), several in transports.items():
         width = 0.94 / len(several)
         for n, transport in enumerate(several):
-            nbytes, copies, saved, _, timed, seconds = totals[source, target, transport]
-            size, rate = format_bytes(int(nbytes)), ""
-            if seconds > 0:
-                rate = f"{timed / seconds / 1e9:.3g} GB/s"
+            total = totals[source, target, transport]
+            size = format_bytes(total.nbytes)
+            rate = "" if total.rate is None else f"{total.rate / 1e9:.3g} GB/s"
             lines = {
                 "transport": TRANSPORTS.get(transport, transport),
                 "bytes": size,
-                "values": str(int(copies)),
-                "used again": str(int(saved)),
+                "values": str(total.copies),
+                "used again": str(total.saved),
                 "rate": rate or "not measured",
             }
             two = f"{size}\n{rate}" if rate and len(ends) <= _TWO_LINES else size
@@ -148,11 +144,11 @@ def _cells(totals: Totals, ends: list[str]) -> Iterator[dict[str, Any]]:
                 "y": len(ends) - at[source],
                 "width": width,
                 "color": COPIES.get(transport, OTHER),
-                "alpha": 0.2 + 0.8 * nbytes / (most or 1),
+                "alpha": 0.2 + 0.8 * total.nbytes / (most or 1),
                 "text": two if len(ends) <= _ONE_LINE else "",
                 "source": source,
                 "destination": target,
                 "transport": TRANSPORTS.get(transport, transport),
-                "nbytes": nbytes,
+                "nbytes": total.nbytes,
                 "about": about(f"{source} → {target}", lines),
             }

@@ -13,7 +13,8 @@ from dask_devctx.cuda import discovery
 from dask_devctx.cuda.device import Device
 from dask_devctx.driver import statuses
 from dask_devctx.errors import DeviceFailedError, DriverError
-from dask_devctx.scheduler.suspects import ACTION, FAILED, TOPIC
+from dask_devctx.scheduler import messages
+from dask_devctx.scheduler.messages import ACTION, FAILED, PROTOCOL, TOPIC
 from dask_devctx.worker.failures.calls import Call, Calls
 
 logger = logging.getLogger(__name__)
@@ -160,11 +161,12 @@ async def confirm(worker: Worker, failure: Failure) -> None:
 
 
 def _message(failure: Failure) -> dict[str, object]:
-    return {
-        "device": failure.error.uuid,
-        "error": str(failure.error),
-        "fields": list(failure.error.args),
-        "suspects": list(failure.suspects),
-        "bystanders": list(failure.bystanders),
-        "erred": list(failure.errors),
-    }
+    told = messages.Failure(
+        failure.error.uuid,
+        str(failure.error),
+        failure.error.args,
+        failure.suspects,
+        failure.bystanders,
+        list(failure.errors),
+    )
+    return {"protocol": PROTOCOL, **told._asdict()}

@@ -23,7 +23,7 @@ from dask_devctx.errors import (
     LockDirectoryError,
     WorkerSetupError,
 )
-from dask_devctx.scheduler.messages import ANNOUNCE, REFUSE, WITHDRAW
+from dask_devctx.scheduler.messages import ANNOUNCE, PROTOCOL, REFUSE, WITHDRAW
 from dask_devctx.scheduler.routing import DeviceRouting
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,7 @@ async def announce(
     # A scheduler that lacks this package gets `DeviceRouting`. If it cannot install that, tasks run
     # on any worker, and a task that names a device of another worker fails.
     # The other devices that the worker sees are announced too: the ordinals need them.
-    seen = [
-        {"device_id": info.device_id, "uuid": info.uuid, "pci_bus_id": info.pci_bus_id}
-        for info in discovery.inventory(driver.backend()).devices
-    ]
+    found = discovery.inventory(driver.backend()).devices
     turn = turn or Turn(worker)
     async with turn as newest:
         if not newest:
@@ -88,7 +85,7 @@ async def announce(
             await _tell(
                 worker,
                 ANNOUNCE,
-                seen=seen,
+                seen=[(info.uuid, info.pci_bus_id) for info in found],
                 used=[device.uuid for device in used],
                 memory_limit=worker.memory_manager.memory_limit,
                 limits={device.uuid: nbytes for device, nbytes in (limits or {}).items()},
@@ -155,7 +152,7 @@ async def refuse(
             if leaves:
                 await _tell(worker, REFUSE, kind=type(told).__name__, arguments=told.args)
             elif newest:
-                await _tell(worker, ANNOUNCE, seen=[], used=[])
+                await _tell(worker, ANNOUNCE, seen=[], used=[], limits={}, memory_limit=None)
         except Exception as untold:
             logger.debug("The scheduler was not told: %r", untold)
     if leaves:
@@ -199,7 +196,7 @@ async def install_routing(worker: Worker) -> None:
 async def ask(worker: Worker, op: str, **what: object) -> Any:
     """Return the scheduler's answer to a message of a worker."""
     address = worker.contact_address or worker.address
-    return await getattr(worker.scheduler, op)(address=address, **what)
+    return await getattr(worker.scheduler, op)(address=address, protocol=PROTOCOL, **what)
 
 
 async def _tell(worker: Worker, op: str, **what: object) -> None:

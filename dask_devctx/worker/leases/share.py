@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from time import monotonic
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from distributed import Worker
@@ -26,11 +24,9 @@ from dask_devctx.config.options import Options
 from dask_devctx.cuda.device import Device, devices, named_devices
 from dask_devctx.dask_internals.connections import answering
 from dask_devctx.errors import DeviceNotFoundError, DevicesInUseError, LockDirectoryError
-from dask_devctx.scheduler.messages import CLAIM, SHARE, Division, MalformedError, read
+from dask_devctx.scheduler.messages import CLAIM, SHARE
 from dask_devctx.worker.leases import registration
 from dask_devctx.worker.leases.lease import SIGN_INTERVAL_S, Lease, holders
-
-logger = logging.getLogger(__name__)
 
 # A worker waits so long for devices that others of its cluster are about to release: those of a
 # process that just ended, or whose plugin is just replaced.
@@ -182,16 +178,16 @@ class DeviceShare:
     async def _claim(self) -> None:
         """Let the scheduler say which devices are this worker's, and take them."""
         free, held = await self._not_of_other_clusters()
-        answer: Mapping[str, Any]
         try:
             await registration.install_routing(self._worker)
-            answer = await registration.ask(
-                self._worker,
-                CLAIM,
-                process=_process(os.getpid()),
-                candidates=[device.uuid for device in free],
+            answer = dict(
+                await registration.ask(
+                    self._worker,
+                    CLAIM,
+                    process=_process(os.getpid()),
+                    candidates=[device.uuid for device in free],
+                )
             )
-            read(Division, answer)
         except Exception:  # the scheduler lacks this package: the locks alone decide
             mine = [device.uuid for device in free if device not in held]
             answer = {"uuids": mine, "version": 0, "holders": {}}
@@ -224,17 +220,12 @@ class DeviceShare:
 
     # -- changes
 
-    async def _told(self, **message: Any) -> list[str]:
+    async def _told(self, uuids: Sequence[str], version: int) -> list[str]:
         """Take and give up devices, as the scheduler says; return those that the worker has."""
-        try:
-            uuids, version = read(Division, message)
-        except MalformedError as error:
-            logger.warning("A message %s was refused: %s", SHARE, error)
-        else:
-            if version > self._version and not self._closed:
-                self._version, self._uuids = version, frozenset(uuids)
-                if self.is_settled and self.error is None:
-                    await self._follow()
+        if version > self._version and not self._closed:
+            self._version, self._uuids = version, frozenset(uuids)
+            if self.is_settled and self.error is None:
+                await self._follow()
         return [device.uuid for device in self._devices]
 
     async def _follow(self) -> dict[Device, str]:

@@ -120,13 +120,11 @@ class History:
         """Return the rows since the numbers of the last answer's ``next``: a worker's handler."""
         # In another epoch, which is another plugin's, all numbers begin at 0 again.
         self.refresh()
-        numbers = since if isinstance(since, Mapping) and epoch == self._epoch else {}
+        numbers = (since or {}) if epoch == self._epoch else {}
         rows, following, lost = {}, {}, {}
         for name in KINDS:
             ring: Ring = getattr(self, name)
-            number = numbers.get(name)
-            number = number if isinstance(number, int) else 0
-            rows[name], following[name], lost[name] = ring.since(number, ANSWER_LIMIT)
+            rows[name], following[name], lost[name] = ring.since(numbers.get(name, 0), ANSWER_LIMIT)
         return {
             "epoch": self._epoch,
             "next": following,

@@ -18,7 +18,7 @@ from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.worker import metric
 from dask_devctx.errors import DevctxError
 from dask_devctx.scheduler.counts import METRIC
-from dask_devctx.scheduler.rows import DeviceCounts, Sample, TaskRun, memory_field
+from dask_devctx.scheduler.rows import DeviceCounts, TaskRun, memory_field
 from dask_devctx.worker.metrics.history import History
 from dask_devctx.worker.placement.admission import Admission, DeviceState
 
@@ -31,8 +31,6 @@ _TEXT: Final = 2_000
 # The fields of the row of a task's only device, or first one.
 _ONE_DEVICE: Final = len(TaskRun.__slots__) - 1
 _DEVICE_ID: Final = TaskRun.__slots__.index("device_id")
-# The counts that a sample has too.
-_SAMPLED: Final = tuple(name for name in Sample.__slots__ if name not in ("uuid", "time"))
 
 
 class _Tally:
@@ -184,7 +182,8 @@ class Record:
         """Return the heartbeat's rows, one for each device; they are samples of the history too."""
         self._latest, now = self.rows(), self._history.now()
         for row in self._latest:
-            self._history.samples.append((row["uuid"], now, *map(row.__getitem__, _SAMPLED)))
+            counts = map(row.__getitem__, DeviceCounts.__slots__)
+            self._history.samples.append((*counts, now))
         return self._latest
 
     @contextmanager

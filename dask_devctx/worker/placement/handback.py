@@ -17,7 +17,7 @@ from distributed import Status, Worker
 from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.annotations import Unannotated
-from dask_devctx.scheduler.messages import KEEP
+from dask_devctx.scheduler.messages import KEEP, KeptByActors
 from dask_devctx.worker.leases.registration import ask, has_routing
 from dask_devctx.worker.placement.admission import WHOLE, Admission
 
@@ -68,10 +68,9 @@ class Handback:
             answer = await ask(
                 self._worker,
                 KEEP,
-                unannotated=self._unannotated,
-                place=self._admission.slot / WHOLE,
-                left=left,
-                keys=keys[:_MOST],
+                kept=KeptByActors(
+                    self._unannotated, self._admission.slot / WHOLE, left, keys[:_MOST]
+                ),
             )
             if isinstance(answer, Mapping):
                 self._told = left

@@ -135,7 +135,7 @@ def test_values_between_workers_and_the_host() -> None:
         ("tcp://a:1", Copy("host", "GPU-1", 10, 8.0, 8.1, "spill")),
     ]
     running = ("tcp://a:1", TaskRun(("x", 1, 2), "x", "GPU-1", 0, 5.1, 5.2, "memory"))
-    sample = Sample("GPU-1", 9.0, 1, 2, utilization=0.5, memory_held=7)
+    sample = Sample(0, "GPU-1", None, 2, 1, utilization=0.5, memory_held=7, time=9.0)
     content = trace(Stretch([*copies, running], [("tcp://a:1", sample)], devices, workers))
     check(json.loads(json.dumps(content)))
     where = lanes(content)

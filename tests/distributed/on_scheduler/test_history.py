@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +14,14 @@ from distributed import Nanny, Worker
 from distributed.utils_test import async_poll_for
 
 from dask_devctx import Device, DevicePlugin, devices
-from dask_devctx.scheduler.counts import METRIC, Counts, PastCounts
+from dask_devctx.scheduler.counts import METRIC, Counts
 from dask_devctx.scheduler.history import DeviceHistory
-from dask_devctx.scheduler.messages import HISTORY, SHARE
+from dask_devctx.scheduler.messages import ACTION, PROTOCOL, TOPIC, Failure
 from dask_devctx.scheduler.rows import Copy, DeviceCounts, Sample, TaskRun, Transfer
 from dask_devctx.worker.metrics.history import Ring
 from tests.distributed.devices import fail, nap, on_cluster, with_plugin
+
+FIELDS = ("cuda:1", "GPU-1", "CUDA_ERROR_ASSERT", 710, (), False, False, False, "")
 
 
 def history_of(scheduler: Any) -> DeviceHistory:
@@ -163,37 +164,16 @@ async def test_heartbeats_grow_by_two_kibibytes_for_each_device_at_most(
 async def test_a_device_that_fails_is_an_incident(
     client: Any, scheduler: Any, worker: Worker
 ) -> None:
-    event = {"action": "device-failed", "device": Device(1).uuid, "error": "it broke"}
-    worker.log_event("devctx", {**event, "suspects": []})
+    told = Failure(Device(1).uuid, "it broke", FIELDS, (), (), ())
+    event = {"action": ACTION, "protocol": PROTOCOL, **told._asdict()}
+    worker.log_event(TOPIC, {**event, "protocol": PROTOCOL + 1, "error": "refused"})
+    worker.log_event(TOPIC, event)
     history = history_of(scheduler)
     await async_poll_for(lambda: bool(history.rows().rows), timeout=10)
     ((address, row),) = history.rows().rows
     assert (address, row.what, row.uuid) == (worker.address, "device-failed", Device(1).uuid)
     assert row.text == "it broke"
     assert history.workers[address].host == "127.0.0.1"
-
-
-@with_plugin(devices=[0, 1])
-async def test_malformed_messages_about_histories_and_shares_are_refused_and_logged(
-    client: Any, scheduler: Any, worker: Worker, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked: list[object] = []
-
-    def lie(**question: object) -> object:
-        asked.append(question)
-        return {**right(), "rows": {"tasks": [["key", 7]]}}
-
-    right, worker.handlers[HISTORY] = worker.handlers[HISTORY], lie
-    history = history_of(scheduler)
-    for _ in range(3):
-        await history.collect()
-    assert len(asked) == 1
-    assert "The history of" in caplog.text
-    assert history.rows().rows == []
-    held = [Device(0).uuid, Device(1).uuid]
-    assert await worker.handlers[SHARE](uuids=7, version=10**30) == held
-    assert f"A message {SHARE} was refused" in caplog.text
-    assert await client.submit(lambda: Device.current().device_id) in (0, 1)
 
 
 # -- counts that outlive their worker
@@ -245,9 +225,9 @@ def test_counts_of_an_older_worker_that_left_are_kept() -> None:
 
 
 def test_a_row_is_read() -> None:
-    assert {one.name for one in fields(PastCounts)} <= ROW.keys()
+    assert {*DeviceCounts.SUMS} <= ROW.keys()
     (past,) = left_with(ROW).past.values()
-    assert past.counts == PastCounts(**{one.name: ROW[one.name] for one in fields(PastCounts)})
+    assert past.counts == DeviceCounts(**ROW)
 
 
 def test_old_names_of_fields_can_be_read() -> None:
@@ -257,4 +237,4 @@ def test_old_names_of_fields_can_be_read() -> None:
     assert DeviceCounts(0, "GPU-0", None, device_memory_limit=8).memory_limit == 8
     assert DeviceCounts(0, "GPU-0", None, slot_s=2.0).place_s == 2
     assert TaskRun("x", "x", None, None, 0.0, 1.0, "memory", slot_s=2.0).place_s == 2
-    assert Sample("GPU-0", 0.0, device_memory_limit=8).memory_limit == 8
+    assert Sample(0, "GPU-0", None, device_memory_limit=8).memory_limit == 8

@@ -83,11 +83,11 @@ def timeline(tasks: Iterable[TaskRun] = (), samples: Iterable[Any] = ()) -> Any:
 def test_without_nvml_the_title_says_so_once() -> None:
     lanes = Lanes(members("a", devices=4))
     plot = UtilizationPlot(TimeAxis(), LaneAxis(devices=True), LIGHT)
-    samples = [("w", Sample(f"GPU-a-{n}", 1.0)) for n in range(4)]
+    samples = [("w", Sample(0, f"GPU-a-{n}", None, time=1.0)) for n in range(4)]
     plot.show(batch(lanes, samples=samples, again=True))
     assert "NVML has no numbers" in plot.root.title.text
     assert beside(plot) == [""] * 4
-    plot.show(batch(lanes, samples=[("w", Sample("GPU-a-0", 2.0, utilization=0.5))]))
+    plot.show(batch(lanes, samples=[("w", Sample(0, "GPU-a-0", None, utilization=0.5, time=2.0))]))
     assert "NVML" not in plot.root.title.text
     assert beside(plot) == ["", "", "", "50%"]  # from the bottom to the top
 
@@ -124,8 +124,9 @@ def test_memory_of_a_device_that_two_workers_use() -> None:
 
     def sample(time: float, held: int) -> Sample:
         return Sample(
-            "GPU-a-0", time, memory_free=400, memory_total=1000, memory_held=held, memory_others=300
-        )
+            0, "GPU-a-0", None, memory_free=400, memory_total=1000, memory_held=held,
+            memory_others=300, time=time,
+        )  # fmt: skip
 
     samples = [("w", sample(10.0, 100)), ("v", sample(10.2, 200)), ("w", sample(10.5, 150))]
     plot.show(batch(lanes, samples=samples, again=True))
@@ -144,7 +145,7 @@ def test_memory_of_a_device_that_two_workers_use() -> None:
 def test_the_matrix_adds_up_the_rows_of_heartbeats() -> None:
     row = {"source": "GPU-a-0", "destination": "GPU-a-1", "nbytes": 2048, "copies": 2, "saved": 1}
     timed = {"seconds": 0.5, "measured_nbytes": 2_000_000_000, "measured_s": 1.0}
-    metrics = {"devctx-traffic": [{**row, "transport": "peer", **timed}, {"newer": 1}]}
+    metrics = {"devctx-traffic": [{**row, "transport": "peer", **timed, "newer": 1}]}
     worker = SimpleNamespace(metrics=metrics)
     scheduler: Any = SimpleNamespace(workers={"one": worker, "two": worker}, plugins={})
     scheduler.plugins["routing"] = SimpleNamespace(history=DeviceHistory(scheduler, list))

@@ -214,7 +214,7 @@ def change(
             model.have[address] = held[0]
         else:
             model.early[address] = held[0]
-        changed = cluster.announce(address, held[0], now)
+        changed = cluster.announce(address, held[0])
     elif event == "withdraw" and there:
         model.have.pop(address, None)
         changed = cluster.withdraw(address)
