@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -68,7 +68,7 @@ class WorkerDevices:
             return self._have_several(name)
         if name in self.names:
             return True
-        if is_whole(name):
+        if name.kind != "uuid" or len(str(name.value)) in _WHOLE_UUID:
             return False
         found = naming.among(name, self.seen)
         return len(found) == 1 and found[0].uuid in self.used
@@ -88,13 +88,6 @@ class WorkerDevices:
         return frozenset(info.uuid for infos in found for info in infos)
 
 
-def is_whole(name: Name | Several) -> bool:
-    """Return whether a name is that of one device, and no prefix of a UUID."""
-    if isinstance(name, Several):
-        return False
-    return name.kind != "uuid" or len(str(name.value)) in _WHOLE_UUID
-
-
 @dataclass
 class Cluster:
     """The workers that have joined, by the scheduler's addresses, and what is known of devices.
@@ -106,8 +99,8 @@ class Cluster:
         the latest that left for good.
     unheard
         The workers that have joined but not announced their devices yet, with the time of joining.
-    leaving, using
-        The workers that are about to leave for good, and those that use any devices.
+    leaving
+        The workers that are about to leave for good.
     """
 
     workers: set[str] = field(default_factory=set)
@@ -116,69 +109,52 @@ class Cluster:
     gone: dict[str, WorkerDevices] = field(default_factory=dict)
     unheard: dict[str, float] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
-    using: set[str] = field(default_factory=set)
-    _by_name: dict[Name, set[str]] = field(default_factory=dict)
     _early: dict[str, WorkerDevices] = field(default_factory=dict)
 
-    def join(self, address: str, now: float) -> list[WorkerDevices]:
-        """Add a worker that joins; return its devices if it has announced them before."""
+    def join(self, address: str, now: float) -> None:
+        """Add a worker that joins; it may have announced its devices before."""
         self.workers.add(address)
         self.leaving.discard(address)
         self.left.pop(address, None)
-        if address not in self._early:
+        if address in self._early:
+            self.present[address] = self._early.pop(address)
+        else:
             self.unheard[address] = now
-            return []
-        return self._set(address, self._early.pop(address))
 
-    def leave(self, address: str, now: float, *, may_return: bool = True) -> list[WorkerDevices]:
-        """Remove a worker that leaves; return its devices."""
+    def leave(self, address: str, now: float, *, may_return: bool = True) -> None:
+        """Remove a worker that leaves."""
         self.workers.discard(address)
         self.leaving.discard(address)
         self.unheard.pop(address, None)
-        changed = self._set(address, None)
-        for devices in changed:
-            if may_return:
-                self.left[address] = devices, now
-            else:
-                self.gone[address] = devices
-                while len(self.gone) > _GONE_LIMIT:
-                    del self.gone[next(iter(self.gone))]
-        return changed
+        devices = self.present.pop(address, None)
+        if devices is not None and may_return:
+            self.left[address] = devices, now
+        elif devices is not None:
+            self.gone[address] = devices
+            while len(self.gone) > _GONE_LIMIT:
+                del self.gone[next(iter(self.gone))]
 
-    def announce(self, address: str, devices: WorkerDevices) -> list[WorkerDevices]:
-        """Note the devices of a worker; return those of one that has joined, before and now."""
+    def announce(self, address: str, devices: WorkerDevices) -> None:
+        """Note the devices of a worker."""
         if address in self.workers:
             self.unheard.pop(address, None)
-            return self._set(address, devices)
+            self.present[address] = devices
+            return
         self._early[address] = devices
         if len(self._early) > _EARLY_LIMIT:
             del self._early[next(iter(self._early))]
-        return []
 
-    def withdraw(self, address: str) -> list[WorkerDevices]:
-        """Note that a worker stays but uses no devices from now on; return its devices."""
-        return self._set(address, None)
+    def withdraw(self, address: str) -> None:
+        """Note that a worker stays but uses no devices from now on."""
+        self.present.pop(address, None)
 
-    def _set(self, address: str, now: WorkerDevices | None) -> list[WorkerDevices]:
-        before = self.present.pop(address, None)
-        self.using.discard(address)
-        if before is not None:
-            for name in before.names:
-                self._by_name[name].discard(address)
-                if not self._by_name[name]:
-                    del self._by_name[name]
-        if now is not None:
-            self.present[address] = now
-            if now.used:
-                self.using.add(address)
-            for name in now.names:
-                self._by_name.setdefault(name, set()).add(address)
-        return [one for one in (before, now) if one is not None]
+    @property
+    def using(self) -> set[str]:
+        """The workers that use any devices."""
+        return {address for address, devices in self.present.items() if devices.used}
 
-    def having(self, name: Name | Several) -> Set[str]:
+    def having(self, name: Name | Several) -> set[str]:
         """Return the workers that have a device."""
-        if is_whole(name):
-            return self._by_name.get(name, frozenset())  # type: ignore[arg-type]
         return {address for address, devices in self.present.items() if devices.have(name)}
 
     def may_come(self, name: Name | Several) -> bool:

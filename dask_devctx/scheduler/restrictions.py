@@ -15,7 +15,7 @@ from dask_devctx.annotations import Request
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import Name
 from dask_devctx.dask_internals.scheduler import restrict, restrictions
-from dask_devctx.scheduler.cluster import Cluster, Several, WorkerDevices, is_whole
+from dask_devctx.scheduler.cluster import Cluster, Several
 
 # A restriction to no worker: the task waits in dask's state "no-worker" until it is lifted.
 _NOBODY: Final = frozenset({"devctx://waiting-for-the-device"})
@@ -104,23 +104,11 @@ class Restrictions:
         lost = not group.holders and bool(self._cluster.using)
         return lost and group.workers.isdisjoint(_NOBODY)
 
-    def review(self, changed_devices: Iterable[WorkerDevices] = ()) -> list[Any]:
-        """Update the restrictions; return the tasks that wait and may go to other workers now.
-
-        Only one worker may have joined or left since the last call, or changed to other devices:
-        the devices are its former ones and those that it has now.
-        """
+    def review(self) -> list[Any]:
+        """Update the restrictions; return the tasks that wait and may go to other workers now."""
         for terms in [terms for terms, group in self._by_terms.items() if not group.tasks]:
             del self._by_terms[terms]
-        n_workers = len(self._cluster.workers)
-        names = frozenset[Name]().union(*(devices.names for devices in changed_devices))
-        changed = []
-        for group in self._by_terms.values():
-            # A device that all workers had or have now, or that no worker has: its tasks change.
-            at_a_limit = not group.holders or abs(group.holders - n_workers) <= 1
-            name = group.terms[0]
-            if (at_a_limit or name in names or not is_whole(name)) and self._update(group):
-                changed.append(group)
+        changed = [group for group in self._by_terms.values() if self._update(group)]
         tasks = (ts for group in changed for ts in group.tasks.values())
         return [ts for ts in tasks if ts.state in _WAITING]
 

@@ -185,27 +185,27 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self._suspects.moved(key, finish, kwargs.get("worker"))
 
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
-        devices = self._cluster.join(worker, time())
+        self._cluster.join(worker, time())
         self.counts.joined(worker)
-        if devices:
+        if worker in self._cluster.present:
             self._pages.open()
         else:
             self._look_again_later()
-        self._review(devices)
+        self._review()
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **kwargs: Any) -> None:
         self._suspects.worker_left(worker)
         for_good = worker in self._cluster.leaving
         # The others get the devices that it shared with them; tasks wait for that.
         shares = self._sharing.left(worker, may_return=not for_good)
-        devices = self._cluster.leave(worker, time(), may_return=shares or not for_good)
-        if devices:
+        self._cluster.leave(worker, time(), may_return=shares or not for_good)
+        if worker in self._cluster.left:
             self._look_again_later()
         if for_good and shares:
             self.scheduler.loop.add_callback(self._sharing.even_out)
         self.counts.left(worker)
         self.history.left(worker)
-        moved = self._restricted.review(devices)
+        moved = self._restricted.review()
         for ts, last in self._restricted.gone() if for_good else ():
             internals.annotate(ts, GONE, last)
         internals.schedule_again(scheduler, moved)
@@ -253,22 +253,22 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             frozenset(used),
             limits,
         )
-        changed = self._cluster.announce(address, devices)
+        self._cluster.announce(address, devices)
         if address in self._cluster.workers:
             self._pages.open()
             self.counts.announced(address, devices.used)
             if memory_limit is not None:
                 internals.set_memory_limit(self.scheduler, address, memory_limit)
-            self._review(changed)
+            self._review()
 
     def _withdrawn(self, address: str) -> None:
         self._sharing.left(address, may_return=False)
         self.counts.forget(address)
-        changed = self._cluster.withdraw(address)
+        self._cluster.withdraw(address)
         if not self._cluster.using:
             self.counts.forget_all()
             self._pages.close()
-        self._review(changed)
+        self._review()
         self._actors.forget(address)
 
     def _refused(self, address: str, kind: str, arguments: Sequence[Any]) -> None:
@@ -313,9 +313,9 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             elif restricted.are_for_nobody(group):
                 internals.annotate(ts, PRESENT, self._cluster.shown())
 
-    def _review(self, devices: Iterable[WorkerDevices] = ()) -> None:
+    def _review(self) -> None:
         """Bring all restrictions up to date, and let dask look again for workers."""
-        internals.schedule_again(self.scheduler, self._restricted.review(devices))
+        internals.schedule_again(self.scheduler, self._restricted.review())
         self._actors.review()
 
     def _look_again_later(self) -> None:

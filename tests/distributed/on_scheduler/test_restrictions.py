@@ -193,7 +193,6 @@ def change(
     *held: Any,
 ) -> list[Any] | None:
     there = address in model.workers
-    changed = []
     if event == "join" and not there:
         model.workers.add(address)
         model.left.pop(address, None)
@@ -201,26 +200,26 @@ def change(
             model.have[address] = model.early.pop(address)
         else:
             model.unheard[address] = now
-        changed = cluster.join(address, now)
+        cluster.join(address, now)
     elif event == "leave" and there:
         model.workers.discard(address)
         model.unheard.pop(address, None)
         if address in model.have:
             model.left[address] = model.have.pop(address), now
-        changed = cluster.leave(address, now)
+        cluster.leave(address, now)
     elif event == "announce":
         if there:
             model.unheard.pop(address, None)
             model.have[address] = held[0]
         else:
             model.early[address] = held[0]
-        changed = cluster.announce(address, held[0])
+        cluster.announce(address, held[0])
     elif event == "withdraw" and there:
         model.have.pop(address, None)
-        changed = cluster.withdraw(address)
+        cluster.withdraw(address)
     else:
         return None
-    return restricted.review(changed)
+    return restricted.review()
 
 
 def restrictions(ts: Any) -> tuple[set[str], set[str] | None, bool]:
