@@ -20,85 +20,94 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Final
 
-from dask_devctx.dask_internals.logs import ShownAsDasks
 from dask_devctx.errors import UnsupportedDaskError
 
 if TYPE_CHECKING:
     from distributed import Scheduler, Worker
 
-logging.getLogger("dask_devctx").addHandler(ShownAsDasks())
 
-# A module, a colon, and the path from there: attributes, [keys], and () for a call.
-NAMES: Final = (
-    "dask._task_spec:DataNode.value",
-    "dask._task_spec:GraphNode.is_coro",
-    "dask._task_spec:Task.args",
-    "dask._task_spec:Task.func",
-    "dask._task_spec:Task.kwargs",
-    "dask._task_spec:convert_legacy_graph",
-    "dask.blockwise:fuse_roots",
-    "dask.blockwise:optimize_blockwise",
-    "dask.highlevelgraph:MaterializedLayer",
-    "distributed.worker_state_machine:ExecuteFailureEvent",
-    "distributed.worker_state_machine:ExecuteSuccessEvent",
-    "distributed.worker_state_machine:TaskState.annotations",
-    "distributed.worker_state_machine:TaskState.metadata",
-    "distributed.worker_state_machine:TaskState.run_spec",
-    "distributed.utils:thread_state",
-    "distributed.threadpoolexecutor:ThreadPoolExecutor._adjust_thread_count",
-    "distributed.threadpoolexecutor:ThreadPoolExecutor()._max_workers",
-    "distributed.threadpoolexecutor:ThreadPoolExecutor()._rejoin_list",
-    "distributed.threadpoolexecutor:ThreadPoolExecutor()._rejoin_lock",
-    "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown",
-    "distributed.threadpoolexecutor:ThreadPoolExecutor()._shutdown_lock",
-    "distributed.threadpoolexecutor:ThreadPoolExecutor()._threads",
-    "distributed.threadpoolexecutor:ThreadPoolExecutor()._work_queue",
-    "distributed.threadpoolexecutor:thread_state",
-    "distributed.core:ConnectionPool.connect",
-    "distributed.protocol.core:pickle.loads",
-    "distributed.protocol.serialize:Serialized",
-    "distributed.shuffle._exceptions:P2PConsistencyError",
-    "distributed.shuffle._rechunk:ArrayRechunkRun._get_output_partition",
-    "distributed.shuffle._rechunk:ArrayRechunkRun._receive",
-    "distributed.shuffle._rechunk:ArrayRechunkRun._shard_partition",
-    "distributed.shuffle._rechunk:ArrayRechunkRun.close",
-    "distributed.shuffle._rechunk:ArrayRechunkRun.offload",
-    "distributed.utils_comm:retry",
-    "distributed.worker:Worker.batched_send",
-    "distributed.worker:Worker.execute",
-    "distributed.worker:get_data_from_worker",
-    "distributed.worker:Worker.gather_dep",
-    "distributed.worker_state_machine:GatherDepFailureEvent",
-    "distributed.worker_state_machine:GatherDepSuccessEvent",
-    "distributed.worker_state_machine:WorkerState._handle_event",
-    "distributed.worker_state_machine:WorkerState._TRANSITIONS_TABLE",
-    "distributed.worker_state_machine:WorkerState._transition_generic_error",
-    "distributed.scheduler:Scheduler.check_idle_saturated",
-    "distributed.scheduler:Scheduler.coerce_address",
-    "distributed.scheduler:Scheduler.coerce_hostname",
-    "distributed.scheduler:Scheduler.is_rootish",
-    "distributed.scheduler:Scheduler.register_scheduler_plugin",
-    "distributed.scheduler:Scheduler.register_worker_plugin",
-    "distributed.scheduler:Scheduler.stimulus_queue_slots_maybe_opened",
-    "distributed.scheduler:Scheduler.transitions",
-    "distributed.scheduler:Scheduler.valid_workers",
-    "distributed.scheduler:TaskState.annotations",
-    "distributed.scheduler:TaskState.host_restrictions",
-    "distributed.scheduler:TaskState.loose_restrictions",
-    "distributed.scheduler:TaskState.worker_restrictions",
-    "distributed.deploy.spec:SpecCluster.__await__",
-    "distributed.deploy.spec:SpecCluster._close",
-    "distributed.deploy.spec:SpecCluster._correct_state_internal",
-    "distributed.deploy.spec:SpecCluster._new_worker_name",
-    "distributed.deploy.spec:SpecCluster._start",
-    "distributed.deploy.spec:SpecCluster._update_worker_status",
-    "distributed.deploy.cluster:Cluster._update_worker_status",
-    "distributed.protocol.serialize:dask_serialize._lookup",
-    "distributed.protocol.serialize:dask_deserialize._lookup",
-    "distributed.protocol.cuda:cuda_serialize._lookup",
-    "distributed.protocol.cuda:cuda_deserialize._lookup",
+class _ShownAsDasks(logging.Handler):
+    """Hands lines to the handlers of dask's logger, which add the time, the level and the logger.
+
+    Python shows the warnings of a logger without handlers as bare text. dask sets up handlers for
+    its own loggers only.
+
+    Where the program or dask's configuration has set up logging for this package, nothing is shown
+    twice: this handler is silent.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        package = logging.getLogger("dask_devctx")
+        others = [one for one in package.handlers if isinstance(one, logging.StreamHandler)]
+        if others or logging.getLogger().handlers:
+            return
+        shown: list[logging.Handler | None] = [*logging.getLogger("distributed").handlers]
+        for handler in shown or [logging.lastResort]:
+            if handler is not None and record.levelno >= handler.level:
+                handler.handle(record)
+
+
+logging.getLogger("dask_devctx").addHandler(_ShownAsDasks())
+
+# Where names are, by a module and maybe a class in it: each is a path from there, of attributes,
+# [keys], and () for a call.
+_BY_OWNER: Final = {
+    "dask._task_spec:DataNode.": "value",
+    "dask._task_spec:GraphNode.": "is_coro",
+    "dask._task_spec:Task.": "args func kwargs",
+    "dask._task_spec:": "convert_legacy_graph",
+    "dask.blockwise:": "fuse_roots optimize_blockwise",
+    "dask.highlevelgraph:": "MaterializedLayer",
+    "distributed.worker_state_machine:": (
+        "ExecuteFailureEvent ExecuteSuccessEvent GatherDepFailureEvent GatherDepSuccessEvent"
+    ),
+    "distributed.worker_state_machine:TaskState.": "annotations metadata run_spec",
+    "distributed.utils:": "thread_state",
+    "distributed.utils_comm:": "retry",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor.": "_adjust_thread_count",
+    "distributed.threadpoolexecutor:ThreadPoolExecutor().": (
+        "_max_workers _rejoin_list _rejoin_lock _shutdown _shutdown_lock _threads _work_queue"
+    ),
+    "distributed.threadpoolexecutor:": "thread_state",
+    "distributed.core:ConnectionPool.": "connect",
+    "distributed.protocol.core:": "pickle.loads",
+    "distributed.protocol.serialize:": "dask_deserialize._lookup dask_serialize._lookup Serialized",
+    "distributed.shuffle._exceptions:": "P2PConsistencyError",
+    "distributed.shuffle._rechunk:ArrayRechunkRun.": (
+        "_get_output_partition _receive _shard_partition close offload"
+    ),
+    "distributed.worker:Worker.": "batched_send execute gather_dep",
+    "distributed.worker:": "get_data_from_worker",
+    "distributed.worker_state_machine:WorkerState.": (
+        "_handle_event _transition_generic_error _TRANSITIONS_TABLE"
+    ),
+    "distributed.scheduler:Scheduler.": (
+        "check_idle_saturated coerce_address coerce_hostname is_rootish "
+        "register_scheduler_plugin register_worker_plugin stimulus_queue_slots_maybe_opened "
+        "transitions valid_workers"
+    ),
+    "distributed.scheduler:TaskState.": (
+        "annotations host_restrictions loose_restrictions worker_restrictions"
+    ),
+    "distributed.deploy.spec:SpecCluster.": (
+        "__await__ _close _correct_state_internal _new_worker_name _start _update_worker_status"
+    ),
+    "distributed.deploy.cluster:Cluster.": "_update_worker_status",
+    "distributed.protocol.cuda:": "cuda_deserialize._lookup cuda_serialize._lookup",
+}
+# For a scheduler that shows dask's dashboard: these need Bokeh.
+_OF_A_DASHBOARD: Final = {
+    "distributed.dashboard.components:": "add_periodic_callback",
+    "distributed.dashboard.components.scheduler:": "env.loader",
+    "distributed.dashboard.core:": "DaskBokehTornado",
+    "distributed.dashboard.scheduler:": "template_variables",
+    "distributed.diagnostics.progress_stream:": "color_of",
+}
+NAMES, OF_A_DASHBOARD = (
+    tuple(f"{owner}{name}" for owner, names in table.items() for name in names.split())
+    for table in (_BY_OWNER, _OF_A_DASHBOARD)
 )
-ON_A_WORKER: Final = (
+ON_A_WORKER: Final = [
     "_deque_handler",
     "_pending_plugins",
     "executors[default]",
@@ -106,44 +115,35 @@ ON_A_WORKER: Final = (
     "handlers[actor_attribute]",
     "handlers[actor_execute]",
     "handlers[get_data]",
-    "memory_manager.memory_limit",
     "handlers[run]",
     "handlers[run_coroutine]",
     "memory_manager.data",
+    "memory_manager.memory_limit",
     "metrics",
     "nanny",
     "periodic_callbacks[heartbeat]",
     "state.actors",
-    "state.transfer_message_bytes_limit",
     "state.data",
+    "state.transfer_message_bytes_limit",
     "stream_handlers[close]",
-    "stream_handlers[free-keys]",
     "stream_handlers[compute-task]",
+    "stream_handlers[free-keys]",
     "stream_handlers[remove-worker]",
-)
+]
 # For a worker with a memory limit: its data is a zict.Buffer.
 ON_SPILLING_DATA: Final = ("fast.n", "slow")
-ON_A_SCHEDULER: Final = (
+ON_A_SCHEDULER: Final = [
+    "WORKER_SATURATION",
     "handlers",
     "handlers[processing]",
     "handlers[unregister]",
     "host_info",
     "idle_task_count",
-    "WORKER_SATURATION",
     "rpc",
     "running",
-    "total_memory",
     "stream_handlers[task-erred]",
-)
-
-# For a scheduler that shows dask's dashboard: these need Bokeh.
-OF_A_DASHBOARD: Final = (
-    "distributed.dashboard.components:add_periodic_callback",
-    "distributed.dashboard.components.scheduler:env.loader",
-    "distributed.dashboard.core:DaskBokehTornado",
-    "distributed.dashboard.scheduler:template_variables",
-    "distributed.diagnostics.progress_stream:color_of",
-)
+    "total_memory",
+]
 
 _STEP = re.compile(r"\.?(\w+)|\[([\w-]+)\]|(\(\))")
 

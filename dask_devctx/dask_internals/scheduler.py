@@ -109,20 +109,12 @@ def set_annotations(ts: Any, annotations: Mapping[str, Any] | None) -> None:
 
 
 def annotate(ts: Any, name: str, value: object) -> None:
-    """Add an annotation to a task."""
+    """Add an annotation to a task; None removes it."""
     # A new dictionary, because the old one may belong to many tasks.
-    ts.annotations = {**(ts.annotations or {}), name: value}
-
-
-def without_annotation(ts: Any, name: str) -> None:
-    """Remove an annotation of a task."""
-    kept = {one: value for one, value in (ts.annotations or {}).items() if one != name}
-    ts.annotations = kept or None
-
-
-def only_copies(scheduler: Scheduler, worker: str) -> list[Any]:
-    """Return the tasks whose results only this worker has."""
-    return [ts for ts in scheduler.workers[worker].has_what if len(ts.who_has) == 1]
+    annotations = {**(ts.annotations or {}), name: value}
+    if value is None:
+        del annotations[name]
+    ts.annotations = annotations or None
 
 
 def schedule_again(scheduler: Scheduler, tasks: Iterable[Any]) -> None:

@@ -24,15 +24,6 @@ class Work(Protocol):
         """Do the work, and raise nothing."""
 
 
-class Submits(Protocol):
-    """An executor of dask's tasks."""
-
-    def submit_task(
-        self, claim: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Future[Any] | asyncio.Future[Any]:
-        """Run a task of dask's as soon as its claim is granted."""
-
-
 def rescheduled() -> dict[str, Any]:
     """Return the outcome of a task that did not run, and that the scheduler shall send again."""
     return {"op": "task-erred", "thread": None, "actual_exception": Reschedule()}
@@ -120,10 +111,12 @@ class TaskThreadPoolExecutor(ThreadPoolExecutor):  # type: ignore[misc]
 
 # The executor and the claim of the next task of this context. A reader takes the entry out of
 # the list, since the task itself runs in a copy of this context.
-_next_task: ContextVar[list[tuple[Submits, Any]] | None] = ContextVar("next_task", default=None)
+_next_task: ContextVar[list[tuple[TaskThreadPoolExecutor, Any]] | None] = ContextVar(
+    "next_task", default=None
+)
 
 
-def send_next_task_to(executor: Submits, claim: Any) -> None:
+def send_next_task_to(executor: TaskThreadPoolExecutor, claim: Any) -> None:
     """Send the next task that this context submits to another executor.
 
     This works for executors for which :func:`sending_tasks_on` is open.

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, MutableMapping
 from contextlib import contextmanager
+from logging.handlers import QueueHandler
 from typing import Any
 
 from dask.system import CPU_COUNT
@@ -19,7 +20,6 @@ from distributed.utils import thread_state
 from zict import Buffer
 
 from dask_devctx.dask_internals import unsupported
-from dask_devctx.dask_internals.logs import AsText
 from dask_devctx.dask_internals.replacing import replaced
 
 _MISSING = object()
@@ -59,44 +59,41 @@ def metric(worker: Worker, name: str, function: Callable[[Worker], object]) -> I
 
 
 @contextmanager
-def told_who_leaves(worker: Worker, call: Callable[[str], object]) -> Iterator[None]:
-    """While it is open, a function gets the address of each other worker that leaves the cluster.
+def told_after(worker: Worker, op: str, call: Callable[..., object]) -> Iterator[None]:
+    """While it is open, a function gets each message of the scheduler's stream after dask.
 
-    The scheduler tells all workers of it.
+    ``"remove-worker"`` names each other worker that leaves the cluster, and ``"free-keys"`` has the
+    keys that the scheduler frees or cancels.
     """
-    before = worker.stream_handlers["remove-worker"]
+    before = worker.stream_handlers[op]
 
-    def removed(worker: str, **message: Any) -> None:
-        before(worker=worker, **message)
-        call(worker)
+    def handled(**message: Any) -> None:
+        before(**message)
+        call(**message)
 
-    with replaced(worker.stream_handlers, "remove-worker", removed):
-        yield
-
-
-@contextmanager
-def told_of_freed_keys(worker: Worker, call: Callable[[Hashable], object]) -> Iterator[None]:
-    """While it is open, a function gets each key that the scheduler frees, or cancels."""
-    before = worker.stream_handlers["free-keys"]
-
-    def freed(keys: Collection[Hashable], **message: Any) -> None:
-        before(keys=keys, **message)
-        for key in keys:
-            call(key)
-
-    with replaced(worker.stream_handlers, "free-keys", freed):
+    with replaced(worker.stream_handlers, op, handled):
         yield
 
 
 @contextmanager
 def own_logs(worker: Worker, logger: logging.Logger) -> Iterator[None]:
     """While it is open, ``client.get_worker_logs()`` has the lines of another logger, too."""
-    handler = AsText(worker._deque_handler)
+    handler = _AsText(worker._deque_handler)
     logger.addHandler(handler)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+
+
+class _AsText(QueueHandler):
+    """Hands lines to a handler that keeps them, with their errors as text.
+
+    The frames of an error have values, which would stay as long as the line.
+    """
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        self.queue.handle(record)  # type: ignore[attr-defined]  # a handler is in its place
 
 
 # -- actors

@@ -18,7 +18,7 @@ from dask_devctx.annotations.runs import (
     runs_once,
     watched_run,
 )
-from dask_devctx.dask_internals.scheduler import annotate, only_copies, without_annotation
+from dask_devctx.dask_internals.scheduler import annotate
 from dask_devctx.errors.base import listed
 from dask_devctx.scheduler.messages import Failure
 
@@ -73,8 +73,9 @@ class SuspectTasks:
             else:
                 self._watch(ts)
                 again.append(key)
-        for ts in only_copies(self._scheduler, worker):
-            if runs_once(ts.annotations) and ts.key not in self.refused:
+        for ts in self._scheduler.workers[worker].has_what:
+            is_lost = len(ts.who_has) == 1
+            if is_lost and runs_once(ts.annotations) and ts.key not in self.refused:
                 self._refuse(ts, failure.fields, _LOST)
                 once.append(ts.key)
         said = (
@@ -108,7 +109,7 @@ class SuspectTasks:
             self.refused.discard(key)
             ts = self._scheduler.tasks.get(key)
             if ts is not None:
-                without_annotation(ts, REFUSED)
+                annotate(ts, REFUSED, None)
 
     def _runs(self, ts: Any) -> tuple[int, int]:
         """Return how often a task was watched, and how often it may be."""

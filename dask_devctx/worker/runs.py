@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
@@ -29,7 +29,7 @@ from dask_devctx.cuda import naming
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals import tasks
 from dask_devctx.dask_internals.threads import send_next_task_to
-from dask_devctx.dask_internals.worker import told_of_freed_keys
+from dask_devctx.dask_internals.worker import told_after
 from dask_devctx.errors import DeviceFailedError, DeviceNotFoundError
 from dask_devctx.scheduler.counts import DEVICE
 from dask_devctx.worker.placement.admission import Admission, share_units
@@ -90,17 +90,18 @@ class Runs:
         """While it is open, tasks that begin to execute get their devices."""
         with (
             tasks.executed_by(self._worker, self._begin, self._end),
-            told_of_freed_keys(self._worker, self._freed),
+            told_after(self._worker, "free-keys", self._freed),
         ):
             yield
 
-    def _freed(self, key: Hashable) -> None:
-        """Let a cancelled task that reserves devices reserve them no longer."""
-        run = self.now.get(key)
-        if run is not None and not run.is_plain and run.is_cancelled():
-            self.admission.withdraw(run)
-        if self.store is not None:
-            self.store.made.pop(key, None)
+    def _freed(self, keys: Collection[Hashable], **message: object) -> None:
+        """Let cancelled tasks that reserve devices reserve them no longer."""
+        for key in keys:
+            run = self.now.get(key)
+            if run is not None and not run.is_plain and run.is_cancelled():
+                self.admission.withdraw(run)
+            if self.store is not None:
+                self.store.made.pop(key, None)
 
     def _begin(self, ts: Any) -> DeviceRun | HostRun | Refused | None:
         """Return the run of a task; None to run it as without this package."""

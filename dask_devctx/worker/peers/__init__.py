@@ -20,7 +20,7 @@ from tornado.ioloop import PeriodicCallback
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.connections import answering
-from dask_devctx.dask_internals.worker import larger_messages, metric, told_who_leaves
+from dask_devctx.dask_internals.worker import larger_messages, metric, told_after
 from dask_devctx.errors import DriverError
 from dask_devctx.transfer.ipc.sending import Staging
 from dask_devctx.worker.peers import receive
@@ -92,7 +92,7 @@ class PeerTransfers:
                     limit = _limit(device, staging, limits.get(device))
                     local.stagings[device] = Staging(device, limit)
                 steps.enter_context(answering(worker, {CLOSE: self._close_buffers}))
-                steps.enter_context(told_who_leaves(worker, self._worker_left))
+                steps.enter_context(told_after(worker, "remove-worker", self._worker_left))
                 most = min(staging.limit for staging in local.stagings.values()) // _AT_A_TIME
                 steps.enter_context(larger_messages(worker, min(_MESSAGE_NBYTES, most)))
             steps.callback(self._connections.close)
@@ -180,11 +180,11 @@ class PeerTransfers:
                 done.result(_CLOSE_TIMEOUT_S)
         return before - self.staging_nbytes(device)
 
-    def _worker_left(self, address: str) -> None:
+    def _worker_left(self, worker: str, **message: object) -> None:
         """Forget a worker that left the cluster; its process may still be there."""
-        self._pairs.forget(address)
-        if address in self._pairs.readers:  # it may have this one's memory open still
-            self._local.worker.loop.call_later(_GONE_S, self._ask_to_close, address, ())
+        self._pairs.forget(worker)
+        if worker in self._pairs.readers:  # it may have this one's memory open still
+            self._local.worker.loop.call_later(_GONE_S, self._ask_to_close, worker, ())
 
     async def look(self) -> None:
         """Release staging memory that was long unused."""
