@@ -16,9 +16,6 @@ WATCHED: Final = "devctx-watched"
 # Marks a task that a worker fails without a call of it. The value has the fields of the error.
 REFUSED: Final = "devctx-refused"
 
-# Marks a task that names a device whose last worker left for good. The value is this worker's
-# address, for the error.
-GONE: Final = "devctx-gone"
 # Marks a task that names a device that no worker of the cluster uses. The value has the devices
 # that workers use, for the error.
 PRESENT: Final = "devctx-present"

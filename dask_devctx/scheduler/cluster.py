@@ -19,8 +19,6 @@ _WHOLE_UUID = (36, 40)
 _EARLY_LIMIT = 1000
 # So many devices are named in the error of a task for another device.
 _SHOWN = 32
-# The devices of so many workers that left for good are remembered, for the errors of tasks.
-_GONE_LIMIT = 20
 
 
 class Several(NamedTuple):
@@ -94,9 +92,9 @@ class Cluster:
 
     Attributes
     ----------
-    present, left, gone
-        The devices of workers that are there; that left and may come back, with the time; and of
-        the latest that left for good.
+    present, left
+        The devices of workers that are there; and of those that left and may come back, with the
+        time.
     unheard
         The workers that have joined but not announced their devices yet, with the time of joining.
     leaving
@@ -106,7 +104,6 @@ class Cluster:
     workers: set[str] = field(default_factory=set)
     present: dict[str, WorkerDevices] = field(default_factory=dict)
     left: dict[str, tuple[WorkerDevices, float]] = field(default_factory=dict)
-    gone: dict[str, WorkerDevices] = field(default_factory=dict)
     unheard: dict[str, float] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     _early: dict[str, WorkerDevices] = field(default_factory=dict)
@@ -129,10 +126,6 @@ class Cluster:
         devices = self.present.pop(address, None)
         if devices is not None and may_return:
             self.left[address] = devices, now
-        elif devices is not None:
-            self.gone[address] = devices
-            while len(self.gone) > _GONE_LIMIT:
-                del self.gone[next(iter(self.gone))]
 
     def announce(self, address: str, devices: WorkerDevices) -> None:
         """Note the devices of a worker."""
@@ -160,10 +153,6 @@ class Cluster:
     def may_come(self, name: Name | Several) -> bool:
         """Return whether a worker that has a device may join, or announce it, before long."""
         return bool(self.unheard) or any(devices.have(name) for devices, _ in self.left.values())
-
-    def had(self, name: Name | Several) -> str | None:
-        """Return the address of the last worker with a device, if it left for good."""
-        return next((a for a, held in reversed(self.gone.items()) if held.have(name)), None)
 
     def shown(self) -> list[str]:
         """Return a description of each device that workers use; of the first of very many."""

@@ -7,7 +7,7 @@ set changes, for any number of tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterable, Set
 from functools import lru_cache
 from typing import Any, Final
 
@@ -91,13 +91,6 @@ class Restrictions:
         del group.tasks[key]
         if not group.tasks and (any(group.terms[2:]) or len(self._by_terms) > _KEPT):
             del self._by_terms[group.terms]
-
-    def gone(self) -> Iterator[tuple[Any, str]]:
-        """Yield the tasks for a device whose last worker left for good, and this worker."""
-        for group in self._by_terms.values():
-            address = None if group.holders else self._cluster.had(group.terms[0])
-            if address is not None:
-                yield from ((ts, address) for ts in group.tasks.values())
 
     def are_for_nobody(self, group: Group) -> bool:
         """Return whether tasks go to a worker that fails them, since no worker has their device."""

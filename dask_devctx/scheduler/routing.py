@@ -21,7 +21,7 @@ from dask_devctx.annotations import (
     requested_device,
 )
 from dask_devctx.annotations.names import about_no_plugin, mistaken
-from dask_devctx.annotations.runs import GONE, PRESENT
+from dask_devctx.annotations.runs import PRESENT
 from dask_devctx.cuda.naming import DeviceInfo, Inventory
 from dask_devctx.dask_internals import check_scheduler
 from dask_devctx.dask_internals import scheduler as internals
@@ -205,10 +205,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             self.scheduler.loop.add_callback(self._sharing.even_out)
         self.counts.left(worker)
         self.history.left(worker)
-        moved = self._restricted.review()
-        for ts, last in self._restricted.gone() if for_good else ():
-            internals.annotate(ts, GONE, last)
-        internals.schedule_again(scheduler, moved)
+        internals.schedule_again(scheduler, self._restricted.review())
         self._actors.forget(worker)
 
     def log_event(self, topic: str, msg: Any) -> None:
@@ -306,11 +303,7 @@ class DeviceRouting(SchedulerPlugin):  # type: ignore[misc]
             if wanted is ANY_DEVICE or wanted is HOST_ONLY:
                 continue
             group = restricted.note(ts, wanted)
-            if group.holders:
-                continue
-            if (last := self._cluster.had(group.terms[0])) is not None:
-                internals.annotate(ts, GONE, last)
-            elif restricted.are_for_nobody(group):
+            if restricted.are_for_nobody(group):
                 internals.annotate(ts, PRESENT, self._cluster.shown())
 
     def _review(self) -> None:

@@ -17,7 +17,6 @@ from dask_devctx.annotations import (
     requested_device,
 )
 from dask_devctx.annotations.runs import (
-    GONE,
     PRESENT,
     RERUN,
     had_all_runs,
@@ -242,23 +241,15 @@ def explained(error: Exception, annotations: Mapping[str, Any] | None) -> Except
     """Return the error of a task that got no device, with what the scheduler knows of it."""
     if not annotations or not isinstance(error, DeviceNotFoundError):
         return error
-    worker, present = annotations.get(GONE), annotations.get(PRESENT)
-    if worker is None:
-        if present is None:
-            return error
-        hint = error.hint
-        if naming.read(error.requested).kind == "ordinal":
-            hint = "No worker of this cluster uses it"
-            if len({text.partition(" ")[0] for text in present}) < len(present):
-                hint += (
-                    ". Each worker counts the devices that its own CUDA_VISIBLE_DEVICES shows: "
-                    "name a device by its UUID"
-                )
-        return type(error)(error.requested, present, error.visible_devices, hint)
-    return DeviceNotFoundError(
-        error.requested,
-        error.available,
-        error.visible_devices,
-        f"The worker {worker} used it, and was closed, retired or scaled down. Start a worker for "
-        "it again, with cluster.scale(), or name one of the devices in report(client).devices",
-    )
+    present = annotations.get(PRESENT)
+    if present is None:
+        return error
+    hint = error.hint
+    if naming.read(error.requested).kind == "ordinal":
+        hint = "No worker of this cluster uses it"
+        if len({text.partition(" ")[0] for text in present}) < len(present):
+            hint += (
+                ". Each worker counts the devices that its own CUDA_VISIBLE_DEVICES shows: "
+                "name a device by its UUID"
+            )
+    return type(error)(error.requested, present, error.visible_devices, hint)

@@ -103,7 +103,6 @@ def test_a_task_whose_device_was_lost_waits(comes_back: bool) -> None:
             return
         error = future.exception(timeout=10)
         assert isinstance(error, DeviceNotFoundError)
-        assert "scaled down" not in str(error)
         assert 0.2 < time.monotonic() - start < 5
 
 
@@ -128,8 +127,6 @@ def test_a_task_whose_worker_was_scaled_away_fails_at_once(how: str) -> None:
             error = one.exception(timeout=5)
             assert isinstance(error, DeviceNotFoundError)
             assert len(str(error).splitlines()) == 1
-            assert f"The worker {leaving.address} used it, and was closed, retired" in str(error)
-            assert "cluster.scale()" in str(error)
         assert run_on(client, Device(0)).result(timeout=10) == Device(0).uuid
         if how == "scale":  # the same task runs where its device has come back
             cluster.scale(2)
