@@ -21,8 +21,8 @@ _EARLY_LIMIT = 1000
 _SHOWN = 32
 
 
-class Several(NamedTuple):
-    """A task's request to one worker for several devices, or for bytes on each of them.
+class Wanted(NamedTuple):
+    """The devices that a task asks one worker for, and the bytes on each of them.
 
     ``number`` is None for all of the worker's devices; ``nbytes`` is 0 where none are reserved.
     """
@@ -30,11 +30,6 @@ class Several(NamedTuple):
     names: tuple[Name, ...]
     number: int | None
     nbytes: int
-
-    @property
-    def kind(self) -> str:
-        """Something else than any kind of :class:`~dask_devctx.cuda.naming.Name`."""
-        return "several"
 
 
 @dataclass(frozen=True)
@@ -60,10 +55,8 @@ class WorkerDevices:
                 names |= {Name("ordinal", ordinal), Name("pci", info.pci_bus_id or "")}
         return frozenset(names)
 
-    def have(self, name: Name | Several) -> bool:
-        """Return whether the worker uses the device; every worker has the current device."""
-        if isinstance(name, Several):
-            return self._have_several(name)
+    def has(self, name: Name) -> bool:
+        """Return whether the worker uses a device; every worker has the current device."""
         if name in self.names:
             return True
         if name.kind != "uuid" or len(str(name.value)) in _WHOLE_UUID:
@@ -71,14 +64,15 @@ class WorkerDevices:
         found = naming.among(name, self.seen)
         return len(found) == 1 and found[0].uuid in self.used
 
-    def _have_several(self, several: Several) -> bool:
-        wanted = self.used
-        if several.names:
-            if not all(map(self.have, several.names)):
-                return False
-            wanted = self.uuids_of(several.names)
-        fit = sum(self.limits.get(uuid, several.nbytes) >= several.nbytes for uuid in wanted)
-        return fit >= (several.number or max(len(wanted), 1))
+    def have(self, wanted: Wanted) -> bool:
+        """Return whether the worker has all devices and bytes that a task asks for."""
+        if not all(map(self.has, wanted.names)):
+            return False
+        if wanted.names and not wanted.nbytes:
+            return True
+        uuids = self.uuids_of(wanted.names) if wanted.names else self.used
+        fit = sum(self.limits.get(uuid, wanted.nbytes) >= wanted.nbytes for uuid in uuids)
+        return fit >= (wanted.number or max(len(uuids), 1))
 
     def uuids_of(self, names: tuple[Name, ...]) -> frozenset[str]:
         """Return the UUIDs of the devices that names mean in the worker's process."""
@@ -146,13 +140,13 @@ class Cluster:
         """The workers that use any devices."""
         return {address for address, devices in self.present.items() if devices.used}
 
-    def having(self, name: Name | Several) -> set[str]:
-        """Return the workers that have a device."""
-        return {address for address, devices in self.present.items() if devices.have(name)}
+    def having(self, wanted: Wanted) -> set[str]:
+        """Return the workers that have the devices."""
+        return {address for address, devices in self.present.items() if devices.have(wanted)}
 
-    def may_come(self, name: Name | Several) -> bool:
-        """Return whether a worker that has a device may join, or announce it, before long."""
-        return bool(self.unheard) or any(devices.have(name) for devices, _ in self.left.values())
+    def may_come(self, wanted: Wanted) -> bool:
+        """Return whether a worker that has the devices may join, or announce it, before long."""
+        return bool(self.unheard) or any(devices.have(wanted) for devices, _ in self.left.values())
 
     def shown(self) -> list[str]:
         """Return a description of each device that workers use; of the first of very many."""

@@ -15,7 +15,7 @@ from dask_devctx.annotations import Request
 from dask_devctx.cuda import naming
 from dask_devctx.cuda.naming import Name
 from dask_devctx.dask_internals.scheduler import restrict, restrictions
-from dask_devctx.scheduler.cluster import Cluster, Several
+from dask_devctx.scheduler.cluster import Cluster, Wanted
 
 # A restriction to no worker: the task waits in dask's state "no-worker" until it is lifted.
 _NOBODY: Final = frozenset({"devctx://waiting-for-the-device"})
@@ -24,9 +24,9 @@ _WAITING: Final = frozenset({"no-worker", "queued"})
 # Groups without tasks are kept for the next task, unless there are more groups than this.
 _KEPT: Final = 1000
 
-# The device; whether the tasks may wait for a worker; the workers and hosts that their user gave;
+# The devices; whether the tasks may wait for a worker; the workers and hosts that their user gave;
 # and whether these are only a preference.
-Terms = tuple[Name | Several, bool, frozenset[str], frozenset[str], bool]
+Terms = tuple[Wanted, bool, frozenset[str], frozenset[str], bool]
 
 
 class Group:
@@ -64,7 +64,7 @@ class Restrictions:
         """Return the number of groups whose restrictions are kept up to date."""
         return len(self._by_terms)
 
-    def note(self, ts: Any, wanted: Request) -> Group:
+    def note(self, ts: Any, asked: Request) -> Group:
         """Restrict a task that names a device. It is not scheduled yet, or waits for a worker."""
         key = ts.key
         old = self.groups.get(key)
@@ -72,10 +72,11 @@ class Restrictions:
             if old.tasks[key] is ts:
                 return old  # its restrictions are those of its group, not its user's
             self.forget(key)
-        name = _name(wanted)
-        may_wait = not ts.actor and name.kind != "unknown"  # dask lets no actor wait
+        wanted = _wanted(asked)
+        unknown = any(name.kind == "unknown" for name in wanted.names)
+        may_wait = not (ts.actor or unknown)  # dask lets no actor wait
         workers, hosts, loose = restrictions(ts)
-        terms = name, may_wait, frozenset(workers or ()), frozenset(hosts or ()), loose
+        terms = wanted, may_wait, frozenset(workers or ()), frozenset(hosts or ()), loose
         group = self._by_terms.get(terms)
         if group is None:
             group = self._by_terms[terms] = Group(terms)
@@ -125,9 +126,9 @@ class Restrictions:
         self, terms: Terms, targets: Set[str]
     ) -> tuple[Set[str], frozenset[str] | None, bool]:
         cluster = self._cluster
-        name, may_wait, workers, hosts, loose = terms
+        wanted, may_wait, workers, hosts, loose = terms
         if not targets:
-            if may_wait and cluster.may_come(name):
+            if may_wait and cluster.may_come(wanted):
                 return _NOBODY, None, False
             # A worker that has devices gives the best error about one that is not there.
             targets = cluster.using or cluster.present.keys()
@@ -144,18 +145,14 @@ class Restrictions:
         return workers, hosts or None, loose
 
 
-def _name(wanted: Request) -> Name | Several:
-    if all(one.__class__ in (int, str) for one in wanted.names):  # it always means the same
-        return _known(wanted)
-    return _read(wanted)
+def _wanted(asked: Request) -> Wanted:
+    if all(one.__class__ in (int, str) for one in asked.names):  # it always means the same
+        return _known(asked)
+    return _read(asked)
 
 
-def _read(wanted: Request) -> Name | Several:
-    names = tuple(map(name_of, wanted.names))
-    unknown = [name for name in names if name.kind == "unknown"]
-    if unknown or (len(names) == 1 and wanted.nbytes is None):
-        return (unknown or names)[0]
-    return Several(names, wanted.number, wanted.nbytes or 0)
+def _read(asked: Request) -> Wanted:
+    return Wanted(tuple(map(name_of, asked.names)), asked.number, asked.nbytes or 0)
 
 
 _known = lru_cache(maxsize=4096)(_read)

@@ -109,11 +109,11 @@ def name_of(wanted: Any) -> naming.Name:
 def has(held: WorkerDevices, wanted: Any) -> bool:
     """Return whether a worker has all that a task asks for."""
     if len(wanted.names) == 1 and wanted.nbytes is None:
-        return held.have(name_of(wanted.name))
+        return held.has(name_of(wanted.name))
     uuids = set(held.used)
     if wanted.names:
         names = [name_of(one) for one in wanted.names]
-        if not all(held.have(name) for name in names):
+        if not all(held.has(name) for name in names):
             return False
         uuids = {naming.among(name, held.seen)[0].uuid for name in names}
     fit = [uuid for uuid in uuids if held.limits.get(uuid, 1000) >= (wanted.nbytes or 0)]
