@@ -1,4 +1,4 @@
-"""Warnings of a client's calls that submit tasks: annotations that go astray or come too late.
+"""What a client says of its calls: annotations that go astray, and values that find no room.
 
 The calls are watched wherever this package is imported after distributed.
 """
@@ -16,7 +16,10 @@ import dask
 from distributed import Client, Future, get_worker
 
 from dask_devctx.annotations.names import NAMES, about_no_plugin
+from dask_devctx.cuda.out_of_memory import is_out_of_memory, requested_nbytes
 from dask_devctx.cuda.scope import open_scopes
+from dask_devctx.dask_internals.connections import explain_gathers
+from dask_devctx.errors import DeviceMemoryError
 
 _NOT_THE_USERS: Final = frozenset({"contextlib", "dask", "dask_devctx", "distributed", "functools"})
 
@@ -124,3 +127,18 @@ def _is_heeded(dask_scheduler: Any) -> bool | None:
 _is_heeded.__module__ = "__main__"  # sent by value, to a scheduler without this package too
 for _name in ("submit", "map", "compute", "persist", "get"):
     setattr(Client, _name, _watched(_name, getattr(Client, _name)))
+
+
+def _no_room(error: Exception) -> DeviceMemoryError | None:
+    if not is_out_of_memory(error):
+        return None
+    why = (
+        "the values arrive on the current or first device of this process, which has no room for "
+        "them. Gather fewer at a time, or copies on the host: client.gather(client.map(to_device, "
+        'futures, device="cpu"))'
+    )
+    said = "client.gather", "CUDA_ERROR_OUT_OF_MEMORY", 2, why
+    return DeviceMemoryError(*said, requested_nbytes(error))
+
+
+explain_gathers(_no_room)
