@@ -193,7 +193,7 @@ def test_the_page_of_a_job_that_runs(client: Client, tmp_path: Path) -> None:
         assert "fails-1" in table
         assert "no &lt;b&gt;rows&lt;/b&gt; in this file" in table
 
-        for theme, background in (("light", "rgb(250, 250, 250)"), ("dark", "rgb(28, 31, 34)")):
+        for theme, background in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(21, 25, 28)")):
             if theme == "dark":
                 page.get(f"{url}?theme=dark")
                 until(lambda: {*rows("timeline", "key")}, lambda shown: shown == keys)

@@ -17,7 +17,6 @@ from bokeh.models import (
     HoverTool,
 )
 from bokeh.plotting import figure
-from bokeh.themes import Theme
 
 from dask_devctx.scheduler.dashboard.feed import Batch
 from dask_devctx.scheduler.dashboard.lanes import HOST_PADDING
@@ -34,9 +33,10 @@ _CLOCK: Final = {
 
 
 class Colours(NamedTuple):
-    """The colours of a light or a dark page; those of data are readable on both."""
+    """The colours of a light or a dark page, and Bokeh's theme for it."""
 
     name: str
+    theme: str | None
     page: str
     text: str
     faint: str
@@ -44,8 +44,8 @@ class Colours(NamedTuple):
     lane: str
 
 
-LIGHT: Final = Colours("light", "#fafafa", "#222222", "#666666", "#dddddd", "#eeeeee")
-DARK: Final = Colours("dark", "#1c1f22", "#e6e6e6", "#a0a4a8", "#3a3f44", "#26292d")
+LIGHT: Final = Colours("light", None, "#ffffff", "#222222", "#666666", "#dddddd", "#eeeeee")
+DARK: Final = Colours("dark", "dark_minimal", "#15191c", "#e0e0e0", "#a0a4a8", "#3a3f44", "#2c3238")
 
 FAILED: Final = "#e31a1c"
 SPILLED: Final = "#e08a1e"
@@ -63,32 +63,8 @@ TRANSPORTS: Final[Mapping[str, str]] = {
     "spill": "spilled, or back",
 }
 OTHER: Final = "#7f7f7f"
-
-
-def theme(colours: Colours) -> Theme:
-    """Return the theme for all of a document's plots."""
-    nothing = dict.fromkeys(("background_fill_color", "border_fill_color", "outline_line_color"))
-    axis = {
-        **dict.fromkeys(("axis_line_color", "major_tick_line_color"), colours.grid),
-        **dict.fromkeys(("axis_label_text_color", "major_label_text_color"), colours.text),
-        "axis_label_text_font_style": "normal",
-        "minor_tick_line_color": None,
-    }
-    hosts = {"group_text_color": colours.text, "separator_line_color": colours.grid}
-    legend = {"label_text_color": colours.text, "background_fill_alpha": 0}
-    return Theme(
-        json={
-            "attrs": {
-                "Plot": {**nothing, "min_border_left": 10, "min_border_right": 10},
-                "Axis": axis,
-                "CategoricalAxis": {**hosts, "subgroup_text_color": colours.text},
-                "Grid": {"grid_line_color": colours.grid},
-                "Title": {"text_color": colours.text},
-                "Legend": {**legend, "border_line_color": None},
-                "Toolbar": {"logo": None},
-            }
-        }
-    )
+# The columns of a rectangle's sides.
+BOX: Final = {name: name for name in ("left", "right", "bottom", "top")}
 
 
 class TimeAxis:
@@ -130,21 +106,25 @@ class LaneAxis:
             self.range.factors = list(lanes.factors) or [""]
 
 
+def plot_named(name: str, title: str, **kwargs: Any) -> figure:
+    """Return an empty plot."""
+    plot = figure(
+        name=name, title=title, toolbar_location="above", sizing_mode="stretch_both",
+        min_border_left=10, min_border_right=10, outline_line_color=None, **kwargs,
+    )  # fmt: skip
+    plot.toolbar.logo = None
+    plot.axis.major_tick_line_color = None
+    plot.axis.axis_label_text_font_style = "normal"
+    return plot
+
+
 def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis) -> figure:
     """Return an empty plot of lanes over time."""
-    plot = figure(
-        name=name,
-        title=title,
-        x_range=times.range,
-        y_range=lanes.range,
-        x_axis_type="datetime",
-        tools="xpan,xwheel_zoom,xbox_zoom,reset,save",
-        toolbar_location="above",
-        sizing_mode="stretch_both",
-        output_backend="canvas",
-    )
+    plot = plot_named(
+        name, title, x_range=times.range, y_range=lanes.range, x_axis_type="datetime",
+        tools="xpan,xwheel_zoom,xbox_zoom,reset,save", output_backend="canvas",
+    )  # fmt: skip
     plot.ygrid.grid_line_color = None
-    plot.yaxis.major_tick_line_color = None
     plot.xaxis.formatter.update(context=None, strip_leading_zeros=False, **_CLOCK)
     plot.xaxis.update(
         axis_label="time of day", axis_label_text_font_size="11px", axis_label_standoff=0
@@ -221,6 +201,7 @@ def legend_below(plot: figure, *, hides: bool = False) -> None:
     legend.update(
         orientation="horizontal", padding=0, margin=2, spacing=12, label_text_font_size="11px",
         glyph_height=12, glyph_width=14, click_policy="hide" if hides else "none",
+        border_line_color=None, background_fill_alpha=0,
     )  # fmt: skip
 
 

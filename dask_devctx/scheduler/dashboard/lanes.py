@@ -14,8 +14,6 @@ NO_DEVICE: Final = "no device"
 
 # The most rows of a lane: more tasks at a time share one.
 _MOST: Final = 8
-# Times may be wrong by this much: a worker's estimate of the scheduler's clock changes.
-_JUMP_S: Final = 0.1
 
 
 class Member(NamedTuple):
@@ -98,13 +96,13 @@ def _natural(text: str) -> list[tuple[int, str]]:
 class Slots:
     """The rows of all lanes, so that tasks that ran at the same time do not hide each other.
 
-    A lane has as many as it had tasks at a time: 1, 2, 4 or 8. The tasks of one thread ran one
+    A lane has as many as it had tasks at a time, eight at most. The tasks of one thread ran one
     after the other, even if their times overlap.
 
     Examples
     --------
     >>> slots = Slots()
-    >>> [slots.place("cuda:0", *task) for task in ((0, 2), (1, 3), (2, 4))]
+    >>> [slots.place("cuda:0", *task) for task in ((0, 2, 7), (1, 3, 8), (2, 4, 9))]
     [0, 1, 0]
     >>> slots.count("cuda:0"), slots.count("cuda:1")
     (2, 1)
@@ -114,32 +112,22 @@ class Slots:
         # The thread of the last task of each row, and when that task ended.
         self._lanes: dict[Hashable, list[tuple[Hashable, float]]] = {}
 
-    def place(self, lane: Hashable, start: float, stop: float, thread: Hashable = None) -> int:
-        """Return the row of a task; the tasks of a lane come in about the order of their ends."""
+    def place(self, lane: Hashable, start: float, stop: float, thread: Hashable) -> int:
+        """Return the row of a task; the tasks of a lane come in about the order of their starts."""
         rows = self._lanes.setdefault(lane, [])
-        at = start + (0.0 if thread is None else _JUMP_S)
-        same = (n for n, (last, _) in enumerate(rows) if thread is not None and last == thread)
-        free = (n for n, (_, until) in enumerate(rows) if until <= at)
-        number = next(same, None)
-        if number is None:
-            number = next(free, None)
-        if number is None:
-            number = len(rows)
-            if number == _MOST:
-                number = min(range(_MOST), key=lambda n: rows[n][1])
-        rows[number : number + 1] = [(thread, stop)]
+        same = [n for n, (last, _) in enumerate(rows) if last == thread is not None]
+        free = [n for n, (_, until) in enumerate(rows) if until <= start]
+        if not (same or free) and len(rows) < _MOST:
+            rows.append((thread, stop))
+            return len(rows) - 1
+        number = [*same, *free, min(range(len(rows)), key=lambda n: rows[n][1])][0]
+        rows[number] = thread, stop
         return number
 
     def count(self, lane: Hashable) -> int:
         """Return how many rows a lane has."""
-        used = len(self._lanes.get(lane, ()))
-        return 1 if used <= 1 else 1 << (used - 1).bit_length()
+        return len(self._lanes.get(lane, ())) or 1
 
     def counts(self) -> dict[Hashable, int]:
         """Return how many rows each lane has that has more than one."""
-        return {lane: self.count(lane) for lane, rows in self._lanes.items() if len(rows) > 1}
-
-    def clear(self) -> None:
-        """Forget the tasks, and keep the number of rows."""
-        for rows in self._lanes.values():
-            rows[:] = [(None, 0.0)] * len(rows)
+        return {lane: len(rows) for lane, rows in self._lanes.items() if len(rows) > 1}

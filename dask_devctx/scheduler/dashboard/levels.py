@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Final, NamedTuple
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
 
 from dask.utils import format_bytes
 
@@ -89,7 +90,7 @@ def _added(latest: Sample, samples: Sequence[Sample]) -> Sample:
 
 
 class Level(NamedTuple):
-    """A level in each lane: an area from the level ``begins`` or from below, or a line."""
+    """A level in each lane: an area from another level or from below, or a line."""
 
     name: str
     colour: str
@@ -98,30 +99,45 @@ class Level(NamedTuple):
     dash: str | Sequence[int] = "solid"
 
 
+class Reading(NamedTuple):
+    """An interval as a plot shows it.
+
+    ``levels`` are parts of the device's memory or of the time, not a number where unknown. The
+    mouse shows ``lines``, and ``words`` are beside the lane.
+    """
+
+    levels: Sequence[float]
+    lines: Mapping[str, str]
+    words: str
+
+
 class LevelsPlot:
-    """A lane for each device, which its samples fill from the bottom up to some levels."""
+    """A lane for each device, which its samples fill from the bottom up to some levels.
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    levels: ClassVar[Sequence[Level]]
-    # The legend of the rest of a lane, and the pixels for the text beside it.
-    background: ClassVar[str]
-    beside: ClassVar[int]
+    ``read`` makes a reading of two samples, and ``note`` the end of the title from the latest
+    samples and the part of a whole that fills a lane. A lane ``zooms`` in on the lower levels.
+    """
 
-    def __init__(self, times: TimeAxis, devices: LaneAxis, colours: Colours) -> None:
+    def __init__(
+        self, name: str, title: str, times: TimeAxis, devices: LaneAxis, colours: Colours, *,
+        levels: Sequence[Level], background: str, beside: int,
+        read: Callable[[Sample, Sample], Reading],
+        note: Callable[[Sequence[Sample], float], str], zooms: bool = False,
+    ) -> None:  # fmt: skip
+        self._title, self._levels, self._read, self._note = title, levels, read, note
         self._intervals = Intervals()
         self._kept: deque[Interval] = deque(maxlen=_KEPT)
-        names = " ".join(level.name for level in self.levels)
+        self._least = self._part = _SMALLEST if zooms else 1.0
+        names = " ".join(level.name for level in levels)
         self._rows = Rows(f"left right low high {names}", "lane about")
-        self.root = over_time(self.name, self.title, times, devices)
-        source = self._rows.source
-        box: dict[str, Any] = {"left": "left", "right": "right", "source": source}
+        self.root = over_time(name, title, times, devices)
+        box: dict[str, Any] = {"left": "left", "right": "right", "source": self._rows.source}
         # A mouse over any part of the lane finds the interval.
         whole = self.root.quad(
             bottom="low", top="high", fill_color=colours.lane, line_color=None,
-            legend_label=self.background, **box,
+            legend_label=background, **box,
         )  # fmt: skip
-        for level in self.levels:
+        for level in levels:
             if level.begins is not None:
                 self.root.quad(
                     bottom=level.begins, top=level.name, fill_color=level.colour, line_color=None,
@@ -129,131 +145,110 @@ class LevelsPlot:
                 )  # fmt: skip
             else:
                 self.root.segment(
-                    x0="left", x1="right", y0=level.name, y1=level.name, source=source,
+                    x0="left", x1="right", y0=level.name, y1=level.name, source=box["source"],
                     line_color=level.colour, line_width=2, line_dash=level.dash,
                     legend_label=level.legend,
                 )  # fmt: skip
         legend_below(self.root, hides=True)
         self.root.add_tools(hover(whole))
-        self._texts = LaneTexts(self.root, self.beside)
+        self._texts = LaneTexts(self.root, beside)
         times.follow(self.root)
 
     def show(self, batch: Batch) -> None:
         """Show the samples of a batch."""
+        before = self._part
         if batch.again:
             self._kept.clear()
+            self._part = self._least
         fresh = list(self._intervals.of(batch, batch.devices))
         self._kept.extend(fresh)
-        latest = {place: one.after for place, one in self._intervals.latest.items()}
-        if self.rescaled(list(latest.values()), begins=batch.again) or batch.again:
+        latest = {
+            place: (one.after, self._read(one.before, one.after))
+            for place, one in self._intervals.latest.items()
+        }
+        known = [level for _, one in latest.values() for level in one.levels if level == level]
+        while self._part < min(max(known, default=1.0), 1.0):
+            self._part *= 2
+        if batch.again or self._part != before:
             self._rows.replace(self._row(one, batch.ms) for one in self._kept)
         else:
             self._rows.add(self._row(one, batch.ms) for one in fresh)
-        self._texts.show(batch, {place: self.text(sample) for place, sample in latest.items()})
+        self._texts.show(batch, {place: one.words for place, (_, one) in latest.items()})
+        note = self._note([sample for sample, _ in latest.values()], self._part)
+        self.root.title.text = f"{self._title}: {note}" if note else self._title
 
     def _row(self, one: Interval, ms: Callable[[float], float]) -> dict[str, Any]:
-        low = one.middle + _LOW
-        heights = self.heights(one.before, one.after)
+        low, reading = one.middle + _LOW, self._read(one.before, one.after)
+        heights = [low + (_HIGH - _LOW) * min(part / self._part, 1.0) for part in reading.levels]
         return {
             "left": ms(one.before.time),
             "right": ms(one.after.time),
             "low": low,
             "high": one.middle + _HIGH,
             "lane": one.lane,
-            "about": about(one.lane, self.lines(one.before, one.after)),
-            **{name: low + (_HIGH - _LOW) * min(height, 1.0) for name, height in heights.items()},
+            "about": about(one.lane, reading.lines),
+            **{level.name: end for level, end in zip(self._levels, heights, strict=True)},
         }
 
-    def rescaled(self, samples: Sequence[Sample], *, begins: bool) -> bool:
-        """Title the plot for the latest samples of all devices; return whether it is rescaled."""
-        return False
 
-    def heights(self, before: Sample, after: Sample) -> dict[str, float]:
-        """Return each level as a part of a lane's height; not a number where it has none."""
-        raise NotImplementedError
-
-    def lines(self, before: Sample, after: Sample) -> dict[str, str]:
-        """Return the names and values that the mouse shows."""
-        raise NotImplementedError
-
-    def text(self, sample: Sample) -> str:
-        """Return the latest numbers of a device in a few words."""
-        raise NotImplementedError
+# -- memory
 
 
-class MemoryPlot(LevelsPlot):
-    """A lane for each device, which its memory fills from the bottom to the top."""
+def memory_plot(times: TimeAxis, devices: LaneAxis, colours: Colours) -> LevelsPlot:
+    """Return a plot with a lane for each device, which its memory fills."""
+    return LevelsPlot(
+        "device_memory", "Memory of each device", times, devices, colours,
+        levels=(
+            Level("to_held", "#3a7ebf", "held"),
+            Level("to_copies", "#8fc1e8", "copies", "to_held"),
+            Level("to_rest", "#93a3b1", "other use", "to_copies"),
+            Level("to_others", "#b0a08f", "other processes", "to_rest"),
+            Level("spilled_at", SPILLED, "spilled", None, [5, 3]),
+            Level("limit_at", "#d62728", "limit", None),
+        ),
+        background="free", beside=150, read=_memory, note=_scale, zooms=True,
+    )  # fmt: skip
 
-    name = "device_memory"
-    title = "Memory of each device"
-    levels = (
-        Level("to_held", "#3a7ebf", "held"),
-        Level("to_copies", "#8fc1e8", "copies", "to_held"),
-        Level("to_rest", "#93a3b1", "other use", "to_copies"),
-        Level("to_others", "#b0a08f", "other processes", "to_rest"),
-        Level("spilled_at", SPILLED, "spilled", None, [5, 3]),
-        Level("limit_at", "#d62728", "limit", None),
+
+def _memory(before: Sample, after: Sample) -> Reading:
+    total, limit = after.memory_total or 0, after.device_memory_limit
+    free = total if after.memory_free is None else after.memory_free
+    held, copies, others = (
+        after.memory_held or 0,
+        after.memory_copies or 0,
+        after.memory_others or 0,
     )
-    background = "free"
-    beside = 150
+    rest = max(total - free - held - copies - others, 0)
+    spilled = after.memory_spilled or 0
+    ends = [*accumulate((held, copies, rest, others)), spilled or math.nan]
+    ends.append(math.nan if limit is None else limit)
+    kinds = {
+        "held by dask": held,
+        "copies of other devices' values": copies,
+        "other use by tasks and libraries": rest,
+        "of it, staging for other workers": after.memory_staging or 0,
+        "other processes": others,
+        "free": free,
+        "in all": total,
+        "spilled to the host": spilled,
+    }
+    lines = {kind: _size(nbytes) for kind, nbytes in kinds.items()}
+    lines["limit for held values and copies"] = "none" if limit is None else _size(limit)
+    words = f"{_size(total - free)} used{f', {_size(spilled)} spilled' if spilled else ''}"
+    known = bool(total) and after.memory_free is not None
+    return Reading(
+        [end / total if total else math.nan for end in ends],
+        lines,
+        words if known else "memory unknown",
+    )
 
-    # The part of a device's memory that fills a lane.
-    _part = 1.0
 
-    def rescaled(self, samples: Sequence[Sample], *, begins: bool) -> bool:
-        """Choose the scale for the latest samples: what it once had to show still fits."""
-        known = [sample for sample in samples if sample.memory_total]
-        before = self._part
-        if begins:
-            self._part = _SMALLEST
-        while self._part < max(map(_most, known), default=1.0):
-            self._part *= 2
-        totals = {sample.memory_total for sample in known}
-        height = f"{self._part:.3%} of it"
-        if len(totals) == 1:
-            height = format_bytes(int(self._part * (totals.pop() or 0)))
-        scale = "" if self._part == 1 else f": a lane's height is {height}"
-        self.root.title.text = self.title + scale
-        return self._part != before
-
-    def heights(self, before: Sample, after: Sample) -> dict[str, float]:
-        """Return where each kind of memory ends in a lane."""
-        total = after.memory_total
-        if not total:
-            return dict.fromkeys((level.name for level in self.levels), math.nan)
-        of, full = _kinds(after), self._part * total
-        ends: dict[str, float] = {"to_held": of["held"], "to_copies": of["held"] + of["copies"]}
-        ends["to_rest"] = ends["to_copies"] + of["rest"]
-        ends["to_others"] = ends["to_rest"] + of["others"]
-        ends["spilled_at"] = of["spilled"] or math.nan
-        ends["limit_at"] = (
-            math.nan if after.device_memory_limit is None else after.device_memory_limit
-        )
-        return {name: nbytes / full for name, nbytes in ends.items()}
-
-    def lines(self, before: Sample, after: Sample) -> dict[str, str]:
-        """Return the bytes of each kind."""
-        of, limit = _kinds(after), after.device_memory_limit
-        kinds = {
-            "held by dask": of["held"],
-            "copies of other devices' values": of["copies"],
-            "other use by tasks and libraries": of["rest"],
-            "of it, staging for other workers": after.memory_staging or 0,
-            "other processes": of["others"],
-            "free": of["free"],
-            "in all": of["total"],
-            "spilled to the host": of["spilled"],
-        }
-        limits = {"limit for held values and copies": "none" if limit is None else _size(limit)}
-        return {kind: _size(nbytes) for kind, nbytes in kinds.items()} | limits
-
-    def text(self, sample: Sample) -> str:
-        """Return the memory in use, and what dask spilled."""
-        if sample.memory_total is None or sample.memory_free is None:
-            return "memory unknown"
-        used = f"{_size(sample.memory_total - sample.memory_free)} used"
-        spilled = sample.memory_spilled
-        return f"{used}, {_size(spilled)} spilled" if spilled else used
+def _scale(samples: Sequence[Sample], part: float) -> str:
+    totals = {sample.memory_total for sample in samples if sample.memory_total}
+    if part == 1 or not totals:
+        return ""
+    height = f"{part:.3%} of it" if len(totals) > 1 else format_bytes(int(part * totals.pop()))
+    return f"a lane's height is {height}"
 
 
 def _size(nbytes: int) -> str:
@@ -261,78 +256,36 @@ def _size(nbytes: int) -> str:
     return text.replace(".00 ", " ")
 
 
-def _kinds(sample: Sample) -> dict[str, int]:
-    """Return the bytes of each kind."""
-    total = sample.memory_total or 0
-    free = total if sample.memory_free is None else sample.memory_free
-    held, copies = sample.memory_held or 0, sample.memory_copies or 0
-    others = sample.memory_others or 0
-    return {
-        "held": held,
-        "copies": copies,
-        "rest": max(total - free - held - copies - others, 0),
-        "others": others,
-        "free": free,
-        "total": total,
-        "spilled": sample.memory_spilled or 0,
-    }
+# -- load
 
 
-def _most(sample: Sample) -> float:
-    """Return the highest level of a device, as a part of its memory."""
-    of = _kinds(sample)
-    most = max(of["total"] - of["free"], sample.device_memory_limit or 0, of["spilled"])
-    return min(most / of["total"], 1.0)
+def utilization_plot(times: TimeAxis, devices: LaneAxis, colours: Colours) -> LevelsPlot:
+    """Return a plot with a lane for each device, which its load fills."""
+    return LevelsPlot(
+        "device_utilization", "Utilization of each device", times, devices, colours,
+        levels=(
+            Level("occupied_to", "#8fa8c4", "has a task"),
+            Level("computing_to", "#76b900", "computes (NVML)"),
+            Level("bandwidth_at", "#9467bd", "reads or writes memory (NVML)", None),
+        ),
+        background="idle", beside=100, read=_load, note=_nvml,
+    )  # fmt: skip
 
 
-class UtilizationPlot(LevelsPlot):
-    """A lane for each device, which its load fills from the bottom to the top."""
-
-    name = "device_utilization"
-    title = "Utilization of each device"
-    levels = (
-        Level("occupied_to", "#8fa8c4", "has a task"),
-        Level("computing_to", "#76b900", "computes (NVML)"),
-        Level("bandwidth_at", "#9467bd", "reads or writes memory (NVML)", None),
-    )
-    background = "idle"
-    beside = 100
-
-    def rescaled(self, samples: Sequence[Sample], *, begins: bool) -> bool:
-        """Say once, for all devices, that NVML has no numbers."""
-        known = not samples or any(sample.utilization is not None for sample in samples)
-        scale = "a lane's height is 100% of the time" if known else "NVML has no numbers"
-        self.root.title.text = f"{self.title}: {scale}"
-        return False
-
-    def heights(self, before: Sample, after: Sample) -> dict[str, float]:
-        """Return the load as parts of the time."""
-        return {
-            "occupied_to": _occupied(before, after),
-            "computing_to": math.nan if after.utilization is None else after.utilization,
-            "bandwidth_at": math.nan if after.bandwidth is None else after.bandwidth,
-        }
-
-    def lines(self, before: Sample, after: Sample) -> dict[str, str]:
-        """Return the load as parts of the time."""
-        return {
-            "has a task": _percent(_occupied(before, after)),
-            "computes, by NVML": _percent(after.utilization),
-            "reads or writes memory, by NVML": _percent(after.bandwidth),
-        }
-
-    def text(self, sample: Sample) -> str:
-        """Return the load that NVML tells."""
-        if sample.utilization is None:
-            return ""
-        memory = "" if sample.bandwidth is None else f", memory {sample.bandwidth:.0%}"
-        return f"{sample.utilization:.0%}{memory}"
-
-
-def _percent(part: float | None) -> str:
-    return "unknown" if part is None else f"{part:.0%}"
-
-
-def _occupied(before: Sample, after: Sample) -> float:
+def _load(before: Sample, after: Sample) -> Reading:
     passed = after.time - before.time
-    return min(max(after.occupied_s - before.occupied_s, 0.0) / passed, 1.0) if passed else 0.0
+    occupied = (after.occupied_s - before.occupied_s) / passed if passed else 0.0
+    parts = [min(max(occupied, 0.0), 1.0), after.utilization, after.bandwidth]
+    texts = ["unknown" if part is None else f"{part:.0%}" for part in parts]
+    names = ("has a task", "computes, by NVML", "reads or writes memory, by NVML")
+    memory = "" if after.bandwidth is None else f", memory {texts[2]}"
+    return Reading(
+        [math.nan if part is None else part for part in parts],
+        dict(zip(names, texts, strict=True)),
+        "" if after.utilization is None else f"{texts[1]}{memory}",
+    )
+
+
+def _nvml(samples: Sequence[Sample], part: float) -> str:
+    known = not samples or any(sample.utilization is not None for sample in samples)
+    return "a lane's height is 100% of the time" if known else "NVML has no numbers"

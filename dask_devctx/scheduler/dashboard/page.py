@@ -14,8 +14,8 @@ from distributed import Scheduler
 from dask_devctx.dask_internals.dashboard import added_pages, template, update_regularly
 from dask_devctx.scheduler.dashboard.failures import FailuresTable
 from dask_devctx.scheduler.dashboard.feed import Feed
-from dask_devctx.scheduler.dashboard.figures import DARK, LIGHT, LaneAxis, TimeAxis, theme
-from dask_devctx.scheduler.dashboard.levels import MemoryPlot, UtilizationPlot
+from dask_devctx.scheduler.dashboard.figures import DARK, LIGHT, LaneAxis, TimeAxis
+from dask_devctx.scheduler.dashboard.levels import memory_plot, utilization_plot
 from dask_devctx.scheduler.dashboard.timeline import Timeline
 from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
 
@@ -67,8 +67,8 @@ def fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None
     times, lanes, devices = TimeAxis(), LaneAxis(devices=False), LaneAxis(devices=True)
     make: Mapping[str, Callable[[], Any]] = {
         "timeline": lambda: Timeline(times, lanes, colours),
-        "memory": lambda: MemoryPlot(times, devices, colours),
-        "utilization": lambda: UtilizationPlot(times, devices, colours),
+        "memory": lambda: memory_plot(times, devices, colours),
+        "utilization": lambda: utilization_plot(times, devices, colours),
         "transfers": lambda: TransferMatrix(scheduler, colours),
         "failures": lambda: FailuresTable(colours),
     }
@@ -77,6 +77,7 @@ def fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None
     feed.update()
     for plot in plots:
         document.add_root(plot.root)
-    document.theme = theme(colours)
+    if colours.theme is not None:
+        document.theme = colours.theme
     document.template_variables.update(colours=colours, lanes=feed.count())
     update_regularly(document, feed, _INTERVAL_MS)

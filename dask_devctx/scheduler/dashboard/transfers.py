@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from bokeh.models import FactorRange, LabelSet
-from bokeh.plotting import figure
 from dask.utils import format_bytes
 from distributed import Scheduler
 
@@ -23,6 +22,7 @@ from dask_devctx.scheduler.dashboard.figures import (
     colour_sample,
     hover,
     legend_below,
+    plot_named,
 )
 from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.history import DeviceHistory
@@ -45,20 +45,12 @@ class TransferMatrix:
         self._shown: Totals | None = None
         self._rows = Rows("x y width alpha nbytes", "color text source destination transport about")
         ranges = {"range_padding": 0, "factor_padding": 0}
-        self.root = figure(
-            name="device_transfers",
-            title=_NONE,
-            x_range=FactorRange(factors=[""], **ranges),
-            y_range=FactorRange(factors=[""], **ranges),
-            x_axis_location="above",
-            x_axis_label="to",
-            y_axis_label="from",
-            tools="save",
-            toolbar_location="above",
-            sizing_mode="stretch_both",
-        )
+        self.root = plot_named(
+            "device_transfers", _NONE, tools="save", x_axis_location="above",
+            x_range=FactorRange(factors=[""], **ranges), x_axis_label="to",
+            y_range=FactorRange(factors=[""], **ranges), y_axis_label="from",
+        )  # fmt: skip
         self.root.grid.grid_line_color = None
-        self.root.axis.major_tick_line_color = None
         cells = self.root.rect(
             x="x", y="y", width="width", height=0.94, source=self._rows.source, fill_color="color",
             fill_alpha="alpha", line_color="color",

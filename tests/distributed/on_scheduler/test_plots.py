@@ -13,7 +13,7 @@ pytest.importorskip("bokeh")
 from dask_devctx.scheduler.dashboard.feed import Batch
 from dask_devctx.scheduler.dashboard.figures import LIGHT, LaneAxis, TimeAxis
 from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
-from dask_devctx.scheduler.dashboard.levels import MemoryPlot, UtilizationPlot
+from dask_devctx.scheduler.dashboard.levels import memory_plot, utilization_plot
 from dask_devctx.scheduler.dashboard.timeline import Timeline
 from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
 from dask_devctx.scheduler.history import DeviceHistory
@@ -82,7 +82,7 @@ def timeline(tasks: Iterable[TaskRun] = (), samples: Iterable[Any] = ()) -> Any:
 
 def test_without_nvml_the_title_says_so_once() -> None:
     lanes = Lanes(members("a", devices=4))
-    plot = UtilizationPlot(TimeAxis(), LaneAxis(devices=True), LIGHT)
+    plot = utilization_plot(TimeAxis(), LaneAxis(devices=True), LIGHT)
     samples = [("w", Sample(0, f"GPU-a-{n}", None, time=1.0)) for n in range(4)]
     plot.show(batch(lanes, samples=samples, again=True))
     assert "NVML has no numbers" in plot.root.title.text
@@ -120,7 +120,7 @@ def sides(plot: Any) -> tuple[list[float], list[float]]:
 
 def test_memory_of_a_device_that_two_workers_use() -> None:
     lanes = Lanes(members("a", devices=1))
-    plot = MemoryPlot(TimeAxis(), LaneAxis(devices=True), LIGHT)
+    plot = memory_plot(TimeAxis(), LaneAxis(devices=True), LIGHT)
 
     def sample(time: float, held: int) -> Sample:
         return Sample(
