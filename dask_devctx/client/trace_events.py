@@ -84,7 +84,7 @@ class _Writer:
         # The ends of the latest slices on the lanes of each process, device and kind.
         self._lanes: defaultdict[tuple[int, int, str], list[float]] = defaultdict(list)
         self._pids: dict[str, int] = {}
-        self._threads: dict[tuple[int, int], str] = {}
+        self._names: dict[tuple[int, int], str] = {}
         self._n_copies = 0
         self._homes = {uuid: worker for worker, uuid in reversed([*stretch.devices])}
         for worker in stretch.workers:
@@ -111,7 +111,7 @@ class _Writer:
             name += f" {kind}"
         elif ordinal == _NO_DEVICE:
             name = "no device"
-        self._threads.setdefault((pid, tid), f"{name} ({lane + 1})" if lane else name)
+        self._names.setdefault((pid, tid), f"{name} ({lane + 1})" if lane else name)
         return pid, tid
 
     def _slice(
@@ -216,6 +216,6 @@ class _Writer:
                 name = f"worker {known.name} ({worker}{'' if known.present else ', left'})"
             yield _event("M", pid, 0, 0.0, "process_name", args={"name": name})
             yield _event("M", pid, 0, 0.0, "process_sort_index", args={"sort_index": pid})
-        for (pid, tid), name in sorted(self._threads.items()):
+        for (pid, tid), name in sorted(self._names.items()):
             yield _event("M", pid, tid, 0.0, "thread_name", args={"name": name})
             yield _event("M", pid, tid, 0.0, "thread_sort_index", args={"sort_index": tid})

@@ -150,7 +150,8 @@ class Device(RunningScope):
     def _of_current_context(cls, backend: Backend) -> Self:
         # Joined by UUID: another library may have initialised CUDA under another environment.
         ordinal = backend.driver().current_device()
-        return cls._interned(backend, discovery.by_driver_ordinal(backend, ordinal).uuid)
+        uuid = discovery.by_driver_ordinal(backend, ordinal).uuid
+        return backend.devices.get(uuid) or cls._interned(backend, uuid)
 
     def __reduce__(self) -> tuple[Callable[[str], Device], tuple[str]]:
         return _from_uuid, (self._uuid,)

@@ -199,9 +199,7 @@ class Runs:
                 self.admission.release(run)
         if not run.left_devices:
             run.left_devices = True
-            self.placement.remove(run, seconds or 0.0)
-            if seconds is not None:
-                self.placement.record_duration(run.prefix, seconds)
+            self.placement.remove(run, seconds)
         if store is not None:
             made, run.made = run.made, None
             if stored and made is not None and key not in (self.living or ()):

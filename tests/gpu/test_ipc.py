@@ -107,12 +107,15 @@ extern "C" __global__ void slow(double* x, int n, double value, unsigned long lo
 
 
 def late(mark: float) -> Any:
-    """An array that is written long after the task has returned, in a stream of the task's own."""
+    """An array that is written long after the task has returned, in a stream of the task's own.
+
+    The legacy stream waits for it, as it is no non-blocking one.
+    """
     import cupy
 
     x = cupy.zeros(1000)
     cupy.cuda.Stream.null.synchronize()
-    with cupy.cuda.Stream(non_blocking=True):
+    with cupy.cuda.Stream():
         cupy.RawKernel(_SLOW, "slow")((1,), (1,), (x, 1000, mark, 30_000_000))
     return x
 

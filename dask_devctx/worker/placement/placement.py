@@ -103,22 +103,20 @@ class Placement:
             state.busy_s += claim.expected_s
         return self._states[claim.devices[0]].tasks > self._tasks_per_device
 
-    def remove(self, claim: Claim, seconds: float = 0.0) -> None:
-        """Stop counting a task, which ran for so long."""
+    def remove(self, claim: Claim, seconds: float | None = None) -> None:
+        """Stop counting a task; learn how long tasks of its prefix run, if it ran."""
         for device in claim.devices:
             state = self._states[device]
             state.tasks -= 1
             state.busy_s -= claim.expected_s
-            state.used_s += seconds
+            state.used_s += seconds or 0.0
             if not state.tasks:
                 state.busy_s = 0.0
                 state.occupied_s += monotonic() - state.since
-
-    def record_duration(self, prefix: str, seconds: float) -> None:
-        """Learn how long a task of this prefix ran."""
-        known = self._durations_s.get(prefix, seconds)
-        self._durations_s[prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
-        self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
+        if seconds is not None:
+            known = self._durations_s.get(claim.prefix, seconds)
+            self._durations_s[claim.prefix] = known + _NEW_DURATION_WEIGHT * (seconds - known)
+            self._typical_s += _NEW_DURATION_WEIGHT * (seconds - self._typical_s)
 
     def share_of(self, request: Request, device: Device) -> float:
         """Return the part of a device that a request takes.

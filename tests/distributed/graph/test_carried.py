@@ -50,8 +50,8 @@ async def test_a_function_that_carries_its_device(client: Any) -> None:
 async def test_torchs_word_for_its_own_device(client: Any, name: str) -> None:
     await client.register_plugin(DevicePlugin())
     with dask.annotate(device=name):
-        annotated = client.map(here, range(8), pure=False)
-    carried = client.map(on_device(name)(here), range(8), pure=False)
+        annotated = client.map(here, range(32), pure=False)
+    carried = client.map(on_device(name)(here), range(32), pure=False)
     assert set(await client.gather(annotated)) == set(await client.gather(carried)) == {0, 1, 2, 3}
 
 

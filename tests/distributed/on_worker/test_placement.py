@@ -41,11 +41,11 @@ class Keyed(Placement):
         self.add(claim)
         return device
 
-    def drop_task(self, key: object) -> Device | None:
+    def drop_task(self, key: object, seconds: float | None = None) -> Device | None:
         claim = self.placed.pop(key, None)
         if claim is None:
             return None
-        self.remove(claim)
+        self.remove(claim, seconds)
         return claim.devices[0]
 
     def keep(self, device: int, share: float) -> Claim:
@@ -144,8 +144,9 @@ def test_round_robin_on_ties(make: Callable[..., Keyed]) -> None:
 
 def test_durations_by_prefix(make: Callable[..., Keyed]) -> None:
     placement = make()
-    placement.record_duration("long", 10.0)
-    placement.record_duration("short", 0.1)
+    for prefix, seconds in (("long", 10.0), ("short", 0.1)):
+        placement.put(prefix, prefix, 0)
+        placement.drop_task(prefix, seconds)
     first = placement.put("a", "long", 0)
     for key in ("b", "c", "d"):
         for device in (1, 2, 3):
