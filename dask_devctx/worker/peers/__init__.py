@@ -43,8 +43,6 @@ _OF_LIMIT: Final = 4
 _LOOK_EVERY_MS: Final = 5_000
 _LOOK_S: Final = 0.05
 _CLOSE_TIMEOUT_S: Final = 5.0
-# The process of a worker that left the cluster ends within this time, else it keeps its memory.
-_GONE_S: Final = 5.0
 _CONNECT_TIMEOUT_S: Final = 2.0
 # dask asks a worker for 50 MB at a time, and has one such question under way to each worker. A
 # question takes milliseconds; between devices, 50 MB take a fifth of one.
@@ -82,6 +80,7 @@ class PeerTransfers:
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._pairs = Pairs(local)
         self._sender = Sender(local)
+        self._left: set[str] = set()  # workers that left, and may have memory of this one open
         with ExitStack() as steps:
             known = self._pairs if self._uses_ipc else None
             complete = Receiver(local, self._pairs).complete
@@ -136,6 +135,7 @@ class PeerTransfers:
             places = on_devices(msg["data"], local.devices, local.store(), staged=not reason)
             if places and not reason:
                 self._pairs.readers.add(who)
+                self._left.discard(who)  # it is back
                 prepared = await self._sender.prepare(who, msg, places)
                 if not isinstance(prepared, str):
                     return prepared
@@ -183,11 +183,15 @@ class PeerTransfers:
     def _worker_left(self, worker: str, **message: object) -> None:
         """Forget a worker that left the cluster; its process may still be there."""
         self._pairs.forget(worker)
-        if worker in self._pairs.readers:  # it may have this one's memory open still
-            self._local.worker.loop.call_later(_GONE_S, self._ask_to_close, worker, ())
+        if worker in self._pairs.readers:
+            self._left.add(worker)
 
     async def look(self) -> None:
-        """Release staging memory that was long unused."""
+        """Look whether workers that left are gone; release staging memory that was long unused."""
+        for address in tuple(self._left):
+            await self._ask_to_close(address, ())
+            if address not in self._pairs.readers:
+                self._left.discard(address)
         idle = [
             staging
             for staging in self.stagings.values()
