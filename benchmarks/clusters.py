@@ -9,9 +9,12 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Opened = Callable[..., contextlib.AbstractContextManager[T]]
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,40 @@ def dask_cuda(
         if pool_nbytes is not None:
             client.run(_use_rmm)
         yield cluster
+
+
+def hosted(subject: Callable[[Cluster], T]) -> tuple[Opened[T], Opened[T]]:
+    """Return the functions that open a subject on a cluster: on ours, and on dask-cuda's."""
+
+    def on(cluster: Opened[Cluster]) -> Opened[T]:
+        @contextlib.contextmanager
+        def opened(*args: Any) -> Iterator[T]:
+            with cluster(*args) as started:
+                yield subject(started)
+
+        return opened
+
+    return on(ours), on(dask_cuda)
+
+
+def computed(client: Any, result: Any) -> list[Any]:
+    """Return one or several arrays whose chunks are computed and stay on the workers.
+
+    Raises
+    ------
+    Exception
+        One of the tasks failed; this is its exception.
+    """
+    from distributed import futures_of, wait
+
+    several = list(result) if isinstance(result, tuple | list) else [result]
+    done: list[Any] = client.persist(several)
+    futures = futures_of(done)
+    wait(futures)
+    for future in futures:
+        if future.status != "finished":
+            future.result()
+    return done
 
 
 def _ready(client: Any, library: str, n_devices: int, n_workers: int) -> Cluster:

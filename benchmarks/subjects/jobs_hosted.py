@@ -6,29 +6,16 @@ made. The time ends when the whole result is there and the devices are idle.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import clusters
 
 Shape = tuple[int, ...]
 Random = Callable[..., Any]
-
-
-@contextlib.contextmanager
-def ours(*args: Any) -> Iterator[Jobs]:
-    with clusters.ours(*args) as cluster:
-        yield Jobs(cluster)
-
-
-@contextlib.contextmanager
-def dask_cuda(*args: Any) -> Iterator[Jobs]:
-    with clusters.dask_cuda(*args) as cluster:
-        yield Jobs(cluster)
 
 
 class Jobs:
@@ -56,23 +43,7 @@ class Jobs:
         return time.perf_counter() - started
 
     def _done(self, result: Any) -> list[Any]:
-        """Return one or several arrays whose chunks are computed and stay on the workers.
-
-        Raises
-        ------
-        Exception
-            One of the tasks failed; this is its exception.
-        """
-        from distributed import futures_of, wait
-
-        several = list(result) if isinstance(result, tuple | list) else [result]
-        done: list[Any] = self._cluster.client.persist(several)
-        futures = futures_of(done)
-        wait(futures)
-        for future in futures:
-            if future.status != "finished":
-                future.result()
-        return done
+        return clusters.computed(self._cluster.client, result)
 
     def _random(self, shape: Shape, chunk: Shape, limit: int = 0) -> Any:
         """Return an array of random numbers in [0, 1), or of integers below a limit."""
@@ -90,6 +61,9 @@ class Jobs:
             dtype=dtype,
             meta=clusters.zeros(library, (0,) * len(shape), dtype),
         )
+
+
+ours, dask_cuda = clusters.hosted(Jobs)
 
 
 # -- the measured operations: one function makes the arrays, another one uses them

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import clusters
 from benchmarks.subjects.jobs_hosted import Jobs, Shape
-
-
-@contextlib.contextmanager
-def ours(*args: Any) -> Iterator[Memory]:
-    with clusters.ours(*args) as cluster:
-        yield Memory(cluster)
-
-
-@contextlib.contextmanager
-def dask_cuda(*args: Any) -> Iterator[Memory]:
-    with clusters.dask_cuda(*args) as cluster:
-        yield Memory(cluster)
 
 
 class Memory(Jobs):
@@ -56,6 +42,9 @@ class Memory(Jobs):
     def bare(self, nbytes: int) -> float:
         """Copy as many bytes to page-locked memory and back, with the runtime's function alone."""
         return float(self._cluster.submit(bare, self._cluster.library, nbytes, device=0).result())
+
+
+ours, dask_cuda = clusters.hosted(Memory)
 
 
 JOBS = {

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import clusters
-
-
-@contextlib.contextmanager
-def ours(*args: Any) -> Iterator[Rechunks]:
-    with clusters.ours(*args) as cluster:
-        yield Rechunks(cluster)
-
-
-@contextlib.contextmanager
-def dask_cuda(*args: Any) -> Iterator[Rechunks]:
-    with clusters.dask_cuda(*args) as cluster:
-        yield Rechunks(cluster)
 
 
 class Rechunks:
@@ -51,10 +37,10 @@ class Rechunks:
             dtype="float64",
             meta=meta,
         )
-        columns = self._done(columns)
+        (columns,) = clusters.computed(client, columns)
         client.run(clusters.sync_all, library)
         started = time.perf_counter()
-        rows = self._done(columns.rechunk((side // n, side), method=method))
+        (rows,) = clusters.computed(client, columns.rechunk((side // n, side), method=method))
         client.run(clusters.sync_all, library)
         took = time.perf_counter() - started
         del columns
@@ -63,16 +49,8 @@ class Rechunks:
             raise ValueError("the rechunked array is wrong")
         return took
 
-    def _done(self, x: Any) -> Any:
-        from distributed import futures_of, wait
 
-        done = self._cluster.client.persist(x)
-        futures = futures_of(done)
-        wait(futures)
-        for future in futures:
-            if future.status != "finished":
-                future.result()
-        return done
+ours, dask_cuda = clusters.hosted(Rechunks)
 
 
 # -- on the workers

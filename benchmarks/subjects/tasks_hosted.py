@@ -29,18 +29,6 @@ def noops(n_devices: int) -> Iterator[Noops]:
         yield Noops(client)
 
 
-@contextlib.contextmanager
-def ours(*args: Any) -> Iterator[Noops]:
-    with clusters.ours(*args) as cluster:
-        yield Noops(cluster.client)
-
-
-@contextlib.contextmanager
-def dask_cuda(*args: Any) -> Iterator[Noops]:
-    with clusters.dask_cuda(*args) as cluster:
-        yield Noops(cluster.client)
-
-
 class Noops:
     """Tasks that do nothing."""
 
@@ -100,6 +88,9 @@ class Noops:
                 future.result()  # raises the task's exception
         self._client.cancel(futures)
         return took
+
+
+ours, dask_cuda = clusters.hosted(lambda cluster: Noops(cluster.client))
 
 
 def nothing(number: int, given: object = None) -> None:

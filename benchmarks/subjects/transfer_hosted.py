@@ -5,24 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import clusters
 
 _SETTLE_S = 0.03
-
-
-@contextlib.contextmanager
-def ours(*args: Any) -> Iterator[Transfers]:
-    with clusters.ours(*args) as cluster:
-        yield Transfers(cluster)
-
-
-@contextlib.contextmanager
-def dask_cuda(*args: Any) -> Iterator[Transfers]:
-    with clusters.dask_cuda(*args) as cluster:
-        yield Transfers(cluster)
 
 
 class Transfers:
@@ -67,6 +54,9 @@ class Transfers:
             self._source = nbytes, cluster.submit(make, cluster.library, nbytes, 7, device=0)
         task = cluster.submit(function, cluster.library, self._source[1], device=0)
         return float(task.result())
+
+
+ours, dask_cuda = clusters.hosted(Transfers)
 
 
 # -- on the workers
