@@ -64,8 +64,7 @@ def requested_device(
     task: object = None,
 ) -> Request:
     """Return what a task asks for; an annotation takes precedence over the task's function."""
-    is_carried = getattr(type(getattr(task, "func", None)), "carries_device", False)
-    carried = carried_device(task) if is_carried else None
+    carried = carried_device(task)
     if annotations and not _BEYOND_ONE.isdisjoint(annotations):
         return _read(annotations, key, carried)
     if annotations and DEVICE in annotations:

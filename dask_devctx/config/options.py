@@ -155,8 +155,6 @@ OPTION_NAMES: Final = tuple(one.name for one in _GIVEN[:13])
 SETTINGS: Final = tuple(one.name for one in _GIVEN[13:])
 # dask-cuda's arguments for RMM, which a cluster and the command line fold into `allocator`.
 RMM_NAMES: Final = tuple(f"rmm_{name}" for name in RMM)
-# The keys of the configuration that stand in for options.
-CONFIGURED: Final = tuple(key_of(one.name) for one in _GIVEN if one.metadata["configured"])
 
 
 def fold_rmm(given: dict[str, Any]) -> dict[str, Any]:

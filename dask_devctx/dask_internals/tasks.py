@@ -18,6 +18,9 @@ from dask_devctx.dask_internals.replacing import replaced
 logger = logging.getLogger(__name__)
 
 FAILED: Final = ExecuteFailureEvent
+# The state that a task gets from its event, by the event's type; "released" for all others, which
+# have no start and no stop.
+STATES: Final[dict[Any, str]] = {ExecuteSuccessEvent: "memory", FAILED: "error"}
 # By type: a function that returns what a node holds.
 NODE_PARTS: Final[dict[Any, Callable[[Any], Any]]] = {
     Task: attrgetter("func", "args", "kwargs"),
@@ -83,7 +86,7 @@ def executed_by(
                 ts.run_spec = task
             try:
                 event = end(ts, stand_in, event)
-            except Exception:  # the task would stay in "executing" for ever
+            except Exception:  # without its event, the task would stay in "executing"
                 logger.exception("The end of %r was not counted", key)
         return event
 
@@ -95,18 +98,6 @@ def executed_by(
     for ts in states.values():
         if isinstance(ts.run_spec, TaskStandIn):
             ts.run_spec = ts.run_spec.task
-
-
-def outcome(event: Any) -> tuple[str, float | None, float | None]:
-    """Return the state that a task gets from the event of its execution, its start and its stop.
-
-    ``"memory"``, ``"error"``, or ``"released"`` if it did not run.
-    """
-    if event.__class__ is ExecuteSuccessEvent:
-        return "memory", event.start, event.stop
-    if event.__class__ is FAILED:
-        return "error", event.start, event.stop
-    return "released", None, None
 
 
 def add_to_times(ts: Any, event: Any, name: str, value: str) -> Any:

@@ -24,7 +24,7 @@ from dask_devctx.errors import DevctxError, DriverError
 from dask_devctx.transfer.location import nbytes_by_device
 
 # A capture that lasts longer than this is not waited for: the driver's error says what is wrong.
-_LONGEST_CAPTURE_S: Final = 60
+LONGEST_CAPTURE_S: Final = 60
 _POLL_S: Final = 0.001
 
 
@@ -121,7 +121,7 @@ class Event:
         streams = () if device is None else current_streams(device)
         if any(captured(stream) for stream in streams if stream != LEGACY_STREAM):
             return  # this thread's own capture would never end: the driver says what is wrong
-        until = time.monotonic() + _LONGEST_CAPTURE_S
+        until = time.monotonic() + LONGEST_CAPTURE_S
         while captured(LEGACY_STREAM) and time.monotonic() < until:
             time.sleep(_POLL_S)
 
@@ -234,10 +234,9 @@ class Stamp:
         """Return whether :meth:`hold_back_readers` waits for no capture; event loops ask first."""
         with suppress(DevctxError):
             for device in () if self.done() else self.devices:
-                with device:
-                    if device._backend.calls.work.is_capturing(LEGACY_STREAM):
-                        self._asked = self._asked or time.monotonic()
-                        return time.monotonic() - self._asked > _LONGEST_CAPTURE_S
+                if is_captured(device):
+                    self._asked = self._asked or time.monotonic()
+                    return time.monotonic() - self._asked > LONGEST_CAPTURE_S
         return True
 
     def done(self) -> bool:
@@ -290,6 +289,12 @@ def stamp(*values: object) -> Stamp | None:
         for device, nbytes in nbytes_by_device(value).items():
             places[device] = places.get(device, 0) + nbytes
     return Stamp.of_devices(places, places) if places else None
+
+
+def is_captured(device: Device) -> bool:
+    """Return whether work for a device's legacy stream would spoil a graph under capture."""
+    with device:
+        return device._backend.calls.work.is_capturing(LEGACY_STREAM)
 
 
 # -- values that must live until some work is done

@@ -85,9 +85,7 @@ class DeviceActors(dict[Hashable, Any]):
             steps.callback(self._admission.forget_actors)
             for ts in self._worker.state.tasks.values() if _living else ():
                 living = _living.get(ts)
-                if (
-                    living and living.claim is not None
-                ):  # it keeps its devices under this plugin too
+                if living and living.claim is not None:  # it keeps its devices here, too
                     self._keep(ts, living.claim)
             self._steps = steps.pop_all()
         return self

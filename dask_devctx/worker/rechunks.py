@@ -19,7 +19,7 @@ from distributed import Worker
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.dask_internals.shuffles import DeviceRechunk, Held, Index
-from dask_devctx.transfer import Stamp, device_of, nbytes_by_device, stamp, to_host
+from dask_devctx.transfer import Stamp, device_of, nbytes_by_device, to_host
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.location import memory_of
 from dask_devctx.transfer.move import Move
@@ -83,11 +83,13 @@ class Rechunks:
         with device:
             block = library.dense(block)
         pointer = library.pointer(block)  # raises if its bytes cannot be copied
-        value = Value((run.id, run.run_id, *index), block, nbytes_by_device(block), stamp(block))
+        places = nbytes_by_device(block)
+        work = Stamp.of_devices(places, places)
+        value = Value((run.id, run.run_id, *index), block, places, work)
         held = Held(run.local_address, library.name, block.dtype, tuple(block.shape))
         store.spill.add(value)
         nbytes = block.dtype.itemsize * math.prod(block.shape)
-        memory = (memory_of.find(type(block)) or (lambda _: None))(block)
+        memory = memory_of(block)
         base, allocated = (memory.base, memory.nbytes) if memory is not None else (pointer, nbytes)
         run.blocks[index] = Block(held, value, nbytes, pointer - base, allocated)
         return held
@@ -250,7 +252,7 @@ def _plan(run: DeviceRechunk, index: Index, held: Held) -> tuple[Library, tuple[
 
     pieces, axes = _pieces(), []
     for parts, old, known in zip(run.parts(index), run.old, held.shape, strict=True):
-        # An axis of unknown lengths is not divided anew: its one block has the output's length.
+        # An axis of unknown lengths keeps its blocks: each has the length of the output's.
         sizes = [known if old[at] != old[at] else old[at] for at, _ in parts]
         cut = [part.indices(size) for size, (_, part) in zip(sizes, parts, strict=True)]
         begins, ends, _ = np.array(cut, np.int64).T

@@ -179,7 +179,8 @@ class Runs:
         return run
 
     def _end(self, ts: Any, run: Any, event: Any) -> Any:
-        state, start, stop = tasks.outcome(event)
+        state = tasks.STATES.get(event.__class__, "released")
+        start, stop = (None, None) if state == "released" else (event.start, event.stop)
         ended = state != "released" and ts.state != "cancelled"
         text = event.exception_text if state == "error" else ""
         if run.__class__ is not DeviceRun:

@@ -237,7 +237,7 @@ async def test_a_worker_calls_what_takes_a_tasks_place(client: Any, worker: Any)
         return StandIn(ts.run_spec)
 
     def end(ts: Any, stand_in: Any, event: Any) -> Any:
-        ended.append((ts.key, tasks.outcome(event)[0], type(stand_in)))
+        ended.append((ts.key, tasks.STATES.get(event.__class__, "released"), type(stand_in)))
         return event
 
     with tasks.executed_by(worker, begin, end):

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dask_devctx.cuda.device import Device
-from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.errors import DevctxError
+from dask_devctx.transfer.events import is_captured
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import allocate
 from dask_devctx.transfer.ipc.lanes import Lane
@@ -176,7 +176,7 @@ class Receiving:
 
     def is_quick(self) -> bool:
         """Return whether :meth:`start` needs no call that may take milliseconds."""
-        with self.device as device:  # no reader waits for the end of a capture there
-            captured = device._backend.calls.work.is_capturing(LEGACY_STREAM)
+        if is_captured(self.device):  # no reader waits for the end of a capture there
+            return False
         memory, _, _, place = self._header
-        return not captured and self._opened.has(memory, place.number, self.device)
+        return self._opened.has(memory, place.number, self.device)

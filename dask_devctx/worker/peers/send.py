@@ -15,8 +15,8 @@ from distributed.protocol.serialize import Serialize, Serialized
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
-from dask_devctx.driver.relaxed import LEGACY_STREAM
 from dask_devctx.transfer import Stamp, nbytes_by_device
+from dask_devctx.transfer.events import LONGEST_CAPTURE_S, is_captured
 from dask_devctx.transfer.ipc.messages import Header
 from dask_devctx.transfer.ipc.parcel import Parcel, pack
 from dask_devctx.transfer.ipc.sending import Sending
@@ -34,8 +34,6 @@ _ROOM_LOOK_S: Final = 0.05
 # After a connection ended, its receiver may still be in the middle of a copy. The staging memory is
 # kept for this long.
 _GRACE_S: Final = 5.0
-# The end of the capture of a graph is waited for, but no longer than this.
-_LONGEST_CAPTURE_S: Final = 60.0
 _POLL_S: Final = 0.001
 _NO_ROOM: Final = "there was no staging memory for them (ipc_staging)"
 
@@ -90,7 +88,7 @@ class Sender:
         parcels: Parcels = {}
         quick = (
             0 < sum(total.values()) <= QUICK_NBYTES
-            and not _is_captured(device)
+            and not is_captured(device)
             and all(stamp.done() for stamp in stamps)
             and are_few(values.values(), QUICK_NBYTES)
         )
@@ -221,8 +219,8 @@ def on_devices(
 def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[Stamp]) -> Parcels:
     """Return the values that have parts on a device, packed."""
     parcels: Parcels = {}
-    until = time.monotonic() + _LONGEST_CAPTURE_S
-    while _is_captured(device) and time.monotonic() < until:
+    until = time.monotonic() + LONGEST_CAPTURE_S  # some types cannot be packed without spoiling it
+    while is_captured(device) and time.monotonic() < until:
         time.sleep(_POLL_S)
     with device:
         if not all(stamp.done() for stamp in stamps):
@@ -237,9 +235,3 @@ def _packed(values: Mapping[Hashable, Any], device: Device, stamps: Collection[S
             if parcel.parts:
                 parcels[key] = parcel
     return parcels
-
-
-def _is_captured(device: Device) -> bool:
-    """Return whether some types could not be packed without spoiling a graph under capture."""
-    with device:
-        return device._backend.calls.work.is_capturing(LEGACY_STREAM)

@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from dask_devctx.cuda.device import Device
 from dask_devctx.cuda.out_of_memory import is_out_of_memory
-from dask_devctx.driver.relaxed import LEGACY_STREAM
-from dask_devctx.transfer.events import Stamp, hold
+from dask_devctx.transfer.events import Stamp, hold, is_captured
 from dask_devctx.transfer.ipc import lanes
 from dask_devctx.transfer.ipc.frames import Part, allocate
 from dask_devctx.transfer.ipc.parcel import Parcel, Parts, pack, unpack
@@ -148,9 +147,9 @@ class Copying:
             and sum(value.nbytes for value in values) <= most
             and all(value.dtype.names is None for value in values)
         )
+        # The copies that make pieces dense would spoil a graph that another thread captures.
+        apart = apart and not is_captured(device)
         with device:
-            # The copies that make pieces dense would spoil a graph that another thread captures.
-            apart = apart and not device._backend.calls.work.is_capturing(LEGACY_STREAM)
             for stamp in after:
                 stamp.hold_back_readers()  # for types that are pickled by their own code
             try:
