@@ -1,4 +1,4 @@
-"""What users write, in variables, annotations and the configuration: an answer or a clear error."""
+"""Any text in variables, annotations and the configuration gets an answer or a clear error."""
 
 from __future__ import annotations
 

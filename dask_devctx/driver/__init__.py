@@ -23,7 +23,7 @@ __all__ = ["SIMULATED_DEVICES_VARIABLE", "backend", "current_backend", "use"]
 
 _SIMULATED_MEMORY_VARIABLE: Final = variable("simulated-memory")
 _SIMULATED_MEMORY: Final = "16 GiB"
-# What dask has read, if it was imported before this module; a variable may change afterwards.
+# The variables as dask read them, if it was imported first; they may change afterwards.
 _AT_IMPORT: Final = {
     name: text for name, text in os.environ.items() if name.startswith(variable(""))
 }

@@ -1,4 +1,4 @@
-"""What a client says of its calls: annotations that go astray, and values that find no room.
+"""A client's warnings of annotations that go astray, and its error for values without room.
 
 The calls are watched wherever this package is imported after distributed.
 """

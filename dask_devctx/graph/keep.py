@@ -27,7 +27,7 @@ _OPTIMIZERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# What keeps annotations now: the last that is closed restores dask's own settings.
+# The plugins and clusters that keep annotations; the last one that closes restores dask's settings.
 _open: list[Kept] = []
 _lock = threading.Lock()
 

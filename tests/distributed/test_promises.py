@@ -1,4 +1,4 @@
-"""What dask promises its users stays true on workers that preload the plugin."""
+"""dask's promises to its users stay true on workers that preload the plugin."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Values that people pass from task to task: how each is made and used on the current device.
 
-What a use gives is on the host, and the same wherever the value was used.
+The result of a use is on the host, and the same wherever the value was used.
 """
 
 from __future__ import annotations

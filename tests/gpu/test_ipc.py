@@ -109,7 +109,7 @@ extern "C" __global__ void slow(double* x, int n, double value, unsigned long lo
 def late(mark: float) -> Any:
     """An array that is written long after the task has returned, in a stream of the task's own.
 
-    The legacy stream waits for it, as it is no non-blocking one.
+    The legacy stream waits for it: it is a blocking one.
     """
     import cupy
 

@@ -1,8 +1,8 @@
 """Scopes and contexts on real GPUs, with the runtime, torch, CuPy, Numba and JAX: none is lost.
 
-Each test runs in a fresh process, because what a library finds on its first use matters. What the
-libraries leave behind on a thread that had no context is theirs; what is asserted is that each of
-our scopes gives back the very context that it found, and that theirs inside ours come back to it.
+Each test runs in a fresh process, because a library's first use in a process matters. Libraries
+may leave a context behind on a thread that had none. The tests assert that each of our scopes gives
+back the very context that it found, and that theirs inside ours come back to it.
 """
 
 # ruff: noqa: F821 - the functions run elsewhere, where the fixture `child` defines these names

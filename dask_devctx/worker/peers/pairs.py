@@ -1,4 +1,4 @@
-"""What a worker says of itself to those that it asks for values, and why it reads not from all.
+"""A worker tells others who it is when it asks for values, and remembers whom it cannot read.
 
 Nobody asks whether memory can be opened: the first transfer tries it. Where that fails, values come
 through the host from then on.
@@ -33,7 +33,7 @@ _NAME: Final = uuid.uuid4().hex
 
 @dataclass(eq=False)
 class Peer:
-    """What is known of another worker."""
+    """Another worker, as it is known here."""
 
     memory: str = ""  # the name of its staging memory, of which buffers may be open here
     reason: str = ""  # why that is not read; empty if it is

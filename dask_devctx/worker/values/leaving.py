@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # The next copy runs while the thread completes the one before.
 _AT_A_TIME: Final = 2
 _LOOK_S: Final = 0.5
-# What is spilled ahead is looked at again this often while none of it can leave.
+# Values to be spilled ahead are looked at again this often while none of them can leave.
 _STUCK_S: Final = 0.05
 # The fraction of a device's memory that stays free for others.
 _SPARE: Final = 0.02
@@ -183,7 +183,7 @@ class Leaving:
                 left.extend(groups)
                 before, n_failed = None, len(failed)
                 for group in [*groups, None]:
-                    # What is no plain array may need memory of the full device for its copy.
+                    # To copy a value other than a plain array may need memory of the full device.
                     early = before is not None and group is not None and group.are_arrays()
                     if early:
                         self._begin(account, group, failed, before)

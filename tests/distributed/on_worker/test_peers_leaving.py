@@ -96,7 +96,7 @@ def test_a_sender_that_fails_in_the_middle_ends_nobody_else() -> None:
         client.run(peers.poison, workers=workers[:1], on_error="ignore")
         assert use.result(timeout=60) == 1.0
         assert client.run(pid, workers=workers[1:]) == {workers[1]: pids[workers[1]]}
-        # dask's log keeps the error with its frames. What had arrived is no part of it.
+        # dask's log keeps the error with its frames. The values that had arrived are no part of it.
         made.release()
         receiver = workers[1:]
         assert peers.until(lambda: not client.run(used_memory, workers=receiver)[workers[1]], 10)
@@ -161,7 +161,7 @@ def test_no_room_stays_reserved_for_a_value_that_is_cancelled_on_its_way() -> No
 
 
 def why_not(said: str, dask_worker: Worker) -> tuple[str, str]:
-    """What a worker says of itself, and why one that says something cannot read its memory."""
+    """A worker's words about itself, and why one that says something cannot read its memory."""
     pairs = dask_worker.plugins["devctx"].extension.peers._pairs
     return pairs.says("tcp://127.0.0.1:1"), pairs.why_not(said)
 
