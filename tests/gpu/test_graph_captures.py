@@ -1,4 +1,4 @@
-"""On two real GPUs: tasks capture graphs while others on their device return, send and spill."""
+"""On real GPUs: tasks capture graphs while others on their device return, send and spill."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distributed import Client, wait
 
 from dask_devctx import LocalDeviceCluster, report
 
-pytestmark = [pytest.mark.gpu(count=2), pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 CAPTURES = 100
 ELEMENTS = 1 << 22
@@ -19,6 +19,10 @@ MIB = 2**20
 
 # The others' work allocates, by the libraries' pools: in the mode "global" that is forbidden.
 MODES = {"cupy": ("ThreadLocal", "Relaxed"), "torch": ("thread_local", "relaxed")}
+WORKERS: dict[str, dict[str, Any]] = {
+    "on one GPU": {"devices": [0], "shared": True},
+    "on two GPUs": {"devices_per_worker": 1},
+}
 
 
 def capture_with_cupy(index: int, mode: str) -> float:
@@ -72,13 +76,22 @@ def mean(value: Any) -> float:
 
 
 @pytest.mark.parametrize(("name", "mode"), [(name, m) for name in MODES for m in MODES[name]])
-def test_no_graph_is_spoiled_and_all_values_are_right(name: str, mode: str) -> None:
+@pytest.mark.parametrize(
+    "workers_are",
+    [
+        pytest.param(where, marks=pytest.mark.gpu(count=count))
+        for count, where in enumerate(WORKERS, start=1)
+    ],
+)
+def test_no_graph_is_spoiled_and_all_values_are_right(
+    name: str, mode: str, workers_are: str
+) -> None:
     pytest.importorskip(name)
     capture = {"cupy": capture_with_cupy, "torch": capture_with_torch}[name]
     with (
         LocalDeviceCluster(
             n_workers=2,
-            devices_per_worker=1,
+            **WORKERS[workers_are],
             tasks_per_device=3,
             device_memory_limit=256 * MIB,
             dashboard_address=":0",

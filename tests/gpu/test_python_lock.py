@@ -104,11 +104,8 @@ def test_a_wait_in_a_full_stream_stops_no_other_thread(full: Full) -> None:
 
 def test_a_stamp_stops_no_other_thread(full: Full) -> None:
     took, pause = pauses(lambda: Stamp.of_devices([full.device]))
-    if full.legacy:
-        assert took > 0.5, "the stream was not full"
-        assert pause < took / 2
-    else:
-        assert took < 0.1
+    assert took > 0.5 or not full.legacy, "the stream was not full"
+    assert pause < max(took / 2, 0.1)  # streams may share a queue with one that is full
 
 
 @pytest.fixture

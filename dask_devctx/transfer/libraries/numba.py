@@ -34,18 +34,25 @@ def _extent(array: Any) -> int:
     return int(sum((n - 1) * stride for n, stride in steps) + array.dtype.itemsize)
 
 
+def dense(array: Any) -> Any:
+    """Return an array without gaps: itself, or a copy that a kernel makes on its device."""
+    if array.flags["C_CONTIGUOUS"] or array.flags["F_CONTIGUOUS"]:
+        return array
+    source = _device_of(array)
+    with source, cuda.gpus[source.device_id]:
+        copy = cuda.device_array(array.shape, array.dtype)
+        copy[(slice(None),) * array.ndim] = array  # Numba takes no ellipsis here
+    return copy
+
+
 def _to_device(array: Any, device: Device) -> Any:
     source = _device_of(array)
     if min(array.strides, default=0) < 0:
-        # Numba reverses an array with a kernel, on the source's default stream.
         move = current_move()
         move.order(source, on_source=True)
-        with source, cuda.gpus[source.device_id]:
-            dense = cuda.device_array(array.shape, array.dtype)
-            dense[(slice(None),) * array.ndim] = array  # Numba takes no ellipsis here
+        array = dense(array)
         move.order_copy_after(source)
-        move.keep(dense)
-        array = dense
+        move.keep(array)
     # Numba keeps its own record of the device that a thread uses: set that, too. A strided array
     # keeps its strides, so its gaps travel, too.
     with cuda.gpus[device.device_id]:

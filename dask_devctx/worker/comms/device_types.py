@@ -52,6 +52,8 @@ def _find(kind: type) -> Reduce | None:
     # twice. pickle keeps it shared.
     if isinstance(getattr(serialize, "__self__", None), ObjectDictSerializer):
         return None
+    if kind.__name__ == "DeviceNDArray":  # Numba's: distributed's function fails if it has gaps
+        return functools.partial(_of_numba, serialize)
     return functools.partial(_by_frames, serialize)
 
 
@@ -134,6 +136,14 @@ def _by_frames(serialize: Any, value: Any, parts: Parts) -> Any:
         else:
             places.append(frame)
     return _from_frames, (type(value), header, places)
+
+
+def _of_numba(serialize: Any, array: Any, parts: Parts) -> Any:
+    from dask_devctx.transfer.libraries.numba import dense
+
+    whole = dense(array)
+    parts.gathered |= whole is not array
+    return _by_frames(serialize, whole, parts)
 
 
 def _from_frames(kind: type, header: Any, frames: list[Any]) -> Any:
