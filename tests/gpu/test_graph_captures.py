@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import sys
 from collections import Counter
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 from distributed import Client, wait
 
 from dask_devctx import LocalDeviceCluster, report
+from tests.gpu.own_process import answer_of
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(320)
 
 CAPTURES = 100
 ELEMENTS = 1 << 22
@@ -75,18 +78,8 @@ def mean(value: Any) -> float:
     return float(value.mean())
 
 
-@pytest.mark.parametrize(("name", "mode"), [(name, m) for name in MODES for m in MODES[name]])
-@pytest.mark.parametrize(
-    "workers_are",
-    [
-        pytest.param(where, marks=pytest.mark.gpu(count=count))
-        for count, where in enumerate(WORKERS, start=1)
-    ],
-)
-def test_no_graph_is_spoiled_and_all_values_are_right(
-    name: str, mode: str, workers_are: str
-) -> None:
-    pytest.importorskip(name)
+def capture_all(name: str, mode: str, workers_are: str) -> dict[str, Any]:
+    """Return what the captures gave, and the other tasks."""
     capture = {"cupy": capture_with_cupy, "torch": capture_with_torch}[name]
     with (
         LocalDeviceCluster(
@@ -107,8 +100,34 @@ def test_no_graph_is_spoiled_and_all_values_are_right(
         returned = [client.submit(same, made[i % 32], i, **here) for i in range(64)]
         sent = client.map(mean, made, **there)
         wait(captured)
-        assert Counter(future.status for future in captured) == {"finished": CAPTURES}
-        assert client.gather(captured) == [index + 200.0 for index in range(CAPTURES)]
-        assert client.gather(sent) == list(range(32))
-        assert client.gather(client.map(mean, returned, **there)) == [*range(32), *range(32)]
-        assert sum(row.spills for row in report(client).devices) > 0
+        return {
+            "ended": Counter(future.status for future in captured),
+            "captured": client.gather(captured),
+            "sent": client.gather(sent),
+            "returned": client.gather(client.map(mean, returned, **there)),
+            "spills": sum(row.spills for row in report(client).devices),
+        }
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, m) for name in MODES for m in MODES[name]])
+@pytest.mark.parametrize(
+    "workers_are",
+    [
+        pytest.param(where, marks=pytest.mark.gpu(count=count))
+        for count, where in enumerate(WORKERS, start=1)
+    ],
+)
+def test_no_graph_is_spoiled_and_all_values_are_right(
+    name: str, mode: str, workers_are: str
+) -> None:
+    pytest.importorskip(name)
+    seen = answer_of("tests.gpu.test_graph_captures", name, mode, workers_are)
+    assert seen["ended"] == {"finished": CAPTURES}
+    assert seen["captured"] == [index + 200.0 for index in range(CAPTURES)]
+    assert seen["sent"] == list(range(32))
+    assert seen["returned"] == [*range(32), *range(32)]
+    assert seen["spills"] > 0
+
+
+if __name__ == "__main__":
+    print(json.dumps(capture_all(*sys.argv[1:])))

@@ -139,7 +139,7 @@ def test_it_is_right_everywhere(name: str, everything: tuple[str, dict[str, Any]
     if kind.on_device:
         assert seen["home"]["gave"] == [0]
         assert seen["where"]["gave"] == LAYOUTS[layout][0]["devices"][-1:]
-    assert seen["ipc"] == int(LAYOUTS[layout][0]["n_workers"] == 2), "it went through the host"
+    assert bool(seen["ipc"]) == (LAYOUTS[layout][0]["n_workers"] == 2), "it went through the host"
     assert seen.get("left", True) is True
 
 

@@ -34,25 +34,29 @@ def _extent(array: Any) -> int:
     return int(sum((n - 1) * stride for n, stride in steps) + array.dtype.itemsize)
 
 
-def dense(array: Any) -> Any:
-    """Return an array without gaps: itself, or a copy that a kernel makes on its device."""
-    if array.flags["C_CONTIGUOUS"] or array.flags["F_CONTIGUOUS"]:
-        return array
-    source = _device_of(array)
-    with source, cuda.gpus[source.device_id]:
-        copy = cuda.device_array(array.shape, array.dtype)
-        copy[(slice(None),) * array.ndim] = array  # Numba takes no ellipsis here
-    return copy
+def with_gaps(array: Any) -> tuple[int, int, Any] | None:
+    """Return the address, the bytes and how to view them of an array with gaps, if it has some."""
+    if array.flags["C_CONTIGUOUS"] or array.flags["F_CONTIGUOUS"] or min(array.strides) < 0:
+        return None
+    return _address(array), _extent(array), (array.shape, array.strides, array.dtype)
+
+
+def view(memory: Any, shape: Any, strides: Any, dtype: Any) -> Any:
+    return DeviceNDArray(shape, strides, dtype, gpu_data=memory.gpu_data)
 
 
 def _to_device(array: Any, device: Device) -> Any:
     source = _device_of(array)
     if min(array.strides, default=0) < 0:
+        # Numba reverses an array with a kernel, on the source's default stream.
         move = current_move()
         move.order(source, on_source=True)
-        array = dense(array)
+        with source, cuda.gpus[source.device_id]:
+            dense = cuda.device_array(array.shape, array.dtype)
+            dense[(slice(None),) * array.ndim] = array  # Numba takes no ellipsis here
         move.order_copy_after(source)
-        move.keep(array)
+        move.keep(dense)
+        array = dense
     # Numba keeps its own record of the device that a thread uses: set that, too. A strided array
     # keeps its strides, so its gaps travel, too.
     with cuda.gpus[device.device_id]:

@@ -139,11 +139,13 @@ def _by_frames(serialize: Any, value: Any, parts: Parts) -> Any:
 
 
 def _of_numba(serialize: Any, array: Any, parts: Parts) -> Any:
-    from dask_devctx.transfer.libraries.numba import dense
+    from dask_devctx.transfer.libraries import numba
 
-    whole = dense(array)
-    parts.gathered |= whole is not array
-    return _by_frames(serialize, whole, parts)
+    found = numba.with_gaps(array)
+    if found is None:
+        return _by_frames(serialize, array, parts)
+    address, nbytes, layout = found
+    return numba.view, (parts.add(Part(address, nbytes, "numba", None, array)), *layout)
 
 
 def _from_frames(kind: type, header: Any, frames: list[Any]) -> Any:
