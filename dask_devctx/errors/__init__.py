@@ -1,44 +1,538 @@
 """The exceptions that this package raises."""
 
-from dask_devctx.errors.base import DevctxError
-from dask_devctx.errors.devices import (
-    DeviceMemoryError,
-    DeviceMismatchError,
-    DeviceNotFoundError,
-    DeviceScopeError,
-    DevicesInUseError,
-    DriverError,
-    DriverUnavailableError,
-    LockDirectoryError,
-    ValueNotMovableError,
-    VisibleDevicesError,
-)
-from dask_devctx.errors.workers import (
-    DeviceFailedError,
-    DeviceOutOfMemoryError,
-    NotEnoughDevicesError,
-    UnsupportedDaskError,
-    WorkerSetupError,
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from dask_devctx.errors.base import DevctxError as DevctxError
+from dask_devctx.errors.base import counted, listed, nbytes_text
+
+# The tests ran with these releases of dask and distributed, the oldest and the newest.
+TESTED_DASK: Final = ("2025.4.0", "2026.8.0")
+_NAMED: Final = 8  # the most suspects that a message names
+# A UUID's first digits name a device, too.
+_REST_OF_A_UUID: Final = re.compile(
+    r"(?<=[GM][PI][UG]-[0-9a-f]{8})(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 )
 
-__all__ = [
-    "DevctxError",
-    "DeviceFailedError",
-    "DeviceMemoryError",
-    "DeviceMismatchError",
-    "DeviceNotFoundError",
-    "DeviceOutOfMemoryError",
-    "DeviceScopeError",
-    "DevicesInUseError",
-    "DriverError",
-    "DriverUnavailableError",
-    "LockDirectoryError",
-    "NotEnoughDevicesError",
-    "UnsupportedDaskError",
-    "ValueNotMovableError",
-    "VisibleDevicesError",
-    "WorkerSetupError",
-]
 
-for _name in __all__:  # the public module, for pickles and tracebacks
-    globals()[_name].__module__ = __name__
+class DriverError(DevctxError):
+    """A call to the CUDA driver failed.
+
+    Parameters
+    ----------
+    function
+        The driver function that failed, such as ``"cuCtxSetCurrent"``.
+    status
+        The name of the status it returned, such as ``"CUDA_ERROR_OUT_OF_MEMORY"``.
+    code
+        The number of that status.
+    description
+        The driver's own description of the status, or "".
+    """
+
+    function: str
+    status: str
+    code: int
+    description: str = ""
+
+    def __str__(self) -> str:
+        detail = f": {self.description}" if self.description else ""
+        return f"{self.function} failed with {self.status} ({self.code}){detail}"
+
+
+class DeviceMemoryError(DriverError, MemoryError):
+    """The device has too little memory left for the request; its context is healthy.
+
+    Parameters
+    ----------
+    nbytes
+        The bytes that were asked for; None where it is unknown.
+    """
+
+    nbytes: int | None = None
+
+    def __str__(self) -> str:
+        asked = "" if self.nbytes is None else f" ({nbytes_text(self.nbytes)} asked for)"
+        return f"{super().__str__()}{asked}"
+
+
+class DriverUnavailableError(DevctxError):
+    """There is no CUDA driver, or this process cannot use it.
+
+    Parameters
+    ----------
+    reason
+        What is missing.
+    remedy
+        What to do about it.
+    """
+
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.reason.rstrip('.')}. {self.remedy}"
+
+
+class DeviceNotFoundError(DevctxError, LookupError):
+    """This process does not have the device that was asked for.
+
+    Parameters
+    ----------
+    requested
+        The request, as it was given.
+    available
+        A description of each available device, in CUDA's order.
+    visible_devices
+        The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
+    hint
+        What to do about it, or "".
+    """
+
+    requested: object
+    available: Sequence[str] = ()
+    visible_devices: str | None = None
+    hint: str = ""
+
+    def __str__(self) -> str:
+        short = [_REST_OF_A_UUID.sub("", one) for one in self.available]
+        have = ", ".join(short if len({*short}) == len(short) else self.available) or "none"
+        seen = "not set" if self.visible_devices is None else repr(self.visible_devices)
+        hint = f"{self.hint.rstrip('.')}. " if self.hint else ""
+        return (
+            f"no device {self.requested!r}. {hint}Available: {have}; CUDA_VISIBLE_DEVICES is {seen}"
+        )
+
+
+class VisibleDevicesError(DevctxError):
+    """``CUDA_VISIBLE_DEVICES`` and the devices of the driver do not fit together.
+
+    Parameters
+    ----------
+    value
+        The value of ``CUDA_VISIBLE_DEVICES``, or None where it is not set.
+    reason
+        The conflict, and its remedy.
+    """
+
+    value: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        seen = "not set" if self.value is None else repr(self.value)
+        return f"CUDA_VISIBLE_DEVICES is {seen}: {self.reason}"
+
+
+class DeviceScopeError(DevctxError):
+    """A device scope ended and could not restore the context that was current before it.
+
+    Parameters
+    ----------
+    scope
+        The device or context whose scope it is.
+    reason
+        The cause, and its remedy.
+    """
+
+    scope: object
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the scope of {self.scope} {self.reason}"
+
+
+class DeviceMismatchError(DevctxError, ValueError):
+    """A value was used on a device that it does not live on.
+
+    Parameters
+    ----------
+    value
+        A description of the value.
+    device
+        The device where it lives.
+    current
+        The device where it was used.
+    """
+
+    value: str
+    device: str
+    current: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.value} lives on {self.device} and cannot be used on {self.current}. Copy it "
+            f"there with to_device(value, {self.current!r}), or use it on its own device, inside "
+            f"'with Device({self.device!r}):'"
+        )
+
+
+class ValueNotMovableError(DevctxError, TypeError):
+    """A value holds arrays of another device, and cannot be rebuilt around copies of them.
+
+    Parameters
+    ----------
+    kind
+        The type of the value.
+    device
+        The device to which the value was to be moved.
+    reason
+        The reason why it cannot be rebuilt.
+    """
+
+    kind: str
+    device: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"a {self.kind} that holds arrays of another device cannot be taken to {self.device}: "
+            f"{self.reason}. Register functions that do it, with device_of.register({self.kind}) "
+            f"and to_device.register({self.kind}), or run the task on the device where it lives"
+        )
+
+
+# -- a worker or cluster that cannot have devices for itself
+
+# The note of a worker in its lock.
+_HOLDER: Final = re.compile(r"pid (\d+) on (\S+), worker (.+) of ([^,]+)")
+
+
+class LockDirectoryError(DevctxError):
+    """The directory of the device locks is unsafe, or cannot be used.
+
+    Parameters
+    ----------
+    path
+        The directory, or the file in it.
+    reason
+        What is wrong with it.
+    """
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"devices cannot be shared out: {self.path} {self.reason}. Remove or repair it, or "
+            "name another directory with the configuration devctx.lock-directory"
+        )
+
+
+class DevicesInUseError(DevctxError):
+    """A worker, or a cluster that starts, wants more devices for itself than are free.
+
+    Parameters
+    ----------
+    wanted
+        How many devices it wants; 0 for any number of those that are free.
+    free
+        A description of each free device.
+    holders
+        The holder of each other device, by the device's description.
+    by_cluster
+        Whether a cluster on this machine wants them, before it starts its workers.
+    """
+
+    wanted: int
+    free: Sequence[str]
+    holders: Mapping[str, str]
+    by_cluster: bool = False
+
+    def __str__(self) -> str:
+        free, total = [_name(device) for device in self.free], len(self.free) + len(self.holders)
+        who = "this cluster" if self.by_cluster else "this worker"
+        wants = f"{who} wants {counted(self.wanted, 'device') if self.wanted else 'devices'}"
+        if self.wanted > total:
+            return f"{wants} for itself and there {_are(total)} {total}. Lower devices_per_worker"
+        others = "No device is free. Close"
+        if free:
+            ids = ", ".join(name.rpartition(":")[2] for name in free)
+            others = (
+                f"Free: {', '.join(free)}. For these, write devices=[{ids}], lower n_workers or "
+                "devices_per_worker, or leave them out. Or close"
+            )
+        held = held_text({_name(device): holder for device, holder in self.holders.items()})
+        return (
+            f"{wants} for itself, and {held}. {others} the cluster that holds devices and is not "
+            f"needed, such as that of a notebook's earlier cell (cluster.close(), or "
+            "client.shutdown()), or use the same devices: shared=True"
+        )
+
+
+def _name(device: str) -> str:
+    return device.partition(" ")[0]
+
+
+def held_text(holders: Mapping[str, str]) -> str:
+    """Return a text about the holders of devices, by the device; each cluster is named once."""
+    groups: dict[tuple[str, ...], list[tuple[str, str, str]]] = {}
+    for device, who in holders.items():
+        found = _HOLDER.fullmatch(who)
+        pid, host, worker, cluster = found.groups() if found else ("", "", "", who)
+        groups.setdefault((cluster, host), []).append((device, worker, pid))
+    texts = []
+    # Clusters first, then holders that are no workers.
+    for (who, host), members in sorted(groups.items(), key=lambda group: not group[0][1]):
+        devices, workers, pids = (list(dict.fromkeys(each)) for each in zip(*members, strict=True))
+        if host:
+            who = f"{_named('worker', workers)} of {who} ({_named('pid', pids)} on {host})"
+        texts.append(f"{', '.join(devices)} {_are(len(devices))} held by {who}")
+    return "; ".join(texts)
+
+
+def _named(noun: str, names: Sequence[str]) -> str:
+    return f"{noun if len(names) == 1 else noun + 's'} {', '.join(names)}"
+
+
+def _are(n: int) -> str:
+    return "is" if n == 1 else "are"
+
+
+# -- tasks and workers
+
+
+class NotEnoughDevicesError(DevctxError, LookupError):
+    """A task asks for more devices at once than its worker has.
+
+    Parameters
+    ----------
+    wanted
+        How many devices it asks for.
+    devices
+        A description of each device of the worker.
+    named
+        A description of each device that it names; empty if it asks for any.
+    on_machine
+        How many devices the worker's machine has; None where it is unknown.
+    """
+
+    wanted: int
+    devices: Sequence[str] = ()
+    named: Sequence[str] = ()
+    on_machine: int | None = None
+
+    def __str__(self) -> str:
+        have = ", ".join(self.devices) or "none"
+        asked, lacking = "", "so many"
+        enough = f", or workers that have enough with devices_per_worker={self.wanted}"
+        if self.named:
+            asked, lacking, enough = f" ({', '.join(self.named)})", "all of them", ""
+        remedy = (
+            ". The devices of a task belong to one worker. Start one worker for all devices of a "
+            f"machine with LocalDeviceCluster(n_workers=1){enough}"
+        )
+        if self.on_machine is not None and self.wanted > self.on_machine:
+            remedy = (
+                f", and its machine has {self.on_machine}. Ask for at most {self.on_machine}, or "
+                'for all devices of a worker with devices="all"'
+            )
+        return (
+            f"the task asks for {self.wanted} devices at once{asked}, and no worker that it may "
+            f"run on has {lacking}: this one has {len(self.devices)} ({have}){remedy}"
+        )
+
+
+class DeviceFailedError(DevctxError):
+    """A device failed in a way that ends its process: no GPU can be used in it any more.
+
+    Parameters
+    ----------
+    device
+        The device where the failure was noticed. Another device of the process may have failed.
+    uuid
+        Its UUID.
+    status
+        The name of the driver's status, such as ``"CUDA_ERROR_ILLEGAL_ADDRESS"``.
+    code
+        The number of that status.
+    suspects
+        The tasks that may have caused it, each as ``"key on cuda:0"``: running tasks first, then
+        tasks that had ended, from the latest to the earliest. Empty if no task can be the cause.
+    synchronized
+        Whether the worker waited for the device after each task, so that no finished task is a
+        suspect.
+    lost
+        Whether NVML says that the device is gone.
+    watched
+        Whether the one suspect was watched: no other task ran in the process beside it, and the
+        worker waited for its devices before it and after it.
+    not_again
+        Why the task that has this error does not run again, although other tasks are suspects, too.
+        "" where the one suspect has it, and where all of them run again.
+
+    Notes
+    -----
+    If the task itself raised an exception, that is the ``__cause__``.
+    """
+
+    device: str
+    uuid: str
+    status: str
+    code: int
+    suspects: Sequence[str] = ()
+    synchronized: bool = False
+    lost: bool = False
+    watched: bool = False
+    not_again: str = ""
+
+    def __str__(self) -> str:
+        was_reset = self.status == "CUDA_ERROR_CONTEXT_IS_DESTROYED"
+        end = "No GPU can be used in this process any more"
+        if was_reset:
+            end = "Its context was reset or destroyed, and all data on it is gone"
+        said = [f"{self.device} ({self.uuid}) failed with {self.status} ({self.code})"]
+        if self.lost:
+            said.append("The device is gone: it fell off the bus. Reset it, or restart the machine")
+        said.append(f"{end}: the worker ends, and dask computes its results again")
+        again = f"It is not run again: {self.not_again}" if self.not_again else ""
+        if not self.suspects:
+            said += ["No task is suspected", again or "The tasks that ran in the process run again"]
+        elif len(self.suspects) > 1:
+            said += [
+                f"Any of these may have caused it: {listed(self.suspects, _NAMED, '; ')}",
+                again
+                or "All that are still needed run again, each alone and watched; then the one that "
+                "breaks the device errs",
+            ]
+        else:
+            how = "Nothing else has run since the device was last seen healthy"
+            if self.watched:
+                how = (
+                    "It was watched: no other task ran in the process, and the worker waited for "
+                    "its devices before and after it"
+                )
+            find = "Run its function under compute-sanitizer, which names the line of the kernel"
+            if was_reset:
+                find = "Take cudaDeviceReset() and numba.cuda.close() out of it"
+            said += [f"{self.suspects[0]} caused it", how, again, find]
+        return ". ".join(filter(None, said))
+
+
+class DeviceOutOfMemoryError(DevctxError, MemoryError):
+    """A device has no memory left for a task, even after memory was freed for another attempt.
+
+    Parameters
+    ----------
+    device, uuid
+        The device of the last attempt.
+    requested_nbytes
+        The size of the allocation that failed; None where the library does not tell it.
+    free_nbytes, total_nbytes
+        The device's memory after that of the failed attempt was freed; None where it is unknown.
+    holders
+        For each process on the device its id and the bytes that it holds; None for the bytes where
+        NVML does not tell them. Empty in most containers, where no process is known.
+    replicas_nbytes
+        The bytes of copies of other devices' values that were dropped to make room.
+    attempts
+        How often the task ran; the last time it had the device for itself.
+    limit_nbytes
+        The limit of the values that dask keeps on the device; None without a limit.
+    stayed_nbytes
+        The bytes that could not leave the device when the task failed, by reason.
+
+    Notes
+    -----
+    The library's own exception is its ``__cause__``.
+    """
+
+    device: str
+    uuid: str
+    requested_nbytes: int | None = None
+    free_nbytes: int | None = None
+    total_nbytes: int | None = None
+    holders: Sequence[tuple[int, int | None]] = ()
+    replicas_nbytes: int = 0
+    attempts: int = 1
+    limit_nbytes: int | None = None
+    stayed_nbytes: Mapping[str, int] = MappingProxyType({})
+
+    def __str__(self) -> str:
+        times = "once" if self.attempts == 1 else f"{self.attempts} times"
+        facts = "; ".join(self._facts())
+        # The last of several attempts has the device for itself.
+        fewer = "run fewer tasks there at a time (tasks_per_device, if it is above 1), "
+        remedy = f"Make the task's parts smaller, {fewer if self.attempts == 1 else ''}or keep "
+        remedy += "fewer results there"
+        if self.requested_nbytes and self.requested_nbytes > (self.total_nbytes or math.inf):
+            remedy = "The task asks for more than the device has: make the task's parts smaller"
+        return (
+            f"{self.device} ({self.uuid}) has not enough memory; the task ran {times}"
+            f"{f' ({facts})' if facts else ''}. {remedy}"
+        )
+
+    def _facts(self) -> Iterator[str]:
+        if self.requested_nbytes:
+            yield f"{nbytes_text(self.requested_nbytes)} asked for"
+        if self.free_nbytes is not None and self.total_nbytes is not None:
+            free, total = nbytes_text(self.free_nbytes), nbytes_text(self.total_nbytes)
+            yield f"{free} of {total} are free after the task gave its memory back"
+        if held := [(pid, nbytes) for pid, nbytes in self.holders if nbytes != 0]:
+            unknown = "an unknown amount"
+            sizes = (f"process {p} {unknown if n is None else nbytes_text(n)}" for p, n in held)
+            yield f"held by {', '.join(sizes)}"
+        if self.replicas_nbytes:
+            yield f"{nbytes_text(self.replicas_nbytes)} of copies were dropped"
+        if self.limit_nbytes:
+            yield f"the limit of values that dask keeps there is {nbytes_text(self.limit_nbytes)}"
+        if stayed := [f"{nbytes_text(n)} {why}" for why, n in self.stayed_nbytes.items()]:
+            yield f"not moved to host memory: {', '.join(stayed)}"
+
+
+class WorkerSetupError(DevctxError):
+    """A worker of a :class:`~dask_devctx.LocalDeviceCluster` cannot use its devices, and left.
+
+    Parameters
+    ----------
+    worker
+        The name of the worker.
+    reason
+        The class and the text of the error in the worker, whose log has its traceback.
+    """
+
+    worker: str
+    reason: str
+
+    def __str__(self) -> str:
+        return (
+            f"the worker {self.worker} cannot use its devices, and leaves the cluster: "
+            f"{self.reason}. The worker's log has the traceback"
+        )
+
+
+class UnsupportedDaskError(DevctxError):
+    """The installed dask or distributed lacks a name that this package uses.
+
+    Parameters
+    ----------
+    name
+        The missing name, with its module.
+    dask, distributed, dask_devctx
+        The versions that are installed.
+
+    Notes
+    -----
+    It is raised before anything changes.
+    """
+
+    name: str
+    dask: str
+    distributed: str
+    dask_devctx: str
+
+    def __str__(self) -> str:
+        oldest, newest = TESTED_DASK
+        return (
+            f"dask-devctx {self.dask_devctx} uses {self.name}, which is not in dask {self.dask} "
+            f"and distributed {self.distributed}. Nothing was changed. Install a newer "
+            "dask-devctx, or a dask and distributed that this one was tested with: "
+            f"{oldest} to {newest}"
+        )
+
+
+DevctxError.__module__ = __name__  # the public module, for pickles and tracebacks

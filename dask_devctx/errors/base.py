@@ -13,10 +13,10 @@ def counted(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def listed(names: Sequence[str], at_most: int) -> str:
+def listed(names: Sequence[str], at_most: int, comma: str = ", ") -> str:
     """Return the first of some names, and how many more there are: ``"x, y, and 3 more"``."""
-    more = f", and {len(names) - at_most} more" if len(names) > at_most else ""
-    return ", ".join(names[:at_most]) + more
+    more = f"{comma}and {len(names) - at_most} more" if len(names) > at_most else ""
+    return comma.join(names[:at_most]) + more
 
 
 def nbytes_text(nbytes: int | None) -> str:
