@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Final, Literal, NamedTuple
 
 # Raise it whenever the content of a message or of a row of the history changes.
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 # The handlers that workers call on the scheduler.
 ANNOUNCE: Final = "devctx_announce"
 WITHDRAW: Final = "devctx_withdraw"

@@ -175,6 +175,10 @@ class DeviceCounts:
     spills_for_retries
         How many of the ``spills`` made room for a task, or for an arriving value, that found no
         memory.
+    power_w, temperature
+        The watts and the degrees Celsius, by NVML; None if it does not know them.
+    tasks_now
+        The names of some tasks that hold slots on it now.
     """
 
     # The counts that are added over the workers that had a device.
@@ -211,6 +215,9 @@ class DeviceCounts:
     unspilled_nbytes: int = 0
     memory_staging: int | None = None
     spills_for_retries: int = 0
+    power_w: float | None = None
+    temperature: float | None = None
+    tasks_now: tuple[str, ...] = ()
 
     memory_limit = property(attrgetter("device_memory_limit"))  # its old name
 

@@ -65,7 +65,7 @@ async def test_other_programs_find_each_plot(client: Any, scheduler: Any) -> Non
     assert plots.items() >= theirs.items()
     assert {name: path for name, path in plots.items() if "Device" in name} == {
         f"Individual Device {name.title()}": f"/individual-device-{name}"
-        for name in ("timeline", "memory", "utilization", "transfers", "failures")
+        for name in ("glance", "timeline", "memory", "utilization", "transfers", "failures")
     }
     for name in ("gpu", "individual-gpu-memory", "individual-gpu-utilization"):
         ours = name.replace("gpu", "device") + ("s" if name == "gpu" else "")

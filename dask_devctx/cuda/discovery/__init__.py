@@ -15,6 +15,7 @@ from dask_devctx.cuda.discovery.nvml import (
     is_lost,
     memory_info,
     memory_of_others,
+    power_and_temperature,
     processes,
     read,
     utilization,
@@ -35,6 +36,7 @@ __all__ = [
     "memory_info",
     "memory_of_others",
     "ordinal_if_known",
+    "power_and_temperature",
     "processes",
     "utilization",
 ]

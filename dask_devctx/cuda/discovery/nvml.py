@@ -71,6 +71,14 @@ def utilization(backend: Backend, info: DeviceInfo) -> tuple[float, float] | Non
     return None if rates is None else (rates.gpu / 100, rates.memory / 100)
 
 
+def power_and_temperature(backend: Backend, info: DeviceInfo) -> tuple[float | None, float | None]:
+    """Return the watts that a device takes now, and its degrees Celsius."""
+    milliwatts = _ask(backend, info, "nvmlDeviceGetPowerUsage")
+    # The sensor 0 is the GPU's own.
+    degrees = _ask(backend, info, "nvmlDeviceGetTemperature", 0)
+    return None if milliwatts is None else milliwatts / 1000, degrees
+
+
 def is_lost(backend: Backend, info: DeviceInfo) -> bool:
     """Return whether NVML says that a device fell off the bus."""
     import pynvml
@@ -84,10 +92,11 @@ def is_lost(backend: Backend, info: DeviceInfo) -> bool:
     return False
 
 
-def _ask(backend: Backend, info: DeviceInfo, function: str) -> Any:
+def _ask(backend: Backend, info: DeviceInfo, function: str, *arguments: int) -> Any:
     nvml = backend.nvml
+    question = getattr(nvml, function, None)  # a simulated GPU has no power
     try:
-        return getattr(nvml, function)(_handle(nvml, info))
+        return None if question is None else question(_handle(nvml, info), *arguments)
     except (_error(), LookupError):
         return None
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from datetime import datetime
-from html import escape
 from typing import Final
 
-from bokeh.models import Div, InlineStyleSheet
-
 from dask_devctx.scheduler.dashboard.feed import Batch
-from dask_devctx.scheduler.dashboard.figures import Colours
+from dask_devctx.scheduler.dashboard.figures import Colours, Table
 from dask_devctx.scheduler.dashboard.lanes import Lanes
 from dask_devctx.scheduler.rows import Incident
 
@@ -23,51 +20,32 @@ _NAMES: Final = {
     "lost": "history lost",
 }
 _STYLE: Final = """
-:host {{ overflow: auto; color: {text}; font: 13px Helvetica, Arial, sans-serif; }}
-h3 {{ font-size: 13px; margin: 4px 10px; }}
-.bk-clearfix {{ display: block; }}
-table {{ border-collapse: collapse; width: 100%; }}
-th {{ color: {faint}; font-weight: normal; text-align: left; position: sticky; top: 0;
-      background: {page}; }}
-th, td {{ padding: 3px 10px; border-bottom: 1px solid {grid}; vertical-align: top;
-          overflow-wrap: anywhere; }}
-td:nth-child(3), td:nth-child(4) {{ min-width: 8em; }}
-th, td:nth-child(-n+2) {{ white-space: nowrap; overflow-wrap: normal; }}
+td:nth-child(3), td:nth-child(4) { min-width: 8em; }
+td:nth-child(-n+2) { white-space: nowrap; overflow-wrap: normal; }
 """
 
 
-class FailuresTable:
+class FailuresTable(Table):
     """The latest failures, the last one at the top, and how many of each kind there were."""
 
     def __init__(self, colours: Colours) -> None:
+        super().__init__("device_failures", colours, _STYLE)
         self._latest: deque[tuple[str, Incident]] = deque(maxlen=_MOST)
         self._counts: Counter[str] = Counter()
-        self.root = Div(
-            name="device_failures",
-            sizing_mode="stretch_both",
-            stylesheets=[InlineStyleSheet(css=_STYLE.format(**colours._asdict()))],
-        )
 
     def show(self, batch: Batch) -> None:
         """Show the failures of a batch."""
         if batch.again:
             self._latest.clear()
             self._counts.clear()
-        if batch.again or batch.incidents or not self.root.text:
-            self._latest.extend(sorted(batch.incidents, key=lambda pair: pair[1].time))
-            self._counts.update(row.what for _, row in batch.incidents)
-            self.root.text = self._html(batch.lanes)
-
-    def _html(self, lanes: Lanes) -> str:
+        self._latest.extend(sorted(batch.incidents, key=lambda pair: pair[1].time))
+        self._counts.update(row.what for _, row in batch.incidents)
         sums = [f"{n} × {_NAMES.get(what, what)}" for what, n in self._counts.most_common()]
-        title = f"<h3>Failures and retries: {escape(', '.join(sums) or 'none')}</h3>"
-        if not self._latest:
-            return title
-        cells = [_cells(host, row, lanes) for host, row in reversed(self._latest)]
-        rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in cells)
-        names = ("time", "device", "problem", "task", "reason")
-        head = "".join(f"<th>{name}</th>" for name in names)
-        return f"{title}<table><tr>{head}</tr><tr>{'</tr><tr>'.join(rows)}</tr></table>"
+        self.write(
+            f"Failures and retries: {', '.join(sums) or 'none'}",
+            ("time", "device", "problem", "task", "reason"),
+            (_cells(host, row, batch.lanes) for host, row in reversed(self._latest)),
+        )
 
 
 def _cells(host: str, row: Incident, lanes: Lanes) -> tuple[str, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from time import localtime
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from bokeh.core.properties import without_property_validation
 from distributed import Scheduler
@@ -15,7 +15,7 @@ from distributed.metrics import time
 
 from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
 from dask_devctx.scheduler.history import DeviceHistory
-from dask_devctx.scheduler.rows import Copy, Incident, Sample, TaskRun
+from dask_devctx.scheduler.rows import OF_A_WORKER, ON_A_DEVICE, Copy, Incident, Sample, TaskRun
 
 # How long a device is shown after its last worker left; a worker may be restarting.
 _LINGER_S = 60.0
@@ -23,13 +23,73 @@ _LINGER_S = 60.0
 # loop does nothing else meanwhile.
 _MOST: Final = 2_500
 _MOST_AT_FIRST: Final = 10_000
+# Two samples of a device further apart than this show nothing of the time between them.
+_APART_S: Final = 5.0
+# The values of a sample that belong to the worker, and not to the device.
+_OWN: Final = ("running", "queued", *(f"memory_{kind}" for kind in OF_A_WORKER))
 
-_Rows = list[tuple[str, TaskRun | Copy | Incident]]
+_Row = TaskRun | Copy | Incident
+Place = tuple[str, str | None]  # a host, and the UUID of a device there
+
+
+class Interval(NamedTuple):
+    """The time between two samples of a device, the middle of its lane and the lane's name."""
+
+    middle: float
+    lane: str
+    before: Sample
+    after: Sample
+
+    @property
+    def occupied(self) -> float:
+        """The part of the time with a task on the device."""
+        passed = self.after.time - self.before.time
+        share = (self.after.occupied_s - self.before.occupied_s) / passed if passed else 0.0
+        return min(max(share, 0.0), 1.0)
+
+
+class Intervals:
+    """Makes intervals of samples; ``latest`` has that of each device.
+
+    Several workers may use one device. Each of them samples it, and their own values are added.
+    """
+
+    def __init__(self) -> None:
+        self.latest: dict[Place, Interval] = {}
+        self._samples: dict[Place, dict[str, Sample]] = {}
+
+    def of(self, samples: Iterable[tuple[str, str, Sample]], lanes: Lanes) -> Iterator[Interval]:
+        """Yield the intervals that end with samples, each with its host and worker."""
+        for host, worker, sample in sorted(samples, key=lambda one: one[2].time):
+            place = host, sample.uuid
+            middle = lanes.positions.get(place)
+            if middle is None:
+                continue
+            workers = self._samples.setdefault(place, {})
+            workers[worker] = sample
+            for other in [w for w, s in workers.items() if sample.time - s.time > _APART_S]:
+                del workers[other]
+            last = self.latest.get(place)
+            before = sample if last is None else last.after
+            after = sample if len(workers) == 1 else _added(sample, [*workers.values()])
+            interval = Interval(middle, lanes.label(*place), before, after)
+            self.latest[place] = interval
+            if 0 < after.time - before.time < _APART_S:
+                yield interval
+
+
+def _added(latest: Sample, samples: Sequence[Sample]) -> Sample:
+    """Return the sample of a device that several workers use."""
+    sums: dict[str, Any] = {name: sum(getattr(s, name) or 0 for s in samples) for name in _OWN}
+    taken = sum(sums[f"memory_{kind}"] for kind in ON_A_DEVICE)
+    others = max((latest.memory_total or 0) - (latest.memory_free or 0) - taken, 0)
+    now = tuple(dict.fromkeys(name for one in samples for name in one.tasks_now))
+    return replace(latest, **sums, memory_others=others, tasks_now=now)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows since the last update, each with its worker's host; a sample has the worker too.
+    """The rows since the last update, each with its worker's host, and the intervals of samples.
 
     ``lanes`` are those of tasks and copies, ``devices`` those of devices only. With ``again``, the
     plots begin from nothing. ``offset`` is the seconds from UTC to the scheduler's local time.
@@ -44,7 +104,8 @@ class Batch:
     tasks: list[tuple[str, TaskRun]]
     copies: list[tuple[str, Copy]]
     incidents: list[tuple[str, Incident]]
-    samples: list[tuple[str, str, Sample]]
+    intervals: list[Interval]
+    latest: Mapping[Place, Interval]
 
     def ms(self, seconds: float) -> float:
         """Return a time as Bokeh's axes show it: local time in milliseconds."""
@@ -65,6 +126,7 @@ class Feed:
         self._plots = plots
         self._members: set[Member] = set()
         self._lanes = self._devices = Lanes()
+        self._intervals = Intervals()
         self._next = 0
         # The time of the last sample that was shown of each device, by worker and UUID.
         self._sampled: dict[tuple[str, str], float] = {}
@@ -95,6 +157,7 @@ class Feed:
         if again:
             self._members, self._lanes = members, Lanes(members)
             self._devices = Lanes(member for member in members if member.uuid is not None)
+            self._intervals = Intervals()
             self._sampled.clear()
             reading = history.read(0)
         self._next = reading.next
@@ -112,7 +175,8 @@ class Feed:
             tasks=of[TaskRun],
             copies=of[Copy],
             incidents=of[Incident],
-            samples=self._new_samples(history),
+            intervals=[*self._intervals.of(self._new_samples(history), self._devices)],
+            latest=self._intervals.latest,
         )
         for plot in self._plots:
             plot.show(batch)
@@ -125,24 +189,22 @@ class Feed:
             if now - self._seen_at.get(worker, 0.0) < _LINGER_S:
                 yield Member(known.host, known.name, uuid, device.device_id)
 
-    def _new_samples(self, history: DeviceHistory) -> list[tuple[str, str, Sample]]:
-        found: list[tuple[str, str, Sample]] = []
+    def _new_samples(self, history: DeviceHistory) -> Iterator[tuple[str, str, Sample]]:
         for place, samples in history.samples.items():
             last = self._sampled.get(place, 0.0)
-            fresh = [sample for sample in samples if sample.time > last]
-            if fresh:
-                self._sampled[place] = fresh[-1].time
-                found += [(history.workers[place[0]].host, place[0], one) for one in fresh]
-        return found
+            for sample in samples:
+                if sample.time > last:
+                    self._sampled[place] = sample.time
+                    yield history.workers[place[0]].host, place[0], sample
 
 
-def _latest(rows: _Rows) -> _Rows:
+def _latest(rows: list[tuple[str, _Row]]) -> list[tuple[str, _Row]]:
     """Return the latest rows, and all earlier incidents."""
     earlier = [pair for pair in rows[:-_MOST_AT_FIRST] if isinstance(pair[1], Incident)]
     return earlier + rows[-_MOST_AT_FIRST:]
 
 
-def _longest(rows: _Rows) -> _Rows:
+def _longest(rows: list[tuple[str, _Row]]) -> list[tuple[str, _Row]]:
     """Return the rows without the shortest tasks and copies, if there are too many."""
     if len(rows) <= _MOST:
         return rows
@@ -150,7 +212,7 @@ def _longest(rows: _Rows) -> _Rows:
     return [rows[n] for n in sorted(kept)]
 
 
-def _weight(row: TaskRun | Copy | Incident) -> float:
+def _weight(row: _Row) -> float:
     if isinstance(row, Incident) or (isinstance(row, TaskRun) and row.outcome == "error"):
         return math.inf
     return (row.stop or 0.0) - (row.start or 0.0)

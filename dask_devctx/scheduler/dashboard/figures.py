@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from bokeh.models import (
-    CategoricalAxis,
     ColumnDataSource,
-    CustomJSTickFormatter,
     DataRange1d,
+    Div,
     FactorRange,
     HoverTool,
+    InlineStyleSheet,
 )
 from bokeh.plotting import figure
 
@@ -132,28 +131,6 @@ def over_time(name: str, title: str, times: TimeAxis, lanes: LaneAxis) -> figure
     return plot
 
 
-class LaneTexts:
-    """A few words to the right of each lane, outside of the data."""
-
-    def __init__(self, plot: figure, width: int) -> None:
-        self._source = ColumnDataSource({"text": []})
-        plot.min_border_right = width
-        words = CustomJSTickFormatter(
-            args={"words": self._source}, code="return words.data.text[index] ?? ''"
-        )
-        axis = CategoricalAxis(
-            formatter=words, axis_line_color=None, major_tick_line_color=None, group_text_alpha=0,
-            separator_line_color=None, major_label_text_font_size="11px",
-        )  # fmt: skip
-        plot.add_layout(axis, "right")
-
-    def show(self, batch: Batch, texts: Mapping[tuple[str, str | None], str]) -> None:
-        """Write the text of each lane, by host and UUID."""
-        data = {"text": [texts.get(place, "") for place in batch.devices.positions]}
-        if data != self._source.data:
-            self._source.data = data
-
-
 class Rows:
     """The rows of a part of a plot, with columns of numbers and of texts. The oldest rows leave."""
 
@@ -205,8 +182,39 @@ def legend_below(plot: figure, *, hides: bool = False) -> None:
     )  # fmt: skip
 
 
-def colour_sample(plot: figure, colour: str, name: str) -> Any:
-    """Add an entry to a plot's legend that belongs to no part of the plot; return its renderer."""
-    categories = isinstance(plot.x_range, FactorRange)
-    nowhere = [-9] if categories else [math.nan]
-    return plot.rect(x=nowhere, y=[-9], width=1, height=1, color=colour, legend_label=name)
+def percent(share: float | None, unknown: str = "-") -> str:
+    """Return a share as text."""
+    return unknown if share is None else f"{share:.0%}"
+
+
+_TABLE: Final = """
+:host {{ overflow: auto; color: {text}; font: 13px Helvetica, Arial, sans-serif; }}
+h3 {{ font-size: 13px; margin: 4px 10px; }}
+.bk-clearfix {{ display: block; }}
+table {{ border-collapse: collapse; width: 100%; }}
+th {{ color: {faint}; font-weight: normal; text-align: left; position: sticky; top: 0;
+      background: {page}; }}
+th, td {{ padding: 3px 10px; border-bottom: 1px solid {grid}; vertical-align: top;
+          overflow-wrap: anywhere; }}
+th {{ white-space: nowrap; }}
+"""
+
+
+class Table:
+    """A table of texts below a title; ``style`` adds to its CSS."""
+
+    def __init__(self, name: str, colours: Colours, style: str = "") -> None:
+        css = _TABLE.format(**colours._asdict()) + style
+        self.root = Div(
+            name=name, sizing_mode="stretch_both", stylesheets=[InlineStyleSheet(css=css)]
+        )
+
+    def write(self, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+        """Replace the content; without rows, there is the title alone."""
+        cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+        text = f"<h3>{escape(title)}</h3>"
+        if cells:
+            names = "".join(f"<th>{escape(name)}</th>" for name in head)
+            text += f"<table><tr>{names}</tr><tr>{'</tr><tr>'.join(cells)}</tr></table>"
+        if text != self.root.text:
+            self.root.text = text

@@ -15,6 +15,7 @@ from dask_devctx.dask_internals.dashboard import added_pages, template, update_r
 from dask_devctx.scheduler.dashboard.failures import FailuresTable
 from dask_devctx.scheduler.dashboard.feed import Feed
 from dask_devctx.scheduler.dashboard.figures import DARK, LIGHT, LaneAxis, TimeAxis
+from dask_devctx.scheduler.dashboard.glance import Glance
 from dask_devctx.scheduler.dashboard.levels import memory_plot, utilization_plot
 from dask_devctx.scheduler.dashboard.timeline import Timeline
 from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
@@ -22,7 +23,7 @@ from dask_devctx.scheduler.dashboard.transfers import TransferMatrix
 _INTERVAL_MS: Final = 1000
 _TEMPLATES: Final = str(Path(__file__).parent / "templates")
 
-PLOTS: Final = ("timeline", "memory", "utilization", "transfers", "failures")
+PLOTS: Final = ("glance", "timeline", "memory", "utilization", "transfers", "failures")
 # dask's own pages show one device of each worker, and only where the scheduler has a GPU.
 _REDIRECTS: Final = {
     "/gpu": "/devices",
@@ -66,6 +67,7 @@ def fill(scheduler: Scheduler, document: Document, names: Sequence[str]) -> None
     colours = DARK if arguments.get("theme", [b""])[0] == b"dark" else LIGHT
     times, lanes, devices = TimeAxis(), LaneAxis(devices=False), LaneAxis(devices=True)
     make: Mapping[str, Callable[[], Any]] = {
+        "glance": lambda: Glance(colours),
         "timeline": lambda: Timeline(times, lanes, colours),
         "memory": lambda: memory_plot(times, devices, colours),
         "utilization": lambda: utilization_plot(times, devices, colours),

@@ -25,23 +25,21 @@ from dask_devctx.scheduler.dashboard.figures import (
     Rows,
     TimeAxis,
     about,
-    colour_sample,
     hover,
     legend_below,
     over_time,
 )
+from dask_devctx.scheduler.dashboard.glance import STALE_S
 from dask_devctx.scheduler.dashboard.lanes import Slots
-from dask_devctx.scheduler.dashboard.levels import Intervals
 from dask_devctx.scheduler.rows import Copy, TaskRun
 
 # The parts of a lane, measured from its middle.
 _TASKS: Final = (-0.26, 0.44)
 _COPIES: Final = (-0.44, -0.32)
-# Without a sample for this long, nothing is known of the tasks that run.
-_STALE_S: Final = 3.0
 # The kinds of tasks that the legend names, and the most characters of a name.
 _NAMED: Final = 6
 _NAME_LENGTH: Final = 18
+_ALIKE: Final = 90  # the sum of the differences of two colours that look alike
 _TITLE: Final = "Tasks and copies on each device"
 
 
@@ -50,14 +48,13 @@ class Timeline:
 
     def __init__(self, times: TimeAxis, lanes: LaneAxis, colours: Colours) -> None:
         self._tasks = Rows("left right bottom top", "color kind key about")
-        self._copies = Rows("left right bottom top nbytes", "color about")
-        self._failed, self._running = Rows("x y"), Rows("left right bottom top", "about")
-        self._intervals = Intervals()
+        self._copies = Rows("left right bottom top nbytes", "color copy about")
+        self._failed, self._running = Rows("x y"), Rows("left right bottom top", "state about")
         self._begin()
         self.root = over_time("device_timeline", _TITLE, times, lanes)
         running = self.root.quad(
             **BOX, source=self._running.source, fill_color=colours.grid, fill_alpha=0.8,
-            line_color=None, legend_label="running",
+            line_color=None, legend_field="state",
         )  # fmt: skip
         # The edge tells two tasks of one kind apart, and shows one that is too short to be seen.
         tasks = self.root.quad(
@@ -65,14 +62,13 @@ class Timeline:
             fill_alpha=0.75, legend_field="kind",
         )  # fmt: skip
         copies = self.root.quad(
-            **BOX, source=self._copies.source, fill_color="color", line_color="color"
-        )
+            **BOX, source=self._copies.source, fill_color="color", line_color="color",
+            legend_field="copy",
+        )  # fmt: skip
         self.root.scatter(
             x="x", y="y", source=self._failed.source, marker="x", size=9, line_width=2,
             line_color=colours.text,
         )  # fmt: skip
-        for transport, name in TRANSPORTS.items():
-            colour_sample(self.root, COPIES[transport], f"copy {name}")
         legend_below(self.root)
         self.root.add_tools(hover(tasks), hover(copies), hover(running))
         times.follow(self.root)
@@ -164,8 +160,9 @@ class Timeline:
     def _colour(self, kind: str) -> str:
         """Return dask's colour of a kind of tasks, or another one if it is another kind's here."""
         if kind not in self._colours:
-            taken = {*self._colours.values(), FAILED}
-            free = (one for one in (color_of(kind), *Category20[20]) if one not in taken)
+            taken = {*self._colours.values(), *COPIES.values(), FAILED}
+            several = (color_of(kind), *Category20[20])
+            free = (one for one in several if all(_differ(one, other) for other in taken))
             self._colours[kind] = next(free, OTHER)
         return self._colours[kind]
 
@@ -183,6 +180,7 @@ class Timeline:
                     "top": middle + high,
                     "color": COPIES.get(row.transport, OTHER),
                     "nbytes": row.nbytes,
+                    "copy": f"copy {TRANSPORTS.get(row.transport, row.transport)}",
                     "about": _about_copy(host, row, batch),
                 }
 
@@ -192,23 +190,33 @@ class Timeline:
         A task's own row comes when it ends.
         """
         low, high = _TASKS
-        list(self._intervals.of(batch, batch.lanes))
-        for place, one in self._intervals.latest.items():
+        for place, one in batch.latest.items():
+            middle = batch.lanes.positions[place]
             if not one.after.running:
                 self._running_since.pop(place, None)
                 continue
             since = self._running_since.setdefault(place, one.before.time)
             start = max(since, self._ended.get(place, 0.0))
-            if start < batch.now < one.after.time + _STALE_S:
-                tasks = {"tasks that run": one.after.running, "tasks that wait": one.after.queued}
-                lines = {"device": one.lane, **{name: str(n) for name, n in tasks.items()}}
+            if start < batch.now < one.after.time + STALE_S:
+                lines = {
+                    "device": one.lane,
+                    "tasks that run": f"{one.after.running} × {', '.join(one.after.tasks_now)}",
+                    "tasks that wait": str(one.after.queued),
+                }
                 yield {
                     "left": batch.ms(start),
                     "right": batch.ms(batch.now),
-                    "bottom": one.middle + low,
-                    "top": one.middle + high,
+                    "bottom": middle + low,
+                    "top": middle + high,
+                    "state": "running",
                     "about": about("running", lines),
                 }
+
+
+def _differ(one: str, other: str) -> bool:
+    """Return whether two colours, such as #ff8000, are easily told apart."""
+    channels = [[int(colour[n : n + 2], 16) for n in (1, 3, 5)] for colour in (one, other)]
+    return sum(abs(a - b) for a, b in zip(*channels, strict=True)) > _ALIKE
 
 
 def _about_copy(host: str, row: Copy, batch: Batch) -> str:

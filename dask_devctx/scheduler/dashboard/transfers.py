@@ -19,7 +19,6 @@ from dask_devctx.scheduler.dashboard.figures import (
     Colours,
     Rows,
     about,
-    colour_sample,
     hover,
     legend_below,
     plot_named,
@@ -53,10 +52,8 @@ class TransferMatrix:
         self.root.grid.grid_line_color = None
         cells = self.root.rect(
             x="x", y="y", width="width", height=0.94, source=self._rows.source, fill_color="color",
-            fill_alpha="alpha", line_color="color",
+            fill_alpha="alpha", line_color="color", legend_field="transport",
         )  # fmt: skip
-        for transport in ("peer", "ipc", "host"):
-            colour_sample(self.root, COPIES[transport], TRANSPORTS[transport])
         legend_below(self.root)
         self._labels = LabelSet(
             x="x", y="y", text="text", source=self._rows.source, text_align="center",

@@ -28,6 +28,7 @@ _PROCESSES_AGE_S: Final = 5.0
 NO_WAIT: Final = (0.0, 0.0, 0.0, None)
 # The longest text of an exception.
 _TEXT: Final = 2_000
+_SHOWN: Final = 4  # the most kinds of running tasks that a row names
 # The fields of the row of a task's only device, or first one.
 _ONE_DEVICE: Final = len(TaskRun.__slots__) - 1
 _DEVICE_ID: Final = TaskRun.__slots__.index("device_id")
@@ -65,6 +66,9 @@ class _Tally:
             counts["memory_others"] = discovery.memory_of_others(backend, device)
         free, total = discovery.memory_info(backend, device) or (None, None)
         utilization, bandwidth = discovery.utilization(backend, device) or (None, None)
+        power_w, temperature = discovery.power_and_temperature(backend, device)
+        # An entry may come or go on another thread meanwhile.
+        running = (claim.prefix for claim in tuple(self._state.holding))
         queued = min(waiting, self._state.tasks)
         row = {
             **counts,
@@ -75,6 +79,9 @@ class _Tally:
             "memory_total": total,
             "utilization": utilization,
             "bandwidth": bandwidth,
+            "power_w": power_w,
+            "temperature": temperature,
+            "tasks_now": tuple(dict.fromkeys(running))[:_SHOWN],
             "out_of_memory": out_of_memory,
         }
         for name, value in memory.items():

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("bokeh")
 
-from dask_devctx.scheduler.dashboard.feed import Batch
+from dask_devctx.scheduler.dashboard.feed import Batch, Intervals
 from dask_devctx.scheduler.dashboard.figures import LIGHT, LaneAxis, TimeAxis
+from dask_devctx.scheduler.dashboard.glance import Glance
 from dask_devctx.scheduler.dashboard.lanes import Lanes, Member
 from dask_devctx.scheduler.dashboard.levels import memory_plot, utilization_plot
 from dask_devctx.scheduler.dashboard.timeline import Timeline
@@ -29,7 +30,10 @@ def batch(
     tasks: Iterable[TaskRun] = (),
     samples: Iterable[tuple[str, Sample]] = (),
     again: bool = False,
+    before: Intervals | None = None,
 ) -> Batch:
+    intervals = before or Intervals()
+    found = [*intervals.of([("a", worker, sample) for worker, sample in samples], lanes)]
     return Batch(
         lanes,
         lanes,
@@ -40,7 +44,8 @@ def batch(
         tasks=[("a", task) for task in tasks],
         copies=[],
         incidents=[],
-        samples=[("a", worker, sample) for worker, sample in samples],
+        intervals=found,
+        latest=intervals.latest,
     )
 
 
@@ -84,18 +89,36 @@ def test_without_nvml_the_title_says_so_once() -> None:
     lanes = Lanes(members("a", devices=4))
     plot = utilization_plot(TimeAxis(), LaneAxis(devices=True), LIGHT)
     samples = [("w", Sample(0, f"GPU-a-{n}", None, time=1.0)) for n in range(4)]
-    plot.show(batch(lanes, samples=samples, again=True))
+    intervals = Intervals()
+    plot.show(batch(lanes, samples=samples, again=True, before=intervals))
     assert "NVML has no numbers" in plot.root.title.text
-    assert beside(plot) == [""] * 4
-    plot.show(batch(lanes, samples=[("w", Sample(0, "GPU-a-0", None, utilization=0.5, time=2.0))]))
+    later = Sample(0, "GPU-a-0", None, utilization=0.5, occupied_s=0.25, time=2.0)
+    plot.show(batch(lanes, samples=[("w", later)], before=intervals))
     assert "NVML" not in plot.root.title.text
-    assert beside(plot) == ["", "", "", "50%"]  # from the bottom to the top
+    # The legend has what the plot shows.
+    shown = [entry.label.value for entry in plot.root.legend[0].items if entry.visible]
+    assert shown == ["idle", "has a task", "computes (NVML)"]
 
 
-def beside(plot: Any) -> list[str]:
-    """The words to the right of the lanes, where there is no data."""
-    (axis,) = plot.root.right
-    return list(axis.formatter.args["words"].data["text"])
+def test_each_device_at_a_glance() -> None:
+    lanes, plot, intervals = Lanes(members("a")), Glance(LIGHT), Intervals()
+    plot.show(batch(lanes, again=True))
+    assert plot.root.text == "<h3>No device has answered yet</h3>"
+    idle = Sample(1, "GPU-a-1", None, time=99.0)
+    busy = Sample(
+        0, "GPU-a-0", None, queued=3, running=2, utilization=0.5, power_w=310.4, temperature=41,
+        memory_free=2**30, memory_total=2**34, memory_spilled=2**20, tasks_now=("<train>",),
+        time=99.0,
+    )  # fmt: skip
+    plot.show(batch(lanes, samples=[("w", idle)], before=intervals))
+    assert "<h3>1 device: idle</h3>" in plot.root.text
+    plot.show(batch(lanes, samples=[("w", busy)], before=intervals))
+    first, second = plot.root.text.split("<tr><td>")[1:]
+    for text in ("cuda:0<", ">50%<", ">15.00 GiB of 16.00 GiB<", "1.00 MiB<", "310 W<", "41 °C<"):
+        assert text in first
+    assert "<td>2 × &lt;train&gt;</td><td>3</td>" in first
+    assert second.startswith("cuda:1<")
+    assert ">idle<" in second
 
 
 def test_a_lane_splits_when_two_tasks_ran_at_once() -> None:
@@ -139,7 +162,7 @@ def test_memory_of_a_device_that_two_workers_use() -> None:
     ] == [[0.3, 0.3, 0.6], [0.35, 0.35, 0.6]]
     for text in ("held by dask</td><td>350 B", "free</td><td>400 B", "processes</td><td>250 B"):
         assert text in shown["about"][-1]
-    assert beside(plot) == ["600 B used"]
+    assert not [e for e in plot.root.legend[0].items if e.visible and e.label.value == "spilled"]
 
 
 def test_the_matrix_adds_up_the_rows_of_heartbeats() -> None:
